@@ -1,0 +1,65 @@
+"""What the algorithms can be told: one frozen record each, in which a value that cannot matter cannot be expressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+KLEstimator = Literal["k1", "k2", "k3"]
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """Entropy bonus with an optionally adaptive coefficient.
+
+    With a `target`, the coefficient moves by `delta` a step, within [minimum, maximum]: up while the policy's entropy
+    is below the target, down while above.
+    """
+
+    coef: float
+    target: float | None = None
+    delta: float = 0.0
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+
+@dataclass(frozen=True)
+class GRPOSettings:
+    """GRPO and its family. `clip_high` is an offset for every loss type: the ratio's ceiling is 1 + clip_high.
+
+    `clip_low` and `delta` (a two-sided bound for negative advantages) do not exist for CISPO: None there.
+    """
+
+    loss_type: GRPOLossType
+    importance_level: Literal["token", "sequence"]
+    clip_low: float | None
+    clip_high: float
+    delta: float | None
+    scale_rewards: Literal["group", "batch", "none"]
+    aggregation: Literal["sum_then_normalize", "normalize_then_sum"]
+    reward_weights: tuple[float, ...]
+    beta: float
+    kl_estimator: KLEstimator
+    bias_corrected_kl: bool
+    entropy_bonus: EntropyBonus | None
+    top_entropy_quantile: float
+    mask_truncated: bool
+    max_completion_length: int
+    drop_equal_groups: bool
+    score_old: bool
+
+
+@dataclass(frozen=True)
+class RLOOSettings:
+    """RLOO (Ahmadian et al. 2024): KL in the reward, leave-one-out baseline, one ratio per sequence."""
+
+    clip_low: float
+    clip_high: float
+    beta: float
+    kl_estimator: KLEstimator
+    normalize_advantages: bool
+    reward_clip: tuple[float, float] | None
+    mask_truncated: bool
+    drop_equal_groups: bool
+    score_old: bool

@@ -1,0 +1,45 @@
+"""Errors a user can meet: each says what is wrong, where, and what to do, and is also the stdlib error it refines."""
+
+
+class LowpeakError(Exception):
+    """Base of every error that lowpeak raises on purpose."""
+
+
+class ArgumentError(LowpeakError, ValueError):
+    """An argument is unknown, out of range, contradicts another, or has no effect in the resolved run."""
+
+
+class DataError(LowpeakError, ValueError):
+    """A data set, a row or a prompt cannot be used."""
+
+
+class ModelError(LowpeakError, ValueError):
+    """A model or tokenizer cannot be found, loaded or used."""
+
+
+class HeadMismatchError(ModelError):
+    """The log-prob core and the model's own logits disagree at start-up."""
+
+
+class RewardError(LowpeakError, RuntimeError):
+    """A reward function failed or returned something that is not one float or None per completion."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """A reward function did not return within its time limit."""
+
+
+class EngineError(LowpeakError, RuntimeError):
+    """A rollout engine or a `rollout_func` returned something that cannot be used."""
+
+
+class NonFiniteError(LowpeakError, FloatingPointError):
+    """A loss, log-prob or gradient is NaN or infinite; raised before the optimizer step."""
+
+
+class CheckpointError(LowpeakError, OSError):
+    """A checkpoint cannot be written, read or resumed from."""
+
+
+class MissingPackageError(LowpeakError, ImportError):
+    """An optional package is needed for what was asked."""

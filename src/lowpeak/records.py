@@ -1,0 +1,203 @@
+"""What travels along the straight line: prompts, completions, groups, records, micro-batches, slices, metrics.
+
+Everything is ragged and immutable: a completion is as long as it is, nothing is padded before a micro-batch is built,
+and a later station makes a new record with `dataclasses.replace`. Tensors in records live on the CPU.
+
+Shapes are suffixes: C tokens of one completion, T counted tokens of a micro-batch, B rows and L padded length of a
+micro-batch, N rows of a rollout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+MetricKind = Literal["mean", "sum", "max", "min"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a rollout.
+
+    `serial` counts the prompts drawn in the run: it is unique within a run, and it is what the sampling hash uses.
+    `source` is the prompt as the data set gave it (a string or a list of messages), which is what rewards see.
+    """
+
+    serial: int
+    ids: tuple[int, ...]
+    source: str | list[dict[str, Any]]
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def conversational(self) -> bool:
+        """Whether the prompt is a list of messages."""
+        return not isinstance(self.source, str)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What was generated for one prompt: C tokens, the end-of-sequence token included when there is one.
+
+    `logprobs` are of the full softmax at the sampling temperature, before top-k, top-p and penalties. `loss_mask` is
+    False where the policy did not write the token (a tool's answer): such tokens are context only. `prompt_ids`
+    overrides the group's prompt for this row (a `rollout_func` may change it); None is the group's own.
+    """
+
+    ids: Tensor  # int32 [C]
+    logprobs: Tensor  # float32 [C]
+    loss_mask: Tensor  # bool [C]
+    finish_reason: FinishReason
+    prompt_ids: tuple[int, ...] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.ids.numel()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G completions of one prompt."""
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """One row of a rollout with all that is fixed for it: ids, rewards, and per-token values added by later stations.
+
+    `rewards` has one value per reward function, `reward` their weighted sum; NaN where nobody scored.
+    `old`, `reference`, `values`, `entropy`, `advantages` are float32 [C] or None where nothing needs them.
+    """
+
+    group: int
+    prompt_ids: tuple[int, ...]
+    completion: Completion
+    rewards: tuple[float, ...]
+    reward: float
+    old: Tensor | None = None
+    reference: Tensor | None = None
+    values: Tensor | None = None
+    entropy: Tensor | None = None
+    advantages: Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens the forward pass sees: prompt and completion."""
+        return len(self.prompt_ids) + len(self.completion)
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """The constants of T counted tokens: what a loss knows besides the log-probs and entropies of the pass itself.
+
+    `rows_T` says which of the `num_rows` rows a token belongs to, in order. `weights_U` weighs the loss's units: T
+    tokens, or `num_rows` sequences. None means that nothing needs it: without `old_T` the run is on-policy and old is
+    the policy's own detached log-prob. `policy_mask_T` is 1 where the policy-gradient term counts (top-entropy mask).
+    `coefficients` are plain numbers of the algorithm's state (an adaptive KL or entropy coefficient).
+    """
+
+    rows_T: Tensor  # int64 [T]
+    num_rows: int
+    weights_U: Tensor  # float32 [U]
+    advantages_T: Tensor  # float32 [T]
+    sampling_T: Tensor | None = None
+    old_T: Tensor | None = None
+    reference_T: Tensor | None = None
+    policy_mask_T: Tensor | None = None
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+
+    def slice(self, start: int, stop: int) -> TokenBatch:
+        """Tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""
+        assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never cut"
+        return self._map(lambda x: x[start:stop])
+
+    def to(self, device: torch.device | str) -> TokenBatch:
+        """The same batch with its tensors on `device`, without waiting for the copies."""
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def _map(self, change: Any) -> TokenBatch:
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TokenBatch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward: B rows padded on the right to L, and the T positions that predict counted tokens.
+
+    `positions_T` index the flattened [B*L] hidden states; position i predicts the token at i + 1, which is
+    `targets_T`. With right padding and causal attention no real token sees a pad, so there is no attention mask.
+    A rank with nothing left gets a micro-batch of one counted token of weight 0.
+    """
+
+    input_ids_BL: Tensor  # int64
+    positions_T: Tensor  # int64
+    targets_T: Tensor  # int64
+    tokens: TokenBatch
+    record_indices: tuple[int, ...]  # which records of the rollout its rows are, in order; empty when masked
+    num_useful: int  # tokens of the forward that are not padding
+
+    def to(self, device: torch.device | str) -> MicroBatch:
+        """The same micro-batch on `device`, without waiting for the copies."""
+        return MicroBatch(
+            self.input_ids_BL.to(device, non_blocking=True),
+            self.positions_T.to(device, non_blocking=True),
+            self.targets_T.to(device, non_blocking=True),
+            self.tokens.to(device),
+            self.record_indices,
+            self.num_useful,
+        )
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """A flat range of one parameter on its way out: `values` are elements [start, start + len(values))."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric that carries its own reduction, so that no loss gathers anything: numbers or 0-d tensors.
+
+    `mean` divides `total` by `count` after both were summed; `sum` adds totals; `max` and `min` take the extreme.
+    """
+
+    total: Tensor | float
+    count: Tensor | float = 1.0
+    kind: MetricKind = "mean"
+
+    def merge(self, other: Metric) -> Metric:
+        """This metric and another of the same kind as one."""
+        assert self.kind == other.kind, f"cannot merge {self.kind} with {other.kind}"
+        if self.kind in ("mean", "sum"):
+            return Metric(self.total + other.total, self.count + other.count, self.kind)
+        pick = torch.maximum if self.kind == "max" else torch.minimum
+        return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
+
+    def value(self) -> float:
+        """The reduced number; NaN for a mean of nothing. Reads the device: once a step, not inside a phase."""
+        if self.kind != "mean":
+            return float(self.total)
+        count = float(self.count)
+        return float(self.total) / count if count else float("nan")
+
+
+Metrics = Mapping[str, Metric]
+
+
+def merge_metrics(first: Metrics, second: Metrics) -> dict[str, Metric]:
+    """Both mappings as one, merging the metrics that stand in both."""
+    merged = dict(first)
+    for name, metric in second.items():
+        merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged

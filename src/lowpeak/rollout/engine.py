@@ -1,0 +1,38 @@
+"""The engine protocol: what generates. The step does not know which engine runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, runtime_checkable
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.records import Group, Prompt, WeightSlice
+
+
+@runtime_checkable
+class RolloutEngine(Protocol):
+    """Generates groups with the weights of one policy version.
+
+    `policy_version` is None while the engine holds no known weights: it was just made, restarted, or dropped them.
+    """
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the weights that `generate` would use now."""
+        ...
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """One group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
+        ...
+
+    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+        """One whole update: all or nothing, caches reset. An engine that shares the policy's weights reads no slice."""
+        ...
+
+    def sleep(self) -> None:
+        """Give back the memory that generating needs."""
+        ...
+
+    def wake(self) -> None:
+        """Be ready to generate again."""
+        ...

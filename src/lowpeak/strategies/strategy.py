@@ -1,0 +1,44 @@
+"""The strategy protocol: how a model lies on devices. The step does not know which strategy runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.ranks import Ranks
+from lowpeak.records import WeightSlice
+
+
+@runtime_checkable
+class Strategy(Protocol):
+    """One device, DDP, FSDP2 or ZeRO: each is one small class."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+        ...
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the loss's gradients; `last` marks the step's last micro-batch, when ranks average theirs."""
+        ...
+
+    def hold(self, model: nn.Module, budget: int | None) -> AbstractContextManager[nn.Module]:
+        """A context in which `model` generates: eval mode, no checkpointing, as many layers gathered as `budget` bytes
+        allow (None: all). Yields once, and restores everything however it is left."""
+        ...
+
+    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
+        """Every parameter in flat ranges of at most `max_bytes`, cast to `dtype`, in the same order on every rank."""
+        ...
+
+    def shards(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's own tensors of the model's parameters, by name: for averages and for offloading."""
+        ...
+
+    def prepare_frozen(self, model: nn.Module) -> nn.Module:
+        """A model that is never trained, in eval mode, on the device and sharded like the policy."""
+        ...
