@@ -1,0 +1,39 @@
+"""Small real models and tokenizers, made on the spot: no hub, no download."""
+
+from __future__ import annotations
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def char_tokenizer(alphabet: str = "0123456789=", chat: bool = False) -> PreTrainedTokenizerFast:
+    """A tokenizer with one token per character, `<pad>` 0 and `<eos>` 1; with `chat`, role tokens and a template."""
+    special = ["<pad>", "<eos>"] + (["<system>", "<user>", "<assistant>"] if chat else [])
+    vocabulary = {token: i for i, token in enumerate([*special, *alphabet])}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", additional_special_tokens=special[2:]
+    )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_model(vocab_size: int = 13, seed: int = 0, *, tied: bool = True, hidden: int = 32, layers: int = 2,
+               context: int = 128, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+    """A Qwen2-shaped model with random weights, in eval mode; wide enough an init that its logits differ clearly."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, intermediate_size=2 * hidden, max_position_embeddings=context,
+        tie_word_embeddings=tied, initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config).to(dtype).eval()
