@@ -39,7 +39,7 @@ def clipped_weight(logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_hig
 
 
 def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
-    """GRPO's loss of each unit: `mask * policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
+    """A unit's GRPO loss: `mask * policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
 
     The unit is a row where `importance_level` is "sequence" (GSPO): all of a row's tokens then share one ratio. A row
     without counted tokens has loss 0.
