@@ -175,11 +175,14 @@ def test_a_broken_saved_folder_cannot_be_read(tmp_path):
         open_dataset(tmp_path)
 
 
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
-def test_a_file_without_a_byte_is_an_error(tmp_path, suffix):
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [(".json", "is empty"), (".jsonl", "is empty"), (".parquet", "cannot be read"), (".csv", "cannot be read")],
+)
+def test_a_file_without_a_byte_is_an_error(tmp_path, suffix, message):
     path = tmp_path / f"rows{suffix}"
     path.touch()
-    with pytest.raises(DataError, match=r"is empty|cannot be read"):
+    with pytest.raises(DataError, match=message):
         open_dataset(path)
 
 

@@ -8,6 +8,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
+from lowpeak.data.chat import check_messages
 from lowpeak.data.prompts import PromptReader, check_rows, check_tokenizer, num_rows, padding_id
 from lowpeak.errors import DataError, ModelError
 from tiny import char_tokenizer
@@ -71,6 +72,17 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():
     assert [text_of(reader.read(row, i)) for i, row in enumerate(rows)] == ["1", "2=a"]
 
 
+def test_checked_messages_have_no_empty_keys_and_leave_the_row_as_it_is():
+    messages = user("1", name=None)
+    assert check_messages(messages, "row 0") == user("1")
+    assert messages == user("1", name=None)
+
+
+def test_an_assistants_message_may_hold_tool_calls_instead_of_text():
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "ab"}]}
+    assert check_messages([call], "row 0") == [{"role": "assistant", "tool_calls": [{"name": "ab"}]}]
+
+
 def test_template_arguments_of_the_row_go_before_those_of_the_run():
     reader = chat_reader("{{ messages[0].content }}{{ x }}{{ y }}", chat_template_kwargs={"x": "a", "y": "a"})
     rows = Dataset.from_list(
@@ -85,7 +97,7 @@ def test_template_arguments_of_the_row_go_before_those_of_the_run():
 @pytest.mark.parametrize("pack", [json.dumps, lambda tools: tools])
 def test_a_tools_column_reaches_the_template(pack):
     tools = [{"type": "function", "function": {"name": "ab", "description": "1", "parameters": {}}}]
-    reader = chat_reader("{{ messages[0].content }}={{ tools[0].function.name if tools else '0' }}")
+    reader = chat_reader("{{ messages[0].content }}={{ '0' if tools is none else tools[0].function.name }}")
     assert text_of(reader.read({"prompt": user("1"), "tools": pack(tools)}, 0)) == "1=ab"
     assert text_of(reader.read({"prompt": user("1"), "tools": pack([])}, 1)) == "1=0"
 
