@@ -5,34 +5,41 @@ A child is a process of its own, with its own memory, signals and limits; only t
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
 SECONDS = 60.0  # no child takes longer: one that does is stuck, and fails its test
-
-_PRELOAD = [
-    "datasets",
-    "pandas",
-    "peft",
-    "lowpeak.training.grpo",
-    "lowpeak.training.rloo",
-    "lowpeak.training.sft",
-]
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(_PRELOAD)
-
 KILLED = -signal.SIGKILL
+
+
+@functools.cache
+def _server() -> ForkServerContext:
+    """The context of the server, started with this process's import path (it takes only PYTHONPATH over)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fault_warm"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def call(function: Callable[..., None], *arguments: Any, log: Path, seconds: float = SECONDS) -> int:
     """Run `function(*arguments)` in a process of its own, what it prints going to `log`; its exit code."""
-    process = _context.Process(target=_run, args=(function, arguments, os.fspath(log)))
+    process = _server().Process(target=_run, args=(function, arguments, os.fspath(log)))
     process.start()
     process.join(seconds)
     if process.is_alive():
@@ -52,12 +59,9 @@ def succeed(function: Callable[..., None], *arguments: Any, log: Path) -> None:
 
 def _run(function: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:
     import torch
-    from tqdm import tqdm
 
-    tqdm.set_lock(threading.RLock())  # its own is a semaphore of the system, which a killed process would leak
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     torch.set_num_threads(1)
     function(*arguments)
-    sys.stdout.flush()
