@@ -142,7 +142,7 @@ def _keep_training_format(policy: nn.Module) -> None:
     """bitsandbytes repacks 4-bit weights at the first inference on a CPU, and its backward cannot read that format."""
     for module in policy.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
 def upcast_trainable(policy: nn.Module) -> None:
