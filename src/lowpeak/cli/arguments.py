@@ -32,15 +32,14 @@ class DataArguments:
         metadata={"help": "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required)"},
     )
     dataset_config: str | None = field(default=None, metadata={"help": "name of the hub data set's configuration"})
-    dataset_split: str = field(default="train", metadata={"help": "split to train on"})
+    dataset_split: str | None = field(
+        default=None, metadata={"help": "split to train on, or a slice as in train[:1000]; by default train"}
+    )
     eval_dataset: str | None = field(
         default=None, metadata={"help": "data set to evaluate on; --dataset when only --eval_split is given"}
     )
     eval_split: str | None = field(
-        default=None, metadata={"help": "split to evaluate on (test when only --eval_dataset is given)"}
-    )
-    eval_rows: int | None = field(
-        default=None, metadata={"help": "evaluate on this many rows, the first ones; by default on all"}
+        default=None, metadata={"help": "split to evaluate on, or a slice as in test[:64]; needed for a hub name"}
     )
     prompt_column: str = field(default="prompt", metadata={"help": "column that holds the prompt"})
     completion_column: str = field(default="completion", metadata={"help": "column that holds the completion (sft)"})

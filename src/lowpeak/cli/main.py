@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Sequence
 
 import lowpeak
-from lowpeak.cli.suggest import suggestion
 from lowpeak.errors import ArgumentError, LowpeakError
 
 USAGE = """\
@@ -58,7 +57,7 @@ def dispatch(arguments: list[str]) -> int:
         return 0
     command, rest = arguments[0], arguments[1:]
     if command not in COMMANDS:
-        raise ArgumentError(f"unknown command {command!r}{suggestion(command, COMMANDS)}; `lowpeak --help` lists them")
+        raise ArgumentError(f"The command {command!r} does not exist; use one of {', '.join(COMMANDS)}.")
     return COMMANDS[command](rest)
 
 
@@ -75,7 +74,7 @@ def _env(arguments: list[str]) -> int:
     from lowpeak.cli.env import report
 
     if arguments:
-        raise ArgumentError(f"`lowpeak env` takes no arguments; got {' '.join(arguments)}")
+        raise ArgumentError(f"`lowpeak env` takes no arguments; leave {' '.join(arguments)} out.")
     print(report(), end="")
     return 0
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_origin, get_type_hints
 
 from lowpeak.cli.groups import ORDER, group_of
-from lowpeak.cli.suggest import remedy
+from lowpeak.cli.renamed import RENAMED
 from lowpeak.cli.values import choices, convert, expected, list_item, members
 from lowpeak.errors import ArgumentError
 
@@ -33,7 +33,7 @@ class Argument:
         try:
             return convert(self.hint, value)
         except ValueError as error:
-            raise ArgumentError(f"{where}{self.name} {error}") from None
+            raise ArgumentError(f"{where}{self.name} {error}.") from None
 
 
 def arguments_of(kind: type, group: str | None = None) -> list[Argument]:
@@ -57,31 +57,35 @@ def parse(arguments: Sequence[Argument], argv: Sequence[str], program: str) -> d
 
     `--help` prints the arguments in groups and exits.
     """
+    from lowpeak.config.load import merge
+
     known = {argument.name: argument for argument in arguments}
-    parser = _make_parser(arguments, program)
-    namespace, rest = parser.parse_known_args([_with_underscores(token) for token in argv])
-    for token in rest:
-        if token.startswith("--"):
-            name = token[2:].split("=")[0]
-            raise ArgumentError(f"unknown argument --{name}{remedy(name, known, prefix='--')}")
-        raise ArgumentError(f"{token!r} belongs to no argument; values follow their --argument")
+    namespace, rest = _make_parser(arguments, program).parse_known_args([_with_underscores(token) for token in argv])
+    _check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], known)
+    if rest:
+        raise ArgumentError(f"{rest[0]!r} belongs to no argument; values follow their --argument.")
     given = vars(namespace)
     path = given.pop("config", None)
-    values = _read_file(path, known) if path else {}
-    for name, value in given.items():
-        values[name] = known[name].read(_unwrap(known[name].hint, value), "--")
-    return values
+    over = {name: known[name].read(_unwrap(known[name].hint, value), "--") for name, value in given.items()}
+    return merge(_read_file(path, known) if path else {}, over)
 
 
-def _read_file(path: str, known: dict[str, Argument]) -> dict[str, Any]:
+def _read_file(path: str, known: Mapping[str, Argument]) -> dict[str, Any]:
     from lowpeak.config.load import load_yaml
 
-    values = {}
-    for name, value in load_yaml(path).items():
-        if name not in known:
-            raise ArgumentError(f"unknown key {name!r} in {path}{remedy(str(name), known)}")
-        values[name] = known[name].read(value, f"{path}: ")
-    return values
+    settings = load_yaml(path)
+    try:
+        _check_names(settings, known)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from None
+    return {name: known[name].read(value, f"{path}: ") for name, value in settings.items()}
+
+
+def _check_names(names: Iterable[str], known: Iterable[str]) -> None:
+    from lowpeak.config.load import check_names
+    from lowpeak.config.rejected import REJECTED
+
+    check_names(names, known, REJECTED | RENAMED)
 
 
 def _with_underscores(token: str) -> str:
@@ -99,7 +103,7 @@ class _Parser(argparse.ArgumentParser):
     """An argparse parser whose complaints are our errors, without the usage of two hundred arguments."""
 
     def error(self, message: str) -> NoReturn:
-        raise ArgumentError(message)
+        raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 
 def _make_parser(arguments: Sequence[Argument], program: str) -> _Parser:

@@ -79,13 +79,15 @@ def check(job: Job) -> None:
         required["reward"] = job.rewards.reward
     missing = [f"--{name}" for name, value in required.items() if not value]
     if missing:
-        raise ArgumentError(f"lowpeak {job.kind} needs {' and '.join(missing)}, on the command line or in --config")
+        raise ArgumentError(
+            f"lowpeak {job.kind} needs {' and '.join(missing)}, on the command line or in the file of --config."
+        )
     if job.model.use_peft:
         return
     defaults = ModelArguments()
     for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
         if getattr(job.model, name) != getattr(defaults, name):
-            raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out")
+            raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out.")
 
 
 def make_config(config_class: type, given: dict[str, Any], model: ModelArguments) -> Any:
@@ -127,13 +129,9 @@ def load_data(job: Job) -> tuple[Any, Any]:
     train = open_dataset(data.dataset, data.dataset_split, data.dataset_config)
     train = shape(train, data, supervised=job.supervised)
     if data.eval_dataset is None and data.eval_split is None:
-        if data.eval_rows is not None:
-            raise ArgumentError("--eval_rows has no effect without --eval_dataset or --eval_split")
         return train, None
-    config = data.dataset_config if data.eval_dataset in (None, data.dataset) else None
-    held_out = open_dataset(data.eval_dataset or data.dataset, data.eval_split or "test", config)
-    if data.eval_rows is not None:
-        held_out = held_out.take(data.eval_rows)
+    same = data.eval_dataset in (None, data.dataset)
+    held_out = open_dataset(data.eval_dataset or data.dataset, data.eval_split, data.dataset_config if same else None)
     return train, shape(held_out, data, supervised=job.supervised)
 
 
@@ -162,7 +160,7 @@ def lora(model: ModelArguments) -> Any:
 def require(package: str, what: str, extra: str) -> None:
     """Say in one sentence which optional package is missing, before anything long is started."""
     if find_spec(package) is None:
-        raise MissingPackageError(f"{what} needs {package}, which is not installed; pip install 'lowpeak[{extra}]'")
+        raise MissingPackageError(f"{what} needs {package}, which is not installed; pip install 'lowpeak[{extra}]'.")
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:

@@ -40,7 +40,7 @@ def choices(hint: Any) -> tuple[Any, ...]:
 
 
 def convert(hint: Any, value: Any) -> Any:
-    """The value as the hint wants it: each alternative of a union is tried, a plain string last.
+    """The value as the hint wants it: each alternative of a union is tried, a plain string late, a list of one last.
 
     Raises ValueError with what was expected.
     """
@@ -51,7 +51,7 @@ def convert(hint: Any, value: Any) -> Any:
         raise ValueError("needs a value")
     if isinstance(value, list | tuple):
         return _convert_list(hint, value)
-    for alternative in sorted(alternatives, key=lambda each: each is str):
+    for alternative in sorted(alternatives, key=lambda each: 2 if list_item(each) else each is str):
         if alternative is str and choices(hint):
             continue  # `SomeEnum | str` is how transformers says SomeEnum
         try:
