@@ -98,8 +98,7 @@ class TokenBatch:
 
     `rows_T` says which of the `num_rows` rows a token belongs to, in order. `weights_U` weighs the loss's units: T
     tokens, or `num_rows` sequences. None means that nothing needs it: without `old_T` the run is on-policy and old is
-    the policy's own detached log-prob. `policy_mask_T` is 1 where the policy-gradient term counts (top-entropy mask).
-    `coefficients` are plain numbers of the algorithm's state (an adaptive KL or entropy coefficient).
+    the policy's own detached log-prob. `coefficients` are plain numbers of the algorithm's state (an adaptive KL or entropy coefficient).
     """
 
     rows_T: Tensor  # int64 [T]
@@ -109,7 +108,6 @@ class TokenBatch:
     sampling_T: Tensor | None = None
     old_T: Tensor | None = None
     reference_T: Tensor | None = None
-    policy_mask_T: Tensor | None = None
     coefficients: Mapping[str, float] = field(default_factory=dict)
 
     def slice(self, start: int, stop: int) -> TokenBatch:

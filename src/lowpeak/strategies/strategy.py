@@ -22,8 +22,12 @@ class Strategy(Protocol):
         """The processes of the run."""
         ...
 
+    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""
+        ...
+
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the loss's gradients; `last` marks the step's last micro-batch, when ranks average theirs."""
+        """Add the loss's gradients to the parameters', averaged over ranks after the step's `last` micro-batch."""
         ...
 
     def hold(self, model: nn.Module, budget: int | None) -> AbstractContextManager[nn.Module]:

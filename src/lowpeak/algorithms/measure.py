@@ -1,0 +1,106 @@
+"""Measure: what a micro-batch says about its step, as metrics that carry their own reduction, named as TRL's.
+
+Shapes: T counted tokens of a micro-batch, B of its rows. Tokens of weight 0 (a masked micro-batch) are in no metric,
+nor are rows that were not trained on; the extremes of no row at all are 0 and infinity. Nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lowpeak.algorithms.algorithm import Unit
+from lowpeak.algorithms.importance import importance_ratio, old_logprobs, product_ratio
+from lowpeak.algorithms.losses import grpo_kl
+from lowpeak.algorithms.rows import over_tokens, row_means, row_sums, row_values
+from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
+from lowpeak.records import Metric, TokenBatch
+
+
+def measure_grpo(
+    settings: GRPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch
+) -> dict[str, Metric]:
+    """Clipping, the loss's KL, entropy and drift of the sampler.
+
+    `cispo_clip_ratio` is the share of tokens above the ceiling with a positive advantage, as in TRL.
+    """
+    unit: Unit = settings.importance_level
+    counted_T = _counted(tokens, unit)
+    ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
+    metrics = _measure_pass(logprobs_T, entropy_T, tokens, counted_T)
+    if settings.beta != 0.0:
+        metrics["kl"] = _mean(grpo_kl(settings, logprobs_T, ratio_T, tokens), counted_T)
+    if settings.loss_type == "cispo":
+        high_T = (ratio_T > 1.0 + settings.clip_high) & (tokens.advantages_T > 0)
+        metrics["cispo_clip_ratio"] = _share(high_T, tokens, counted_T, unit)
+        return metrics
+    assert settings.clip_low is not None, "only CISPO has no lower clip"
+    return metrics | _clip_ratios(ratio_T, tokens, counted_T, unit, settings.clip_low, settings.clip_high)
+
+
+def measure_rloo(
+    settings: RLOOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch
+) -> dict[str, Metric]:
+    """Clipping of rows, entropy and drift of the sampler."""
+    counted_T = _counted(tokens, "sequence")
+    ratio_T = over_tokens(product_ratio(logprobs_T, tokens), tokens)
+    metrics = _measure_pass(logprobs_T, entropy_T, tokens, counted_T)
+    return metrics | _clip_ratios(ratio_T, tokens, counted_T, "sequence", settings.clip_low, settings.clip_high)
+
+
+def measure_supervised(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
+    """Entropy, where it is given."""
+    return {} if entropy_T is None else {"entropy": _mean(entropy_T, _counted(tokens, "token"))}
+
+
+def _measure_pass(
+    logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch, counted_T: Tensor
+) -> dict[str, Metric]:
+    """What is asked of every policy pass: entropy, and how far old is from what the sampler said, in nats."""
+    metrics = {} if entropy_T is None else {"entropy": _mean(entropy_T, counted_T)}
+    if tokens.sampling_T is not None:
+        drift_T = (old_logprobs(logprobs_T, tokens) - tokens.sampling_T).abs()
+        # An engine that could not score a token says NaN: no drift is known there, which is not a drift of zero.
+        known_T = torch.where(drift_T.isnan(), 0.0, counted_T)
+        drift_T = drift_T.nan_to_num(nan=0.0)
+        metrics["sampling/sampling_logp_difference/mean"] = _mean(drift_T, known_T)
+        metrics["sampling/sampling_logp_difference/max"] = Metric((drift_T * known_T).max(), kind="max")
+    return metrics
+
+
+def _clip_ratios(
+    ratio_T: Tensor, tokens: TokenBatch, counted_T: Tensor, unit: Unit, clip_low: float, clip_high: float
+) -> dict[str, Metric]:
+    """The shares of units that the clip silences: below with A < 0, above with A > 0; extremes are of rows."""
+    low_T = (ratio_T < 1.0 - clip_low) & (tokens.advantages_T < 0)
+    high_T = (ratio_T > 1.0 + clip_high) & (tokens.advantages_T > 0)
+    counted_B = row_sums(counted_T, tokens) > 0
+    low_B = row_means(low_T.to(counted_T.dtype), tokens)
+    high_B = row_means(high_T.to(counted_T.dtype), tokens)
+    return {
+        "clip_ratio/low_mean": _share(low_T, tokens, counted_T, unit),
+        "clip_ratio/low_min": Metric(torch.where(counted_B, low_B, math.inf).min(), kind="min"),
+        "clip_ratio/high_mean": _share(high_T, tokens, counted_T, unit),
+        "clip_ratio/high_max": Metric(torch.where(counted_B, high_B, 0.0).max(), kind="max"),
+        "clip_ratio/region_mean": _share(low_T | high_T, tokens, counted_T, unit),
+    }
+
+
+def _counted(tokens: TokenBatch, unit: Unit) -> Tensor:
+    """1.0 at tokens whose unit weighs something: float [T]. The unit is told, since B can equal T by chance."""
+    weights_T = tokens.weights_U if unit == "token" else over_tokens(tokens.weights_U, tokens)
+    return (weights_T > 0).to(weights_T.dtype)
+
+
+def _share(flags_T: Tensor, tokens: TokenBatch, counted_T: Tensor, unit: Unit) -> Metric:
+    """The share of counted units with the flag; a row's tokens share theirs when the unit is a sequence."""
+    values_T = flags_T.to(counted_T.dtype)
+    if unit == "token":
+        return _mean(values_T, counted_T)
+    return _mean(row_values(values_T, tokens), row_values(counted_T, tokens))
+
+
+def _mean(values: Tensor, counted: Tensor) -> Metric:
+    return Metric((values * counted).sum(), counted.sum())

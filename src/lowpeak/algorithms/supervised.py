@@ -1,0 +1,34 @@
+"""Supervised training as an algorithm: maximum likelihood of given completions, each token of the step alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lowpeak.algorithms.algorithm import Advantages, Algorithm
+from lowpeak.algorithms.losses import supervised_loss
+from lowpeak.algorithms.measure import measure_supervised
+from lowpeak.algorithms.reduction import token_mean
+from lowpeak.algorithms.select import select_all
+from lowpeak.records import Record
+
+
+def make_supervised() -> Algorithm:
+    """Cross-entropy over the step's counted tokens; no row is idle, whatever its advantages."""
+    return Algorithm(
+        name="sft",
+        unit="token",
+        needs=frozenset(),
+        loss_entropy=False,
+        select=select_all,
+        advantages=_no_advantages,
+        reduction=token_mean,
+        loss=supervised_loss,
+        measure=measure_supervised,
+        idle=False,
+    )
+
+
+def _no_advantages(records: Sequence[Record]) -> Advantages:
+    return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), {})

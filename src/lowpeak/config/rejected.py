@@ -1,0 +1,64 @@
+"""Names that TRL users may bring and lowpeak does not take, each with what to do instead.
+
+They are refused by name, because an argument that silently does nothing costs somebody a night.
+"""
+
+from __future__ import annotations
+
+_NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
+_VLLM = "vLLM rollouts are not part of this version; remove it, the native engine needs no second copy of the weights"
+_ONE_DEVICE = "it concerns ZeRO-3, and this version trains on one device; remove it"
+_LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
+
+REJECTED: dict[str, str] = {
+    "use_vllm": _VLLM,
+    "vllm_mode": _VLLM,
+    "vllm_model_impl": _VLLM,
+    "vllm_enable_sleep_mode": _VLLM,
+    "vllm_structured_outputs_regex": _VLLM,
+    "vllm_server_base_url": _VLLM,
+    "vllm_server_host": _VLLM,
+    "vllm_server_port": _VLLM,
+    "vllm_server_timeout": _VLLM,
+    "vllm_group_port": _VLLM,
+    "vllm_gpu_memory_utilization": _VLLM,
+    "vllm_max_model_length": _VLLM,
+    "vllm_tensor_parallel_size": _VLLM,
+    "vllm_importance_sampling_correction": _VLLM,
+    "vllm_importance_sampling_mode": _VLLM,
+    "vllm_importance_sampling_clip_max": _VLLM,
+    "vllm_importance_sampling_clip_min": _VLLM,
+    "vllm_importance_sampling_cap": _VLLM,
+    "ds3_gather_for_generation": _ONE_DEVICE,
+    "cache_implementation": _NATIVE,
+    "use_transformers_continuous_batching": _NATIVE,
+    "transformers_continuous_batching_config": _NATIVE,
+    "use_transformers_paged": _NATIVE,
+    "sapo_temperature_neg": _LOSS,
+    "sapo_temperature_pos": _LOSS,
+    "vespo_k_pos": _LOSS,
+    "vespo_lambda_pos": _LOSS,
+    "vespo_k_neg": _LOSS,
+    "vespo_lambda_neg": _LOSS,
+    "off_policy_mask_threshold": "rollouts come from the policy itself, reused for at most num_iterations passes that "
+    "clipping bounds; remove it",
+    "router_aux_loss_coef": "the auxiliary loss averages over a micro-batch, so the way of cutting would change the "
+    "result; remove it",
+    "max_tool_calling_iterations": "run tools in a rollout_func of your own; remove it",
+    "log_multimodal": "lowpeak trains text models; remove it",
+    "log_completions_hub_repo": "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",
+    "max_prompt_length": "prompts are never cut; set overlong_prompts='drop' to leave out those that do not fit",
+    "use_liger_loss": "the log-prob core never forms the logits; remove it",
+    "steps_per_eval": "use eval_steps",
+    "dataset_num_proc": "rows are tokenised as they are needed; remove it",
+    "packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
+    "packing_strategy": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
+    "eval_packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
+    "padding_free": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
+    "dataset_kwargs": "prepare the data set before it is passed in; remove it",
+    "chat_template_path": "set the tokenizer's chat_template and pass it as processing_class; remove it",
+    "eos_token": "set it on the tokenizer and pass that as processing_class; remove it",
+    "pad_token": "set it on the tokenizer and pass that as processing_class; remove it",
+    "truncation_mode": "rows longer than max_length are cut at their end; remove it",
+    "activation_offloading": "use activation_checkpointing_kwargs={'offload': True}",
+}

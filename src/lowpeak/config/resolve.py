@@ -1,0 +1,249 @@
+"""Flat arguments to the small frozen records that the code works with; what cannot act raises here, with the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
+from lowpeak.config.inapplicable import check_ranges, refuse_idle, refuse_inherited, require
+from lowpeak.config.memory import MemorySettings
+from lowpeak.config.rollout import RolloutSettings, Sampling
+from lowpeak.errors import ArgumentError
+
+_GENERATION_KEYS = ("seed", "stop", "stop_strings", "stop_token_ids")
+
+
+@dataclass(frozen=True)
+class OnlineSettings:
+    """All that an online run was told: rollouts, sampling, evaluation, the reference's movement, memory."""
+
+    rollout: RolloutSettings
+    sampling: Sampling
+    num_generations_eval: int
+    eval_rows: int | None
+    reference_sync: ReferenceSync | None
+    memory: MemorySettings
+    reward_weights: tuple[float, ...]
+    mask_truncated: bool
+
+
+@dataclass(frozen=True)
+class ReferenceSync:
+    """reference = share * policy + (1 - share) * reference, every so many steps (TR-DPO, arXiv 2404.09656)."""
+
+    share: float
+    every: int
+
+
+def resolve_common(args: Any) -> MemorySettings:
+    """What every trainer checks and takes: ranges, inherited arguments, memory sizes."""
+    check_ranges(args)
+    refuse_inherited(args)
+    return MemorySettings(
+        micro_batch_tokens=args.micro_batch_tokens,
+        logprob_chunk_size=args.logprob_chunk_size,
+        kv_cache_bytes=getattr(args, "kv_cache_bytes", None),
+        pad_to_multiple_of=args.pad_to_multiple_of,
+    )
+
+
+def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
+    """The settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
+    memory = resolve_common(args)
+    require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
+    rollout = _resolve_rollout(args, world_size)
+    refuse_idle(
+        args,
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"),
+        args.sync_ref_model,
+        "sync_ref_model is off; set sync_ref_model=True or remove it",
+    )
+    refuse_idle(
+        args, ("sync_ref_model", "kl_estimator"), args.beta != 0, "beta is 0, so there is no reference; set beta or remove it"
+    )
+    refuse_idle(
+        args,
+        ("num_completions_to_print", "log_unique_prompts"),
+        args.log_completions,
+        "log_completions is off; set log_completions=True or remove it",
+    )
+    return OnlineSettings(
+        rollout=rollout,
+        sampling=_resolve_sampling(args),
+        num_generations_eval=args.num_generations_eval or args.num_generations,
+        eval_rows=args.per_device_eval_batch_size,
+        reference_sync=ReferenceSync(args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+        if args.sync_ref_model
+        else None,
+        memory=memory,
+        reward_weights=_resolve_weights(args, num_rewards),
+        mask_truncated=args.mask_truncated_completions,
+    )
+
+
+def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
+    """GRPO's settings; an argument that the loss type or the run leaves idle is an ArgumentError."""
+    cispo = args.loss_type == "cispo"
+    reused = online.rollout.num_steps > 1
+    _refuse_idle_grpo(args, cispo, reused, len(online.reward_weights))
+    clip_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.delta is not None and args.delta <= 1 + clip_high:
+        raise ArgumentError(
+            f"delta={args.delta} must be above the clip's ceiling 1 + epsilon_high = {1 + clip_high}: it bounds the "
+            "ratio where clipping does not."
+        )
+    scale = {True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards)
+    return GRPOSettings(
+        loss_type=args.loss_type,
+        importance_level=args.importance_sampling_level,
+        clip_low=None if cispo else args.epsilon,
+        clip_high=clip_high,
+        delta=args.delta,
+        scale_rewards=scale,
+        aggregation=args.multi_objective_aggregation,
+        reward_weights=online.reward_weights,
+        beta=args.beta,
+        kl_estimator=args.kl_estimator,
+        bias_corrected_kl=args.use_bias_correction_kl,
+        entropy_bonus=_resolve_entropy(args),
+        top_entropy_quantile=args.top_entropy_quantile,
+        mask_truncated=args.mask_truncated_completions,
+        max_completion_length=args.max_completion_length,
+        drop_equal_groups=args.dynamic_sampling_rounds > 0,
+        score_old=reused,
+    )
+
+
+def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
+    """RLOO's settings; an argument that the run leaves idle is an ArgumentError."""
+    reused = online.rollout.num_steps > 1
+    refuse_idle(args, ("epsilon", "epsilon_high"), reused, _ON_POLICY)
+    clip = args.reward_clip_range
+    require(clip is None or (len(clip) == 2 and clip[0] < clip[1]), f"reward_clip_range={clip!r} must be (low, high).")
+    return RLOOSettings(
+        clip_low=args.epsilon,
+        clip_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        beta=args.beta,
+        kl_estimator=args.kl_estimator,
+        normalize_advantages=args.normalize_advantages,
+        reward_clip=tuple(clip) if clip else None,
+        mask_truncated=args.mask_truncated_completions,
+        drop_equal_groups=args.dynamic_sampling_rounds > 0,
+        score_old=reused,
+    )
+
+
+_ON_POLICY = (
+    "each rollout serves one step, so the ratio is exactly 1 and nothing is clipped; raise num_iterations or "
+    "steps_per_generation, or remove it"
+)
+
+
+def _refuse_idle_grpo(args: Any, cispo: bool, reused: bool, num_rewards: int) -> None:
+    refuse_idle(args, ("epsilon", "delta"), not cispo, "CISPO has one bound, epsilon_high; remove it")
+    if cispo:
+        require(
+            args.epsilon_high is not None,
+            "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
+            "type, so TRL's epsilon_high=5.0 is 4.0 here).",
+        )
+        require(args.importance_sampling_level == "token", "loss_type='cispo' is per token; remove importance_sampling_level.")
+    refuse_idle(args, ("epsilon", "delta"), reused, _ON_POLICY)
+    refuse_idle(args, ("epsilon_high",), reused or cispo, _ON_POLICY)
+    refuse_idle(args, ("use_bias_correction_kl",), args.beta != 0, "beta is 0, so there is no KL; set beta or remove it")
+    refuse_idle(
+        args,
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        args.use_adaptive_entropy,
+        "use_adaptive_entropy is off; set use_adaptive_entropy=True or remove it",
+    )
+    refuse_idle(
+        args, ("multi_objective_aggregation",), num_rewards > 1, "there is one reward; pass several or remove it"
+    )
+    refuse_idle(
+        args,
+        ("scale_rewards",),
+        args.multi_objective_aggregation == "sum_then_normalize",
+        "normalize_then_sum normalises each reward within its group and the sum over the rollout; remove it",
+    )
+
+
+def _resolve_entropy(args: Any) -> EntropyBonus | None:
+    if args.use_adaptive_entropy:
+        low, high = args.entropy_coef_min, args.entropy_coef_max
+        require(low <= args.entropy_coef <= high, f"entropy_coef={args.entropy_coef} must be in [{low}, {high}].")
+        return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, low, high)
+    return EntropyBonus(args.entropy_coef) if args.entropy_coef else None
+
+
+def _resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
+    batch, accumulation = args.per_device_train_batch_size * world_size, args.gradient_accumulation_steps
+    per_generation = _steps_per_generation(args, batch)
+    rows = batch * per_generation
+    require(
+        rows % args.num_generations == 0,
+        f"a rollout holds per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
+        f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} does not divide.",
+    )
+    require(
+        per_generation % accumulation == 0,
+        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}: a rollout "
+        "serves whole steps.",
+    )
+    return RolloutSettings(
+        num_prompts=rows // args.num_generations,
+        num_generations=args.num_generations,
+        rows_per_step=batch * accumulation,
+        steps_per_pass=per_generation // accumulation,
+        num_iterations=args.num_iterations,
+        max_refills=args.dynamic_sampling_rounds,
+    )
+
+
+def _steps_per_generation(args: Any, batch: int) -> int:
+    size = args.generation_batch_size
+    if size is None:
+        return args.steps_per_generation or args.gradient_accumulation_steps
+    require(
+        args.steps_per_generation is None,
+        f"generation_batch_size={size} and steps_per_generation={args.steps_per_generation} say the same thing; give one.",
+    )
+    require(
+        size > 0 and size % batch == 0,
+        f"generation_batch_size={size} is not a multiple of per_device_train_batch_size x ranks = {batch}.",
+    )
+    return size // batch
+
+
+def _resolve_sampling(args: Any) -> Sampling:
+    more = dict(args.generation_kwargs or {})
+    unknown = sorted(set(more) - set(_GENERATION_KEYS))
+    require(
+        not unknown,
+        f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes "
+        f"{', '.join(_GENERATION_KEYS)}; temperature, top_p and the like are arguments of their own.",
+    )
+    stop = more.get("stop_strings", more.get("stop", ()))
+    return Sampling(
+        num_generations=args.num_generations,
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k or 0,
+        top_p=args.top_p,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(more.get("stop_token_ids", ())),
+        seed=more.get("seed", args.seed),
+    )
+
+
+def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
+    if args.reward_weights is None:
+        return (1.0,) * num_rewards
+    require(
+        len(args.reward_weights) == num_rewards,
+        f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; give one for each.",
+    )
+    return tuple(float(weight) for weight in args.reward_weights)

@@ -1,0 +1,107 @@
+"""Messages and the chat template: what a conversation must look like, and how it becomes tokens.
+
+The template runs as in TRL: `add_generation_prompt` after a user's or a tool's message, `continue_final_message` when
+the last message is the assistant's. A row's own `chat_template_kwargs` and `tools` go before the run's settings.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from lowpeak.errors import DataError
+
+Messages = list[dict[str, Any]]
+
+# What a template written by anybody may raise: its own errors, and Python's on unexpected messages.
+TEMPLATE_ERRORS = (TemplateError, LookupError, TypeError, ValueError)
+
+
+def check_messages(messages: Sequence[Any], where: str) -> Messages:
+    """The messages without keys whose value is None, each with a role and with text or tool calls.
+
+    Arrow gives every message of a data set the same keys and fills in None, which templates would print. Raises
+    DataError, opening with `where`, on anything else than text messages.
+    """
+    if not messages:
+        raise DataError(f"{where} is an empty list of messages; remove the row or give it a message.")
+    return [_check_message(message, f"{where}, message {i},") for i, message in enumerate(messages)]
+
+
+def _check_message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise DataError(f"{where} is {message!r:.80}; a message is a mapping with 'role' and 'content'.")
+    content = message.get("content")
+    if isinstance(content, list):
+        for part in content:
+            _check_part(part, where)
+    elif content is None and not message.get("tool_calls"):
+        raise DataError(f"{where} has no 'content'; a message is a mapping with 'role' and 'content'.")
+    elif content is not None and not isinstance(content, str):
+        raise DataError(f"{where} has content of type {type(content).__name__}; it must be a string.")
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def _check_part(part: Any, where: str) -> None:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind != "text":
+        raise DataError(f"{where} has a content part of type {kind!r}; lowpeak trains on text only.")
+
+
+def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Keyword arguments of the template for one row: the run's `defaults`, then the row's `tools`, then its own kwargs.
+
+    `tools` may be a list or its JSON text (Arrow cannot hold schemas of different shapes otherwise); an empty list
+    counts as none, because templates print a preamble for it. A None in the row's kwargs is Arrow's filling.
+    """
+    options = dict(defaults)
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            raise DataError(
+                f"{where} has a 'tools' column that is no JSON: {error}; give a list of schemas."
+            ) from error
+    if tools:
+        options["tools"] = tools
+    own = row.get("chat_template_kwargs") or {}
+    if not isinstance(own, Mapping):
+        raise DataError(f"{where} has 'chat_template_kwargs' of type {type(own).__name__}; it must be a mapping.")
+    return {**options, **{key: value for key, value in own.items() if value is not None}}
+
+
+def turn_options(messages: Messages) -> dict[str, bool]:
+    """Whether the template opens a new assistant message or leaves the last one, the assistant's own, open."""
+    if messages[-1]["role"] == "assistant":
+        return {"continue_final_message": True}
+    return {"add_generation_prompt": True}
+
+
+def encode_chats(tokenizer: Any, conversations: list[Messages], options: Mapping[str, Any]) -> list[list[int]]:
+    """The token ids of each conversation: one call of the template, then of the tokenizer, for all of them."""
+    encoded = tokenizer.apply_chat_template(conversations, **{**options, "tokenize": True, "return_dict": True})
+    # Tokenizers that are not transformers' own may answer with the bare lists.
+    return encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
+
+
+def encode_chat(tokenizer: Any, messages: Messages, options: Mapping[str, Any], where: str) -> list[int]:
+    """The token ids of one conversation; a template that fails is a DataError that opens with `where`."""
+    try:
+        return encode_chats(tokenizer, [messages], options)[0]
+    except TEMPLATE_ERRORS as error:
+        raise DataError(
+            f"{where} does not pass the chat template: {error}; change the messages or the template."
+        ) from error
+
+
+def check_template(tokenizer: Any, options: Mapping[str, Any], where: str) -> None:
+    """Raise DataError where messages meet a tokenizer that has no chat template."""
+    if getattr(tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
+        raise DataError(
+            f"{where} is a list of messages, but the tokenizer has no chat template; set tokenizer.chat_template, take "
+            "the tokenizer of an instruct model, or write the prompts as strings."
+        )

@@ -1,0 +1,252 @@
+"""The data contract: what a row must be to become a prompt, and the check of a whole data set before a run starts.
+
+A row has a `prompt`, a string or a list of messages; all its other columns go to the rewards. Rows are counted from 0.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, islice
+from typing import Any, Literal, Protocol, TypeVar
+
+from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
+from rich.console import Console
+from rich.progress import track
+
+from lowpeak.data.chat import (
+    TEMPLATE_ERRORS,
+    Messages,
+    check_messages,
+    check_template,
+    encode_chat,
+    encode_chats,
+    template_options,
+    turn_options,
+)
+from lowpeak.errors import DataError, ModelError
+from lowpeak.records import Prompt
+
+logger = logging.getLogger(__name__)
+
+Overlong = Literal["error", "drop"]
+Item_co = TypeVar("Item_co", covariant=True)
+
+# Keywords that a reward is called with besides the columns; a column of such a name would hide one of them.
+REWARD_KEYWORDS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+VISION_COLUMNS = frozenset({"image", "images"})
+
+_BATCH = 1000
+_SHOW_PROGRESS_FROM = 20_000
+
+
+class RowReader(Protocol[Item_co]):
+    """Turns rows into what a step uses. None leaves a row out, for the reason that `left_out` gives."""
+
+    @property
+    def left_out(self) -> str:
+        """Completes the sentence "3 of 10 rows are left out: ..."."""
+        ...
+
+    def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
+        """One row; `index` is its place in the data set, for errors (None: the same as `serial`)."""
+        ...
+
+    def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> Sequence[Item_co | None]:
+        """Consecutive rows, of which the first has the index and the serial `first`."""
+        ...
+
+
+class PromptReader:
+    """Reads rows as prompts. One reader per data set: it remembers the format of its first row.
+
+    Strings are tokenized with the tokenizer's special tokens (a BOS where it adds one) and messages as the chat
+    template writes them, both as in TRL. `max_prompt_tokens` None means no limit; `limit_reason` says in errors where
+    the limit comes from. Raises DataError, naming the row, on a row that cannot be used.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_prompt_tokens: int | None = None,
+        overlong: Overlong = "error",
+        limit_reason: str = "the limit",
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template_defaults = dict(chat_template_kwargs or {})
+        self._max_tokens = max_prompt_tokens
+        self._overlong = overlong
+        self._limit_reason = limit_reason
+        self._conversational: bool | None = None
+
+    @property
+    def left_out(self) -> str:
+        """Why a row may be left out."""
+        return f"the prompt has more than {self._max_tokens} tokens"
+
+    def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Prompt | None:
+        """The row as a prompt with this serial; None where it is too long and `overlong` is "drop"."""
+        index = serial if index is None else index
+        ids = self._encode([row], index)[0]
+        return self._prompt(row, ids, serial, index)
+
+    def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Prompt | None]:
+        """`[read(row, first + i) for i, row in enumerate(rows)]`, in as few calls of the tokenizer as possible."""
+        encoded = self._encode(rows, first)
+        return [
+            self._prompt(row, ids, first + i, first + i) for i, (row, ids) in enumerate(zip(rows, encoded, strict=True))
+        ]
+
+    def _encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
+        """Token ids of consecutive rows; checks them all before it tokenizes any."""
+        for i, row in enumerate(rows, first):
+            check_columns(row, f"row {i}")
+            self._check_format(row["prompt"], f"row {i}")
+        if self._conversational:
+            return self._encode_chats(rows, first)
+        return self._tokenizer([row["prompt"] for row in rows])["input_ids"]
+
+    def _check_format(self, prompt: Any, where: str) -> None:
+        if prompt is None or prompt == "":
+            raise DataError(f"{where} has an empty prompt; remove the row or fill it in.")
+        if not isinstance(prompt, str | list):
+            raise DataError(
+                f"{where} has a prompt of type {type(prompt).__name__}; it must be a string or a list of messages."
+            )
+        conversational = isinstance(prompt, list)
+        if self._conversational is None:
+            self._conversational = conversational
+        if conversational != self._conversational:
+            kinds = ("a list of messages", "a string") if conversational else ("a string", "a list of messages")
+            raise DataError(f"{where} has {kinds[0]} as its prompt, earlier rows have {kinds[1]}; use one format.")
+
+    def _encode_chats(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
+        """Consecutive rows whose template is called with the same arguments share one call."""
+        chats: list[tuple[str, Messages, dict[str, Any]]] = []
+        for i, row in enumerate(rows, first):
+            where = f"row {i}: the prompt"
+            messages = check_messages(row["prompt"], where)
+            options = {**turn_options(messages), **template_options(row, self._template_defaults, f"row {i}")}
+            check_template(self._tokenizer, options, where)
+            chats.append((where, messages, options))
+        encoded: list[list[int]] = []
+        for options, run in groupby(chats, key=lambda chat: chat[2]):
+            encoded.extend(self._encode_run(list(run), options))
+        return encoded
+
+    def _encode_run(self, chats: list[tuple[str, Messages, Any]], options: Mapping[str, Any]) -> list[list[int]]:
+        try:
+            return encode_chats(self._tokenizer, [messages for _, messages, _ in chats], options)
+        except TEMPLATE_ERRORS:  # one by one, so that the error names its row
+            return [encode_chat(self._tokenizer, messages, options, where) for where, messages, _ in chats]
+
+    def _prompt(self, row: Mapping[str, Any], ids: list[int], serial: int, index: int) -> Prompt | None:
+        if not ids:
+            raise DataError(
+                f"row {index}: the tokenizer makes no token of the prompt {row['prompt']!r:.80}; change it."
+            )
+        if self._max_tokens is not None and len(ids) > self._max_tokens:
+            if self._overlong == "drop":
+                return None
+            raise DataError(
+                f"row {index}: the prompt has {len(ids)} tokens; {self._limit_reason} leaves {self._max_tokens}; "
+                "shorten it or set overlong_prompts='drop'."
+            )
+        columns = {name: value for name, value in row.items() if name != "prompt"}
+        return Prompt(serial, tuple(ids), row["prompt"], columns)
+
+
+def check_columns(row: Any, where: str) -> None:
+    """Raise DataError unless the row has a `prompt`, and no column that a reward or lowpeak could not take."""
+    if not isinstance(row, Mapping):
+        raise DataError(
+            f"{where} is a {type(row).__name__}; a row is a mapping of columns (set the data set's format to None)."
+        )
+    if "prompt" not in row:
+        raise DataError(f"{where} has no 'prompt' column, only {_names(row)}; rename the one that holds the prompt.")
+    if taken := REWARD_KEYWORDS & row.keys():
+        raise DataError(f"{where}: the columns {_names(taken)} are keywords of every reward; rename them.")
+    if seen := VISION_COLUMNS & row.keys():
+        raise DataError(f"{where}: the columns {_names(seen)} hold images; lowpeak trains on text only, remove them.")
+
+
+def _names(names: Any) -> str:
+    return ", ".join(repr(str(name)) for name in sorted(names, key=str)) or "none"
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise ModelError where a tokenizer cannot be used: a processor of images, or nothing to pad with."""
+    if hasattr(tokenizer, "image_processor"):
+        raise ModelError("processing_class is an image processor; pass its .tokenizer: lowpeak trains on text only.")
+    padding_id(tokenizer)
+
+
+def padding_id(tokenizer: Any) -> int:
+    """The token that fills micro-batches on the right: the pad token, else the end-of-sequence token.
+
+    Nothing ever reads what stands there, so a tokenizer without a pad token is left as it is.
+    """
+    for token_id in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token_id is not None:
+            return token_id
+    raise ModelError("The tokenizer has neither a pad nor an eos token; set tokenizer.eos_token (or pad_token).")
+
+
+def num_rows(dataset: Dataset | IterableDataset) -> int | None:
+    """Rows of a data set with random access; None for a stream. An empty one, or several in one, is a DataError."""
+    if isinstance(dataset, DatasetDict | IterableDatasetDict):
+        raise DataError(f"The data set has the splits {_names(dataset)}; pass one of them, as in dataset['train'].")
+    if not hasattr(dataset, "__len__"):
+        return None
+    if len(dataset) == 0:
+        raise DataError("The data set is empty; check its file, its split or the filter that made it.")
+    return len(dataset)
+
+
+def read_rows(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> Iterator[tuple[int, Item_co | None]]:
+    """Every row's index with what the reader makes of it, once through, a thousand rows in memory."""
+    first = 0
+    for rows in _batches(dataset):
+        yield from enumerate(reader.read_batch(rows, first), first)
+        first += len(rows)
+    if first == 0:
+        raise DataError("The data set is empty: its stream ended before the first row; check where it comes from.")
+
+
+def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[Mapping[str, Any]]]:
+    size = num_rows(dataset)
+    if size is None:
+        rows = iter(dataset)
+        while batch := list(islice(rows, _BATCH)):
+            yield batch
+        return
+    starts = range(0, size, _BATCH)
+    quiet = size < _SHOW_PROGRESS_FROM
+    console = Console(stderr=True)
+    for start in track(starts, "Checking rows", console=console, transient=True, disable=quiet):
+        indices = list(range(start, min(start + _BATCH, size)))
+        many = getattr(dataset, "__getitems__", None)  # one look-up for all, where the data set knows how
+        yield many(indices) if many else [dataset[i] for i in indices]
+
+
+def check_rows(dataset: Dataset, reader: RowReader[Any]) -> Sequence[int]:
+    """Read every row of a data set with random access; the indices of those that stay.
+
+    `dataset.select(check_rows(dataset, reader))` is a data set in which no row fails or is left out. Raises DataError
+    on the first row that cannot be used, on an empty data set, and where no row stays. Logs once how many are left out.
+    """
+    size = num_rows(dataset)
+    assert size is not None, "a stream cannot be read up front"
+    kept = [index for index, item in read_rows(dataset, reader) if item is not None]
+    log_left_out(size - len(kept), size, reader)
+    return range(size) if len(kept) == size else kept
+
+
+def log_left_out(num_left_out: int, num_rows: int, reader: RowReader[Any]) -> None:
+    """Say how many rows are left out and why; that none stays is a DataError."""
+    if num_left_out == num_rows:
+        raise DataError(f"All {num_rows} rows are left out: {reader.left_out}; change the rows or the settings.")
+    if num_left_out:
+        logger.warning("%d of %d rows are left out: %s.", num_left_out, num_rows, reader.left_out)

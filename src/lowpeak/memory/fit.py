@@ -1,0 +1,59 @@
+"""Sizes that `auto` resolves to, from free memory and the model's shape; rounded down to powers of two, so that two
+runs on the same machine do the same sums."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_CHUNK_SHARE = 16
+_ACTIVATION_SHARE = 4
+_CACHE_SHARE = 4
+_LAYER_FACTOR = 34  # Korthikanti et al. 2022, eq. 2, without the attention scores: bytes per token and hidden, in 2 bytes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What sizes depend on: `hidden` D, `layers`, `intermediate`, `vocab` V, bytes of an activation."""
+
+    hidden: int
+    layers: int
+    intermediate: int
+    vocab: int
+    itemsize: int
+
+    @classmethod
+    def of(cls, config: Any, itemsize: int) -> Shape:
+        """Read off a transformers config; text part of a multimodal one."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        hidden = text.hidden_size
+        intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
+        return cls(hidden, text.num_hidden_layers, intermediate, text.vocab_size, itemsize)
+
+
+def fit_chunk(shape: Shape, free_bytes: int) -> int:
+    """Tokens whose fp32 logits, and two more buffers of that size, take at most 1/16 of free memory; 16 to 1,024."""
+    per_token = 3 * 4 * shape.vocab
+    return _power_of_two(free_bytes // _CHUNK_SHARE // per_token, 16, 1024)
+
+
+def fit_micro_batch(shape: Shape, free_bytes: int, checkpointing: bool) -> int:
+    """Tokens whose activations take at most 1/4 of free memory; 512 to 65,536.
+
+    A layer keeps 34 bytes per token and hidden unit in half precision (more with a wide MLP); with activation
+    checkpointing each layer keeps its input alone and one layer is alive whole.
+    """
+    per_layer = shape.itemsize * (_LAYER_FACTOR // 2 * shape.hidden + 3 * shape.intermediate)
+    kept = shape.itemsize * shape.hidden
+    per_token = shape.layers * kept + per_layer if checkpointing else shape.layers * per_layer
+    return _power_of_two(free_bytes // _ACTIVATION_SHARE // per_token, 512, 65536)
+
+
+def fit_kv_cache(free_bytes: int) -> int:
+    """Bytes of the engine's KV cache: 1/4 of free memory."""
+    return _power_of_two(free_bytes // _CACHE_SHARE, 1 << 24, 1 << 46)
+
+
+def _power_of_two(value: int, least: int, most: int) -> int:
+    """The greatest power of two up to `value`, kept within [least, most]."""
+    return min(most, max(least, 1 << max(0, value.bit_length() - 1)))

@@ -1,0 +1,93 @@
+"""A user's own generation as an engine: `rollout_func(prompts, trainer)`, tools and environments included.
+
+TRL's contract: prompts as the data set gave them, each once; back comes a dict of lists with one entry per completion,
+prompt after prompt: `prompt_ids`, `completion_ids`, `logprobs`, optionally `env_mask` (1 where the policy wrote the
+token, 0 where the environment did), and any other fields, which rewards get as columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.errors import EngineError
+from lowpeak.records import Completion, Group, Prompt, WeightSlice
+
+_REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+
+
+class FunctionEngine:
+    """Groups from a function that generates with the trainer's model in its own way. Its groups are never cut."""
+
+    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any, eos_token_id: int | None) -> None:
+        self._function = function
+        self._trainer = trainer
+        self._eos = eos_token_id
+        self._version: int | None = None
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version of the weights that the function finds in the trainer."""
+        return self._version
+
+    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+        """Note the version: the function uses the trainer's own model, so no slice is read."""
+        self._version = policy_version
+
+    def sleep(self) -> None:
+        """Nothing is held."""
+
+    def wake(self) -> None:
+        """Nothing was given back."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """Call the function once for all prompts; EngineError says what of its answer cannot be used."""
+        output = self._function([prompt.source for prompt in prompts], self._trainer)
+        rows = len(prompts) * sampling.num_generations
+        fields = _checked(output, rows, len(prompts), sampling.num_generations)
+        completions = [self._completion(fields, row, sampling) for row in range(rows)]
+        size = sampling.num_generations
+        return [
+            Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)
+        ]
+
+    def _completion(self, fields: Mapping[str, Sequence[Any]], row: int, sampling: Sampling) -> Completion:
+        ids, logprobs = list(fields["completion_ids"][row]), list(fields["logprobs"][row])
+        mask = list(fields["env_mask"][row]) if "env_mask" in fields else [1] * len(ids)
+        if not len(ids) == len(logprobs) == len(mask) > 0:
+            raise EngineError(
+                f"rollout_func: row {row} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
+                "env_mask; the three must be equally long and not empty."
+            )
+        flat = [value[0] if isinstance(value, list | tuple) else value for value in logprobs]
+        cut = ids[-1] != self._eos and len(ids) >= sampling.max_new_tokens
+        return Completion(
+            ids=torch.tensor(ids, dtype=torch.int32),
+            logprobs=torch.tensor(flat, dtype=torch.float32),
+            loss_mask=torch.tensor(mask).bool(),
+            finish_reason="length" if cut else "stop",
+            prompt_ids=tuple(int(token) for token in fields["prompt_ids"][row]),
+            extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
+        )
+
+
+def _checked(output: Any, rows: int, num_prompts: int, num_generations: int) -> Mapping[str, Sequence[Any]]:
+    if not isinstance(output, Mapping):
+        raise EngineError(f"rollout_func returned {type(output).__name__}; it must return a dict of lists.")
+    missing = [name for name in _REQUIRED if name not in output]
+    if missing:
+        raise EngineError(f"rollout_func's answer lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
+    for name, values in output.items():
+        if not hasattr(values, "__len__") or len(values) != rows:
+            count = len(values) if hasattr(values, "__len__") else "no"
+            raise EngineError(
+                f"rollout_func's {name!r} has {count} entries for {num_prompts} prompts x {num_generations} generations = "
+                f"{rows} rows; one entry per completion is needed, prompt after prompt."
+            )
+    empty = [row for row, ids in enumerate(output["prompt_ids"]) if not len(ids)]
+    if empty:
+        raise EngineError(f"rollout_func: row {empty[0]} has no prompt_ids; the first token needs one to be predicted from.")
+    return output

@@ -1,0 +1,188 @@
+"""The face: GRPOConfig, RLOOConfig and SFTConfig, flat dataclasses over transformers' TrainingArguments.
+
+Names are TRL's where the meaning is the same. They stay thin: `config/resolve.py` turns them into the records that the
+code works with and raises for what cannot act.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from lowpeak.training.fields import argument, refuses_unknown
+
+_JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs")
+_RENAMED = (
+    ("gradient_checkpointing", "activation_checkpointing"),
+    ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
+)
+
+
+@dataclass
+class CommonConfig(TrainingArguments):
+    """What every lowpeak trainer takes, and where its defaults differ from transformers'.
+
+    `bf16` None is True where the GPU computes in bf16, else False. Activation checkpointing is on unless turned off.
+    """
+
+    learning_rate: float = argument(1e-6, "training", "The optimizer's learning rate.")
+    logging_steps: float = argument(10, "logging", "Log every so many steps (below 1: share of all steps).")
+    bf16: bool | None = argument(None, "training", "Compute in bf16 (None: where the GPU can).")
+    gradient_checkpointing: bool | None = argument(
+        None, "memory", "Recompute activations in the backward pass (None: yes); newer name: activation_checkpointing."
+    )
+    remove_unused_columns: bool = argument(False, "data", "Always False: columns go to the rewards.")
+    per_device_eval_batch_size: int | None = argument(
+        None, "evaluation", "Rows generated together in evaluation (None: as many as the KV cache budget allows)."
+    )
+    model_init_kwargs: dict | str | None = argument(
+        None, "model", "Keywords for from_pretrained when the model is given by name or path (JSON on the command line)."
+    )
+    trust_remote_code: bool = argument(False, "model", "Allow code from the model's repository to run.")
+    disable_dropout: bool = argument(False, "model", "Set every dropout probability to 0.")
+    cast_lm_head_to_fp32: bool = argument(False, "model", "Run the head's product in fp32.")
+    chat_template_kwargs: dict | str | None = argument(None, "data", "Keywords for the chat template (JSON).")
+    shuffle_dataset: bool = argument(True, "data", "Draw rows in a random order, new in each epoch.")
+    micro_batch_tokens: int | None = argument(
+        None, "memory", "Tokens, padding included, of one forward and backward (None: from free memory)."
+    )
+    logprob_chunk_size: int | None = argument(
+        None, "memory", "Tokens whose logits exist at a time (None: from free memory)."
+    )
+    pad_to_multiple_of: int = argument(1, "memory", "Round a micro-batch's padded length up to a multiple of this.")
+    log_entropy: bool = argument(True, "logging", "Compute and log the policy's entropy.")
+
+    def __post_init__(self) -> None:
+        for name in _JSON_FIELDS:
+            value = getattr(self, name, None)
+            if isinstance(value, str):
+                setattr(self, name, json.loads(value))
+        if self.bf16 is None:
+            self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+        self._default_checkpointing()
+        super().__post_init__()
+
+    def _default_checkpointing(self) -> None:
+        """Activation checkpointing on by default, under the name that the installed transformers has for it."""
+        if any(f.name == "activation_checkpointing" for f in fields(TrainingArguments)):
+            for old, new in _RENAMED:
+                if getattr(self, new) is None:
+                    setattr(self, new, getattr(self, old))
+                setattr(self, old, None)
+            if self.activation_checkpointing is None:
+                self.activation_checkpointing = True
+        elif self.gradient_checkpointing is None:
+            self.gradient_checkpointing = True
+
+
+@dataclass
+class OnlineConfig(CommonConfig):
+    """What GRPO and RLOO share: rollouts, rewards, reference, evaluation."""
+
+    num_generations: int = argument(8, "generation", "Completions of each prompt (G).")
+    num_generations_eval: int | None = argument(None, "evaluation", "Sampled completions of each prompt in evaluation.")
+    max_completion_length: int = argument(512, "generation", "Most tokens of a completion.")
+    generation_batch_size: int | None = argument(
+        None, "generation", "Completions of a rollout, over all ranks (in place of steps_per_generation)."
+    )
+    steps_per_generation: int | None = argument(
+        None, "generation", "Batches of per_device_train_batch_size that a rollout holds (None: one step's)."
+    )
+    temperature: float = argument(1.0, "generation", "Softmax temperature of sampling and of every log-prob.")
+    top_p: float = argument(1.0, "generation", "Sample among the likeliest tokens of this total probability.")
+    top_k: int = argument(0, "generation", "Sample among this many likeliest tokens (0: all).")
+    min_p: float | None = argument(None, "generation", "Least probability, as a share of the likeliest token's.")
+    repetition_penalty: float = argument(1.0, "generation", "Above 1 makes tokens that were seen less likely.")
+    generation_kwargs: dict | str | None = argument(
+        None, "generation", "More of generation: stop_strings, stop_token_ids, seed (JSON)."
+    )
+    kv_cache_bytes: int | None = argument(None, "memory", "Bytes of the engine's KV cache (None: from free memory).")
+    overlong_prompts: str = argument("error", "data", "A prompt longer than fits: 'error', or 'drop' and count.")
+    beta: float = argument(0.0, "algorithm", "KL coefficient; 0 loads no reference model.")
+    kl_estimator: str = argument("k3", "algorithm", "KL estimate per token: k1, k2 or k3.")
+    num_iterations: int = argument(1, "algorithm", "Passes over each rollout.")
+    epsilon: float = argument(0.2, "algorithm", "The ratio's clip range below 1.")
+    epsilon_high: float | None = argument(None, "algorithm", "The clip range above 1 (None: epsilon).")
+    reward_weights: list[float] | None = argument(None, "rewards", "A weight for each reward (None: all 1).")
+    reward_timeout: float | None = argument(None, "rewards", "Seconds that one call of a reward may take.")
+    reward_failures: str = argument(
+        "raise", "rewards", "A reward that fails: 'raise', or 'none': the row counts as not scored, and is counted."
+    )
+    mask_truncated_completions: bool = argument(
+        False, "algorithm", "Completions cut at max_completion_length take no part in the loss."
+    )
+    dynamic_sampling_rounds: int = argument(
+        0, "algorithm", "Ask again at most so often for groups whose rewards are all equal (DAPO)."
+    )
+    sync_ref_model: bool = argument(False, "algorithm", "Move the reference towards the policy as training goes on.")
+    ref_model_mixup_alpha: float = argument(0.6, "algorithm", "The policy's share in that move.")
+    ref_model_sync_steps: int = argument(512, "algorithm", "Steps between two such moves.")
+    success_reward: str | None = argument(
+        None, "evaluation", "Name of the reward that says whether a completion succeeds (None: the first)."
+    )
+    success_threshold: float = argument(1.0, "evaluation", "A completion succeeds from this reward on.")
+    log_completions: bool = argument(False, "logging", "Print a table of completions when metrics are logged.")
+    num_completions_to_print: int | None = argument(None, "logging", "Rows of that table (None: all).")
+    log_unique_prompts: bool = argument(False, "logging", "One row per prompt in that table.")
+
+
+@refuses_unknown
+@dataclass
+class GRPOConfig(OnlineConfig):
+    """Arguments of GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO)."""
+
+    loss_type: str = argument("dapo", "algorithm", "grpo, bnpo, dr_grpo, dapo or cispo.")
+    importance_sampling_level: str = argument("token", "algorithm", "The ratio's unit: token, or sequence (GSPO).")
+    delta: float | None = argument(None, "algorithm", "Ceiling of the ratio where the advantage is negative.")
+    scale_rewards: str | bool = argument("group", "algorithm", "Divide advantages by the std of: group, batch, none.")
+    multi_objective_aggregation: str = argument(
+        "sum_then_normalize", "algorithm", "Several rewards: sum_then_normalize or normalize_then_sum."
+    )
+    use_bias_correction_kl: bool = argument(True, "algorithm", "Weigh the KL in the loss by the ratio.")
+    top_entropy_quantile: float = argument(1.0, "algorithm", "Share of tokens, by entropy, that the policy term takes.")
+    entropy_coef: float = argument(0.0, "algorithm", "Weight of an entropy bonus.")
+    use_adaptive_entropy: bool = argument(False, "algorithm", "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = argument(0.0, "algorithm", "Least adaptive coefficient.")
+    entropy_coef_max: float = argument(1.0, "algorithm", "Greatest adaptive coefficient.")
+    entropy_coef_delta: float = argument(0.005, "algorithm", "Change of the adaptive coefficient a step.")
+    entropy_target: float = argument(0.2, "algorithm", "Entropy that the adaptive coefficient aims at.")
+
+
+@refuses_unknown
+@dataclass
+class RLOOConfig(OnlineConfig):
+    """Arguments of RLOO (Ahmadian et al. 2024, arXiv 2402.14740)."""
+
+    num_generations: int = argument(2, "generation", "Completions of each prompt (G), at least 2.")
+    beta: float = argument(0.05, "algorithm", "Weight of the KL in the reward; 0 loads no reference model.")
+    kl_estimator: str = argument("k1", "algorithm", "KL estimate per token: k1, k2 or k3.")
+    normalize_advantages: bool = argument(False, "algorithm", "Centre and scale advantages over the rollout.")
+    reward_clip_range: tuple[float, float] | None = field(
+        default=None, metadata={"help": "Clip rewards to [low, high].", "group": "algorithm"}
+    )
+
+
+@refuses_unknown
+@dataclass
+class SFTConfig(CommonConfig):
+    """Arguments of supervised training."""
+
+    learning_rate: float = argument(2e-5, "training", "The optimizer's learning rate.")
+    dataset_text_field: str = argument("text", "data", "Column of plain text rows.")
+    max_length: int | None = argument(1024, "data", "Most tokens of a row; longer ones are cut at the end (None: no limit).")
+    completion_only_loss: bool | None = argument(
+        None, "data", "Loss on the completion alone (None: where there is a prompt)."
+    )
+    assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
+
+
+def is_default(args: Any, name: str) -> bool:
+    """Whether an argument still has the default of its own class."""
+    for f in fields(args):
+        if f.name == name:
+            return getattr(args, name) == f.default
+    raise KeyError(name)

@@ -1,0 +1,211 @@
+"""Putting an online run together: what can be made before transformers' Trainer exists, and what needs it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.batching.packing import Budget
+from lowpeak.checkpoint.atomic import check_writable, sweep
+from lowpeak.config.resolve import OnlineSettings, resolve_online
+from lowpeak.data.cursor import PromptCursor
+from lowpeak.data.prompts import PromptReader, check_rows, num_rows, padding_id
+from lowpeak.errors import ArgumentError, DataError
+from lowpeak.journal import Journal
+from lowpeak.logprobs.head import install_head
+from lowpeak.logprobs.verify import verify_head
+from lowpeak.records import Prompt
+from lowpeak.rewards.combine import RewardPanel, RewardSettings, make_rewards
+from lowpeak.rewards.reward import Reward
+from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.function import FunctionEngine
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.strategies.detect import detect_strategy
+from lowpeak.strategies.strategy import Strategy
+from lowpeak.training.evaluation import Success
+from lowpeak.training.models import (
+    Reference,
+    adapter_reference,
+    context_length,
+    disable_dropout,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    upcast_trainable,
+)
+from lowpeak.training.progress import ProgressTracker
+from lowpeak.training.rollouts import RolloutMaker
+from lowpeak.training.sizes import Sizes
+from lowpeak.training.step import Core
+from lowpeak.training.step_trainer import Run
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OnlineParts:
+    """What stands before the trainer does."""
+
+    args: Any
+    settings: OnlineSettings
+    policy: nn.Module
+    reference_model: nn.Module | None
+    tokenizer: Any
+    rewards: Sequence[Reward]
+    success: Success
+
+
+def prepare_online(
+    model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
+) -> OnlineParts:
+    """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
+    rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
+    settings = resolve_online(args, args.world_size, len(rewards))
+    check_writable(Path(args.output_dir))
+    judges = make_rewards(list(rewards), reward_processing_classes)
+    success = _success(args, judges)
+    policy = load_policy(
+        model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
+    )
+    tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+    reference = load_reference(policy, model, args.model_init_kwargs) if args.beta else None
+    upcast_trainable(policy)
+    if args.disable_dropout:
+        disable_dropout(policy)
+    return OnlineParts(args, settings, policy, reference, tokenizer, judges, success)
+
+
+def connect_online(
+    trainer: Any, parts: OnlineParts, algorithm: Algorithm, rollout_func: Callable[..., Mapping[str, Any]] | None
+) -> tuple[Run, RolloutMaker]:
+    """The run and the rollout maker of a trainer whose accelerator stands."""
+    args, settings = parts.args, parts.settings
+    strategy = detect_strategy(trainer.accelerator)
+    reader = PromptReader(
+        parts.tokenizer,
+        chat_template_kwargs=args.chat_template_kwargs or {},
+        max_prompt_tokens=_max_prompt_tokens(parts.policy, args.max_completion_length),
+        overlong=args.overlong_prompts,
+    )
+    cursor = _cursor(trainer.train_dataset, reader, settings, args)
+    reference = _reference(parts, strategy) if args.beta else None
+    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
+    budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
+    maker = RolloutMaker(
+        settings=settings,
+        algorithm=algorithm,
+        engine=_engine(trainer, parts, strategy, run, rollout_func),
+        panel=_panel(parts),
+        cursor=cursor,
+        reader=reader,
+        strategy=strategy,
+        model=lambda: trainer.model_wrapped,
+        reference=reference,
+        core=run.core,
+        budget=budget,
+        tracker=run.tracker,
+    )
+    return run, maker
+
+
+def make_run(
+    trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, policy: nn.Module, memory: Any
+) -> Run:
+    """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes."""
+    output_dir = Path(args.output_dir)
+    sweep(output_dir)
+    device = trainer.accelerator.device
+    install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
+    verify_head(policy)
+    checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
+    sizes = Sizes.of(memory, policy.config, device, bf16=bool(args.bf16), checkpointing=checkpointing)
+    return Run(
+        algorithm=algorithm,
+        core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),
+        strategy=strategy,
+        tracker=ProgressTracker(device, trainer),
+        journal=Journal(output_dir / "journal"),
+        coefficients=dict(algorithm.state),
+        sizes=sizes,
+    )
+
+
+def _reference(parts: OnlineParts, strategy: Strategy) -> Reference:
+    if parts.reference_model is None:
+        return adapter_reference(parts.policy)
+    install_head(parts.reference_model, cast_head_to_fp32=parts.args.cast_lm_head_to_fp32)
+    return Reference(strategy.prepare_frozen(parts.reference_model))
+
+
+def _engine(
+    trainer: Any,
+    parts: OnlineParts,
+    strategy: Strategy,
+    run: Run,
+    rollout_func: Callable[..., Mapping[str, Any]] | None,
+) -> RolloutEngine:
+    if rollout_func is not None:
+        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id)
+    return NativeEngine(
+        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, kv_cache_bytes=run.sizes.kv_cache_bytes
+    )
+
+
+def _panel(parts: OnlineParts) -> RewardPanel:
+    settings = RewardSettings(parts.settings.reward_weights, parts.args.reward_failures, parts.args.reward_timeout)
+    tokenizer = parts.tokenizer
+    return RewardPanel(parts.rewards, settings, lambda ids: tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _success(args: Any, rewards: Sequence[Reward]) -> Success:
+    names = [reward.name for reward in rewards]
+    if args.success_reward is None:
+        return Success(0, args.success_threshold)
+    if args.success_reward not in names:
+        raise ArgumentError(f"success_reward={args.success_reward!r} is none of the rewards: {', '.join(names)}.")
+    return Success(names.index(args.success_reward), args.success_threshold)
+
+
+def _max_prompt_tokens(policy: nn.Module, max_completion_length: int) -> int | None:
+    context = context_length(policy)
+    if context is None:
+        return None
+    if context <= max_completion_length:
+        raise ArgumentError(
+            f"max_completion_length={max_completion_length} leaves no room for a prompt in the model's context of {context} "
+            "tokens; lower it."
+        )
+    return context - max_completion_length
+
+
+def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
+    """All rows checked before anything trains, and those left out that are too long and may be dropped."""
+    if dataset is None:
+        raise DataError("train_dataset is None: pass a data set with a 'prompt' column.")
+    if num_rows(dataset) is not None:
+        dataset = dataset.select(check_rows(dataset, reader))
+    seed = args.seed if args.data_seed is None else args.data_seed
+    cursor = PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)
+    _check_length(cursor, settings, args)
+    return cursor
+
+
+def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings, args: Any) -> None:
+    """Enough prompts for a step, and an end for data without a length."""
+    prompts = cursor.prompts_per_epoch
+    if prompts is None:
+        if args.max_steps <= 0:
+            raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
+        return
+    if prompts < settings.rollout.num_prompts:
+        raise DataError(
+            f"the data set has {prompts} usable prompts and a rollout asks {settings.rollout.num_prompts} "
+            f"({settings.rollout.num_rows} completions, num_generations={settings.rollout.num_generations}): add rows, or "
+            "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
+        )

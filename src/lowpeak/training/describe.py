@@ -1,0 +1,75 @@
+"""What a run resolved to, in plain words and numbers: the dry run's answer."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+from lowpeak.batching.packing import cut
+
+
+def describe_run(trainer: Any) -> dict[str, Any]:
+    """Model, data, algorithm, rollout, sampling, sizes and the plan of micro-batches of an online trainer."""
+    maker, settings = trainer.maker, trainer.maker.settings
+    parameters = list(trainer.model.parameters())
+    return {
+        "model": {
+            "class": type(trainer.model).__name__,
+            "parameters": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+            "device": str(trainer.args.device),
+            "bf16_compute": bool(trainer.args.bf16),
+            "reference": _reference(maker),
+        },
+        "data": {
+            "usable_prompts": maker.cursor.prompts_per_epoch,
+            "steps_per_epoch": trainer.num_steps_per_epoch(),
+            "columns": _columns(trainer.train_dataset),
+        },
+        "rewards": dict(zip(maker.panel.names, settings.reward_weights, strict=True)),
+        "algorithm": {
+            "name": trainer.run.algorithm.name,
+            "unit": trainer.run.algorithm.unit,
+            "scored_before_training": sorted(trainer.run.algorithm.needs),
+        },
+        "rollout": {
+            **asdict(settings.rollout),
+            "completions": settings.rollout.num_rows,
+            "steps": settings.rollout.num_steps,
+        },
+        "sampling": asdict(settings.sampling),
+        "sizes": trainer.run.sizes.as_dict(),
+        "micro_batches": _plan(trainer),
+    }
+
+
+def _reference(maker: Any) -> str:
+    if maker.reference is None:
+        return "none (beta is 0)"
+    return "the policy with its adapters off" if maker.reference.model is None else type(maker.reference.model).__name__
+
+
+def _columns(dataset: Any) -> list[str]:
+    names = getattr(dataset, "column_names", None)
+    return list(names) if names else []
+
+
+def _plan(trainer: Any) -> dict[str, Any]:
+    """How a step is cut when every completion is as long as it may be: the most micro-batches that a step can take."""
+    maker, settings = trainer.maker, trainer.maker.settings
+    dataset = trainer.train_dataset
+    rows = [maker.reader.read(row, i) for i, row in enumerate(islice(iter(dataset), settings.rollout.num_prompts))]
+    longest = max((len(prompt.ids) for prompt in rows if prompt is not None), default=0)
+    length = longest + settings.sampling.max_new_tokens
+    batches = cut([length] * settings.rollout.rows_per_step, maker.budget)
+    return {
+        "rows_per_step": settings.rollout.rows_per_step,
+        "longest_prompt_seen": longest,
+        "longest_row": length,
+        "micro_batch_tokens": maker.budget.max_tokens,
+        "micro_batches_at_most": len(batches),
+        "rows_per_micro_batch_at_least": min((len(batch) for batch in batches), default=0),
+        "logprob_chunk_size": trainer.run.core.chunk_size,
+    }

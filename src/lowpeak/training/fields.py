@@ -1,0 +1,31 @@
+"""How arguments are declared: a default, a help sentence, a group for `--help`; and how unknown ones are refused."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import field, fields
+from typing import Any, TypeVar
+
+from lowpeak.config.load import check_names
+from lowpeak.config.rejected import REJECTED
+
+C = TypeVar("C", bound=type)
+
+
+def argument(default: Any, group: str, text: str) -> Any:
+    """A dataclass field with its help text and the group it is listed under."""
+    return field(default=default, metadata={"help": text, "group": group})
+
+
+def refuses_unknown(config: C) -> C:
+    """Class decorator: a name that the config does not have is an ArgumentError with the remedy, not a TypeError."""
+    made = config.__init__
+    known = {f.name for f in fields(config) if f.init}
+
+    @functools.wraps(made)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_names(kwargs, known, REJECTED)
+        made(self, *args, **kwargs)
+
+    config.__init__ = checked  # type: ignore[misc]
+    return config

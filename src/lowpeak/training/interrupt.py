@@ -1,0 +1,79 @@
+"""Ctrl-C: the first finishes the step, saves and says how to resume; the second stops now."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from transformers import TrainerCallback
+
+from lowpeak.checkpoint.atomic import last_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+class Interrupts:
+    """Watches SIGINT while a run trains; outside the main thread it watches nothing."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Take SIGINT over for the block, and give it back however it is left."""
+        self.stopping = False
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._first)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _first(self, signum: int, frame: FrameType | None) -> None:
+        self.stopping = True
+        logger.warning("Interrupted: finishing this step and saving; press Ctrl-C again to stop at once.")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def raise_if_stopped(self, output_dir: Path) -> None:
+        """KeyboardInterrupt that says how to resume, when the run was asked to stop."""
+        if self.stopping:
+            saved = last_checkpoint(output_dir)
+            raise KeyboardInterrupt(
+                f"stopped on request; everything is saved in {saved}. Resume with resume_from_checkpoint=True "
+                "(--resume_from_checkpoint true)."
+            )
+
+
+class StepCallback(TrainerCallback):
+    """What has to happen at transformers' hooks: the optimizer's phase, the journal, the request to stop."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._optimizer: Any = None
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The optimizer's phase begins."""
+        from lowpeak.memory.phases import Phase
+
+        self._optimizer = self._trainer.run.tracker.phase(Phase.OPTIMIZER)
+        self._optimizer.__enter__()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The optimizer's phase ends."""
+        self._optimizer.__exit__(None, None, None)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """The step is journaled; a run that was asked to stop saves and stops here."""
+        self._trainer.finish_step()
+        if self._trainer.run.interrupts.stopping:
+            control.should_save = True
+            control.should_training_stop = True
+        return control

@@ -1,0 +1,186 @@
+"""Loading: the policy, its tokenizer, the reference; precision and adapters are settled here and nowhere else.
+
+Trainable weights are fp32 from loading (said once in the log) with bf16 compute where asked; frozen weights, and the
+base under LoRA, stay in the checkpoint's dtype; adapters are fp32.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lowpeak.errors import ArgumentError, MissingPackageError, ModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen reference: a model of its own, or (None) the policy itself while the context `use` is open."""
+
+    model: nn.Module | None
+    use: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def load_policy(
+    model: str | nn.Module, init_kwargs: Mapping[str, Any] | None, *, trust_remote_code: bool, peft_config: Any = None
+) -> nn.Module:
+    """The model to train, by name, path or instance; with `peft_config`, under an adapter. See `upcast_trainable`."""
+    if isinstance(model, str):
+        kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+        policy = from_pretrained(AutoModelForCausalLM, model, **kwargs)
+    elif init_kwargs or trust_remote_code:
+        raise ArgumentError(
+            "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
+            "remove them."
+        )
+    else:
+        policy = model
+    if peft_config is not None:
+        policy = _with_adapter(policy, peft_config)
+    elif getattr(policy, "is_quantized", False) and not is_peft(policy):
+        raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
+    return policy
+
+
+def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
+    """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere."""
+    try:
+        return auto.from_pretrained(name, **kwargs)
+    except ImportError as error:
+        raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(
+            f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
+            f"from the hub ({reason}). Check the path, or fetch it once while online."
+        ) from error
+
+
+def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:
+    """The tokenizer passed in, or the one beside the model."""
+    if processing_class is not None:
+        return processing_class
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    if not name:
+        raise ArgumentError("the model instance does not say where its tokenizer is: pass processing_class=tokenizer.")
+    return from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+
+
+def load_reference(
+    policy: nn.Module, origin: str | nn.Module, init_kwargs: Mapping[str, Any] | None
+) -> nn.Module | None:
+    """The frozen reference as a model of its own; None under LoRA, where it is the policy with adapters off.
+
+    `origin` is what the user passed as the model: a name is loaded again in the checkpoint's dtype, an instance is
+    copied as it stands now, before training moves it.
+    """
+    if is_peft(policy):
+        return None
+    if isinstance(origin, str):
+        return from_pretrained(AutoModelForCausalLM, origin, **{"dtype": "auto", **(init_kwargs or {})})
+    return copy.deepcopy(policy)
+
+
+def adapter_reference(policy: nn.Module) -> Reference:
+    """The reference under LoRA: adapters off; or, for an adapter that came in trained, a frozen copy of that adapter."""
+    adapter = next(iter(policy.peft_config))
+    if _has_effect(policy, adapter):
+        _copy_adapter(policy, adapter)
+        return Reference(None, lambda: _other_adapter(policy, adapter))
+    return Reference(None, policy.disable_adapter)
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether the model is a peft model, without importing peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+
+
+def context_length(model: nn.Module) -> int | None:
+    """Most tokens that the model takes, by its config; None when it does not say."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    return getattr(text, "max_position_embeddings", None)
+
+
+def average_into(reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], share: float) -> None:
+    """reference = share * policy + (1 - share) * reference, in place, on this rank's shards alone."""
+    with torch.no_grad():
+        for name, target in reference.items():
+            target.lerp_(policy[name].to(target.dtype), share)
+
+
+def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
+    if is_peft(policy):
+        raise ArgumentError("the model already has an adapter and peft_config asks for another: pass one of the two.")
+    try:
+        from peft import get_peft_model, prepare_model_for_kbit_training
+    except ImportError as error:
+        raise MissingPackageError("peft_config needs the package peft: pip install 'lowpeak[peft]'.") from error
+    if getattr(policy, "is_quantized", False):
+        policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
+    return get_peft_model(policy, peft_config)
+
+
+def upcast_trainable(policy: nn.Module) -> None:
+    """Make trainable weights fp32, said once in the log; call it after the reference was taken in its own dtype."""
+    low = [p for p in policy.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter in low:
+        parameter.data = parameter.data.float()
+    if low:
+        count = sum(p.numel() for p in low)
+        logger.warning("%s trainable weights were loaded in half precision and are now fp32; compute follows bf16.", f"{count:,}")
+
+
+def _has_effect(policy: nn.Module, adapter: str) -> bool:
+    """Whether the adapter changes the model: a fresh LoRA has B = 0."""
+    for name, parameter in policy.named_parameters():
+        if "lora_B" in name and f".{adapter}." in name and bool(parameter.detach().any()):
+            return True
+    return False
+
+
+REFERENCE_ADAPTER = "reference"
+
+
+def _copy_adapter(policy: Any, adapter: str) -> None:
+    policy.add_adapter(REFERENCE_ADAPTER, policy.peft_config[adapter])
+    own = dict(policy.named_parameters())
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if f".{REFERENCE_ADAPTER}." in name:
+                parameter.copy_(own[name.replace(f".{REFERENCE_ADAPTER}.", f".{adapter}.")])
+    _activate(policy, adapter)
+
+
+@contextmanager
+def _other_adapter(policy: Any, adapter: str) -> Iterator[None]:
+    _activate(policy, REFERENCE_ADAPTER)
+    try:
+        yield
+    finally:
+        _activate(policy, adapter)
+
+
+def _activate(policy: Any, adapter: str) -> None:
+    policy.set_adapter(adapter)
+    for name, parameter in policy.named_parameters():
+        if f".{REFERENCE_ADAPTER}." in name:
+            parameter.requires_grad_(False)
+
+

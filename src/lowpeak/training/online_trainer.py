@@ -1,0 +1,229 @@
+"""The online trainer: rollouts and the steps they serve, for any algorithm. Thin trainers say which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers.trainer_utils import PredictionOutput
+
+from lowpeak.algorithms.algorithm import Algorithm, StepCounts
+from lowpeak.batching.assign import assign
+from lowpeak.batching.packing import num_counted, pack
+from lowpeak.checkpoint.resume import capture_random, keep_random
+from lowpeak.checkpoint.state import RolloutInUse, RunState
+from lowpeak.config.resolve import OnlineSettings
+from lowpeak.data.cursor import eval_prompts
+from lowpeak.records import Record, merge_metrics
+from lowpeak.training.arguments import OnlineConfig
+from lowpeak.training.assembly import connect_online, prepare_online
+from lowpeak.training.completions import print_completions
+from lowpeak.training.evaluation import Evaluation, evaluate_prompts
+from lowpeak.training.interrupt import StepCallback
+from lowpeak.training.models import average_into
+from lowpeak.training.reference_state import load_average, save_average
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.training.describe import describe_run
+from lowpeak.training.reuse import Rollout, rows_of_step
+from lowpeak.training.sizes import Sizes
+from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
+
+
+class OnlineTrainer(StepTrainer):
+    """Trains a language model on completions that it writes itself; TRL's constructor.
+
+    model                   name, path or instance of a causal language model (or peft model)
+    reward_funcs            a function, a reward model, or a list of these
+    rollout_func            `rollout_func(prompts, trainer) -> dict` in place of the engine (tools, environments)
+    """
+
+    config_class: ClassVar[type[OnlineConfig]]
+
+    @staticmethod
+    def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
+        """The algorithm that the arguments describe."""
+        raise AssertionError("a thin trainer says which algorithm it is")
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        rollout_func: Callable[..., Mapping[str, Any]] | None = None,
+    ) -> None:
+        args = args if args is not None else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
+        parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
+        super().__init__(
+            model=parts.policy,
+            args=base_arguments(args),
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=parts.tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.user_args = args
+        self.parts = parts
+        self.run, self.maker = connect_online(self, parts, self.make_algorithm(args, parts.settings), rollout_func)
+        self.rollout: Rollout | None = None
+        self.steps_used = 0
+        self.add_callback(StepCallback(self))
+
+    # a step
+
+    def num_steps_per_epoch(self) -> int | None:
+        """Steps in which each prompt is asked once."""
+        prompts, rollout = self.maker.cursor.prompts_per_epoch, self.maker.settings.rollout
+        if prompts is None:
+            return None
+        return max(1, prompts // rollout.num_prompts) * rollout.num_steps
+
+    def next_step(self) -> StepWork:
+        """Stations 1 to 10: a new rollout when the last one has served its steps, and this step's micro-batches."""
+        rollout = self._current_rollout()
+        step, maker, ranks = self.steps_used, self.maker, self.run.strategy.ranks
+        rows = rows_of_step(rollout, maker.settings.rollout, self.user_args.seed, step)
+        self.steps_used += 1
+        records = rollout.records
+        counts = StepCounts(len(rows), sum(num_counted(records[i]) for i in rows))
+        trained = [i for i in rows if not (self.run.algorithm.idle and _is_idle(records[i]))]
+        mine = assign([records[i].num_tokens for i in trained], ranks.world_size)[ranks.rank]
+        batches = pack(
+            records,
+            [trained[i] for i in mine],
+            maker.budget,
+            lambda record: self.run.algorithm.reduction(num_counted(record), counts),
+            per_sequence=self.run.algorithm.unit != "token",
+        )
+        if maker.settings.rollout.num_steps == 1:  # on-policy: old is the policy's own log-prob, whatever was scored
+            batches = [replace(b, tokens=replace(b.tokens, old_T=None)) for b in batches]
+        useful = sum(batch.num_useful for batch in batches)
+        computed = sum(batch.input_ids_BL.numel() for batch in batches)
+        return StepWork(tuple(maker.matched(batches, least=1)), useful, max(1, computed))
+
+    def _current_rollout(self) -> Rollout:
+        if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
+            number = 0 if self.rollout is None else self.rollout.number + 1
+            self.rollout = None
+            self.rollout = self.maker.make(number, self.state.global_step, self.state)
+            self.steps_used = 0
+            self.run.metrics = merge_metrics(self.run.metrics, self.rollout.metrics)
+            self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
+        return self.rollout
+
+    def finish_step(self) -> None:
+        """Station 13, and the reference's move where one was asked for."""
+        super().finish_step()
+        sync = self.maker.settings.reference_sync
+        if sync is not None and self.state.global_step % sync.every == 0:
+            average_into(self._reference_shards(), self.run.strategy.shards(self.model), sync.share)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, and print the rollout's completions where that was asked for."""
+        super().log(logs, start_time)
+        if "loss" in logs and self.user_args.log_completions and self.rollout is not None and self.is_world_process_zero():
+            print_completions(
+                self.rollout.rows,
+                self.state.global_step,
+                most=self.user_args.num_completions_to_print,
+                unique=self.user_args.log_unique_prompts,
+            )
+
+    def use_sizes(self, sizes: Sizes) -> None:
+        """Run every pass, and the engine, within these sizes."""
+        self.run.sizes = sizes
+        self.run.core = replace(self.run.core, chunk_size=sizes.logprob_chunk_size)
+        self.maker.core = self.run.core
+        self.maker.budget = replace(self.maker.budget, max_tokens=sizes.micro_batch_tokens)
+        if isinstance(self.maker.engine, NativeEngine):
+            self.maker.engine.kv_cache_bytes = sizes.kv_cache_bytes
+
+    def dry_run(self) -> dict[str, Any]:
+        """What the arguments resolved to, without training: model, data, algorithm, rollout, sizes, micro-batch plan."""
+        return describe_run(self)
+
+    # evaluation
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Rewards, accuracy and pass@k on one data set, or on each of several under its name."""
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(data, dict):
+            found: dict[str, float] = {}
+            for name, one in data.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        metrics = self._evaluated(data, metric_key_prefix).metrics
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Completions of a data set as rows of text and rewards, with the metrics of `evaluate`."""
+        result = self._evaluated(test_dataset, metric_key_prefix)
+        return PredictionOutput(predictions=list(result.rows), label_ids=None, metrics=result.metrics)
+
+    def _evaluated(self, data: Any, prefix: str) -> Evaluation:
+        prompts = eval_prompts(data, self.maker.reader)
+        with keep_random():
+            self.maker.load_weights(self.state.global_step)
+            return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)
+
+    # what a checkpoint holds
+
+    def run_state(self) -> RunState:
+        """Cursor, rollout in use, generators, the algorithm's numbers, what `auto` became."""
+        in_use = None
+        if self.rollout is not None:
+            done = self.steps_used >= self.maker.settings.rollout.num_steps
+            in_use = RolloutInUse(() if done else self.rollout.records, self.rollout.number, self.steps_used)
+        return RunState(
+            policy_version=self.state.global_step,
+            cursor=self.maker.cursor.state_dict(),
+            random=capture_random(),
+            rollout=in_use,
+            algorithm_state=dict(self.run.coefficients),
+            resolved=self.run.sizes.as_dict(),
+        )
+
+    def save_more(self, folder: Path) -> None:
+        """The reference's average, where it moves."""
+        if self.maker.settings.reference_sync is not None and self.is_world_process_zero():
+            save_average(folder, self._reference_shards())
+
+    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+        """Go on where the checkpoint was written, with what `auto` had become then."""
+        self.maker.cursor.load_state_dict(state.cursor)
+        self.run.coefficients = dict(state.algorithm_state)
+        self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
+        self.rollout, self.steps_used = None, 0
+        if state.rollout is not None:
+            made_at = state.policy_version - state.rollout.steps_used
+            self.rollout = Rollout(state.rollout.number, made_at, state.rollout.records)
+            self.steps_used = state.rollout.steps_used
+        if self.maker.settings.reference_sync is not None:
+            load_average(checkpoint, self._reference_shards())
+
+    def _reference_shards(self) -> dict[str, Any]:
+        reference = self.maker.reference
+        assert reference is not None
+        assert reference.model is not None, "the reference's average needs a reference of its own"
+        return self.run.strategy.shards(reference.model)
+
+
+def _is_idle(record: Record) -> bool:
+    return record.advantages is not None and not bool(record.advantages.any())
+
+
+def _name_of(model: Any) -> str:
+    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
+    return Path(str(name)).name or "model"

@@ -1,0 +1,45 @@
+"""A rollout and the steps it serves: what is fixed for it, and which rows each step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from lowpeak.config.rollout import RolloutSettings
+from lowpeak.records import Metric, Record
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups made from one set of weights, scored and with advantages; `number` counts rollouts from 0.
+
+    `metrics` and `rows` (what the journal writes of each completion) are said once, when the rollout is made.
+    """
+
+    number: int
+    policy_version: int
+    records: tuple[Record, ...]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    rows: tuple[dict[str, object], ...] = ()
+
+
+def rows_of_step(rollout: Rollout, settings: RolloutSettings, seed: int, step: int) -> tuple[int, ...]:
+    """Indices of the records that step `step` of a rollout (0 <= step < num_steps) trains on.
+
+    Groups are shuffled by (seed, rollout number) and their rows stay together; each pass takes the same cut again. A
+    rollout that dynamic sampling left short is cut evenly.
+    """
+    order = _shuffled_by_group(rollout, seed)
+    slot = step % settings.steps_per_pass
+    start, stop = (len(order) * s // settings.steps_per_pass for s in (slot, slot + 1))
+    return tuple(order[start:stop])
+
+
+def _shuffled_by_group(rollout: Rollout, seed: int) -> list[int]:
+    groups: dict[int, list[int]] = {}
+    for index, record in enumerate(rollout.records):
+        groups.setdefault(record.group, []).append(index)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + rollout.number) % (1 << 63))
+    keys = list(groups)
+    return [i for k in torch.randperm(len(keys), generator=generator).tolist() for i in groups[keys[k]]]

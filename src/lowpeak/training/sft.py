@@ -1,0 +1,163 @@
+"""Supervised training on the same log-prob core: loss = -mean of the counted tokens' log-probs over the whole step."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.batching.assign import assign
+from lowpeak.batching.packing import Budget, masked, num_counted, pack
+from lowpeak.checkpoint.atomic import check_writable
+from lowpeak.checkpoint.resume import capture_random, keep_random
+from lowpeak.checkpoint.state import RunState
+from lowpeak.config.resolve import resolve_common
+from lowpeak.data.cursor import PromptCursor
+from lowpeak.data.prompts import check_rows, num_rows, padding_id
+from lowpeak.data.supervised import SupervisedReader, read_records
+from lowpeak.errors import ArgumentError, DataError
+from lowpeak.memory.phases import Phase
+from lowpeak.records import Record
+from lowpeak.strategies.detect import detect_strategy
+from lowpeak.training.arguments import SFTConfig
+from lowpeak.training.assembly import make_run
+from lowpeak.training.interrupt import StepCallback
+from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
+from lowpeak.training.step import score
+from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
+
+
+class SFTTrainer(StepTrainer):
+    """Trains a language model on prompt-completion, conversational or text rows; TRL's constructor.
+
+    from lowpeak import SFTConfig, SFTTrainer
+
+    SFTTrainer(model="Qwen/Qwen2.5-0.5B", args=SFTConfig(output_dir="out"), train_dataset=data).train()
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+    ) -> None:
+        args = args if args is not None else SFTConfig(output_dir="sft-output")
+        memory = resolve_common(args)
+        check_writable(Path(args.output_dir))
+        if train_dataset is None:
+            raise DataError("train_dataset is None: pass a data set with prompt and completion, messages, or text.")
+        policy = load_policy(
+            model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
+        )
+        tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+        upcast_trainable(policy)
+        if args.disable_dropout:
+            disable_dropout(policy)
+        super().__init__(
+            model=policy,
+            args=base_arguments(args),
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.user_args = args
+        strategy = detect_strategy(self.accelerator)
+        self.run = make_run(self, args, make_supervised(), strategy, policy, memory)
+        self.budget = Budget(self.run.sizes.micro_batch_tokens, memory.pad_to_multiple_of, padding_id(tokenizer))
+        self.reader = _reader(args, policy, tokenizer)
+        self.cursor = _cursor(train_dataset, self.reader, args)
+        self.add_callback(StepCallback(self))
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of an optimizer step, over all ranks."""
+        args = self.user_args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
+
+    def num_steps_per_epoch(self) -> int | None:
+        """Steps in which each row is used once; the last one is filled from the next epoch."""
+        rows = self.cursor.prompts_per_epoch
+        return None if rows is None else max(1, -(-rows // self.rows_per_step))
+
+    def next_step(self) -> StepWork:
+        """The next rows as micro-batches."""
+        return self._work(self.cursor.take(self.rows_per_step))
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """`<prefix>_loss`: minus the mean log-prob of the counted tokens, of one data set or of each of several."""
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(data, dict):
+            found: dict[str, float] = {}
+            for name, one in data.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        with keep_random(), self.run.tracker.phase(Phase.EVALUATE):
+            metrics = self._measured(read_records(data, self.reader), metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def _measured(self, records: list[Record], prefix: str) -> dict[str, float]:
+        start = time.perf_counter()
+        ranks = self.run.strategy.ranks
+        work = self._work(records)
+        self.model_wrapped.eval()
+        scored = score(self.model_wrapped, work.micro_batches, self.run.core)
+        kept = [result for batch, result in zip(work.micro_batches, scored, strict=True) if batch.record_indices]
+        total = ranks.sum([sum(float(result.logprobs_T.sum()) for result in kept)])[0]
+        count = sum(num_counted(record) for record in records)
+        return {f"{prefix}_loss": -total / max(1, count), f"{prefix}_runtime": time.perf_counter() - start}
+
+    def _work(self, records: list[Record]) -> StepWork:
+        ranks, algorithm = self.run.strategy.ranks, self.run.algorithm
+        counts = StepCounts(len(records), sum(num_counted(record) for record in records))
+        mine = assign([record.num_tokens for record in records], ranks.world_size)[ranks.rank]
+        batches = pack(records, mine, self.budget, lambda record: algorithm.reduction(num_counted(record), counts))
+        most = int(max(ranks.max([len(batches), 1])))
+        batches += [masked(self.budget)] * (most - len(batches))
+        useful = sum(batch.num_useful for batch in batches)
+        return StepWork(tuple(batches), useful, sum(batch.input_ids_BL.numel() for batch in batches))
+
+    def run_state(self) -> RunState:
+        """Cursor, generators, what `auto` became."""
+        return RunState(
+            policy_version=self.state.global_step,
+            cursor=self.cursor.state_dict(),
+            random=capture_random(),
+            resolved=self.run.sizes.as_dict(),
+        )
+
+    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+        """Go on where the checkpoint was written."""
+        self.cursor.load_state_dict(state.cursor)
+
+
+def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:
+    limits = [limit for limit in (args.max_length, context_length(policy)) if limit is not None]
+    return SupervisedReader(
+        tokenizer,
+        max_length=min(limits, default=None),
+        completion_only=args.completion_only_loss,
+        assistant_only=args.assistant_only_loss,
+        chat_template_kwargs=args.chat_template_kwargs,
+        text_field=args.dataset_text_field,
+    )
+
+
+def _cursor(dataset: Any, reader: SupervisedReader, args: Any) -> PromptCursor[Record]:
+    if num_rows(dataset) is not None:
+        dataset = dataset.select(check_rows(dataset, reader))
+    elif args.max_steps <= 0:
+        raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)

@@ -1,0 +1,191 @@
+"""The seam to transformers' Trainer: one mapping per optimizer step, run whole in `training_step`.
+
+What is overridden, and why, stands in docs/architecture.md. Subclasses say what a step is (`next_step`) and what of
+their own a checkpoint must hold (`run_state`, `take_run_state`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.checkpoint.resume import find_resume, restore_random
+from lowpeak.checkpoint.state import RunState, load_run_state
+from lowpeak.journal import Journal
+from lowpeak.memory.phases import Phase
+from lowpeak.memory.tracker import MemoryTracker
+from lowpeak.records import Metric, MicroBatch, merge_metrics
+from lowpeak.strategies.strategy import Strategy
+from lowpeak.training.checkpoints import save_checkpoint, without_reference
+from lowpeak.training.interrupt import Interrupts
+from lowpeak.training.readout import Readout, finite_or_raise, phase_metrics, read_metrics
+from lowpeak.training.sizes import Sizes
+from lowpeak.training.step import Core, run_step
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One optimizer step: this rank's micro-batches, and how many of their tokens and of the forward's are useful."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_tokens: int
+    num_computed: int
+
+
+@dataclass
+class Run:
+    """What a run carries besides what transformers' Trainer does."""
+
+    algorithm: Algorithm
+    core: Core
+    strategy: Strategy
+    tracker: MemoryTracker
+    journal: Journal
+    coefficients: Mapping[str, float]
+    sizes: Sizes
+    resume_from: Path | None = None
+    resumed: RunState | None = None
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    readout: Readout | None = None
+    interrupts: Interrupts = field(default_factory=Interrupts)
+
+
+def base_arguments(args: Any) -> Any:
+    """The copy of the user's arguments that the base class gets: it counts mappings, and a step is one mapping."""
+    inner = copy.copy(args)
+    inner.gradient_accumulation_steps = 1
+    inner.logging_nan_inf_filter = False
+    return inner
+
+
+class StepTrainer(Trainer):
+    """transformers' Trainer whose step is a list of micro-batches under weights of the whole step's counts."""
+
+    run: Run
+
+    def num_steps_per_epoch(self) -> int | None:
+        """Optimizer steps in which each row of the data is used once; None where the data has no length."""
+        raise AssertionError("a trainer says how long an epoch is")
+
+    def next_step(self) -> StepWork:
+        """The next step's work."""
+        raise AssertionError("a trainer says what a step is")
+
+    def run_state(self) -> RunState:
+        """What of the run a checkpoint must hold besides weights, optimizer and schedule."""
+        raise AssertionError("a trainer says what its state is")
+
+    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+        """Go on from what `run_state` gave when `checkpoint` was written."""
+        raise AssertionError("a trainer takes its state back")
+
+    def save_more(self, folder: Path) -> None:
+        """Write what else a checkpoint needs into its (staged) folder."""
+
+    # the loop
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
+        output_dir = Path(self.args.output_dir)
+        self.run.resume_from = find_resume(output_dir, resume_from_checkpoint)
+        self.run.resumed = None
+        if self.run.resume_from is not None:
+            self.run.resumed = load_run_state(self.run.resume_from, self.args.process_index)
+            self.take_run_state(self.run.resumed, self.run.resume_from)
+            self.run.journal.resume_at(self.run.resumed.policy_version)
+        resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
+        with self.run.interrupts.watched():
+            result = super().train(resume, *args, **kwargs)
+        self.run.interrupts.raise_if_stopped(output_dir)
+        return result
+
+    def get_train_dataloader(self) -> DataLoader:
+        """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
+        steps = self.num_steps_per_epoch() or self.args.max_steps
+        return DataLoader(range(max(1, steps)), batch_size=1, generator=torch.Generator())
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
+        """One mapping with the whole step's micro-batches; on resume, the random states come back here first."""
+        if next(epoch_iterator, None) is None:
+            return [], None
+        if self.run.resumed is not None:
+            restore_random(self.run.resumed.random)
+            self.run.resumed = None
+        return [{"step": self.next_step()}], None
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Nothing: `get_batch_samples` has restored them, before the rollout that draws from them."""
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of the step's micro-batches."""
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()
+        work: StepWork = inputs["step"]
+        with self.run.tracker.phase(Phase.TRAIN):
+            loss, metrics = run_step(
+                model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.run.coefficients
+            )
+        metrics["useful_tokens/train"] = Metric(float(work.num_tokens), float(work.num_computed))
+        self.run.readout = Readout(loss, metrics)
+        return loss * self.run.strategy.ranks.world_size
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        """The gradient norm; and the step's one read of the device: a NaN stops here, before the optimizer."""
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        assert self.run.readout is not None
+        numbers = read_metrics(self.run.readout, grad_norm, self.run.strategy.ranks)
+        finite_or_raise(numbers, model, self.state.global_step + 1, Path(self.args.output_dir))
+        self.run.readout = numbers
+        return grad_norm
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """6 operations per parameter and token (Kaplan et al. 2020)."""
+        return 6 * inputs["step"].num_tokens * self.model.num_parameters()
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        self.state.num_input_tokens_seen += int(self.run.strategy.ranks.sum([inputs["step"].num_tokens])[0])
+
+    # what a step leaves behind
+
+    def finish_step(self) -> None:
+        """Station 13: fold the step's metrics into those to be logged, and write its record into the journal."""
+        numbers = self.run.readout
+        assert numbers is not None
+        self.run.readout = None
+        metrics = merge_metrics(numbers.metrics, phase_metrics(self.run.tracker.take()))
+        metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
+        values = {name: metric.value() for name, metric in metrics.items()}
+        self.run.coefficients = self.run.algorithm.update(self.run.coefficients, values)
+        row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
+        self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
+        self.run.metrics = merge_metrics(self.run.metrics, metrics)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log; with a training loss come the metrics of the steps since the last one."""
+        if "loss" in logs:
+            metrics, self.run.metrics = self.run.metrics, {}
+            logs = {**logs, **{name: metric.value() for name, metric in metrics.items()}}
+        super().log(logs, start_time)
+
+    # checkpoints
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Staged, synced, renamed; then the oldest goes."""
+        with self.run.tracker.phase(Phase.SAVE):
+            save_checkpoint(self, trial, self.run_state())
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """The base's way, without the adapter that is only the reference."""
+        with without_reference(self.model):
+            super()._save(output_dir, state_dict)

@@ -1,0 +1,196 @@
+"""Settings, records and token batches for the algorithms' tests, and the losses as their papers write them.
+
+The plain losses go row by row and token by token in float64, with Python's own comparisons instead of tensor ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lowpeak.algorithms.algorithm import Algorithm, StepCounts
+from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
+from lowpeak.records import Completion, FinishReason, Record, TokenBatch
+
+GRPO = GRPOSettings(
+    loss_type="dapo",
+    importance_level="token",
+    clip_low=0.2,
+    clip_high=0.28,
+    delta=None,
+    scale_rewards="group",
+    aggregation="sum_then_normalize",
+    reward_weights=(1.0,),
+    beta=0.0,
+    kl_estimator="k3",
+    bias_corrected_kl=False,
+    entropy_bonus=None,
+    top_entropy_quantile=1.0,
+    mask_truncated=False,
+    max_completion_length=9,
+    drop_equal_groups=False,
+    score_old=True,
+)
+CISPO = replace(GRPO, loss_type="cispo", clip_low=None, delta=None)
+RLOO = RLOOSettings(
+    clip_low=0.2,
+    clip_high=0.2,
+    beta=0.0,
+    kl_estimator="k1",
+    normalize_advantages=False,
+    reward_clip=None,
+    mask_truncated=False,
+    drop_equal_groups=False,
+    score_old=True,
+)
+
+
+def record(
+    group: int,
+    rewards: float | tuple[float, ...],
+    weights: tuple[float, ...] | None = None,
+    length: int = 2,
+    finish_reason: FinishReason = "stop",
+) -> Record:
+    """A record of a group with its rewards; the row's reward is their weighted sum, NaN when nobody scored."""
+    columns = rewards if isinstance(rewards, tuple) else (rewards,)
+    pairs = [(w, r) for w, r in zip(weights or (1.0,) * len(columns), columns, strict=True) if not math.isnan(r)]
+    completion = Completion(
+        torch.zeros(length, dtype=torch.int32),
+        torch.zeros(length),
+        torch.ones(length, dtype=torch.bool),
+        finish_reason,
+    )
+    return Record(group, (1,), completion, columns, sum(w * r for w, r in pairs) if pairs else math.nan)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The counted tokens of one row in float64; `logprobs` and `entropy` are what gradients are asked of."""
+
+    logprobs: Tensor
+    entropy: Tensor
+    old: Tensor
+    reference: Tensor
+    mask: Tensor
+    advantage: float
+
+
+def ragged_rows(lengths: Sequence[int] = (3, 1, 6, 2, 0, 4), seed: int = 0) -> list[Row]:
+    """Rows far enough off-policy that ratios fall below, inside and above every bound, with both signs of advantage."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(n: int) -> Tensor:
+        return torch.randn(n, generator=generator, dtype=torch.float64)
+
+    rows = []
+    for i, n in enumerate(lengths):
+        logprobs = draw(n) - 2.0
+        shift = (-1.0) ** (i // 2) * 0.3
+        rows.append(
+            Row(
+                logprobs.requires_grad_(),
+                draw(n).abs().requires_grad_(),
+                logprobs.detach() + shift + 0.5 * draw(n),
+                logprobs.detach() + 0.7 * draw(n),
+                (draw(n) > 0).double(),
+                (-1.0) ** i * (0.5 + i),
+            )
+        )
+    return rows
+
+
+def token_batch(rows: Sequence[Row], reduction: Callable[[int, StepCounts], float], unit: str, **changes) -> TokenBatch:
+    """The rows as a micro-batch that is the whole step; `changes` replace fields, None included."""
+    counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
+    lengths = [len(row.logprobs) for row in rows]
+    weights = [reduction(n, counts) for n in lengths]
+    per_unit = weights if unit == "sequence" else [w for w, n in zip(weights, lengths, strict=True) for _ in range(n)]
+    batch = TokenBatch(
+        rows_T=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
+        num_rows=len(rows),
+        weights_U=torch.tensor(per_unit, dtype=torch.float64),
+        advantages_T=torch.cat([torch.full_like(row.old, row.advantage) for row in rows]),
+        old_T=torch.cat([row.old for row in rows]),
+        reference_T=torch.cat([row.reference for row in rows]),
+        coefficients={"entropy_coef": 0.3},
+    )
+    return replace(batch, **changes)
+
+
+def trained_loss(algorithm: Algorithm, rows: Sequence[Row], **changes) -> Tensor:
+    """What training minimises: `sum(weights_U * loss_U)`."""
+    tokens = token_batch(rows, algorithm.reduction, algorithm.unit, **changes)
+    logprobs_T = torch.cat([row.logprobs for row in rows])
+    loss_U = algorithm.loss(logprobs_T, torch.cat([row.entropy for row in rows]), tokens)
+    assert loss_U.shape == tokens.weights_U.shape
+    return (tokens.weights_U * loss_U).sum()
+
+
+def gradients(loss: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The gradients of a loss in all rows' log-probs and entropies, as one vector; 0 where a row has no part."""
+    inputs = [x for row in rows for x in (row.logprobs, row.entropy)]
+    parts = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
+    return torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, parts, strict=True)])
+
+
+def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False, masked: bool = False) -> Tensor:
+    """GRPO's family as a sum over rows and tokens."""
+    totals, all_tokens = [], []
+    for row in rows:
+        losses = plain_token_losses(s, row, row.logprobs.detach() if on_policy else row.old, masked)
+        all_tokens += losses
+        totals.append(sum(losses))
+    num_rows = len(rows)
+    if s.loss_type == "grpo":
+        return sum(t / max(len(r.logprobs), 1) for t, r in zip(totals, rows, strict=True)) / num_rows
+    if s.loss_type == "dr_grpo":
+        return sum(totals) / (num_rows * s.max_completion_length)
+    return sum(all_tokens) / len(all_tokens)
+
+
+def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> list[Tensor]:
+    """A row's losses, one by one."""
+    log_ratios = [p - o for p, o in zip(row.logprobs, old, strict=True)]
+    losses = []
+    for t, p in enumerate(row.logprobs):
+        log_ratio = log_ratios[t] if s.importance_level == "token" else sum(log_ratios) / len(log_ratios)
+        ratio = log_ratio.exp()
+        policy = plain_policy_term(s, p, ratio, row.advantage)
+        loss = policy * row.mask[t] if masked else policy
+        d = p - row.reference[t]
+        kl = {"k1": d, "k2": 0.5 * d * d, "k3": (-d).exp() + d - 1}[s.kl_estimator]
+        loss = loss + s.beta * kl * (ratio if s.bias_corrected_kl else 1.0)
+        if s.entropy_bonus is not None:
+            loss = loss - 0.3 * row.entropy[t]
+        losses.append(loss)
+    return losses
+
+
+def plain_policy_term(s: GRPOSettings, logprob: Tensor, ratio: Tensor, advantage: float) -> Tensor:
+    """The policy term by the sign of the advantage: with a positive one only the ceiling binds, else only the floor."""
+    ceiling = torch.tensor(1.0 + s.clip_high, dtype=torch.float64)
+    if s.loss_type == "cispo":
+        return -min(ratio.detach(), ceiling) * advantage * logprob
+    if advantage >= 0:
+        return -min(ratio, ceiling) * advantage
+    floor = torch.tensor(1.0 - s.clip_low, dtype=torch.float64)
+    if s.delta is not None:
+        ratio = min(ratio, torch.tensor(s.delta, dtype=torch.float64))
+    return -max(ratio, floor) * advantage
+
+
+def plain_rloo(s: RLOOSettings, rows: Sequence[Row]) -> Tensor:
+    """RLOO as a mean over rows with tokens, divided by all rows."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        if not len(row.logprobs):
+            continue
+        ratio = (row.logprobs.sum() - row.old.sum()).exp()
+        bound = torch.tensor(1 + s.clip_high if row.advantage >= 0 else 1 - s.clip_low, dtype=torch.float64)
+        total = total - (min(ratio, bound) if row.advantage >= 0 else max(ratio, bound)) * row.advantage
+    return total / len(rows)

@@ -1,0 +1,204 @@
+"""Advantages against numbers worked out by hand, and their edges: one row, equal rewards, nobody scored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_cases import GRPO, RLOO, record
+
+from lowpeak.algorithms.advantages import grpo_advantages, leave_one_out, rloo_advantages
+
+NAN = math.nan
+
+
+def numbers(advantages):
+    """One number per row; every token of a row has the same, as float32."""
+    for values in advantages.per_token:
+        assert values.dtype == torch.float32
+        assert (values == values[0]).all()
+    return [values[0].item() for values in advantages.per_token]
+
+
+def grpo(records, **changes):
+    return numbers(grpo_advantages(replace(GRPO, **changes), records))
+
+
+def rloo(records, **changes):
+    return numbers(rloo_advantages(replace(RLOO, **changes), records))
+
+
+def metric(advantages, name):
+    return advantages.metrics[name].value()
+
+
+def test_a_row_has_one_advantage_per_completion_token():
+    records = [record(0, 1.0, length=3), record(0, 0.0, length=1)]
+    assert [len(values) for values in grpo_advantages(GRPO, records).per_token] == [3, 1]
+    assert [len(values) for values in rloo_advantages(RLOO, records).per_token] == [3, 1]
+
+
+def test_group_scaling_divides_by_the_groups_unbiased_std():
+    records = [record(0, r) for r in (1.0, 0.0, 0.0, 0.0)] + [record(1, r) for r in (2.0, 4.0)]
+    # std of (1, 0, 0, 0) is 0.5, of (2, 4) is sqrt(2)
+    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, -1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)]
+    assert grpo(records) == pytest.approx(expected, rel=1e-6)
+
+
+def test_batch_scaling_divides_by_the_std_of_all_rewards():
+    records = [record(0, 1.0), record(0, 3.0), record(1, 5.0), record(1, 7.0)]
+    std = (20 / 3) ** 0.5
+    assert grpo(records, scale_rewards="batch") == pytest.approx([x / (std + 1e-4) for x in (-1, 1, -1, 1)], rel=1e-6)
+
+
+def test_without_scaling_an_advantage_is_the_distance_to_the_groups_mean():
+    records = [record(0, 1.0), record(0, 4.0), record(1, -2.0), record(1, -2.5)]
+    assert grpo(records, scale_rewards="none") == pytest.approx([-1.5, 1.5, 0.25, -0.25])
+
+
+def test_groups_may_be_scattered_and_of_different_sizes():
+    records = [record(7, 1.0), record(3, 5.0), record(7, 4.0), record(3, 6.0), record(7, 1.0)]
+    assert grpo(records, scale_rewards="none") == pytest.approx([-1.0, -0.5, 2.0, 0.5, -1.0])
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_equal_rewards_give_exactly_zero(scale):
+    records = [record(0, 0.1) for _ in range(3)] + [record(1, 0.1 + 0.2), record(1, 0.3)] + [record(2, 0.0)]
+    assert grpo(records, scale_rewards=scale) == [0.0] * 6
+    assert rloo(records) == [0.0] * 6
+    assert rloo(records, normalize_advantages=True) == [0.0] * 6
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_a_group_of_one_has_advantage_zero_beside_groups_that_learn(scale):
+    records = [record(0, 5.0), record(1, 0.0), record(1, 1.0)]
+    first, *others = grpo(records, scale_rewards=scale)
+    assert first == 0.0
+    assert others[1] > 0 > others[0]
+    assert rloo(records) == [0.0, -1.0, 1.0]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_rows_that_nobody_scored_leave_the_statistics_and_get_zero(scale):
+    scored = [record(0, 1.0), record(0, 3.0), record(1, 2.0), record(1, 7.0)]
+    with_gaps = [scored[0], record(0, NAN), scored[1], *scored[2:], record(2, NAN), record(2, NAN)]
+    a, b, c, d = grpo(scored, scale_rewards=scale)
+    assert grpo(with_gaps, scale_rewards=scale) == [a, 0.0, b, c, d, 0.0, 0.0]
+
+
+def test_one_scored_row_in_a_group_has_nothing_to_compare_with():
+    records = [record(0, 1.0), record(0, NAN), record(1, 0.0), record(1, 2.0)]
+    assert grpo(records, scale_rewards="none") == [0.0, 0.0, -1.0, 1.0]
+    assert rloo(records) == [0.0, 0.0, -2.0, 2.0]
+
+
+def test_gdpo_normalises_each_function_within_the_group_then_the_sum_over_the_batch():
+    weights = (1.0, 0.5)
+    rewards = [(1.0, 10.0), (0.0, 30.0), (4.0, 2.0), (2.0, 2.0)]
+    records = [record(i // 2, r, weights) for i, r in enumerate(rewards)]
+    half, tens = (1 / 2) / (0.5**0.5 + 1e-4), 10 / (200**0.5 + 1e-4)
+    one = 1 / (2**0.5 + 1e-4)
+    sums = torch.tensor([half - 0.5 * tens, -half + 0.5 * tens, one, -one], dtype=torch.float64)
+    expected = (sums / (sums.std() + 1e-4)).tolist()
+    changes = {"aggregation": "normalize_then_sum", "reward_weights": weights}
+    assert grpo(records, **changes) == pytest.approx(expected, rel=1e-6)
+
+
+def test_gdpo_leaves_out_functions_that_did_not_score_a_row_and_rows_that_nobody_scored():
+    weights = (1.0, 1.0)
+    rewards = [(1.0, NAN), (0.0, NAN), (NAN, NAN), (NAN, 5.0)]
+    records = [record(0, r, weights) for r in rewards]
+    a, b, c, d = grpo(records, aggregation="normalize_then_sum", reward_weights=weights)
+    assert (c, d) == (0.0, 0.0)  # the second function scored one row only
+    z = 0.5 / (0.5**0.5 + 1e-4)
+    std = torch.tensor([z, -z, 0.0], dtype=torch.float64).std().item()
+    assert (a, b) == pytest.approx((z / (std + 1e-4), -z / (std + 1e-4)), rel=1e-6)
+
+
+def test_gdpo_of_equal_rewards_is_exactly_zero_beside_a_group_that_learns():
+    records = [record(0, (0.1, 0.3), (1.0, 1.0)) for _ in range(3)] + [record(1, (0.1, r), (1.0, 1.0)) for r in (0, 1)]
+    values = grpo(records, aggregation="normalize_then_sum", reward_weights=(1.0, 1.0))
+    assert values[:3] == [0.0] * 3
+    assert values[4] > 0 > values[3]
+
+
+def test_rloo_takes_the_mean_of_the_other_rows_as_the_baseline():
+    records = [record(0, r) for r in (1.0, 2.0, 6.0)]
+    assert rloo(records) == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5])
+
+
+def test_leave_one_out_skips_unscored_siblings():
+    values = leave_one_out(torch.tensor([1.0, NAN, 2.0, 6.0], dtype=torch.float64))
+    torch.testing.assert_close(values[[0, 2, 3]], torch.tensor([-3.0, -1.5, 4.5], dtype=torch.float64))
+    assert values[1].isnan()
+    assert leave_one_out(torch.tensor([3.0])).isnan().all()
+
+
+def test_rloo_normalises_by_the_std_of_advantages_over_the_batch():
+    records = [record(0, 0.0), record(0, 1.0), record(1, 0.0), record(1, 3.0), record(1, NAN)]
+    raw = torch.tensor([-1.0, 1.0, -3.0, 3.0], dtype=torch.float64)
+    expected = [*(raw / (raw.std() + 1e-4)).tolist(), 0.0]
+    assert rloo(records, normalize_advantages=True) == pytest.approx(expected, rel=1e-6)
+
+
+def scored_record(reward, old, reference, mask=None, **kwargs):
+    made = record(0, reward, length=len(old), **kwargs)
+    completion = made.completion
+    if mask is not None:
+        completion = replace(completion, loss_mask=torch.tensor(mask))
+    return replace(made, completion=completion, old=torch.tensor(old), reference=torch.tensor(reference))
+
+
+@pytest.mark.parametrize(
+    ("estimator", "kl"),
+    [
+        ("k1", 0.5 - 0.25),
+        ("k2", 0.5**2 / 2 + 0.25**2 / 2),
+        ("k3", math.exp(-0.5) + 0.5 - 1 + math.exp(0.25) - 0.25 - 1),
+    ],
+)
+def test_rloo_takes_the_kl_of_counted_tokens_off_the_clipped_reward(estimator, kl):
+    records = [
+        scored_record(9.0, [-1.0, -1.0, NAN], [-1.5, -0.75, -9.0], mask=[True, True, False]),
+        scored_record(0.0, [-1.0], [-1.0]),
+    ]
+    settings = replace(RLOO, beta=0.1, kl_estimator=estimator, reward_clip=(-1.0, 2.0))
+    advantages = rloo_advantages(settings, records)
+    difference = 2.0 - 0.1 * kl
+    assert numbers(advantages) == pytest.approx([difference, -difference], rel=1e-6)
+    assert metric(advantages, "kl") == pytest.approx(kl / 3)  # three counted tokens
+    assert metric(advantages, "reward") == 4.5  # before clip and KL
+
+
+def test_the_kl_of_a_truncated_row_does_not_count_when_such_rows_are_masked():
+    records = [
+        scored_record(1.0, [-1.0], [-2.0], finish_reason="length"),
+        scored_record(0.0, [-1.0], [-1.0]),
+    ]
+    with_kl, without = (replace(RLOO, beta=0.5, mask_truncated=mask) for mask in (False, True))
+    assert numbers(rloo_advantages(with_kl, records)) == pytest.approx([0.5, -0.5])
+    masked = rloo_advantages(without, records)
+    assert numbers(masked) == pytest.approx([1.0, -1.0])
+    assert metric(masked, "kl") == 0.0
+
+
+def test_reward_metrics_are_of_scored_rows_and_count_the_rows_of_equal_groups():
+    records = [record(0, 1.0), record(0, 1.0), record(1, 0.0), record(1, 4.0), record(1, NAN), record(2, NAN)]
+    advantages = grpo_advantages(GRPO, records)
+    assert metric(advantages, "reward") == 1.5
+    assert metric(advantages, "reward_std") == pytest.approx(torch.tensor([1.0, 1.0, 0.0, 4.0]).std().item())
+    assert metric(advantages, "frac_reward_zero_std") == 3 / 6
+
+
+def test_reward_metrics_of_nothing_scored_are_not_numbers():
+    advantages = grpo_advantages(GRPO, [record(0, NAN), record(0, NAN)])
+    assert math.isnan(metric(advantages, "reward"))
+    assert math.isnan(metric(advantages, "reward_std"))
+    assert numbers(advantages) == [0.0, 0.0]
+
+
+def test_truncated_rows_count_in_the_statistics_of_grpo_whatever_mask_truncated_says():
+    records = [record(0, 0.0), record(0, 1.0, finish_reason="length")]
+    assert grpo(records, mask_truncated=True) == grpo(records, mask_truncated=False) != [0.0, 0.0]

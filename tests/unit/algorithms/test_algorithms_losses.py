@@ -1,0 +1,278 @@
+"""Every loss against its definition, row by row in float64: values, and gradients in log-probs and entropies."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_cases import CISPO, GRPO, RLOO, gradients, plain_grpo, plain_rloo, ragged_rows, token_batch, trained_loss
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.importance import importance_ratio, mean_ratio, product_ratio
+from lowpeak.algorithms.losses import clipped_surrogate
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.config.algorithm import EntropyBonus
+from lowpeak.records import TokenBatch
+
+LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+LEVELS = ["token", "sequence"]
+
+
+def settings_of(loss_type, **changes):
+    return replace(CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type, **changes)
+
+
+def assert_same(loss, expected, rows):
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(loss, rows), gradients(expected, rows), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_trained_loss_is_the_definition_on_ragged_off_policy_rows(loss_type, level):
+    settings, rows = settings_of(loss_type, importance_level=level), ragged_rows()
+    assert_same(trained_loss(make_grpo(settings), rows), plain_grpo(settings, rows), rows)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_trained_loss_is_the_definition_with_every_term_at_once(loss_type, level):
+    settings = settings_of(
+        loss_type, importance_level=level, beta=0.1, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3)
+    )
+    rows = ragged_rows(seed=1)
+    loss = trained_loss(make_grpo(settings), rows, policy_mask_T=torch.cat([row.mask for row in rows]))
+    assert_same(loss, plain_grpo(settings, rows, masked=True), rows)
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_kl_estimator_enters_the_loss_and_its_gradient(level, estimator, corrected):
+    settings = replace(GRPO, importance_level=level, beta=0.5, kl_estimator=estimator, bias_corrected_kl=corrected)
+    rows = ragged_rows(seed=2)
+    assert_same(trained_loss(make_grpo(settings), rows), plain_grpo(settings, rows), rows)
+
+
+def test_without_old_log_probs_old_is_the_policy_itself_and_the_gradient_is_reinforces():
+    rows = ragged_rows()
+    loss = trained_loss(make_grpo(GRPO), rows, old_T=None)
+    assert_same(loss, plain_grpo(GRPO, rows, on_policy=True), rows)
+    num_tokens = sum(len(row.logprobs) for row in rows)
+    for row in rows:
+        (gradient,) = torch.autograd.grad(loss, [row.logprobs], retain_graph=True)
+        torch.testing.assert_close(gradient, torch.full_like(row.old, -row.advantage / num_tokens))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_on_policy_every_ratio_is_exactly_one(level):
+    rows = ragged_rows()
+    tokens = token_batch(rows, make_grpo(GRPO).reduction, "token", old_T=None)
+    logprobs_T = torch.cat([row.logprobs for row in rows])
+    assert (importance_ratio(logprobs_T, tokens, level) == 1.0).all()
+    assert (product_ratio(logprobs_T, tokens) == 1.0).all()
+
+
+def test_an_on_policy_kl_with_bias_correction_has_the_gradient_of_the_reverse_kl():
+    settings, rows = replace(GRPO, beta=1.0, bias_corrected_kl=True, kl_estimator="k1"), ragged_rows((2,))
+    loss = trained_loss(make_grpo(settings), rows, old_T=None, advantages_T=torch.zeros(2, dtype=torch.float64))
+    (gradient,) = torch.autograd.grad(loss, [rows[0].logprobs])
+    # d/dp of exp(p - stopgrad(p)) * (p - r) is (p - r) + 1, over two tokens.
+    torch.testing.assert_close(gradient, (rows[0].logprobs.detach() - rows[0].reference + 1.0) / 2)
+
+
+def test_an_empty_policy_mask_leaves_kl_and_entropy_alone():
+    settings = replace(GRPO, beta=0.1, entropy_bonus=EntropyBonus(0.3))
+    rows = ragged_rows()
+    nothing = torch.zeros(sum(len(row.logprobs) for row in rows), dtype=torch.float64)
+    masked = trained_loss(make_grpo(settings), rows, policy_mask_T=nothing)
+    assert_same(masked, trained_loss(make_grpo(settings), rows, advantages_T=nothing), rows)
+    assert masked != 0.0
+    assert trained_loss(make_grpo(GRPO), rows, policy_mask_T=nothing) == 0.0
+
+
+def test_the_coefficient_of_the_entropy_bonus_comes_with_the_batch():
+    settings, rows = replace(GRPO, entropy_bonus=EntropyBonus(9.9)), ragged_rows()
+    with_bonus, without = (
+        trained_loss(make_grpo(settings), rows, coefficients={"entropy_coef": c}) for c in (0.25, 0.0)
+    )
+    mean_entropy = torch.cat([row.entropy for row in rows]).mean()
+    torch.testing.assert_close(with_bonus, without - 0.25 * mean_entropy)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_delta_bounds_only_what_the_clip_leaves_open(level):
+    rows = ragged_rows(seed=3)
+    settings = replace(GRPO, importance_level=level, delta=1.35)
+    loss = trained_loss(make_grpo(settings), rows)
+    assert_same(loss, plain_grpo(settings, rows), rows)
+    assert loss != trained_loss(make_grpo(replace(settings, delta=None)), rows)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "expected", "slope"),
+    [
+        (3.0, 1.0, -1.28, 0.0),  # above the ceiling with a gain: clipped
+        (0.5, 1.0, -0.5, -1.0),  # below the floor with a gain: open
+        (0.5, -2.0, 1.6, 0.0),  # below the floor with a loss: clipped
+        (1.5, -2.0, 3.0, 2.0),  # above the ceiling with a loss: open up to delta
+        (3.0, -2.0, 4.0, 0.0),  # above delta with a loss: bounded
+        (1.1, 0.5, -0.55, -0.5),  # inside
+    ],
+)
+def test_the_two_sided_surrogate_by_hand(ratio, advantage, expected, slope):
+    x = torch.tensor(ratio, dtype=torch.float64, requires_grad=True)
+    loss = clipped_surrogate(x, torch.tensor(advantage, dtype=torch.float64), 0.2, 0.28, delta=2.0)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected)
+    assert x.grad.item() == pytest.approx(slope)
+
+
+def test_cispo_keeps_a_gradient_above_its_ceiling_and_reads_clip_high_as_an_offset():
+    tokens = TokenBatch(
+        torch.tensor([0, 0]), 1, torch.ones(2), torch.tensor([1.0, -1.0]), old_T=torch.tensor([-3.0, -1.0])
+    )
+    logprobs_T = torch.tensor([-1.0, -1.0], requires_grad=True)
+    loss_T = make_grpo(CISPO).loss(logprobs_T, None, tokens)
+    torch.testing.assert_close(loss_T, torch.tensor([1.28, -1.0]))  # e^2 is held at 1.28, the logprob is -1
+    (gradient,) = torch.autograd.grad(loss_T.sum(), [logprobs_T])
+    torch.testing.assert_close(gradient, torch.tensor([-1.28, 1.0]))
+
+
+def test_gspo_shares_the_geometric_mean_of_a_rows_ratios():
+    tokens = TokenBatch(
+        torch.tensor([0, 0, 1]), 3, torch.ones(3), torch.ones(3), old_T=torch.tensor([-1.0, -1.0, -2.0])
+    )
+    ratio_B = mean_ratio(torch.tensor([-0.9, -1.3, -2.0]), tokens)
+    torch.testing.assert_close(ratio_B, torch.tensor([-0.1, 0.0, 0.0]).exp())
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_sequence_level_equals_token_level_on_policy(loss_type):
+    rows = ragged_rows()
+    by_token, by_row = (
+        trained_loss(make_grpo(settings_of(loss_type, importance_level=level)), rows, old_T=None) for level in LEVELS
+    )
+    torch.testing.assert_close(by_token, by_row)
+    if loss_type != "cispo":  # whose row-level weight is a constant, too
+        torch.testing.assert_close(gradients(by_token, rows), gradients(by_row, rows))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_bnpo_is_dapo(level):
+    rows = ragged_rows()
+    bnpo, dapo = (trained_loss(make_grpo(settings_of(name, importance_level=level)), rows) for name in ("bnpo", "dapo"))
+    assert bnpo == dapo
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_dr_grpo_is_grpo_when_every_row_has_the_maximal_length(level):
+    rows = ragged_rows((9, 9, 9))
+    dr_grpo, grpo = (
+        trained_loss(make_grpo(settings_of(name, importance_level=level)), rows) for name in ("dr_grpo", "grpo")
+    )
+    assert_same(dr_grpo, grpo, rows)
+
+
+@pytest.mark.parametrize("make", [make_grpo, make_rloo])
+def test_micro_batches_add_up_to_the_whole_step(make):
+    algorithm = make(GRPO) if make is make_grpo else make(RLOO)
+    rows = ragged_rows()
+    counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
+    parts = []
+    for part in (rows[:2], rows[2:3], rows[3:]):
+        tokens = token_batch(part, lambda n, _: algorithm.reduction(n, counts), algorithm.unit)
+        loss_U = algorithm.loss(torch.cat([row.logprobs for row in part]), None, tokens)
+        parts.append((tokens.weights_U * loss_U).sum())
+    torch.testing.assert_close(sum(parts), trained_loss(algorithm, rows))
+
+
+def test_a_token_level_loss_of_a_slice_is_the_slice_of_the_loss():
+    settings, rows = replace(GRPO, beta=0.1), ragged_rows()
+    algorithm = make_grpo(settings)
+    tokens = token_batch(rows, algorithm.reduction, "token")
+    logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
+    whole = algorithm.loss(logprobs_T, None, tokens)
+    assert torch.equal(algorithm.loss(logprobs_T[2:7], None, tokens.slice(2, 7)), whole[2:7])
+
+
+def test_rloo_is_its_definition_on_ragged_off_policy_rows():
+    # Short rows stay inside the clip, long ones leave it on both sides; a row without tokens weighs nothing.
+    for seed in range(3):
+        rows = ragged_rows((3, 1, 6, 2, 0, 4, 1, 1), seed)
+        assert_same(trained_loss(make_rloo(RLOO), rows), plain_rloo(RLOO, rows), rows)
+
+
+def test_rloo_on_policy_is_reinforce_on_whole_rows():
+    rows = ragged_rows((3, 2))
+    loss = trained_loss(make_rloo(RLOO), rows, old_T=None)
+    assert loss.item() == pytest.approx(-(0.5 - 1.5) / 2)
+    for row in rows:
+        (gradient,) = torch.autograd.grad(loss, [row.logprobs], retain_graph=True)
+        torch.testing.assert_close(gradient, torch.full_like(row.old, -row.advantage / 2))
+
+
+def test_a_sequence_ratio_past_float32_leaves_a_clipped_row_with_a_zero_gradient_instead_of_nan():
+    tokens = TokenBatch(
+        torch.zeros(200, dtype=torch.int64), 1, torch.ones(1), torch.ones(200), old_T=torch.full((200,), -2.0)
+    )
+    logprobs_T = torch.full((200,), -1.0, requires_grad=True)
+    loss_B = make_rloo(RLOO).loss(logprobs_T, None, tokens)
+    loss_B.sum().backward()
+    assert loss_B.item() == pytest.approx(-1.2)
+    assert (logprobs_T.grad == 0.0).all()
+
+
+def test_supervised_training_is_the_mean_negative_log_prob_of_the_steps_tokens():
+    rows = ragged_rows()
+    loss = trained_loss(make_supervised(), rows, old_T=None, reference_T=None)
+    assert_same(loss, -torch.cat([row.logprobs for row in rows]).mean(), rows)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_autograd_of_the_full_loss_agrees_with_finite_differences(level):
+    settings = replace(GRPO, importance_level=level, beta=0.2, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3))
+    rows = ragged_rows((3, 2))
+    algorithm = make_grpo(settings)
+    tokens = token_batch(rows, algorithm.reduction, algorithm.unit)
+    inputs = [
+        torch.cat([getattr(row, name) for row in rows]).detach().requires_grad_() for name in ("logprobs", "entropy")
+    ]
+    assert torch.autograd.gradcheck(lambda p, h: algorithm.loss(p, h, tokens), inputs)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        make_grpo(replace(GRPO, beta=0.1, delta=2.0, entropy_bonus=EntropyBonus(0.1))),
+        make_grpo(replace(GRPO, importance_level="sequence", beta=0.1, bias_corrected_kl=True)),
+        make_grpo(CISPO),
+        make_rloo(RLOO),
+        make_supervised(),
+    ],
+    ids=["token", "sequence", "cispo", "rloo", "sft"],
+)
+def test_losses_and_metrics_run_on_fake_tensors_and_so_never_wait_for_the_device(algorithm):
+    with FakeTensorMode():
+        tokens = TokenBatch(
+            rows_T=torch.empty(8, dtype=torch.int64),
+            num_rows=3,
+            weights_U=torch.empty(3 if algorithm.unit == "sequence" else 8),
+            advantages_T=torch.empty(8),
+            sampling_T=torch.empty(8),
+            old_T=torch.empty(8),
+            reference_T=torch.empty(8),
+            policy_mask_T=torch.empty(8),
+            coefficients={"entropy_coef": 0.1},
+        )
+        logprobs_T, entropy_T = torch.empty(8, requires_grad=True), torch.empty(8)
+        loss_U = algorithm.loss(logprobs_T, entropy_T, tokens)
+        (tokens.weights_U * loss_U).sum().backward()
+        metrics = algorithm.measure(logprobs_T.detach(), entropy_T, tokens)
+    assert loss_U.shape == tokens.weights_U.shape
+    assert logprobs_T.grad.shape == (8,)
+    assert all(metric.total.shape == () for metric in metrics.values())
