@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 NUM_DIGITS = 6
 MAX_COMPLETION_LENGTH = NUM_DIGITS + 1  # the digits and the end of the sequence
@@ -103,27 +103,3 @@ def make_prompts(num_rows: int, seed: int, *, held_out: bool = False) -> Dataset
 def sorted_exactly(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
     """The reward: 1 for the exact answer, else 0."""
     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
-
-
-@torch.no_grad()
-def complete(
-    model: PreTrainedModel, tokenizer: Any, prompts: Sequence[str], temperature: float, seed: int = 0
-) -> list[str]:
-    """What the model writes, by plain `generate()`: greedy at temperature 0. The global random state is left alone."""
-    inputs = tokenizer(list(prompts), return_tensors="pt").to(model.device)
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    was_training = model.training
-    model.eval()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        ids = model.generate(
-            inputs.input_ids, attention_mask=inputs.attention_mask, max_new_tokens=MAX_COMPLETION_LENGTH,
-            pad_token_id=tokenizer.pad_token_id, **sampling,
-        )  # fmt: skip
-    model.train(was_training)
-    return tokenizer.batch_decode(ids[:, inputs.input_ids.shape[1] :], skip_special_tokens=True)
-
-
-def accuracy(completions: Sequence[str], answers: Sequence[str]) -> float:
-    """The share of exact answers."""
-    return sum(sorted_exactly(completions, answers)) / len(answers)

@@ -31,7 +31,9 @@ class DataArguments:
         default="",
         metadata={"help": "a .json, .jsonl, .parquet or .csv file, a save_to_disk folder, or a hub name (required)"},
     )
-    dataset_config: str | None = field(default=None, metadata={"help": "name of the hub data set's configuration"})
+    dataset_config: str | None = field(
+        default=None, metadata={"help": "name of the hub data set's configuration (a local file has none)"}
+    )
     dataset_split: str | None = field(
         default=None, metadata={"help": "split to train on, or a slice as in train[:1000]; by default train"}
     )

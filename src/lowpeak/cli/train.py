@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
+from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
@@ -126,13 +127,24 @@ def load_data(job: Job) -> tuple[Any, Any]:
     from lowpeak.data.open import open_dataset
 
     data = job.data
-    train = open_dataset(data.dataset, data.dataset_split, data.dataset_config)
-    train = shape(train, data, supervised=job.supervised)
+
+    def open_one(source: str, split: str | None, config: str | None) -> Any:
+        if Path(source).exists():  # the file takes the place of the hub's name that a configuration file gave
+            split, config = local_split(Path(source), split), None
+        return shape(open_dataset(source, split, config), data, supervised=job.supervised)
+
+    train = open_one(data.dataset, data.dataset_split, data.dataset_config)
     if data.eval_dataset is None and data.eval_split is None:
         return train, None
     same = data.eval_dataset in (None, data.dataset)
-    held_out = open_dataset(data.eval_dataset or data.dataset, data.eval_split, data.dataset_config if same else None)
-    return train, shape(held_out, data, supervised=job.supervised)
+    return train, open_one(data.eval_dataset or data.dataset, data.eval_split, data.dataset_config if same else None)
+
+
+def local_split(source: Path, split: str | None) -> str | None:
+    """A file is one split whatever its name: `test[:64]` of it is its first 64 rows. Folders have splits by name."""
+    if split is None or source.is_dir():
+        return split
+    return "train" + split[split.index("[") :] if "[" in split else None
 
 
 def load_rewards(specs: Sequence[str]) -> list[Any]:
