@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages
+from lowpeak.algorithms.entropy import top_entropy_masks
 from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.select import all_equal, loss_mask, rows_by_group
 from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
@@ -34,7 +35,10 @@ def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advant
         advantages_N = _normalize_then_sum(records, settings.reward_weights)
     else:
         advantages_N = _sum_then_normalize(records, settings.scale_rewards)
-    return Advantages(_expand(advantages_N, records), reward_metrics(records))
+    per_token = _expand(advantages_N, records)
+    if settings.top_entropy_quantile < 1.0:
+        per_token = _only_uncertain(per_token, records, settings.top_entropy_quantile)
+    return Advantages(per_token, reward_metrics(records))
 
 
 def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advantages:
@@ -131,6 +135,20 @@ def _kl_of_rows(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Tens
         num_tokens += int(mask.sum())
     rows_kl = torch.stack(kl_N)
     return rows_kl, Metric(float(rows_kl.sum()), num_tokens)
+
+
+def _only_uncertain(per_token: Sequence[Tensor], records: Sequence[Record], quantile: float) -> tuple[Tensor, ...]:
+    """0 for tokens outside the rollout's most uncertain `quantile`: a policy term without advantage is no term."""
+    counted = [record.completion.loss_mask for record in records]
+    entropies = [record.entropy[mask] for record, mask in zip(records, counted, strict=True) if record.entropy is not None]
+    assert len(entropies) == len(records), "the top-entropy mask needs every row's entropies"
+    masks = top_entropy_masks(entropies, quantile)
+    kept = []
+    for advantages, mask, uncertain in zip(per_token, counted, masks, strict=True):
+        weights = torch.zeros_like(advantages)
+        weights[mask] = uncertain.to(weights.dtype)
+        kept.append(advantages * weights)
+    return tuple(kept)
 
 
 def _rewards(records: Sequence[Record]) -> Tensor:

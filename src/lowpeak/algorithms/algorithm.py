@@ -24,7 +24,7 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class Selection:
-    """Station 6's answer: the rows to use, as indices into the records, and how many groups are missing for a full rollout."""
+    """Station 6's answer: the rows to use, as indices into the records, and how many groups were dropped."""
 
     rows: tuple[int, ...]
     num_missing_groups: int

@@ -9,7 +9,7 @@ Shapes: T counted tokens of a micro-batch, B of its rows; a loss's units U are o
    the ceiling itself. It has no floor.
 3. The entropy bonus and the KL are weighed like the policy term, by the loss type's own weights; TRL averages the bonus
    over tokens for each loss type. Under `dapo`, `bnpo` and `cispo` the two agree.
-4. The top-entropy mask (arXiv 2506.01939) silences the policy term alone.
+4. The top-entropy mask (arXiv 2506.01939) silences the policy term alone: its tokens come with advantage 0.
 """
 
 from __future__ import annotations
@@ -39,15 +39,13 @@ def clipped_weight(logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_hig
 
 
 def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
-    """A unit's GRPO loss: `mask * policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
+    """A unit's GRPO loss: `policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
 
     The unit is a row where `importance_level` is "sequence" (GSPO): all of a row's tokens then share one ratio. A row
     without counted tokens has loss 0.
     """
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
     loss_T = policy_loss(settings, logprobs_T, ratio_T, tokens.advantages_T)
-    if tokens.policy_mask_T is not None:
-        loss_T = loss_T * tokens.policy_mask_T
     if settings.beta != 0.0:
         loss_T = loss_T + settings.beta * grpo_kl(settings, logprobs_T, ratio_T, tokens)
     if settings.entropy_bonus is not None:

@@ -68,9 +68,9 @@ def is_set(args: Any, name: str) -> bool:
 
 def refuse_inherited(args: Any) -> None:
     """ArgumentError for the first argument of transformers that is set and has no place in a step of ours."""
-    names = {f.name for f in fields(args)}
+    given: frozenset[str] = getattr(args, "given", frozenset(f.name for f in fields(args)))
     for name, why in REFUSED_INHERITED.items():
-        if name in names and is_set(args, name):
+        if name in given and is_set(args, name):
             raise ArgumentError(f"{name}={getattr(args, name)!r} cannot act: {why}.")
 
 

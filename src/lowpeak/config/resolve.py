@@ -60,7 +60,10 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
         "sync_ref_model is off; set sync_ref_model=True or remove it",
     )
     refuse_idle(
-        args, ("sync_ref_model", "kl_estimator"), args.beta != 0, "beta is 0, so there is no reference; set beta or remove it"
+        args,
+        ("sync_ref_model", "kl_estimator"),
+        args.beta != 0,
+        "beta is 0, so there is no reference; set beta or remove it",
     )
     refuse_idle(
         args,
@@ -148,10 +151,15 @@ def _refuse_idle_grpo(args: Any, cispo: bool, reused: bool, num_rewards: int) ->
             "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
             "type, so TRL's epsilon_high=5.0 is 4.0 here).",
         )
-        require(args.importance_sampling_level == "token", "loss_type='cispo' is per token; remove importance_sampling_level.")
+        require(
+            args.importance_sampling_level == "token",
+            "loss_type='cispo' is per token; remove importance_sampling_level.",
+        )
     refuse_idle(args, ("epsilon", "delta"), reused, _ON_POLICY)
     refuse_idle(args, ("epsilon_high",), reused or cispo, _ON_POLICY)
-    refuse_idle(args, ("use_bias_correction_kl",), args.beta != 0, "beta is 0, so there is no KL; set beta or remove it")
+    refuse_idle(
+        args, ("use_bias_correction_kl",), args.beta != 0, "beta is 0, so there is no KL; set beta or remove it"
+    )
     refuse_idle(
         args,
         ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),

@@ -32,8 +32,8 @@ class Sampling:
 class RolloutSettings:
     """How many prompts a rollout asks and how many steps it serves (DESIGN: a rollout and its steps).
 
-    A rollout has `num_prompts x num_generations` rows; each pass over it makes `steps_per_pass` steps of `rows_per_step`
-    rows, and there are `num_iterations` passes. `max_refills` is how often dynamic sampling asks again (0: never).
+    A rollout has `num_prompts x num_generations` rows; each pass over it makes `steps_per_pass` steps of
+    `rows_per_step` rows, and there are `num_iterations` passes. `max_refills` is how often dynamic sampling asks again (0: never).
     """
 
     num_prompts: int

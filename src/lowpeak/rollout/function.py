@@ -50,9 +50,7 @@ class FunctionEngine:
         fields = _checked(output, rows, len(prompts), sampling.num_generations)
         completions = [self._completion(fields, row, sampling) for row in range(rows)]
         size = sampling.num_generations
-        return [
-            Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)
-        ]
+        return [Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
     def _completion(self, fields: Mapping[str, Sequence[Any]], row: int, sampling: Sampling) -> Completion:
         ids, logprobs = list(fields["completion_ids"][row]), list(fields["logprobs"][row])
@@ -89,5 +87,7 @@ def _checked(output: Any, rows: int, num_prompts: int, num_generations: int) -> 
             )
     empty = [row for row, ids in enumerate(output["prompt_ids"]) if not len(ids)]
     if empty:
-        raise EngineError(f"rollout_func: row {empty[0]} has no prompt_ids; the first token needs one to be predicted from.")
+        raise EngineError(
+            f"rollout_func: row {empty[0]} has no prompt_ids; the first token needs one to be predicted from."
+        )
     return output

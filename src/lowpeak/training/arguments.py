@@ -40,7 +40,9 @@ class CommonConfig(TrainingArguments):
         None, "evaluation", "Rows generated together in evaluation (None: as many as the KV cache budget allows)."
     )
     model_init_kwargs: dict | str | None = argument(
-        None, "model", "Keywords for from_pretrained when the model is given by name or path (JSON on the command line)."
+        None,
+        "model",
+        "Keywords for from_pretrained when the model is given by name or path (JSON on the command line).",
     )
     trust_remote_code: bool = argument(False, "model", "Allow code from the model's repository to run.")
     disable_dropout: bool = argument(False, "model", "Set every dropout probability to 0.")
@@ -173,7 +175,9 @@ class SFTConfig(CommonConfig):
 
     learning_rate: float = argument(2e-5, "training", "The optimizer's learning rate.")
     dataset_text_field: str = argument("text", "data", "Column of plain text rows.")
-    max_length: int | None = argument(1024, "data", "Most tokens of a row; longer ones are cut at the end (None: no limit).")
+    max_length: int | None = argument(
+        1024, "data", "Most tokens of a row; longer ones are cut at the end (None: no limit)."
+    )
     completion_only_loss: bool | None = argument(
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )

@@ -114,9 +114,7 @@ def connect_online(
     return run, maker
 
 
-def make_run(
-    trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, policy: nn.Module, memory: Any
-) -> Run:
+def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, policy: nn.Module, memory: Any) -> Run:
     """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes."""
     output_dir = Path(args.output_dir)
     sweep(output_dir)

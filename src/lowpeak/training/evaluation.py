@@ -71,7 +71,9 @@ def evaluate_prompts(
 def _answers(maker: RolloutMaker, prompts: Sequence[Prompt], sampling: Sampling, state: Any) -> Judged:
     """All prompts' groups, in portions of `per_device_eval_batch_size` rows where that was set."""
     rows = maker.settings.eval_rows
-    portion = len(prompts) if rows is None else max(1, rows * maker.strategy.ranks.world_size // sampling.num_generations)
+    portion = (
+        len(prompts) if rows is None else max(1, rows * maker.strategy.ranks.world_size // sampling.num_generations)
+    )
     parts = [
         maker.judge(prompts[start : start + portion], sampling, state, start, Phase.EVALUATE)
         for start in range(0, len(prompts), portion)

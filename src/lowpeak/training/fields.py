@@ -25,6 +25,7 @@ def refuses_unknown(config: C) -> C:
     @functools.wraps(made)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         check_names(kwargs, known, REJECTED)
+        self.given = frozenset(kwargs)  # transformers changes some of its own fields right after
         made(self, *args, **kwargs)
 
     config.__init__ = checked  # type: ignore[misc]

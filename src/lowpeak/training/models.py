@@ -144,7 +144,9 @@ def upcast_trainable(policy: nn.Module) -> None:
         parameter.data = parameter.data.float()
     if low:
         count = sum(p.numel() for p in low)
-        logger.warning("%s trainable weights were loaded in half precision and are now fp32; compute follows bf16.", f"{count:,}")
+        logger.warning(
+            "%s trainable weights were loaded in half precision and are now fp32; compute follows bf16.", f"{count:,}"
+        )
 
 
 def _has_effect(policy: nn.Module, adapter: str) -> bool:
@@ -182,5 +184,3 @@ def _activate(policy: Any, adapter: str) -> None:
     for name, parameter in policy.named_parameters():
         if f".{REFERENCE_ADAPTER}." in name:
             parameter.requires_grad_(False)
-
-

@@ -60,7 +60,11 @@ class OnlineTrainer(StepTrainer):
         peft_config: Any = None,
         rollout_func: Callable[..., Mapping[str, Any]] | None = None,
     ) -> None:
-        args = args if args is not None else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
+        args = (
+            args
+            if args is not None
+            else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
+        )
         parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
         super().__init__(
             model=parts.policy,
@@ -131,7 +135,12 @@ class OnlineTrainer(StepTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and print the rollout's completions where that was asked for."""
         super().log(logs, start_time)
-        if "loss" in logs and self.user_args.log_completions and self.rollout is not None and self.is_world_process_zero():
+        if (
+            "loss" in logs
+            and self.user_args.log_completions
+            and self.rollout is not None
+            and self.is_world_process_zero()
+        ):
             print_completions(
                 self.rollout.rows,
                 self.state.global_step,
@@ -154,7 +163,9 @@ class OnlineTrainer(StepTrainer):
 
     # evaluation
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Rewards, accuracy and pass@k on one data set, or on each of several under its name."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):

@@ -54,14 +54,13 @@ def finite_or_raise(numbers: Readout, model: nn.Module, step: int, output_dir: P
         return
     what = f"the loss is {float(numbers.loss)}" if not loss_is_finite else f"the gradient norm is {numbers.grad_norm}"
     bad_weights = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
-    bad_gradients = [n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+    bad_gradients = [
+        n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
+    ]
     if bad_weights:
         what += f", and weights are already not finite ({_some(bad_weights)})"
     elif bad_gradients:
         what += f", from gradients of {_some(bad_gradients)}"
-    bad_metrics = [name for name, m in numbers.metrics.items() if m.kind != "mean" and not math.isfinite(float(m.total))]
-    if bad_metrics:
-        what += f"; not finite as well: {_some(bad_metrics)}"
     last = last_checkpoint(output_dir)
     where = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
     raise NonFiniteError(

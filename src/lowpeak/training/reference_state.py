@@ -24,7 +24,9 @@ def load_average(folder: Path, shards: Mapping[str, Tensor]) -> None:
     """Copy what `save_average` wrote into the shards; CheckpointError where it is missing or of another model."""
     file = folder / REFERENCE_FILE
     if not file.is_file():
-        raise CheckpointError(f"{file} is missing: the checkpoint was written without sync_ref_model; resume without it.")
+        raise CheckpointError(
+            f"{file} is missing: the checkpoint was written without sync_ref_model; resume without it."
+        )
     saved = safetensors.torch.load_file(file)
     if saved.keys() != shards.keys():
         raise CheckpointError(f"{file} belongs to another model: its weights have other names.")

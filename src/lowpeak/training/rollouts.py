@@ -70,7 +70,9 @@ class RolloutMaker:
         """Station 4 for this rank's share of the prompts."""
         return self.engine.generate(prompts, sampling) if prompts else []
 
-    def judge(self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase) -> Judged:
+    def judge(
+        self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
+    ) -> Judged:
         """Stations 4 and 5: all ranks' groups, each generated and rewarded whole on the rank that owns it."""
         ranks = self.strategy.ranks
         mine = assign([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]

@@ -93,7 +93,9 @@ class SFTTrainer(StepTrainer):
         """The next rows as micro-batches."""
         return self._work(self.cursor.take(self.rows_per_step))
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """`<prefix>_loss`: minus the mean log-prob of the counted tokens, of one data set or of each of several."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):

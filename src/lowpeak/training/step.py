@@ -68,9 +68,7 @@ def run_step(
     return total, metrics
 
 
-def loss_of(
-    model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core
-) -> tuple[Tensor, dict[str, Metric]]:
+def loss_of(model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core) -> tuple[Tensor, dict[str, Metric]]:
     """The weighted loss of one micro-batch and its metrics: in one visit of the head where the unit is a token."""
     tokens = batch.tokens
 

@@ -7,6 +7,7 @@ their own a checkpoint must hold (`run_state`, `take_run_state`).
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -175,7 +176,8 @@ class StepTrainer(Trainer):
         """Log; with a training loss come the metrics of the steps since the last one."""
         if "loss" in logs:
             metrics, self.run.metrics = self.run.metrics, {}
-            logs = {**logs, **{name: metric.value() for name, metric in metrics.items()}}
+            values = {name: metric.value() for name, metric in metrics.items()}
+            logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}
         super().log(logs, start_time)
 
     # checkpoints

@@ -202,3 +202,15 @@ def test_reward_metrics_of_nothing_scored_are_not_numbers():
 def test_truncated_rows_count_in_the_statistics_of_grpo_whatever_mask_truncated_says():
     records = [record(0, 0.0), record(0, 1.0, finish_reason="length")]
     assert grpo(records, mask_truncated=True) == grpo(records, mask_truncated=False) != [0.0, 0.0]
+
+
+def test_tokens_outside_the_top_entropy_share_have_advantage_zero():
+    settings = replace(GRPO, top_entropy_quantile=0.5)
+    base = [record(0, 1.0, length=4), record(0, 0.0, length=4)]
+    entropies = [torch.tensor([0.9, 0.1, 0.8, 0.2]), torch.tensor([0.3, 0.7, 0.05, 0.6])]
+    rows = [replace(row, entropy=entropy) for row, entropy in zip(base, entropies, strict=True)]
+    plain = grpo_advantages(GRPO, rows).per_token
+    masked = grpo_advantages(settings, rows).per_token
+    kept = [torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.tensor([0.0, 1.0, 0.0, 1.0])]
+    for row, advantages, mask in zip(masked, plain, kept, strict=True):
+        torch.testing.assert_close(row, advantages * mask)

@@ -45,7 +45,8 @@ def test_the_trained_loss_is_the_definition_with_every_term_at_once(loss_type, l
         loss_type, importance_level=level, beta=0.1, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3)
     )
     rows = ragged_rows(seed=1)
-    loss = trained_loss(make_grpo(settings), rows, policy_mask_T=torch.cat([row.mask for row in rows]))
+    advantages_T = torch.cat([row.advantage * row.mask for row in rows])
+    loss = trained_loss(make_grpo(settings), rows, advantages_T=advantages_T)
     assert_same(loss, plain_grpo(settings, rows, masked=True), rows)
 
 
@@ -83,16 +84,6 @@ def test_an_on_policy_kl_with_bias_correction_has_the_gradient_of_the_reverse_kl
     (gradient,) = torch.autograd.grad(loss, [rows[0].logprobs])
     # d/dp of exp(p - stopgrad(p)) * (p - r) is (p - r) + 1, over two tokens.
     torch.testing.assert_close(gradient, (rows[0].logprobs.detach() - rows[0].reference + 1.0) / 2)
-
-
-def test_an_empty_policy_mask_leaves_kl_and_entropy_alone():
-    settings = replace(GRPO, beta=0.1, entropy_bonus=EntropyBonus(0.3))
-    rows = ragged_rows()
-    nothing = torch.zeros(sum(len(row.logprobs) for row in rows), dtype=torch.float64)
-    masked = trained_loss(make_grpo(settings), rows, policy_mask_T=nothing)
-    assert_same(masked, trained_loss(make_grpo(settings), rows, advantages_T=nothing), rows)
-    assert masked != 0.0
-    assert trained_loss(make_grpo(GRPO), rows, policy_mask_T=nothing) == 0.0
 
 
 def test_the_coefficient_of_the_entropy_bonus_comes_with_the_batch():
@@ -266,7 +257,6 @@ def test_losses_and_metrics_run_on_fake_tensors_and_so_never_wait_for_the_device
             sampling_T=torch.empty(8),
             old_T=torch.empty(8),
             reference_T=torch.empty(8),
-            policy_mask_T=torch.empty(8),
             coefficients={"entropy_coef": 0.1},
         )
         logprobs_T, entropy_T = torch.empty(8, requires_grad=True), torch.empty(8)

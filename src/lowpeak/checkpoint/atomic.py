@@ -1,0 +1,229 @@
+"""Checkpoints that are whole or not there: staged, synced, renamed, and only then are old ones removed.
+
+`transformers.Trainer` writes `checkpoint-N` in place and removes old ones first, so a run killed meanwhile can leave
+half a checkpoint under the newest name and nothing else. Here a folder has its whole name only while it is whole:
+
+    checkpoint-N.staged     being written; not yet a checkpoint
+    checkpoint-N            whole
+    checkpoint-N.replaced   whole, moved aside while a new checkpoint of the same step takes its name
+    checkpoint-N.removing   no longer a checkpoint; being deleted
+
+A kill at any moment leaves one of these states, and `sweep` ends what it cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowpeak.errors import ArgumentError, CheckpointError, LowpeakError
+
+logger = logging.getLogger(__name__)
+
+_WHOLE = re.compile(r"checkpoint-(\d+)")
+_LEFTOVER = re.compile(r"(checkpoint-\d+)\.(staged|replaced|removing)")
+_OS_ERROR = re.compile(r"os error (\d+)")  # how safetensors reports errno
+_TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  # how torch.save fails, without errno
+
+
+def stage_of(final: Path) -> Path:
+    """The folder in which `final` is written before it takes its name: `<name>.staged` beside it."""
+    return _beside(final, "staged")
+
+
+@contextmanager
+def staged(final: Path) -> Iterator[Path]:
+    """Yield a fresh folder that becomes `final` when the block ends, whole and synced to the disk, or not at all.
+
+    A whole `final` from before is replaced. Any exception removes the stage; one from the operating system, whether
+    it came through Python, torch or safetensors, is raised as `CheckpointError` with its reason and what is left.
+    """
+    stage = stage_of(final)
+    try:
+        _settle(final)
+        stage.mkdir(parents=True)
+        yield stage
+        _sync_tree(stage)
+        _give_name(stage, final)
+    except BaseException as error:
+        reason = _os_reason(error, stage)
+        _delete(stage)
+        if reason is None or isinstance(error, LowpeakError):
+            raise
+        raise CheckpointError(_failure(final, reason)) from error
+
+
+def last_checkpoint(run_dir: Path) -> Path | None:
+    """The whole checkpoint of the highest step in `run_dir`, or None; leftovers of killed runs do not count."""
+    whole = _whole_checkpoints(run_dir)
+    return whole[-1] if whole else None
+
+
+def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
+    """Remove the oldest checkpoints until `keep` are left; None or less than one keeps all, as in transformers.
+
+    The newest and those in `protect` (the best one) are never removed. Each loses its name before its files.
+    """
+    if keep is None or keep < 1:
+        return
+    whole = _whole_checkpoints(run_dir)
+    kept = {path.resolve() for path in protect}
+    removable = [path for path in whole[:-1] if path.resolve() not in kept]
+    for checkpoint in removable[: max(0, len(whole) - keep)]:
+        try:
+            _take_name(checkpoint)
+        except OSError as error:
+            message = f"cannot remove the old checkpoint {checkpoint}: {error.strerror}; all checkpoints are whole"
+            raise CheckpointError(f"{message}. Make the folder writable, or raise save_total_limit.") from error
+
+
+def sweep(run_dir: Path) -> None:
+    """End what a killed run left: stages and half removed checkpoints go, a checkpoint moved aside gets its name back.
+
+    Call it on one rank, before `last_checkpoint` is asked and while nobody saves into `run_dir`.
+    """
+    if not run_dir.is_dir():
+        return
+    for name in {match[1] for path in run_dir.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}:
+        _settle(run_dir / name)
+
+
+def check_writable(output_dir: Path) -> None:
+    """Make `output_dir` and write a file there that vanishes again; `ArgumentError` where that is not possible.
+
+    It tries instead of asking, because root passes every permission check and still cannot write a read-only disk.
+    """
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir) as probe:
+            probe.write(b"\0")
+            probe.flush()
+    except OSError as error:
+        message = f"output_dir '{output_dir}' cannot be written: {error.strerror}"
+        raise ArgumentError(f"{message}; name a folder that can be made and written, on a disk with space.") from error
+
+
+def _beside(folder: Path, suffix: str) -> Path:
+    return folder.with_name(f"{folder.name}.{suffix}")
+
+
+def _whole_checkpoints(run_dir: Path) -> list[Path]:
+    """The whole checkpoints, oldest first."""
+    if not run_dir.is_dir():
+        return []
+    steps = {int(match[1]): path for path in run_dir.iterdir() if (match := _WHOLE.fullmatch(path.name))}
+    return [steps[step] for step in sorted(steps) if steps[step].is_dir()]
+
+
+def _settle(final: Path) -> None:
+    """Bring `final` and its leftovers to rest: `final` is whole or absent, and nothing lies beside it."""
+    _delete(stage_of(final))
+    replaced = _beside(final, "replaced")
+    if replaced.exists() and not final.exists():
+        os.replace(replaced, final)
+        _sync(final.parent)
+    elif replaced.exists():
+        _delete(_beside(final, "removing"))
+        os.replace(replaced, _beside(final, "removing"))
+    _delete(_beside(final, "removing"))
+
+
+def _give_name(stage: Path, final: Path) -> None:
+    """Rename a synced stage to `final`; what had the name before is moved aside first, and deleted last."""
+    replaced = _beside(final, "replaced")
+    if final.exists():
+        os.replace(final, replaced)
+    try:
+        os.replace(stage, final)
+    except BaseException:
+        if replaced.exists():
+            os.replace(replaced, final)
+        raise
+    _sync(final.parent)
+    _delete(replaced)
+
+
+def _take_name(checkpoint: Path) -> None:
+    """Delete a checkpoint; its name goes first, and on the disk too, so that it is never half under a whole name."""
+    removing = _beside(checkpoint, "removing")
+    _delete(removing)
+    os.replace(checkpoint, removing)
+    _sync(checkpoint.parent)
+    _delete(removing)
+
+
+def _delete(folder: Path) -> None:
+    """Delete a folder that has no whole name; what resists is left for the next `sweep`, a run need not end for it."""
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("%s could not be removed (%s); it is not a checkpoint any more.", folder, error.strerror)
+
+
+def _sync_tree(folder: Path) -> None:
+    """Wait until every file and folder below `folder`, itself included, is on the disk."""
+    for parent, _, files in os.walk(folder, topdown=False):
+        for name in files:
+            _sync(Path(parent, name))
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _failure(final: Path, reason: str) -> str:
+    last = last_checkpoint(final.parent)
+    left = f"the last good checkpoint {last} is whole" if last else "no earlier checkpoint is there"
+    remedy = "make room or choose another output_dir (save_total_limit keeps fewer checkpoints)"
+    return f"cannot save the checkpoint {final}: {reason}; {left}. To go on, {remedy}" + (
+        f" and resume from {last}." if last else "."
+    )
+
+
+def _os_reason(error: BaseException, stage: Path) -> str | None:
+    """What the operating system said when `error` comes from writing, else None.
+
+    torch.save raises RuntimeErrors that may have an OSError behind them, safetensors writes errno into its sentence.
+    """
+    if isinstance(error, OSError):
+        return error.strerror or str(error)
+    if match := _OS_ERROR.search(str(error)):
+        return os.strerror(int(match[1]))
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_WRITER):
+        return _behind(error) or _provoke(stage) or f"torch could not write a file ({error})"
+    return None
+
+
+def _behind(error: BaseException) -> str | None:
+    """The reason of the OSError that `error` was raised for, if there is one."""
+    link: BaseException | None = error
+    while link is not None and not isinstance(link, OSError):
+        link = link.__cause__ or link.__context__
+    return link.strerror if link is not None else None
+
+
+def _provoke(stage: Path) -> str | None:
+    """The reason of a failed write that lost its errno: the largest file of the stage is the one that cannot grow."""
+    sizes = {path: path.stat().st_size for path in stage.rglob("*") if path.is_file()}
+    if not sizes:
+        return None
+    try:
+        with max(sizes, key=sizes.__getitem__).open("ab") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror
+    return None

@@ -1,0 +1,96 @@
+"""Where a run goes on, and the random generators it goes on with.
+
+Sampling draws come from a hash and need no generator; dropout, data shuffling and users' own rewards do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowpeak.checkpoint.atomic import last_checkpoint
+from lowpeak.checkpoint.state import has_run_state
+from lowpeak.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+
+def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
+    """The checkpoint to go on from: None and False name none, True the last whole one of `run_dir`, a path itself.
+
+    `sweep(run_dir)` comes first. Raises `CheckpointError` where there is none, or where it is not lowpeak's.
+    """
+    if resume_from_checkpoint is None or resume_from_checkpoint is False:
+        return None
+    last = last_checkpoint(run_dir)
+    if resume_from_checkpoint is True:
+        if last is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint=True, but {run_dir} holds no whole checkpoint-N; start without it, "
+                "or name the checkpoint's folder."
+            )
+        return _require_run_state(last, None)
+    return _require_run_state(Path(resume_from_checkpoint), last)
+
+
+def _require_run_state(checkpoint: Path, last: Path | None) -> Path:
+    """`checkpoint`, if it is a whole one of lowpeak's; `last` is what to suggest if not."""
+    hint = f"; the last one of this run is {last}." if last else "; name a checkpoint-N folder of a lowpeak run."
+    if not checkpoint.is_dir():
+        raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is not a folder that exists{hint}")
+    if checkpoint.suffix in (".staged", ".removing"):
+        raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is what a killed run left half written{hint}")
+    if not has_run_state(checkpoint):
+        inside = last_checkpoint(checkpoint)
+        hint = f"; did you mean {inside}?" if inside else hint
+        raise CheckpointError(f"resume_from_checkpoint: {checkpoint} holds no state of a lowpeak run{hint}")
+    return checkpoint
+
+
+def capture_random() -> dict[str, Any]:
+    """The states of Python's, numpy's and torch's global generators, of plain types and tensors only.
+
+    CUDA's are taken where this process uses CUDA: asking starts no device.
+    """
+    algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": (algorithm, torch.from_numpy(np.asarray(keys, np.int64)), int(position), int(has_gauss), float(gauss)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+    }
+
+
+def restore_random(state: Mapping[str, Any]) -> None:
+    """Put the global generators back to what `capture_random` saw; says so when the number of CUDA devices differs."""
+    algorithm, keys, position, has_gauss, gauss = state["numpy"]
+    random.setstate(state["python"])
+    np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    torch.set_rng_state(state["torch"])
+    num_devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, cuda in enumerate(state["cuda"][:num_devices]):
+        torch.cuda.set_rng_state(cuda, device)
+    if state["cuda"] and len(state["cuda"]) != num_devices:
+        logger.warning(
+            "Random states of %d CUDA devices were saved and %d are here: draws on a device (dropout) will differ.",
+            len(state["cuda"]),
+            num_devices,
+        )
+
+
+@contextmanager
+def keep_random() -> Iterator[None]:
+    """Leave the global generators as they were, whatever the block draws or seeds: evaluating changes no training."""
+    state = capture_random()
+    try:
+        yield
+    finally:
+        restore_random(state)

@@ -1,0 +1,241 @@
+"""What lowpeak adds to a transformers checkpoint, so that a resumed run goes on with the same bits.
+
+Three files: `lowpeak_state.json` holds numbers and names, `lowpeak_rollout.safetensors` the rollout that is being
+reused (absent between rollouts), `lowpeak_random_<rank>.pt` one process's random generators. Rank 0 writes the first
+two, every rank its own third. Bytes are made in memory and written by Python, so that a full disk is a plain OSError.
+
+Records are packed as ragged columns: a column is all its rows' values end to end, and each row's length, -1 for None.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from lowpeak.errors import CheckpointError
+from lowpeak.records import Completion, FinishReason, Record
+
+FORMAT = 1
+STATE_FILE = "lowpeak_state.json"
+ROLLOUT_FILE = "lowpeak_rollout.safetensors"
+
+_FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
+_PLAIN = ("cursor", "algorithm_state", "resolved", "journal")
+_PER_TOKEN = ("old", "reference", "values", "entropy", "advantages")
+
+
+@dataclass(frozen=True)
+class RolloutInUse:
+    """A rollout between two of its steps: its records, which it is, how many of its steps are done.
+
+    `coefficients` are other numbers that stay fixed for all of its steps (the top-entropy threshold).
+    """
+
+    records: tuple[Record, ...]
+    number: int
+    steps_used: int
+    coefficients: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run after `policy_version` optimizer steps, besides weights, optimizer and schedule.
+
+    `cursor`, `resolved` (what `auto` became) and `journal` are JSON: string keys, and tuples come back as lists.
+    `random` is `capture_random()` of one process.
+    """
+
+    policy_version: int
+    cursor: Mapping[str, Any]
+    random: Mapping[str, Any]
+    rollout: RolloutInUse | None = None
+    algorithm_state: Mapping[str, float] = field(default_factory=dict)
+    resolved: Mapping[str, int | float | str] = field(default_factory=dict)
+    journal: Mapping[str, Any] = field(default_factory=dict)
+
+
+def has_run_state(folder: Path) -> bool:
+    """Whether `folder` holds the state of a lowpeak run."""
+    return (folder / STATE_FILE).is_file()
+
+
+def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
+    """Write `state` into a (staged) checkpoint: this rank's random states, and all the rest on rank 0.
+
+    Raises `CheckpointError` naming the entry that JSON cannot hold; errors of the disk stay OSErrors for `staged`.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(state.random), buffer)
+    _random_file(folder, rank).write_bytes(buffer.getvalue())
+    if rank != 0:
+        return
+    plain: dict[str, Any] = {
+        "format": FORMAT,
+        "policy_version": state.policy_version,
+        **{name: _checked(name, getattr(state, name)) for name in _PLAIN},
+        "rollout": None,
+    }
+    if state.rollout is not None:
+        tensors, extras = pack_records(state.rollout.records)
+        (folder / ROLLOUT_FILE).write_bytes(safetensors.torch.save(tensors))
+        plain["rollout"] = {
+            "number": state.rollout.number,
+            "steps_used": state.rollout.steps_used,
+            "coefficients": _checked("coefficients", state.rollout.coefficients),
+            "extras": extras,
+        }
+    (folder / STATE_FILE).write_text(json.dumps(plain), encoding="utf-8")
+
+
+def load_run_state(folder: Path, rank: int = 0) -> RunState:
+    """The state that `save_run_state` wrote, with the random states of `rank`.
+
+    Raises `CheckpointError` when a file is missing or damaged, or the format is newer than this version's.
+    """
+    with _reading(folder / STATE_FILE):
+        plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
+        _check_format(folder, plain["format"])
+        shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
+        packed = plain["rollout"]
+    with _reading(folder / ROLLOUT_FILE):
+        rollout = _load_rollout(folder, packed)
+    with _reading(_random_file(folder, rank), "; resume with as many processes as the run had"):
+        random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
+    return RunState(**shared, rollout=rollout, random=random)
+
+
+def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
+    """Records as named tensors and what only JSON can hold (each completion's `extra`); `unpack_records` inverts it.
+
+    Columns `X.values` and `X.lengths`: 512 completions of 8k tokens are a handful of tensors, not thousands.
+    """
+    for index, record in enumerate(records):
+        _checked(f"record {index}: extra", record.completion.extra)
+    done = [record.completion for record in records]
+    columns: dict[str, list[Tensor | None]] = {
+        "prompt_ids": [_ids(record.prompt_ids) for record in records],
+        "completion.ids": [completion.ids for completion in done],
+        "completion.logprobs": [completion.logprobs for completion in done],
+        "completion.loss_mask": [completion.loss_mask for completion in done],
+        "completion.prompt_ids": [None if c.prompt_ids is None else _ids(c.prompt_ids) for c in done],
+        "rewards": [torch.tensor(record.rewards, dtype=torch.float64) for record in records],
+        **{name: [getattr(record, name) for record in records] for name in _PER_TOKEN},
+    }
+    tensors = {
+        "group": torch.tensor([record.group for record in records], dtype=torch.int64),
+        "reward": torch.tensor([record.reward for record in records], dtype=torch.float64),
+        "finish_reason": torch.tensor([_FINISH_REASONS.index(c.finish_reason) for c in done], dtype=torch.uint8),
+    }
+    for name, rows in columns.items():
+        tensors[f"{name}.values"], tensors[f"{name}.lengths"] = _pack_column(rows)
+    return tensors, [dict(completion.extra) for completion in done]
+
+
+def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
+    """The records that `pack_records` packed, bit for bit; their tensors are views of the columns."""
+    names = ["prompt_ids", "completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids"]
+    names += ["rewards", *_PER_TOKEN]
+    columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in names}
+    groups, rewards = tensors["group"].tolist(), tensors["reward"].tolist()
+    reasons = [_FINISH_REASONS[index] for index in tensors["finish_reason"].tolist()]
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return tuple(
+        Record(
+            group=group,
+            prompt_ids=tuple(row["prompt_ids"].tolist()),
+            completion=_completion(row, reason, extra),
+            rewards=tuple(row["rewards"].tolist()),
+            reward=reward,
+            **{name: row[name] for name in _PER_TOKEN},
+        )
+        for row, group, reward, reason, extra in zip(rows, groups, rewards, reasons, extras, strict=True)
+    )
+
+
+def _completion(row: Mapping[str, Any], reason: FinishReason, extra: Mapping[str, Any]) -> Completion:
+    own = row["completion.prompt_ids"]
+    return Completion(
+        ids=row["completion.ids"],
+        logprobs=row["completion.logprobs"],
+        loss_mask=row["completion.loss_mask"],
+        finish_reason=reason,
+        prompt_ids=None if own is None else tuple(own.tolist()),
+        extra=extra,
+    )
+
+
+def _ids(ids: Sequence[int]) -> Tensor:
+    return torch.tensor(ids, dtype=torch.int32)
+
+
+def _pack_column(rows: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
+    present = [row for row in rows if row is not None]
+    lengths = torch.tensor([-1 if row is None else row.numel() for row in rows], dtype=torch.int64)
+    return torch.cat(present) if present else torch.empty(0), lengths
+
+
+def _unpack_column(values: Tensor, lengths: Tensor) -> list[Tensor | None]:
+    sizes: list[int] = lengths.tolist()
+    pieces: Iterator[Tensor] = iter(values.split([size for size in sizes if size >= 0]))
+    return [None if size < 0 else next(pieces) for size in sizes]
+
+
+def _load_rollout(folder: Path, plain: Mapping[str, Any] | None) -> RolloutInUse | None:
+    if plain is None:
+        return None
+    tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
+    records = unpack_records(tensors, plain["extras"])
+    return RolloutInUse(records, plain["number"], plain["steps_used"], plain["coefficients"])
+
+
+def _random_file(folder: Path, rank: int) -> Path:
+    return folder / f"lowpeak_random_{rank}.pt"
+
+
+def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """The mapping as a dict, after trying each entry in JSON."""
+    for key, value in mapping.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"cannot save {where}['{key}'] of type {type(value).__name__} in a checkpoint: JSON cannot hold it; "
+                "use numbers, strings, lists and dicts of them."
+            ) from error
+    return dict(mapping)
+
+
+def _check_format(folder: Path, found: int) -> None:
+    if found > FORMAT:
+        raise CheckpointError(
+            f"checkpoint {folder} has format {found}, and this version of lowpeak reads up to {FORMAT}; "
+            "upgrade lowpeak to the version that wrote it."
+        )
+
+
+@contextmanager
+def _reading(file: Path, remedy_if_missing: str = "") -> Iterator[None]:
+    """Say which file is missing or damaged, and what to do."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        message = f"checkpoint {file.parent} has no {file.name}{remedy_if_missing}"
+        raise CheckpointError(f"{message}, or resume from another checkpoint.") from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
+        message = f"{file} is damaged (cut off or changed: {type(error).__name__})"
+        raise CheckpointError(f"{message}; resume from another checkpoint.") from error

@@ -1,0 +1,188 @@
+"""The journal of a run: one JSON line per step in `steps.jsonl`, one per completion in `rollouts.jsonl`.
+
+pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read both files. A
+line is one append, so a kill between lines leaves whole ones; what a kill inside the append or a full disk cuts off
+is dropped when the files are next opened. NaN and infinities become null: JSON has neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lowpeak.errors import CheckpointError
+
+STEPS = "steps"
+ROLLOUTS = "rollouts"
+
+_INT64 = 2**63
+_BLOCK = 1 << 16
+
+logger = logging.getLogger(__name__)
+
+
+class Journal:
+    """Writes a run's steps and rollouts below `folder`; one process (rank 0) writes.
+
+    Files that an earlier run left there are kept as `steps.1.jsonl`, `rollouts.1.jsonl`, ... when the first line is
+    written, unless `resume_at` says that this run continues them. A full disk raises `CheckpointError`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._ours = False  # whether the files below `folder` belong to this run
+
+    def resume_at(self, step: int) -> None:
+        """Continue the files as they were after `step`: lines of later steps, and a torn last line, are removed.
+
+        Each file is replaced by a synced copy, so a kill leaves the old lines or the new ones.
+        """
+        with _writing(self.folder):
+            for name in (STEPS, ROLLOUTS):
+                _keep_until(_path(self.folder, name), step)
+        self._ours = True
+
+    def write_step(self, step: int, row: Mapping[str, Any]) -> None:
+        """Append the metrics of one optimizer step."""
+        self._append(STEPS, step, [row])
+
+    def write_rollout(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append one line per completion (prompt, completion, rewards, advantage); `step` is the first it serves."""
+        self._append(ROLLOUTS, step, rows)
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk: a checkpoint must not outlive the steps that led to it."""
+        with _writing(self.folder):
+            for path in (_path(self.folder, STEPS), _path(self.folder, ROLLOUTS)):
+                if path.exists():
+                    _sync(path)
+
+    def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        with _writing(self.folder):
+            if not self._ours:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                _set_aside(self.folder)
+                self._ours = True
+            descriptor = os.open(_path(self.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            try:
+                for row in rows:
+                    _append_line(descriptor, _line({"step": step} | dict(row) | {"step": step}))
+            finally:
+                os.close(descriptor)
+
+
+def read_steps(folder: Path) -> list[dict[str, Any]]:
+    """The rows of `steps.jsonl` in order, without a torn last line; empty where nothing was written."""
+    path = _path(folder, STEPS)
+    return [row for _, row in _rows(path)] if path.exists() else []
+
+
+def _path(folder: Path, name: str, number: int | None = None) -> Path:
+    return folder / (f"{name}.jsonl" if number is None else f"{name}.{number}.jsonl")
+
+
+def _line(row: Mapping[str, Any]) -> bytes:
+    """The row as one line; a lone surrogate, which tokenizers can make and readers refuse, becomes a question mark."""
+    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "replace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """The value as what JSON and 64-bit readers can hold; arrays and tensors become lists, anything unknown its str."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return value if -_INT64 <= value < _INT64 else str(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy's and torch's
+
+
+def _append_line(descriptor: int, line: bytes) -> None:
+    """Append the line by one write; a line that the disk cuts short is taken back, so that the file stays readable."""
+    start = os.fstat(descriptor).st_size
+    written = 0
+    try:
+        while written < len(line):  # a second write happens only to learn why the first was short
+            written += os.write(descriptor, line[written:])
+    except BaseException:
+        os.ftruncate(descriptor, start)
+        raise
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each whole line with what it says; a torn last line, and what a power failure left, is passed over."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                row = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                row = None
+            if isinstance(row, dict) and "step" in row:
+                yield line, row
+            else:
+                logger.warning("%s: line %d is cut off or damaged and is left out.", path, number)
+
+
+def _keep_until(path: Path, step: int) -> None:
+    if not path.exists():
+        return
+    copy = path.with_name(f"{path.name}.new")
+    with copy.open("wb") as file:
+        file.writelines(line for line, row in _rows(path) if row["step"] <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(copy, path)
+    _sync(path.parent)
+
+
+def _set_aside(folder: Path) -> None:
+    """Give the files of an earlier run the first number that is free for both, without a torn last line."""
+    names = (STEPS, ROLLOUTS)
+    number = next(n for n in itertools.count(1) if not any(_path(folder, name, n).exists() for name in names))
+    for path, aside in ((_path(folder, name), _path(folder, name, number)) for name in names):
+        if path.exists():
+            _drop_torn_line(path)
+            os.replace(path, aside)
+
+
+def _drop_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - _BLOCK)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        message = f"cannot write the journal in {folder}: {error.strerror}; the lines before are whole"
+        raise CheckpointError(f"{message}. Make room or choose another output_dir, and resume.") from error

@@ -1,0 +1,223 @@
+"""The log-prob core's home: a causal LM's own head, inside the model's single forward.
+
+`install_head` gives a transformers causal LM one more keyword, `head_request`. With it the backbone runs and `lm_head`
+is called as a module with the hidden states and the request, so that whatever wraps the model (DDP's reducer, FSDP2's
+and ZeRO-3's hooks) sees an ordinary forward with ordinary outputs; beside the model the core would get unaveraged or
+mismatched gradients. Without it both forwards are what they were. A mixture of experts' router loss is not added.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowpeak.errors import ModelError
+from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
+from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
+from lowpeak.logprobs.general import module_logprobs, module_loss
+
+# What a causal LM's forward takes and its backbone does not, or what a request decides.
+_NOT_FOR_BACKBONE = (
+    "labels",
+    "logits_to_keep",
+    "return_dict",
+    "use_cache",
+    "num_items_in_batch",
+    "output_router_logits",
+)
+_MARK = "_lowpeak_head"
+
+
+@dataclass(frozen=True)
+class HeadRequest:
+    """What is wanted of the head: log-probs of T targets at T positions of the flattened [B*L] hidden states.
+
+    `loss(logprobs_C, entropy_C, start, stop)` is the summed loss of tokens [start, stop): with it the answer has a
+    differentiable "loss", and log-probs and entropies come detached. Without it the log-probs are differentiable.
+    """
+
+    positions_T: Tensor
+    targets_T: Tensor
+    temperature: float
+    chunk_size: int
+    entropy: bool = False
+    entropy_grad: bool = False
+    loss: TokenLoss | None = None
+
+
+@dataclass(frozen=True)
+class _Installed:
+    """What a module with a replaced forward remembers. Bound methods follow their module through `copy.deepcopy`."""
+
+    forward: Callable[..., Any]
+    on_instance: bool
+    scale: HeadScale
+    in_fp32: bool
+
+
+def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
+    """Make a causal LM, plain or under peft, answer `model(..., head_request=HeadRequest(...))`; returns the model.
+
+    The answer is a dict of tensors: "logprobs" [T], "entropy" [T] if asked, "loss" if the request has one. Installing
+    again renews it: needed after adapters were added to the head. `cast_head_to_fp32` makes the head's product fp32
+    with and without a request. Raises ModelError for a model without a backbone followed by a head.
+    """
+    causal = causal_lm(model)
+    backbone_of(causal)
+    head, scale = _head_of(causal), head_scale(causal.config)
+    parts = _parts(head)
+    for module in head.modules():  # what was a head before an adapter wrapped it is a plain layer of the new head
+        if module not in parts:
+            _restore(module)
+    for part in parts:
+        if cast_head_to_fp32 and not _is_linear(part):
+            raise ModelError(
+                f"cast_head_to_fp32 needs a plain linear head, and {type(causal).__name__}'s is a "
+                f"{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
+            )
+        _replace(part, _head_forward, scale, cast_head_to_fp32)
+    _replace(causal, _causal_forward, scale, cast_head_to_fp32)
+    return model
+
+
+def causal_lm(model: Any) -> Any:
+    """The transformers causal LM itself, taken out of DDP's and peft's wrappers where there are any."""
+    while not hasattr(model, "get_output_embeddings") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ModelError(
+            "prompt tuning, prefix tuning and other adapters made of virtual tokens shift a row's positions and are "
+            "not supported; use LoRA or train the whole model"
+        )
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
+        raise ModelError(f"{type(inner).__name__} is not a transformers causal language model; load one for causal LM")
+    if getattr(inner.config, "is_encoder_decoder", False):
+        raise ModelError(f"{type(inner).__name__} is an encoder-decoder model; only causal language models can be used")
+    return inner
+
+
+def backbone_of(causal: Any) -> nn.Module:
+    """The module that turns ids into the hidden states that the head reads."""
+    for backbone in (causal.base_model, causal.get_decoder()):
+        if isinstance(backbone, nn.Module) and backbone is not causal:
+            return backbone
+    raise ModelError(
+        f"{type(causal).__name__} has no separate backbone (base_model_prefix, get_decoder()) below its head, so "
+        "log-probs cannot be formed without its logits; use a model whose head is a module of its own"
+    )
+
+
+def _head_of(causal: Any) -> nn.Module:
+    head = causal.get_output_embeddings()
+    if not isinstance(head, nn.Module):
+        raise ModelError(f"{type(causal).__name__} has no output head (get_output_embeddings() gives none)")
+    return head
+
+
+def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
+    installed: _Installed = getattr(self, _MARK)
+    if head_request is None:
+        return installed.forward(*args, **kwargs)
+    head = _head_of(self)
+    if not all(_MARK in part.__dict__ for part in _parts(head)):
+        raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
+    # Wrappers pass arguments on as None that not every backbone knows.
+    inputs = {name: value for name, value in kwargs.items() if value is not None and name not in _NOT_FOR_BACKBONE}
+    outputs = backbone_of(self)(*args, **inputs, use_cache=False)
+    return head(outputs[0], head_request=head_request)
+
+
+def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
+    installed: _Installed = getattr(self, _MARK)
+    if head_request is None:
+        if installed.in_fp32:
+            return _fp32_logits(self, hidden)
+        return installed.forward(hidden, *args, **kwargs)
+    # Prompt and padding positions are left behind here: they never reach the head.
+    hidden_TD = hidden.reshape(-1, hidden.shape[-1]).index_select(0, head_request.positions_T)
+    if not installed.in_fp32:
+        return _answer(self, installed, hidden_TD, head_request)
+    with no_autocast(hidden.device):
+        return _answer(self, installed, hidden_TD.float(), head_request)
+
+
+def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+    settings = ChunkSettings(
+        request.chunk_size, request.temperature, installed.scale, request.entropy, request.entropy_grad
+    )
+    targets_T, loss = request.targets_T, None
+    if _is_linear(module):
+        head = (hidden_TD, module.weight, module.bias, targets_T)
+        if request.loss is None:
+            logprobs_T, entropy_T = chunked_logprobs(*head, settings)
+        else:
+            loss, logprobs_T, entropy_T = one_visit(*head, request.loss, settings)
+    elif request.loss is None:
+        logprobs_T, entropy_T = module_logprobs(installed.forward, hidden_TD, targets_T, settings)
+    else:
+        loss, logprobs_T, entropy_T = module_loss(installed.forward, hidden_TD, targets_T, request.loss, settings)
+    answer = {"logprobs": logprobs_T, "entropy": entropy_T, "loss": loss}
+    return {name: value for name, value in answer.items() if value is not None}
+
+
+def _fp32_logits(module: Any, hidden: Tensor) -> Tensor:
+    with no_autocast(hidden.device):
+        bias = None if module.bias is None else module.bias.float()
+        return nn.functional.linear(hidden.float(), module.weight.float(), bias)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module computes hidden @ weight.T + bias from plain tensors, also as FSDP2's subclass of nn.Linear."""
+    installed = module.__dict__.get(_MARK)
+    hooked = installed.on_instance if installed is not None else "forward" in module.__dict__
+    if hooked or type(module).forward is not nn.Linear.forward:
+        return False
+    weight: Any = module.weight
+    # A tensor made of others (quantized, distributed) has products of its own.
+    return weight.is_floating_point() and not hasattr(type(weight), "__tensor_flatten__")
+
+
+def _parts(head: nn.Module) -> list[nn.Module]:
+    """The modules that do the head's work: peft keeps an original and a trained copy, and routes calls to one."""
+    copies = getattr(head, "modules_to_save", None)
+    if isinstance(copies, nn.ModuleDict):
+        return [head.original_module, *copies.values()]  # type: ignore[list-item]
+    return [head]
+
+
+def _replace(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
+    if _MARK in module.__dict__:  # renewed; its forward may by now be wrapped by others, so it is left in place
+        setattr(module, _MARK, replace(module.__dict__[_MARK], scale=scale, in_fp32=in_fp32))
+        return
+    original = module.forward
+    setattr(module, _MARK, _Installed(original, "forward" in module.__dict__, scale, in_fp32))
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(self, *args, **kwargs)
+
+    # generate() and the Trainer read the signature. Not by `__wrapped__`: accelerate unwraps a forward along it.
+    del forward.__wrapped__
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    signature = inspect.signature(original)
+    signature = signature.replace(parameters=[own, *signature.parameters.values()])
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    # A method of the instance: a deep copy gets one that is bound to the copy.
+    module.forward = MethodType(forward, module)
+
+
+def _restore(module: Any) -> None:
+    installed = module.__dict__.pop(_MARK, None)
+    if installed is None:
+        return
+    if installed.on_instance:
+        module.forward = installed.forward
+    else:
+        del module.forward

@@ -1,0 +1,57 @@
+"""The start-up check: the log-prob core against the model's own logits on a few tokens.
+
+It is what finds a scale, cap, norm or padding of the vocabulary that `head_scale` does not know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.errors import HeadMismatchError
+from lowpeak.logprobs.definition import pick
+from lowpeak.logprobs.head import HeadRequest, causal_lm
+
+
+@torch.no_grad()
+def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device | str | None = None) -> float:
+    """The largest difference between the core's values and those of the model's logits; HeadMismatchError if large.
+
+    Two rows of `num_tokens` fixed ids through the model as given (wrapped or not, `install_head` done), in eval mode.
+    `device` is that of the embeddings unless named. What is tolerated is the rounding of logits in the model's dtype.
+    """
+    causal = causal_lm(model)
+    table: Tensor = causal.get_input_embeddings().weight
+    num_ids = causal.config.get_text_config().vocab_size
+    ids_BL = (torch.arange(2 * num_tokens, device=device or table.device) * 7919 + 3).remainder(num_ids).view(2, -1)
+    positions_T = torch.arange(2 * num_tokens, device=ids_BL.device)
+    targets_T = ids_BL.flatten().roll(-1)
+    # A chunk that does not divide T, so that the seam is checked as well.
+    request = HeadRequest(positions_T, targets_T, temperature=1.0, chunk_size=num_tokens + 1, entropy=True)
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        logits_TV: Tensor = model(input_ids=ids_BL).logits.flatten(0, 1)
+        answer = model(input_ids=ids_BL, head_request=request)
+    finally:
+        for module in training:
+            module.training = True
+    expected = pick(logits_TV, targets_T)
+    values = torch.stack([answer["logprobs"], answer["entropy"]])
+    largest = float((values - torch.stack(expected)).abs().max())
+    allowed = _tolerance(logits_TV)
+    if not largest <= allowed:
+        raise HeadMismatchError(
+            f"the log-probs of {type(causal).__name__} formed from its hidden states differ from those of its own "
+            f"logits by up to {largest:.3g}, where rounding explains {allowed:.3g}: it changes its logits in a way that "
+            "lowpeak does not know; report the model, and use another one until it is supported"
+        )
+    return largest
+
+
+def _tolerance(logits_TV: Tensor) -> float:
+    """Rounding in a log-prob whose logits were rounded three times (product, scale, cap), twice over."""
+    eps = torch.finfo(logits_TV.dtype).eps
+    if logits_TV.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        eps = 2.0**-10  # TF32
+    return 1e-4 + 3 * eps * float(logits_TV.abs().max())

@@ -1,0 +1,212 @@
+"""Station 5: whole groups in, records with their rewards out. Every reward is asked once per call, for all rows.
+
+TRL's semantics: a row's reward is the weighted sum of what its rewards returned, None left out; a row that nobody
+scored has reward NaN, which leaves its group's statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import math
+import statistics
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lowpeak.errors import ArgumentError, RewardTimeoutError
+from lowpeak.records import Group, Metric, Record, merge_metrics
+from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.make import unique_names
+from lowpeak.rewards.outcome import NONE, Outcome, RewardLog, Verdict, check
+from lowpeak.rewards.reward import Reward
+from lowpeak.rewards.rows import Rows, read_rows
+from lowpeak.rewards.waiting import BackgroundLoop, Late
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RewardSettings:
+    """How rewards are weighed, and what a failing one means: an error, or None for the rows it concerns.
+
+    `timeout` bounds each call of a function, in seconds, where the function has no limit of its own.
+    """
+
+    weights: tuple[float, ...]
+    on_failure: Literal["raise", "none"] = "raise"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_failure not in ("raise", "none"):
+            raise ArgumentError(f"A reward's failure can 'raise' or count as 'none', not {self.on_failure!r}.")
+        if self.timeout is not None and not self.timeout > 0:
+            raise ArgumentError(f"The rewards' time limit must be positive, not {self.timeout} seconds.")
+        if not all(math.isfinite(weight) for weight in self.weights):
+            raise ArgumentError(f"Reward weights must be finite, not {list(self.weights)}.")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """N rows with their rewards.
+
+    `columns` is what rewards logged with `log_extra`, one value per row; `texts` are the decoded completions.
+    """
+
+    records: tuple[Record, ...]
+    metrics: dict[str, Metric]
+    columns: dict[str, list[Any]]
+    texts: tuple[str, ...]
+
+
+class RewardPanel:
+    """All rewards of a run, asked together: sync ones one after another, then all async ones at once.
+
+    Raises:
+        ArgumentError: there is no reward, or not one weight for each.
+    """
+
+    def __init__(self, rewards: Sequence[Reward], settings: RewardSettings, decode: Callable[[list[int]], str]) -> None:
+        if not rewards:
+            raise ArgumentError("There is no reward: pass at least one in `reward_funcs`.")
+        if len(settings.weights) != len(rewards):
+            raise ArgumentError(
+                f"There are {len(settings.weights)} reward weights for {len(rewards)} rewards; give one for each."
+            )
+        self.names = unique_names([reward.name for reward in rewards])
+        self.rewards = tuple(
+            _within(reward, name, settings.timeout) for reward, name in zip(rewards, self.names, strict=True)
+        )
+        self.settings = settings
+        self._decode = decode
+        self._loop = BackgroundLoop()
+
+    def judge(self, groups: Sequence[Group], *, trainer_state: Any = None, first_group: int = 0) -> Judged:
+        """The groups' rows as records, group numbers counted from `first_group`; no groups are no rows and no call.
+
+        Raises:
+            RewardError: a reward failed, and `on_failure` is "raise".
+        """
+        rows = read_rows(groups, self._decode, first_group)
+        verdicts = self._ask(rows, trainer_state) if len(rows) else [Verdict(()) for _ in self.rewards]
+        records = self._records(groups, rows, verdicts)
+        metrics = reward_metrics(self.names, records)
+        for name, verdict in zip(self.names, verdicts, strict=True):
+            metrics = merge_metrics(metrics, verdict.log.metrics)
+            if self.settings.on_failure == "none":
+                metrics[f"rewards/{name}/failed"] = Metric(float(len(verdict.failures)), kind="sum")
+        return Judged(records, metrics, self._logged_columns(verdicts), rows.texts)
+
+    def _ask(self, rows: Rows, trainer_state: Any) -> list[Verdict]:
+        """One verdict per reward; a sync reward that raises spares the later ones their call."""
+        logs = [RewardLog() for _ in self.rewards]
+        keywords = [
+            {
+                **rows.keywords(),
+                "trainer_state": trainer_state,
+                "log_extra": log.log_extra,
+                "log_metric": log.log_metric,
+            }
+            for log in logs
+        ]
+        verdicts: dict[int, Verdict] = {}
+        waiting: dict[int, Callable[[], Awaitable[Any]]] = {}
+        for index, reward in enumerate(self.rewards):
+            if isinstance(reward, FunctionReward) and reward.is_async:
+                waiting[index] = functools.partial(reward.call_async, **keywords[index])
+            else:
+                outcome = _attempt(functools.partial(reward, **keywords[index]))
+                verdicts[index] = self._accept(index, outcome, logs[index], rows)
+        for index, outcome in self._await_all(waiting).items():
+            verdicts[index] = self._accept(index, outcome, logs[index], rows)
+        return [verdicts[index] for index in range(len(self.rewards))]
+
+    def _await_all(self, calls: Mapping[int, Callable[[], Awaitable[Any]]]) -> dict[int, Outcome]:
+        """What came of async calls that all wait together, in their order."""
+        if not calls:
+            return {}
+        outcomes: dict[int, Outcome] = {}
+
+        async def attempt(index: int) -> None:
+            try:
+                outcomes[index] = Outcome(await calls[index]())
+            except Exception as error:
+                outcomes[index] = Outcome(error=error)
+
+        async def everything() -> None:
+            await asyncio.gather(*(attempt(index) for index in calls))
+
+        try:
+            self._loop.run(everything(), self._patience())
+        except Late:
+            stuck = " or ".join(f"'{self.names[index]}'" for index in calls if index not in outcomes)
+            late = RewardTimeoutError(
+                f"Async reward {stuck} blocks its event loop past its time limit; await what waits."
+            )
+            return {index: outcomes.get(index, Outcome(error=late)) for index in calls}
+        return {index: outcomes[index] for index in calls}
+
+    def _patience(self) -> float | None:
+        """Seconds after which the loop itself must be stuck: limits inside it act only where a function awaits."""
+        limits = [r.timeout for r in self.rewards if isinstance(r, FunctionReward) and r.is_async]
+        known = [limit for limit in limits if limit is not None]
+        return sum(known) + 1.0 if len(known) == len(limits) else None
+
+    def _accept(self, index: int, outcome: Outcome, log: RewardLog, rows: Rows) -> Verdict:
+        verdict = check(self.names[index], outcome, log, rows)
+        if verdict.failures:
+            if self.settings.on_failure == "raise":
+                raise verdict.failures[0]
+            logger.warning("%s (not judged: %d of %d rows)", verdict.failures[0], len(verdict.failures), len(rows))
+        return verdict
+
+    def _records(self, groups: Sequence[Group], rows: Rows, verdicts: Sequence[Verdict]) -> tuple[Record, ...]:
+        pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+        records = []
+        for row, (prompt, completion) in enumerate(pairs):
+            rewards = tuple(verdict.values[row] for verdict in verdicts)
+            prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
+            group = rows.places[row][0]
+            records.append(Record(group, prompt_ids, completion, rewards, weighted_sum(rewards, self.settings.weights)))
+        return tuple(records)
+
+    def _logged_columns(self, verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
+        """What the rewards logged; a column that two of them log is the first one's, and the other's by its name."""
+        columns: dict[str, list[Any]] = {}
+        for name, verdict in zip(self.names, verdicts, strict=True):
+            for column, values in verdict.log.columns.items():
+                columns[f"{name}/{column}" if column in columns else column] = values
+        return columns
+
+
+def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
+    """`sum(w * r)` over the rewards that are not NaN; NaN where all are."""
+    scored = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
+    return sum(reward * weight for reward, weight in scored) if scored else NONE
+
+
+def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str, Metric]:
+    """`rewards/<name>/mean` and `/std` (unbiased) over the rows that a reward scored: of all ranks' records, TRL's."""
+    metrics: dict[str, Metric] = {}
+    for index, name in enumerate(names):
+        scored = [record.rewards[index] for record in records if not math.isnan(record.rewards[index])]
+        metrics[f"rewards/{name}/mean"] = Metric(sum(scored), float(len(scored)))
+        # A std of fewer than two is a mean of nothing: it reads as NaN and weighs nothing in a later mean.
+        known = len(scored) > 1
+        metrics[f"rewards/{name}/std"] = Metric(statistics.stdev(scored) if known else 0.0, float(known))
+    return metrics
+
+
+def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
+    """The reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
+    if not isinstance(reward, FunctionReward):
+        return reward
+    return FunctionReward(reward.function, name, timeout if reward.timeout is None else reward.timeout)
+
+
+def _attempt(call: Callable[[], Any]) -> Outcome:
+    try:
+        return Outcome(call())
+    except Exception as error:
+        return Outcome(error=error)

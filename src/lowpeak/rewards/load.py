@@ -1,0 +1,138 @@
+"""A reward from the words of a command line: a function of a file or a module, a shipped reward, a model's name."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from lowpeak.errors import ArgumentError
+
+SHIPPED: dict[str, str] = {
+    "exact_match": "lowpeak.rewards.answers.exact_match",
+    "numeric_match": "lowpeak.rewards.answers.numeric_match",
+    "think_answer_format": "lowpeak.rewards.format.think_answer_format",
+    "hash_answer_format": "lowpeak.rewards.format.hash_answer_format",
+    "length_penalty": "lowpeak.rewards.length.length_penalty",
+}
+FACTORIES: dict[str, str] = {
+    "format_reward": "lowpeak.rewards.format.format_reward",
+    "linear_length": "lowpeak.rewards.length.LinearLength",
+    "soft_overlong": "lowpeak.rewards.length.SoftOverlong",
+}
+
+
+def load_reward(spec: str) -> Callable[..., Any] | str:
+    """What `spec` names, for `reward_funcs`.
+
+    `path/to/file.py:function`, `package.module.function`, `package.module:object.method`, a name of `SHIPPED`, or one
+    of `FACTORIES` with its arguments, as in `soft_overlong(512, 128)`. A folder or an `owner/name` of the hub is a
+    reward model's: it comes back as it is, since models are loaded with the trainer's settings.
+
+    Raises:
+        ArgumentError: the file or module is missing or does not import, or has no such callable.
+    """
+    if spec in SHIPPED:
+        spec = SHIPPED[spec]
+    if spec.partition("(")[0].strip() in FACTORIES:
+        return _made(spec)
+    where, colon, attribute = spec.rpartition(":")
+    if where.endswith(".py"):
+        return _callable(_import_file(Path(where)), attribute, spec)
+    if spec.endswith(".py"):
+        raise ArgumentError(f"Reward '{spec}' is a file: name its function, as in '{spec}:function'.")
+    if not colon and ("/" in spec or Path(spec).is_dir()):
+        return spec
+    if not colon:
+        where, _, attribute = spec.rpartition(".")
+    if not where:
+        names = ", ".join([*SHIPPED, *(f"{name}(...)" for name in FACTORIES)])
+        raise ArgumentError(
+            f"There is no shipped reward '{spec}': write path/to/file.py:function, package.module.function, or one of "
+            f"{names}."
+        )
+    return _callable(_import_module(where, spec), attribute, spec)
+
+
+def _made(spec: str) -> Callable[..., Any]:
+    name = spec.partition("(")[0].strip()
+    try:
+        call = ast.parse(spec.strip(), mode="eval").body
+        if not isinstance(call, ast.Call):
+            raise ValueError("it has no arguments")
+        arguments = [ast.literal_eval(argument) for argument in call.args]
+        keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
+        module, _, factory = FACTORIES[name].rpartition(".")
+        return getattr(importlib.import_module(module), factory)(*arguments, **keywords)
+    except ArgumentError:
+        raise
+    except (SyntaxError, ValueError, TypeError) as error:
+        raise ArgumentError(
+            f"Reward '{spec}' cannot be made: {error}; '{name}' takes literal arguments in parentheses."
+        ) from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    """The file as a module, run once per process and content."""
+    if not path.is_file():
+        raise ArgumentError(f"Reward file '{path}' does not exist.")
+    path = path.resolve()
+    content = hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:12]
+    name = f"lowpeak_reward_{path.stem}_{content}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look it up there
+    sys.path.insert(0, str(path.parent))  # as for a script: it may import what lies beside it
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ArgumentError(f"Reward file '{path}' does not import: {_said(error, str(path))}.") from error
+    finally:
+        sys.path.remove(str(path.parent))
+    return module
+
+
+def _import_module(name: str, spec: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise ArgumentError(f"Reward '{spec}' does not import: {_said(error, None)}.") from error
+        raise ArgumentError(f"Reward '{spec}' does not import: there is no module '{error.name}'.") from error
+    except (Exception, SystemExit) as error:
+        raise ArgumentError(f"Reward '{spec}' does not import: {_said(error, None)}.") from error
+
+
+def _callable(module: ModuleType, attribute: str, spec: str) -> Callable[..., Any]:
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError(f"Reward '{spec}' does not exist: there is no '{attribute}' in '{module.__file__}'.")
+        found = getattr(found, part)
+    if not callable(found) or inspect.isclass(found):
+        kind = "a class, name an object or a function" if inspect.isclass(found) else f"a {type(found).__name__}"
+        raise ArgumentError(f"Reward '{spec}' cannot be called as a reward: it is {kind}.")
+    return found
+
+
+def _said(error: BaseException, path: str | None) -> str:
+    """The exception and its line: in the file at `path`, else the last one that it passed."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: SyntaxError: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if frame.filename == path] or frames
+    where = f"line {own[-1].lineno}" if path else f"{own[-1].filename}, line {own[-1].lineno}"
+    return f"{where}: {type(error).__name__}: {error}"

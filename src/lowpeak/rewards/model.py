@@ -1,0 +1,174 @@
+"""A reward that is a model: a sequence classifier with one label reads prompt and completion and gives its logit.
+
+It differs from TRL in how rows are batched (by length, under a token budget, instead of all at once), and in that a
+checkpoint without a trained classification head is an error instead of a warning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.errors import ArgumentError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ModelReward:
+    """The logit of a one-label sequence classifier, `model(tokenizer(prompt + completion)).logits[:, 0]`, per row.
+
+    `model` is an instance, a name or a path; without a tokenizer it is loaded from where the model came from. A batch
+    has at most `max_tokens` tokens, padding included, unless one row alone has more. The model stays as it is passed
+    in: its mode and its config's padding token are restored after each call. `model` may be replaced by its prepared
+    (placed, sharded) form.
+
+    Raises:
+        ModelError: the name or path has no sequence classifier with a trained head, or no tokenizer.
+        ArgumentError: an instance has more than one label, or no tokenizer and no name to load one from.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] | nn.Module,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        name: str | None = None,
+        *,
+        max_tokens: int = 16384,
+        model_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        options = dict(model_kwargs or {})
+        self.model = model if isinstance(model, nn.Module) else load_classifier(os.fspath(model), options)
+        origin = str(getattr(_config(self.model), "_name_or_path", "")) if isinstance(model, nn.Module) else str(model)
+        self.name = name or origin.rstrip("/").split("/")[-1] or type(self.model).__name__
+        if getattr(_config(self.model), "num_labels", 1) != 1:
+            raise ArgumentError(
+                f"Reward model '{self.name}' has {_config(self.model).num_labels} labels; a reward is one number: "
+                "load it with num_labels=1."
+            )
+        self.tokenizer = load_tokenizer(origin, self.name, options) if tokenizer is None else tokenizer
+        self.max_tokens = max_tokens
+        self._template_kwargs = dict(chat_template_kwargs or {})
+        self._pad = _pad_id(self.tokenizer, self.name)
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
+    ) -> list[float | None]:
+        """One logit per row; rows of messages are read through the tokenizer's chat template."""
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        rewards: list[float | None] = [None] * len(ids)
+        with _judging(self.model, self._pad):
+            for batch in batches_by_length([len(row) for row in ids], self.max_tokens):
+                logits = self._logits([ids[row] for row in batch]).tolist()
+                for row, logit in zip(batch, logits, strict=True):
+                    rewards[row] = logit
+        return rewards
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + completion
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ModelError(f"The tokenizer of reward model '{self.name}' has no chat template for rows of messages.")
+        # An assistant's message that ends the prompt was continued: the completion repeats it.
+        begun = bool(prompt) and prompt[-1]["role"] == "assistant"
+        messages = [*(prompt[:-1] if begun else prompt), *completion]
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
+
+    def _logits(self, ids: Sequence[Sequence[int]]) -> Tensor:
+        device = next(self.model.parameters()).device
+        lengths_B = torch.tensor([len(row) for row in ids])
+        mask_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
+        input_ids_BL = torch.full(mask_BL.shape, self._pad)
+        input_ids_BL[mask_BL] = torch.tensor([token for row in ids for token in row])
+        output = self.model(input_ids=input_ids_BL.to(device), attention_mask=mask_BL.long().to(device))
+        return output.logits[:, 0].float()
+
+
+def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices of rows of like length, longest first, so that rows times longest stays within `max_tokens`."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
+
+
+def load_classifier(name: str, options: Mapping[str, Any]) -> nn.Module:
+    """The one-label sequence classifier of a name or path, in the checkpoint's dtype."""
+    from transformers import AutoModelForSequenceClassification
+
+    try:
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"Reward model '{name}' cannot be loaded: {_first_line(error)}") from error
+    if report["missing_keys"]:
+        raise ModelError(
+            f"'{name}' is no reward model: its checkpoint lacks {', '.join(sorted(report['missing_keys']))}, "
+            "which would be random."
+        )
+    return model.eval()
+
+
+def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer that lies with the model at `origin`."""
+    from transformers import AutoTokenizer
+
+    if not origin:
+        raise ArgumentError(
+            f"Reward model '{name}' was passed in without a tokenizer, and it has no name to load one from: "
+            "pass it in reward_processing_classes."
+        )
+    shared = {key: options[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in options}
+    try:
+        return AutoTokenizer.from_pretrained(origin, **shared)
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _config(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    if config is None:
+        raise ArgumentError(f"A reward model must be a transformers model, not {type(model).__name__}.")
+    return config
+
+
+def _pad_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    if pad is None:
+        raise ModelError(f"The tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token.")
+    return int(pad)
+
+
+@contextmanager
+def _judging(model: nn.Module, pad: int) -> Iterator[None]:
+    """Eval mode without gradients; the classifier finds each row's last token by its config's padding token."""
+    text_config = _config(model).get_text_config()
+    training, own_pad = [module for module in model.modules() if module.training], text_config.pad_token_id
+    model.eval()
+    text_config.pad_token_id = pad
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        text_config.pad_token_id = own_pad
+        for module in training:
+            module.training = True

@@ -1,0 +1,139 @@
+"""What came of one call of a reward: its values checked, or its failure in one sentence."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from lowpeak.errors import RewardError
+from lowpeak.records import Metric, merge_metrics
+from lowpeak.rewards.rows import Rows
+
+NONE = float("nan")  # what None is in records
+
+
+@dataclass
+class RewardLog:
+    """What one call logs beside its values; kept only when the call succeeds."""
+
+    columns: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: dict[str, Metric] = field(default_factory=dict)
+
+    def log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """A column for the table of completions: one value per row, in one call or in several."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number for the log; several of one name are averaged."""
+        self.metrics = merge_metrics(self.metrics, {name: Metric(float(value))})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call returned, or the error that it raised."""
+
+    returned: Any = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One value per row, NaN for None; `failures` has one error for each row that became None by failing."""
+
+    values: tuple[float, ...]
+    failures: tuple[RewardError, ...] = ()
+    log: RewardLog = field(default_factory=RewardLog)
+
+
+def check(name: str, outcome: Outcome, log: RewardLog, rows: Rows) -> Verdict:
+    """The values of a call; a failure makes None of the rows it concerns: one, or all when the call itself failed."""
+    error = outcome.error
+    if error is None:
+        error = _wrong_shape(name, outcome.returned, len(rows)) or _wrong_log(name, log, len(rows))
+    if error is not None:  # without its log: a late call may still be writing it
+        return Verdict((NONE,) * len(rows), (_explained(name, error),) * len(rows))
+    failures: list[RewardError] = []
+    values: list[float] = []
+    for row, value in enumerate(_listed(outcome.returned)):
+        number, fault = _number(value)
+        values.append(number)
+        if fault:
+            failures.append(
+                RewardError(
+                    f"Reward '{name}' returned {fault} for {rows.describe(row)}; "
+                    "return a finite number, or None where the reward does not apply."
+                )
+            )
+    return Verdict(tuple(values), tuple(failures), log)
+
+
+def _listed(returned: Any) -> Any:
+    """A list of what was returned: lists as they are, tensors and arrays by their `tolist`."""
+    return returned.tolist() if hasattr(returned, "tolist") else returned
+
+
+def _wrong_shape(name: str, returned: Any, num_rows: int) -> RewardError | None:
+    values = _listed(returned)
+    if not isinstance(values, list | tuple):
+        return RewardError(
+            f"Reward '{name}' returned {_shown(returned)} of type {type(returned).__name__}; "
+            "return a list with one number or None per completion."
+        )
+    if len(values) != num_rows:
+        return RewardError(
+            f"Reward '{name}' returned {len(values)} values for {num_rows} completions; return one per completion."
+        )
+    return None
+
+
+def _wrong_log(name: str, log: RewardLog, num_rows: int) -> RewardError | None:
+    for column, values in log.columns.items():
+        if len(values) != num_rows:
+            return RewardError(
+                f"Reward '{name}' logged {len(values)} values in column '{column}' for {num_rows} completions; "
+                "give log_extra one per completion."
+            )
+    return None
+
+
+def _number(value: Any) -> tuple[float, str]:
+    """The value as a float, NaN for None; and what is wrong with it, if anything."""
+    if value is None:
+        return NONE, ""
+    if not isinstance(value, Real | Decimal) and getattr(value, "ndim", None) == 0:
+        value = value.item()  # a scalar of torch or numpy
+    if not isinstance(value, Real | Decimal):
+        return NONE, f"{_shown(value)} of type {type(value).__name__}"
+    try:
+        number = float(value)
+    except OverflowError:
+        return NONE, "a number too large for a float"
+    return (number, "") if math.isfinite(number) else (NONE, str(number))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _explained(name: str, error: Exception) -> RewardError:
+    if isinstance(error, RewardError):
+        return error
+    said = f": {error}" if str(error) else ""
+    explained = RewardError(f"Reward '{name}' raised {type(error).__name__}{said}{_where(error)}.")
+    explained.__cause__ = error
+    return explained
+
+
+def _where(error: Exception) -> str:
+    """The last line of the reward's own file that the error passed: not ours, and not a library's that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent] or frames
+    own = [frame for frame in theirs if frame.filename == theirs[0].filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

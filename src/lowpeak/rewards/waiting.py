@@ -1,0 +1,87 @@
+"""Waiting for users' code without being held by it: a call with a limit, and an event loop beside the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
+
+
+class Late(Exception):
+    """The call has not returned within its limit; not a `TimeoutError`, which the call itself may raise."""
+
+
+def call_within(call: Callable[[], Any], seconds: float | None) -> Any:
+    """`call()` in a daemon thread, with the caller's context variables.
+
+    Raises:
+        Late: it has not returned after `seconds`; its thread is left behind.
+    """
+    outcome: Future[Any] = Future()
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(_settle, outcome, call), name="lowpeak-reward", daemon=True)
+    thread.start()
+    return _result(outcome, seconds)
+
+
+class BackgroundLoop:
+    """An event loop in a daemon thread, started when it is first used and kept for the next calls.
+
+    Kept, because clients (HTTP pools, locks) belong to the loop that made them; in a thread, because the caller's own
+    may have a running loop, as in a notebook.
+    """
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None = None) -> Any:
+        """The coroutine's result.
+
+        Raises:
+            Late: a coroutine has blocked the loop for `seconds`; the next call gets a new loop.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        try:
+            return _result(future, seconds)
+        except Late:
+            self._loop = None
+            raise
+        except BaseException:  # Ctrl-C in the waiting thread ends the coroutine too
+            future.cancel()
+            raise
+
+    def _started(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_serve, args=(self._loop,), name="lowpeak-reward-loop", daemon=True).start()
+            weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
+        return self._loop
+
+
+def _result(future: Future[Any], seconds: float | None) -> Any:
+    try:
+        return future.result(seconds)
+    except FutureTimeoutError:
+        if future.done():
+            return future.result()  # at the last moment, or it is the call's own error
+        raise Late from None
+
+
+def _settle(outcome: Future[Any], call: Callable[[], Any]) -> None:
+    try:
+        outcome.set_result(call())
+    except BaseException as error:
+        outcome.set_exception(error)
+
+
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()

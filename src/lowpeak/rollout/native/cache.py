@@ -1,0 +1,75 @@
+"""The KV cache of a wave: layers with room to grow, filled from a prefill of each prompt, compacted as rows end.
+
+transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here a token is written into a
+buffer, and the buffer is copied once per `ROOM` tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+ROOM = 64  # tokens that a buffer is longer than what it must hold, where it may still grow by so many
+
+
+class GrowingLayer(DynamicLayer):
+    """One layer's keys and values, `[rows, heads, tokens, width]`: views of zeroed buffers that may be longer.
+
+    It starts with `length` tokens, to be filled in by its maker, and never holds more than `capacity`.
+    """
+
+    def __init__(self, like: DynamicLayer, num_rows: int, length: int, capacity: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = like.keys.dtype, like.keys.device, True
+        self._capacity = capacity
+        self._buffers = [self._buffer(states, num_rows, length) for states in (like.keys, like.values)]
+        self._show(length)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the new tokens behind the others; all keys and values."""
+        start = self.get_seq_length()
+        stop = start + key_states.shape[-2]
+        if stop > self._buffers[0].shape[-2]:
+            self._move(stop)
+        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
+            buffer[..., start:stop, :] = states
+        self._show(stop)
+        return self.keys, self.values
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only the rows `indices`, in that order."""
+        self._move(self.get_seq_length(), indices)
+        self._show(self.get_seq_length())
+
+    def _move(self, length: int, rows: Tensor | None = None) -> None:
+        """New buffers for `length` tokens and room, with the same content; keys and values in turn, never both twice."""
+        used = self.get_seq_length()
+        for i, old in enumerate(self._buffers):
+            new = self._buffer(old, old.shape[0] if rows is None else rows.shape[0], length)
+            new[..., :used, :] = old[..., :used, :] if rows is None else old[rows, :, :used]
+            self._buffers[i] = new
+
+    def _buffer(self, like: Tensor, num_rows: int, length: int) -> Tensor:
+        # Zeros, because what stands in a masked column is multiplied by a probability of zero.
+        return like.new_zeros(num_rows, like.shape[1], min(length + ROOM, self._capacity), like.shape[3])
+
+    def _show(self, length: int) -> None:
+        self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
+
+
+class WaveCache(Cache):
+    """The cache of `num_rows` rows whose prompts take `length` columns, and prompts and completions `capacity`."""
+
+    def __init__(self, num_rows: int, length: int, capacity: int) -> None:
+        super().__init__(layers=[])
+        self._shape = (num_rows, length, capacity)
+
+    def place(self, prefilled: DynamicCache, rows: slice, prompts: Tensor) -> None:
+        """Copy prompts `prompts` of a prefill, one for each of `rows`, to the right end of the prompts' columns."""
+        for i, layer in enumerate(prefilled.layers):
+            if i == len(self.layers):
+                self.layers.append(GrowingLayer(layer, *self._shape))
+            for target, states in ((self.layers[i].keys, layer.keys), (self.layers[i].values, layer.values)):
+                target[rows, :, target.shape[-2] - states.shape[-2] :] = states[prompts]

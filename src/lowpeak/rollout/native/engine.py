@@ -1,0 +1,110 @@
+"""The native engine: the policy generates by itself, with its own weights and no second copy of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.errors import EngineError
+from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.rollout.native.budget import automatic_budget, bytes_per_token, text_config
+from lowpeak.rollout.native.decode import decode
+from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
+from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native.waves import Row, Wave, form_waves
+
+_logger = logging.getLogger(__name__)
+
+
+class NativeEngine:
+    """A rollout engine over a transformers causal language model, in waves under a KV-cache budget.
+
+    `hold` gives the policy, ready to generate (eval mode, weights gathered, cache allowed), for as long as one call
+    of `generate` takes. `kv_cache_bytes` None is a quarter of the memory that is free at the first call, kept from
+    then on in `kv_cache_bytes`, so that a resumed run can be given the same waves. `on_tokens` hears how many tokens
+    were just generated. The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
+    """
+
+    def __init__(
+        self,
+        hold: Callable[[], AbstractContextManager[nn.Module]],
+        tokenizer: Any,
+        kv_cache_bytes: int | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> None:
+        self.kv_cache_bytes = kv_cache_bytes
+        self._hold = hold
+        self._tokenizer = tokenizer
+        self._on_tokens = on_tokens
+        self._policy_version: int | None = None
+        self._warned = False
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that `load` named last: the weights themselves are always the policy's own."""
+        return self._policy_version
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """One group per prompt, in order; EngineError before the first `load` or where a row cannot fit."""
+        if self._policy_version is None:
+            raise EngineError("The engine holds no known weights yet: call load() before generate().")
+        rows: dict[Row, Completion] = {}
+        with self._hold() as model, torch.no_grad():
+            _check_lengths(model, prompts, sampling)
+            run = self._choose_loop(model)
+            stops = StopStrings(self._tokenizer, sampling.stop)
+            end_ids = end_token_ids(model, self._tokenizer, sampling)
+            for wave in self._waves(model, prompts, sampling):
+                progress = Progress(len(wave), end_ids, stops, self._on_tokens)
+                run(model, wave, prompts, sampling, progress)
+                rows.update(zip(wave, progress.completions(), strict=True))
+        return [
+            Group(prompt, tuple(rows[Row(i, j)] for j in range(sampling.num_generations)))
+            for i, prompt in enumerate(prompts)
+        ]
+
+    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+        """Hold `policy_version` from now on; no slice is read, the weights are shared."""
+        self._policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Give back what torch's allocator kept of the last rollout's memory; a wave's cache ends with the wave."""
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Nothing to do: the policy is always there."""
+
+    def _waves(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Wave]:
+        if self.kv_cache_bytes is None:
+            self.kv_cache_bytes = automatic_budget(next(model.parameters()).device)
+        max_tokens = self.kv_cache_bytes // bytes_per_token(model)
+        lengths = [len(prompt.ids) for prompt in prompts]
+        return form_waves(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
+
+    def _choose_loop(self, model: nn.Module) -> Callable[..., None]:
+        reason = why_not_driven(model)
+        if reason is None:
+            return decode
+        if not self._warned:
+            self._warned = True
+            _logger.warning("%s generates through model.generate(), which is slower: %s.", type(model).__name__, reason)
+        return decode_by_generate
+
+
+def _check_lengths(model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+    context = getattr(text_config(model), "max_position_embeddings", None)
+    for prompt in prompts:
+        if not prompt.ids:
+            raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
+        if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
+            raise EngineError(
+                f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
+                f"exceeds the model's context of {context}: shorten prompts or completions."
+            )

@@ -1,0 +1,106 @@
+"""Waves by `model.generate()`, for models that keep more than plain keys and values or take no position ids.
+
+Sliding windows, linear attention and state-space layers need transformers' own bookkeeping. Each row forwards its
+prompt and ended rows stay in the batch, so this is slower; tokens, draws and log-probs are chosen by the same code,
+in a logits processor that leaves `generate()` one token to take.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers.cache_utils import DynamicCache, DynamicLayer
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.records import Prompt
+from lowpeak.rollout.native.budget import text_config
+from lowpeak.rollout.native.decode import read
+from lowpeak.rollout.native.draws import Draws
+from lowpeak.rollout.native.prefill import left_mask, left_padded
+from lowpeak.rollout.native.stop import Progress
+from lowpeak.rollout.native.waves import Wave
+from lowpeak.rollout.sampling import choose
+
+_NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
+
+
+def why_not_driven(model: nn.Module) -> str | None:
+    """Why the engine's own decode loop cannot drive `model`, or None when it can."""
+    accepted = inspect.signature(_transformers_model(model).forward).parameters
+    missing = [name for name in _NEEDED if name not in accepted]
+    if missing:
+        return f"its forward takes no {', '.join(missing)}"
+    # The cache that transformers would make for this config says what each layer keeps.
+    other = {type(layer).__name__ for layer in DynamicCache(config=text_config(model)).layers} - {DynamicLayer.__name__}
+    return f"its layers need {', '.join(sorted(other))}" if other else None
+
+
+def decode_by_generate(
+    model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress
+) -> None:
+    """Generate the rows of `wave` into `progress`, as `decode` does."""
+    device = next(model.parameters()).device
+    ids = [prompts[row.prompt].ids for row in wave]
+    lengths = [len(x) for x in ids]
+    mask_NL = left_mask(lengths, max(lengths), device)
+    driver = _transformers_model(model)
+    chooser = _Choose(sampling, Draws(wave, prompts, sampling, device), progress)
+    with _generation_config(driver, _plain_config(sampling)):
+        driver.generate(
+            input_ids=(input_ids := left_padded(ids, device)),
+            attention_mask=torch.ones_like(input_ids) if mask_NL is None else mask_NL,
+            logits_processor=LogitsProcessorList([chooser]),
+            stopping_criteria=StoppingCriteriaList([_Ended(progress)]),
+        )
+
+
+class _Choose(LogitsProcessor):
+    """Chooses each row's token as the decode loop does, and leaves it as the only one with a finite score."""
+
+    def __init__(self, sampling: Sampling, draws: Draws, progress: Progress) -> None:
+        self._sampling = sampling
+        self._draws = draws
+        self._progress = progress
+        self._position = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        tokens_N, logprobs_N = choose(scores, self._sampling, self._draws.at(self._position), input_ids)
+        self._position += 1
+        self._progress.add(range(len(tokens_N)), *read(tokens_N, logprobs_N))
+        return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
+
+
+class _Ended(StoppingCriteria):
+    """True for the rows that have ended."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
+        return torch.tensor(self._progress.ended, device=input_ids.device)
+
+
+def _transformers_model(model: nn.Module) -> Any:
+    """The model that has `generate` and a named signature: the one inside an adapter wrapper, where there is one."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model
+
+
+def _plain_config(sampling: Sampling) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
+
+
+@contextmanager
+def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+    """`generate()` merges the model's own generation config into the one it is given; here the model's is `config`."""
+    own, model.generation_config = model.generation_config, config
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -1,0 +1,179 @@
+"""Drawing one token per row: generate()'s filters, a hashed uniform, and the inverse of the distribution function.
+
+Instead of torch's stateful generator a draw is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+1, 2, 3", SC 2011) of (seed, rollout, prompt serial, completion, position), so it depends on neither waves, slots,
+order nor ranks, and no global random state moves. Filters follow transformers' logits processors, ties included.
+Shapes: N rows, V vocabulary, K positions, L tokens seen so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lowpeak.config.rollout import Sampling
+
+_LOW_16 = 0xFFFF
+_LOW_32 = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+_BLOCK = 512  # tokens of the vocabulary whose probabilities are added before the search looks inside
+_MAX_ELEMENTS = 1 << 25  # fp32 scores worked on at once: 128 MiB
+
+
+def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Four random 32-bit words per counter, as int64: Philox4x32-10 of four 32-bit counter words and two key words.
+
+    The words of `counter` may have any shapes that broadcast. Products are formed in 16-bit halves, so that nothing
+    leaves int64 on any device.
+    """
+    c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        high0, low0 = _multiply(c0, _MULTIPLIERS[0])
+        high1, low1 = _multiply(c2, _MULTIPLIERS[1])
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _LOW_32, (k1 + _WEYL[1]) & _LOW_32
+    return c0, c1, c2, c3
+
+
+def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """The high and the low 32 bits of the 64-bit products of 32-bit words with a 32-bit factor."""
+    low = (words & _LOW_16) * factor
+    high = (words >> 16) * factor + (low >> 16)
+    return high >> 16, ((high & _LOW_16) << 16) | (low & _LOW_16)
+
+
+def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, positions_K: Tensor) -> Tensor:
+    """Float64 [N, K] in [0, 1): the draw of each row at each position of its completion, with 53 random bits.
+
+    All arguments are int64 on one device; a serial, completion or position has at most 32 bits.
+    """
+    rollout = torch.full((), sampling.rollout & _LOW_32, dtype=torch.int64, device=serials_N.device)
+    counter = (positions_K[None, :], completions_N[:, None], serials_N[:, None], rollout)
+    first, second, _, _ = philox(counter, (sampling.seed & _LOW_32, (sampling.seed >> 32) & _LOW_32))
+    return ((first << 21) | (second >> 11)).double() * 2.0**-53
+
+
+def choose(
+    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The next token of each row, int64 [N], and its log-prob, float32 [N].
+
+    The log-prob is `log_softmax(logits / temperature)` over the full vocabulary, before penalty and filters; greedy
+    (temperature 0) takes `argmax` after the penalty and the log-prob at temperature 1. `uniforms_N` may be None when
+    greedy, `history_NL` (see `penalize`) when there is no penalty. Rows go in slices, so that a large wave over a
+    large vocabulary needs bounded memory beside its logits.
+    """
+    num_rows = max(1, _MAX_ELEMENTS // logits_NV.shape[-1])
+    parts = []
+    for start in range(0, logits_NV.shape[0], num_rows):
+        rows = slice(start, start + num_rows)
+        uniforms_n = None if uniforms_N is None else uniforms_N[rows]
+        history_nL = None if history_NL is None else history_NL[rows]
+        parts.append(_choose(logits_NV[rows].float(), sampling, uniforms_n, history_nL))
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+
+
+def _choose(
+    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    scores_NV = logits_NV
+    if sampling.repetition_penalty != 1:
+        assert history_NL is not None, "a repetition penalty needs the tokens so far"
+        scores_NV = penalize(logits_NV, history_NL, sampling.repetition_penalty)
+    if sampling.temperature == 0:
+        tokens_N = scores_NV.argmax(dim=-1)
+    else:
+        assert uniforms_N is not None, "sampling needs one uniform per row"
+        tokens_N = draw(keep_likely(scores_NV, sampling), uniforms_N)
+        logits_NV = _divide(logits_NV, sampling.temperature)
+    chosen_N = logits_NV.gather(-1, tokens_N[:, None])[:, 0]
+    return tokens_N, chosen_N - logits_NV.logsumexp(dim=-1)
+
+
+def penalize(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
+    """Scores in which each token of the row's history was divided (if positive) or multiplied by `penalty`, once.
+
+    `history_NL` holds token ids, prompt and completion. A row is padded with any id that is in its history anyway: a
+    repeated id changes nothing (Keskar et al. 2019, CTRL; transformers applies it to the prompt as well).
+    """
+    seen_NL = scores_NV.gather(-1, history_NL)
+    seen_NL = torch.where(seen_NL < 0, seen_NL * penalty, seen_NL / penalty)
+    return scores_NV.scatter(-1, history_NL, seen_NL)
+
+
+def keep_likely(scores_NV: Tensor, sampling: Sampling) -> Tensor:
+    """Scores over the temperature with what top-k, top-p and min-p remove, in this order, at minus infinity."""
+    scores_NV = _divide(scores_NV, sampling.temperature)
+    top_k = min(sampling.top_k, scores_NV.shape[-1])
+    if top_k > 0:
+        scores_NV = _keep_top_k(scores_NV, top_k)
+    if sampling.top_p < 1:
+        scores_NV = _keep_top_p(scores_NV, sampling.top_p, top_k)
+    if sampling.min_p > 0:
+        probs_NV = scores_NV.softmax(dim=-1)
+        unlikely_NV = probs_NV < sampling.min_p * probs_NV.amax(dim=-1, keepdim=True)
+        scores_NV = scores_NV.masked_fill(unlikely_NV, float("-inf"))
+    return scores_NV
+
+
+def _divide(scores_NV: Tensor, temperature: float) -> Tensor:
+    return scores_NV if temperature == 1 else scores_NV / temperature
+
+
+def _keep_top_k(scores_NV: Tensor, top_k: int) -> Tensor:
+    """Without what is below the k-th largest score; all that tie with it stay."""
+    kth_N1 = scores_NV.topk(top_k, dim=-1, sorted=True).values[:, -1:]
+    return scores_NV.masked_fill(scores_NV < kth_N1, float("-inf"))
+
+
+def _keep_top_p(scores_NV: Tensor, top_p: float, top_k: int) -> Tensor:
+    """Without the least likely tokens, as many as fit into a probability of 1 - `top_p`; the likeliest one stays.
+
+    After a top-k only its survivors are sorted. How many tied with the k-th is not known without asking the device,
+    so there is room for as many again (64 at least); a larger tie is cut there, of tokens that are equally likely.
+    """
+    room = min(scores_NV.shape[-1], top_k + max(top_k, 64)) if top_k else scores_NV.shape[-1]
+    if room < scores_NV.shape[-1]:
+        largest = scores_NV.topk(room, dim=-1, sorted=True)
+        values_NR, tokens_NR = largest.values.flip(-1), largest.indices.flip(-1)
+    else:
+        values_NR, tokens_NR = scores_NV.sort(dim=-1)
+    unlikely_NR = values_NR.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    unlikely_NR[:, -1] = False
+    values_NR = values_NR.masked_fill(unlikely_NR, float("-inf"))
+    return torch.full_like(scores_NV, float("-inf")).scatter(-1, tokens_NR, values_NR)
+
+
+def draw(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+    """One token per row from softmax(scores): the first whose cumulative probability exceeds the uniform.
+
+    `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`, in two levels: blocks of the vocabulary, then the
+    tokens of one block. Sums over blocks are float64, so that rare tokens at the end of a large vocabulary keep their
+    probability, at the price of an fp32 running sum. A score of minus infinity is never drawn.
+    """
+    weights_NV = torch.exp(scores_NV - scores_NV.amax(dim=-1, keepdim=True))
+    vocab_size = weights_NV.shape[-1]
+    block = min(_BLOCK, vocab_size)
+    blocks_NMB = F.pad(weights_NV, (0, -vocab_size % block)).unflatten(-1, (-1, block))
+    sums_NM = blocks_NMB.sum(dim=-1).double()
+    chosen_N1, rest_N1 = _search(sums_NM, uniforms_N[:, None])
+    inside_NB = blocks_NMB.gather(1, chosen_N1[:, :, None].expand(-1, -1, block))[:, 0].double()
+    token_N1, _ = _search(inside_NB, rest_N1)
+    return (chosen_N1 * block + token_N1).clamp(max=vocab_size - 1)[:, 0]
+
+
+def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
+    """The item that each uniform falls on, items being as wide as their weights, and where inside it, in [0, 1)."""
+    ends_NM = weights_NM.cumsum(dim=-1)
+    target_N1 = uniforms_N1 * ends_NM[:, -1:]
+    item_N1 = torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)
+    width_N1 = weights_NM.gather(-1, item_N1)
+    inside_N1 = (target_N1 - (ends_NM.gather(-1, item_N1) - width_N1)) / width_N1
+    return item_N1, inside_N1.clamp(0.0, 1 - 2.0**-53)

@@ -1,0 +1,248 @@
+"""Chunked log-probs, entropies and every gradient against the naive definition."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
+from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.logprobs.general import module_logprobs, module_loss
+
+D = 6
+SETTINGS = {
+    "plain": ChunkSettings(4),
+    "temperature": ChunkSettings(4, temperature=0.7),
+    "scale": ChunkSettings(4, scale=HeadScale(0.3)),
+    "softcap": ChunkSettings(4, scale=HeadScale(1.0, 2.0)),
+    "everything": ChunkSettings(3, temperature=1.3, scale=HeadScale(0.8, 1.5), entropy=True, entropy_grad=True),
+    "entropy": ChunkSettings(4, temperature=0.7, entropy=True, entropy_grad=True),
+    "one token a chunk": ChunkSettings(1, entropy=True, entropy_grad=True),
+    "one chunk": ChunkSettings(100),
+}
+
+
+def inputs(num_tokens=11, num_ids=17, dtype=torch.float64, bias=True, seed=0):
+    """Leaves [hidden, weight, bias], targets, and a constant per token for a loss."""
+    torch.manual_seed(seed)
+    leaves = [torch.randn(num_tokens, D), torch.randn(num_ids, D), torch.randn(num_ids) if bias else None]
+    leaves = [None if x is None else x.to(dtype).requires_grad_() for x in leaves]
+    return leaves, torch.randint(num_ids, (num_tokens,)), torch.randn(num_tokens, dtype=torch.float64)
+
+
+def per_token(weights, logprobs, entropy, start, stop):
+    """A nonlinear loss of each token's own log-prob and, where there is one, entropy."""
+    cut = weights[start:stop].to(logprobs.dtype)
+    return (cut * logprobs.exp()).sum() + (0 if entropy is None else (cut.square() * entropy).sum())
+
+
+def naive_loss(leaves, targets, weights, settings):
+    logprobs, entropy = naive_logprobs(*leaves, targets, settings.temperature, settings.scale)
+    return per_token(weights, logprobs, entropy if settings.entropy else None, 0, len(targets)), logprobs, entropy
+
+
+def recomputed(leaves, targets, weights, settings):
+    logprobs, entropy = chunked_logprobs(*leaves, targets, settings)
+    return per_token(weights, logprobs, entropy, 0, len(targets)), logprobs, entropy
+
+
+def visited(leaves, targets, weights, settings):
+    return one_visit(*leaves, targets, functools.partial(per_token, weights), settings)
+
+
+def linear(leaves):
+    return lambda hidden: torch.nn.functional.linear(hidden, *leaves[1:])
+
+
+def by_module(leaves, targets, weights, settings):
+    logprobs, entropy = module_logprobs(linear(leaves), leaves[0], targets, settings)
+    return per_token(weights, logprobs, entropy, 0, len(targets)), logprobs, entropy
+
+
+def visited_by_module(leaves, targets, weights, settings):
+    return module_loss(linear(leaves), leaves[0], targets, functools.partial(per_token, weights), settings)
+
+
+WAYS = [recomputed, visited, by_module, visited_by_module]
+
+
+def gradients(loss, leaves):
+    return torch.autograd.grad(2.5 * loss, [x for x in leaves if x is not None and x.requires_grad])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_values_and_every_gradient_equal_the_definition(way, bias, settings):
+    leaves, targets, weights = inputs(bias=bias)
+    expected_loss, expected_logprobs, expected_entropy = naive_loss(leaves, targets, weights, settings)
+    loss, logprobs, entropy = way(leaves, targets, weights, settings)
+    torch.testing.assert_close(logprobs, expected_logprobs)
+    torch.testing.assert_close(loss, expected_loss)
+    if settings.entropy:
+        torch.testing.assert_close(entropy, expected_entropy)
+    else:
+        assert entropy is None
+    for ours, naive in zip(gradients(loss, leaves), gradients(expected_loss, leaves), strict=True):
+        torch.testing.assert_close(ours, naive)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("num_tokens", "num_ids"), [(1, 17), (4, 1), (9, 1001), (0, 17)])
+def test_odd_shapes_equal_the_definition(way, num_tokens, num_ids):
+    leaves, targets, weights = inputs(num_tokens, num_ids)
+    settings = SETTINGS["entropy"]
+    expected_loss, expected_logprobs, _ = naive_loss(leaves, targets, weights, settings)
+    loss, logprobs, _ = way(leaves, targets, weights, settings)
+    torch.testing.assert_close(logprobs, expected_logprobs)
+    for ours, naive in zip(gradients(loss, leaves), gradients(expected_loss, leaves), strict=True):
+        torch.testing.assert_close(ours, naive)
+
+
+def test_gradcheck_passes_for_the_recomputed_version():
+    leaves, targets, _ = inputs(num_tokens=3, num_ids=5)
+    settings = ChunkSettings(2, 0.8, HeadScale(0.9, 1.7), entropy=True, entropy_grad=True)
+    assert torch.autograd.gradcheck(lambda *x: chunked_logprobs(*x, targets, settings), leaves)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_entropy_without_its_gradient_leaves_the_gradient_of_the_logprobs_alone(way):
+    leaves, targets, weights = inputs()
+    settings = ChunkSettings(4, entropy=True)
+    loss, _, entropy = way(leaves, targets, weights, settings)
+    expected, _, _ = naive_loss(leaves, targets, weights, replace(settings, entropy=False))
+    assert not entropy.requires_grad
+    for ours, naive in zip(gradients(loss, leaves), gradients(expected, leaves), strict=True):
+        torch.testing.assert_close(ours, naive)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (0, 2), (1, 2)], ids=str)
+def test_a_frozen_input_gets_no_gradient_and_the_others_theirs(way, trained):
+    leaves, targets, weights = inputs()
+    expected, _, _ = naive_loss(leaves, targets, weights, SETTINGS["everything"])
+    all_gradients = torch.autograd.grad(expected, leaves)
+    frozen = [x.detach().requires_grad_(i in trained) for i, x in enumerate(leaves)]
+    loss, _, _ = way(frozen, targets, weights, SETTINGS["everything"])
+    loss.backward()
+    for i, leaf in enumerate(frozen):
+        if i in trained:
+            torch.testing.assert_close(leaf.grad, all_gradients[i])
+        else:
+            assert leaf.grad is None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_without_gradients_the_values_are_the_same_and_carry_no_graph(way):
+    leaves, targets, weights = inputs()
+    with_graph = way(leaves, targets, weights, SETTINGS["everything"])
+    with torch.no_grad():
+        without = way(leaves, targets, weights, SETTINGS["everything"])
+    for kept, bare in zip(with_graph, without, strict=True):
+        torch.testing.assert_close(kept, bare, rtol=1e-12, atol=1e-12)
+        assert not bare.requires_grad
+
+
+@pytest.mark.parametrize("way", [recomputed, visited])
+def test_fp32_stays_within_rounding_of_the_exact_values(way):
+    leaves, targets, weights = inputs(num_ids=1001, dtype=torch.float32)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    loss, logprobs, _ = way(leaves, targets, weights, SETTINGS["everything"])
+    expected_loss, expected_logprobs, _ = naive_loss(exact, targets, weights, SETTINGS["everything"])
+    torch.testing.assert_close(logprobs.double(), expected_logprobs, rtol=1e-6, atol=3e-6)
+    for ours, naive in zip(gradients(loss, leaves), gradients(expected_loss, exact), strict=True):
+        torch.testing.assert_close(ours.double(), naive, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [recomputed, visited])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["temperature", "everything"])
+def test_half_precision_is_no_further_from_the_exact_values_than_naive_half_precision(way, dtype, name):
+    leaves, targets, weights = inputs(num_ids=257, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    true_loss, true_logprobs, _ = naive_loss(exact, targets, weights, SETTINGS[name])
+    naive, naive_values, _ = naive_loss(leaves, targets, weights, SETTINGS[name])
+    loss, logprobs, _ = way(leaves, targets, weights, SETTINGS[name])
+    assert logprobs.dtype == torch.float32
+    assert distance(logprobs, true_logprobs) <= distance(naive_values, true_logprobs)
+    truth = gradients(true_loss, exact)
+    for ours, theirs, true in zip(gradients(loss, leaves), gradients(naive, leaves), truth, strict=True):
+        assert ours.dtype == dtype
+        assert distance(ours, true) <= distance(theirs, true)
+
+
+def distance(values, truth):
+    return float((values.detach().double() - truth.detach()).norm())
+
+
+def test_a_head_of_another_dtype_is_cast_to_the_hidden_states_and_gets_its_gradient_in_its_own():
+    leaves, targets, weights = inputs(dtype=torch.float32)
+    hidden = leaves[0].detach().bfloat16().requires_grad_()
+    mixed = [hidden, *leaves[1:]]
+    rounded = [hidden.detach().float().requires_grad_(), leaves[1].detach().bfloat16().float().requires_grad_(), leaves[2]]
+    for way in (recomputed, visited):
+        loss, logprobs, _ = way(mixed, targets, weights, SETTINGS["entropy"])
+        expected_loss, expected, _ = naive_loss(rounded, targets, weights, SETTINGS["entropy"])
+        torch.testing.assert_close(logprobs, expected)
+        by_hidden, by_weight, by_bias = gradients(loss, mixed)
+        true_hidden, true_weight, true_bias = gradients(expected_loss, rounded)
+        assert (by_hidden.dtype, by_weight.dtype) == (torch.bfloat16, torch.float32)
+        torch.testing.assert_close(by_weight, true_weight)
+        torch.testing.assert_close(by_bias, true_bias)
+        torch.testing.assert_close(by_hidden.float(), true_hidden, rtol=1e-2, atol=1e-2)
+
+
+def test_large_logits_neither_overflow_nor_lose_the_target():
+    hidden = torch.tensor([[3e4], [-3e4]], requires_grad=True)
+    weight = torch.tensor([[1.0], [0.0], [-1.0]])
+    settings = ChunkSettings(2, entropy=True, entropy_grad=True)
+    logprobs, entropy = chunked_logprobs(hidden, weight, None, torch.tensor([0, 0]), settings)
+    assert logprobs.tolist() == [0.0, -6e4]
+    assert entropy.tolist() == [0.0, 0.0]
+    (logprobs.sum() + entropy.sum()).backward()
+    assert torch.isfinite(hidden.grad).all()
+
+
+def test_a_loss_that_is_constant_in_a_chunk_adds_its_value_and_no_gradient():
+    leaves, targets, _ = inputs()
+
+    def loss(logprobs, entropy, start, stop):
+        return logprobs.sum() if start else logprobs.new_tensor(7.0)
+
+    value, logprobs, _ = one_visit(*leaves, targets, loss, ChunkSettings(4))
+    torch.testing.assert_close(value, 7.0 + logprobs[4:].sum())
+    by_hidden = gradients(value, leaves)[0]
+    assert (by_hidden[:4] == 0).all()
+    assert (by_hidden[4:] != 0).any()
+
+
+def test_a_loss_of_the_entropy_alone_has_its_gradient():
+    leaves, targets, _ = inputs()
+    settings = ChunkSettings(4, entropy=True, entropy_grad=True)
+    value, _, _ = one_visit(*leaves, targets, lambda logprobs, entropy, start, stop: entropy.sum(), settings)
+    _, entropy = chunked_logprobs(*leaves, targets, settings)
+    _, expected = naive_logprobs(*leaves, targets)
+    truth = gradients(expected.sum(), leaves)
+    for loss in (value, entropy.sum()):
+        for ours, naive in zip(gradients(loss, leaves), truth, strict=True):
+            torch.testing.assert_close(ours, naive)
+
+
+def test_a_second_backward_through_one_visit_is_refused():
+    leaves, targets, weights = inputs()
+    loss, _, _ = visited(leaves, targets, weights, SETTINGS["plain"])
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="visit again"):
+        loss.backward()
+
+
+def test_the_inputs_are_never_changed():
+    leaves, targets, weights = inputs()
+    before = [x.detach().clone() for x in (*leaves, targets, weights)]
+    for way in WAYS:
+        way(leaves, targets, weights, SETTINGS["everything"])[0].backward()
+    for now, then in zip((*leaves, targets, weights), before, strict=True):
+        assert torch.equal(now.detach(), then)

@@ -1,0 +1,304 @@
+"""The core inside real models' heads: values and all parameter gradients against the model's own full logits."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+
+import pytest
+import torch
+from tiny import tiny_model
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import parametrize
+from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from lowpeak.errors import ModelError
+from lowpeak.logprobs.head import HeadRequest, install_head
+from lowpeak.logprobs.verify import verify_head
+
+NUM_IDS = 37
+SHAPE = {
+    "vocab_size": NUM_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+GEMMA = {**SHAPE, "head_dim": 4, "query_pre_attn_scalar": 4}
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA, final_logit_softcapping=3.0)),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA, final_logit_softcapping=2.0)),
+    "cohere": (CohereForCausalLM, CohereConfig(**SHAPE, logit_scale=0.3)),
+    "cohere2": (Cohere2ForCausalLM, Cohere2Config(**SHAPE, logit_scale=0.3)),
+    "granite": (GraniteForCausalLM, GraniteConfig(**SHAPE, logits_scaling=4.0)),
+    "phi, a head with a bias": (PhiForCausalLM, PhiConfig(**SHAPE)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=NUM_IDS, n_embd=16, n_layer=2, n_head=4, n_positions=64)),
+    "opt": (OPTForCausalLM, OPTConfig(**{**SHAPE, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0})),
+    "mixture of experts": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SHAPE, head_dim=4, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2),
+    ),
+}
+
+
+def make(family):
+    torch.manual_seed(0)
+    kind, config = FAMILIES[family]
+    return kind(config).eval()
+
+
+def batch(num_ids=NUM_IDS):
+    """Ids [3, 7], and the positions and targets of some of the tokens, prompt and padding left out."""
+    torch.manual_seed(1)
+    ids = torch.randint(2, num_ids, (3, 7))
+    positions = torch.tensor([2, 3, 4, 9, 10, 11, 12, 17, 18])
+    return ids, positions, ids.flatten()[positions + 1]
+
+
+def token_loss(logprobs, entropy, start, stop):
+    weights = torch.linspace(-1, 2, 9)[start:stop]
+    return (weights * logprobs.exp()).sum() + (0 if entropy is None else 0.1 * (weights * entropy).sum())
+
+
+def ask(ids_positions_targets, **options):
+    _, positions, targets = ids_positions_targets
+    return HeadRequest(positions, targets, temperature=0.8, chunk_size=4, **options)
+
+
+def naive_answer(model, data, entropy=True):
+    ids, positions, targets = data
+    logits = model(input_ids=ids).logits.flatten(0, 1)[positions].float() / 0.8
+    logprobs = torch.log_softmax(logits, -1)
+    entropies = -(logprobs.exp() * logprobs).sum(-1)
+    chosen = logprobs.gather(-1, targets[:, None])[:, 0]
+    return chosen, entropies, token_loss(chosen, entropies if entropy else None, 0, 9)
+
+
+def parameter_gradients(model, loss):
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+
+def assert_same_gradients(found, expected):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        if gradient is None:
+            assert found[name] is None, name
+        else:
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def check(model, data=None):
+    """Values and all parameter gradients, in one visit and recomputed, against the model's own logits."""
+    data = data or batch()
+    plain = copy.deepcopy(model)
+    expected_logprobs, expected_entropy, loss = naive_answer(plain, data)
+    expected = parameter_gradients(plain, loss)
+    assert any(gradient is not None for gradient in expected.values())
+    install_head(model)
+    answer = model(input_ids=data[0], head_request=ask(data, entropy=True, entropy_grad=True))
+    assert answer.keys() == {"logprobs", "entropy"}
+    torch.testing.assert_close(answer["logprobs"], expected_logprobs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(answer["entropy"], expected_entropy, rtol=1e-5, atol=1e-5)
+    recomputed = token_loss(answer["logprobs"], answer["entropy"], 0, 9)
+    assert_same_gradients(parameter_gradients(model, recomputed), expected)
+    answer = model(input_ids=data[0], head_request=ask(data, entropy=True, entropy_grad=True, loss=token_loss))
+    torch.testing.assert_close(answer["loss"], loss, rtol=1e-5, atol=1e-5)
+    assert not answer["logprobs"].requires_grad
+    assert_same_gradients(parameter_gradients(model, answer["loss"]), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_values_and_all_parameter_gradients_equal_those_of_full_logits(family):
+    check(make(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_start_up_check_passes(family):
+    assert verify_head(install_head(make(family))) < 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_tied_head_adds_to_the_gradient_of_the_embedding_and_an_untied_one_has_its_own(tied):
+    model = tiny_model(NUM_IDS, tied=tied)
+    check(model)
+    assert ("lm_head.weight" in dict(model.named_parameters())) is not tied
+
+
+def test_a_frozen_head_gets_no_gradient_and_all_others_do():
+    model = tiny_model(NUM_IDS, tied=False)
+    model.lm_head.requires_grad_(False)
+    check(model)
+    assert model.lm_head.weight.grad is None
+
+
+def test_activation_checkpointing_changes_nothing():
+    model = tiny_model(NUM_IDS).train()
+    model.gradient_checkpointing_enable()
+    check(model)
+
+
+def test_a_parametrised_head_is_called_as_it_is():
+    class Doubled(torch.nn.Module):
+        def forward(self, weight):
+            return 2.0 * weight
+
+    model = tiny_model(NUM_IDS, tied=False)
+    parametrize.register_parametrization(model.lm_head, "weight", Doubled())
+    check(model)
+
+
+def test_any_other_module_as_the_head_is_called_as_it_is():
+    class TwoLayers(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(32, 8), torch.nn.Linear(8, NUM_IDS)
+
+        def forward(self, hidden):
+            return self.second(torch.tanh(self.first(hidden)))
+
+    model = tiny_model(NUM_IDS, tied=False)
+    model.lm_head = TwoLayers()
+    check(model)
+    assert verify_head(model) < 1e-5
+
+
+def test_hooks_on_the_head_run_once_a_pass():
+    model, data = install_head(tiny_model(NUM_IDS)), batch()
+    calls = []
+    model.lm_head.register_forward_hook(lambda module, args, output: calls.append(output))
+    answer = model(input_ids=data[0], head_request=ask(data))
+    assert len(calls) == 1
+    assert calls[0]["logprobs"] is answer["logprobs"]
+
+
+def test_only_the_chosen_positions_reach_the_product():
+    model, data = install_head(tiny_model(NUM_IDS)), batch()
+    hidden = torch.full((3, 7, 32), torch.nan)
+    hidden.view(21, 32)[data[1]] = 0.5
+    answer = model.lm_head(hidden, head_request=ask(data))
+    assert torch.isfinite(answer["logprobs"]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_without_a_request_logits_and_generation_are_what_they_were(dtype):
+    ids, _, _ = batch()
+    before, model = tiny_model(NUM_IDS, dtype=dtype), install_head(tiny_model(NUM_IDS, dtype=dtype))
+    assert torch.equal(model(ids).logits, before(ids).logits)
+    assert torch.equal(model(input_ids=ids, labels=ids).loss, before(input_ids=ids, labels=ids).loss)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(ids, **options), before.generate(ids, **options))
+    assert inspect.signature(model.forward) == inspect.signature(before.forward)
+    assert model.state_dict().keys() == before.state_dict().keys()
+
+
+def test_a_deep_copy_calls_its_own_modules():
+    model, data = install_head(tiny_model(NUM_IDS)), batch()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        before = model(input_ids=data[0], head_request=ask(data))["logprobs"]
+        twin.model.embed_tokens.weight.mul_(1.5)
+        torch.testing.assert_close(model(input_ids=data[0], head_request=ask(data))["logprobs"], before)
+        twins = twin(input_ids=data[0], head_request=ask(data))["logprobs"]
+    assert not torch.allclose(twins, before)
+    assert verify_head(twin) < 1e-5
+    loss = twin(input_ids=data[0], head_request=ask(data, loss=token_loss))["loss"]
+    loss.backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p.grad is not None for p in twin.parameters())
+
+
+def test_installing_twice_is_installing_once():
+    model = install_head(tiny_model(NUM_IDS))
+    first = model.forward, model.lm_head.forward
+    install_head(model)
+    assert (model.forward, model.lm_head.forward) == first
+    check(model)
+
+
+def test_installing_again_keeps_what_others_wrapped_around_the_forward():
+    model, seen = install_head(tiny_model(NUM_IDS)), []
+    inner = model.forward
+
+    def outer(**inputs):
+        seen.append(1)
+        return inner(**inputs)
+
+    model.forward = outer
+    install_head(model)
+    assert verify_head(model) < 1e-5
+    assert seen == [1, 1]
+
+
+def test_a_head_in_another_dtype_than_the_hidden_states_is_cast():
+    model = tiny_model(NUM_IDS, tied=False, dtype=torch.bfloat16)
+    model.lm_head.float()
+    install_head(model)
+    data = batch()
+    answer = model(input_ids=data[0], head_request=ask(data, loss=token_loss))
+    answer["loss"].backward()
+    assert model.lm_head.weight.grad.dtype == torch.float32
+    hidden = model.model(data[0]).last_hidden_state.flatten(0, 1)[data[1]].double()
+    logits = hidden @ model.lm_head.weight.bfloat16().double().T / 0.8
+    expected = torch.log_softmax(logits, -1).gather(-1, data[2][:, None])[:, 0]
+    torch.testing.assert_close(answer["logprobs"].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_head_cast_to_fp32_multiplies_in_fp32_with_and_without_a_request(autocast):
+    model = tiny_model(NUM_IDS, dtype=torch.bfloat16)
+    install_head(model, cast_head_to_fp32=True)
+    data = batch()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model.model(data[0]).last_hidden_state
+        logits = model(input_ids=data[0]).logits
+        answer = model(input_ids=data[0], head_request=ask(data))
+    exact = hidden.double() @ model.lm_head.weight.double().T
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+    expected = torch.log_softmax(exact.flatten(0, 1)[data[1]] / 0.8, -1).gather(-1, data[2][:, None])[:, 0]
+    torch.testing.assert_close(answer["logprobs"].double(), expected, rtol=1e-5, atol=1e-5)
+    install_head(model)
+    assert model(input_ids=data[0]).logits.dtype == torch.bfloat16
+
+
+def test_a_head_that_is_no_linear_layer_cannot_be_cast_to_fp32():
+    model = tiny_model(NUM_IDS, tied=False)
+    model.lm_head = torch.nn.Sequential(torch.nn.Linear(32, NUM_IDS))
+    with pytest.raises(ModelError, match="plain linear head, and Qwen2ForCausalLM's is a Sequential"):
+        install_head(model, cast_head_to_fp32=True)
+
+
+def test_a_head_that_is_a_class_of_fsdp2_counts_as_linear():
+    model = tiny_model(NUM_IDS, tied=False)
+    model.lm_head.__class__ = type("FSDPLinear", (FSDPModule, torch.nn.Linear), {})
+    check_visits = []
+    install_head(model)
+    data = batch()
+    model.lm_head.register_forward_pre_hook(lambda module, args: check_visits.append(type(module)))
+    loss = model(input_ids=data[0], head_request=ask(data, loss=token_loss))["loss"]
+    loss.backward()
+    # Only the visit itself is this function; a head called as a module would have been checkpointed.
+    assert "_Visited" in type(loss.grad_fn).__name__
+    assert len(check_visits) == 1

@@ -1,0 +1,182 @@
+"""What the log-prob core allocates, and that it waits for nothing: fake tensors, and every output watched."""
+
+from __future__ import annotations
+
+import resource
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
+from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.logprobs.general import module_logprobs, module_loss
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the largest number of elements in any operation's result."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self.numel = max([self.numel, *sizes])
+        return result
+
+
+def token_loss(logprobs, entropy, start, stop):
+    return logprobs.exp().sum() + (0 if entropy is None else entropy.sum())
+
+
+def leaves_and_targets(num_tokens, num_ids, width, dtype=torch.float32):
+    hidden = torch.randn(num_tokens, width, dtype=dtype).requires_grad_()
+    weight = torch.randn(num_ids, width, dtype=dtype).requires_grad_()
+    return hidden, weight, torch.randint(num_ids, (num_tokens,))
+
+
+def run_recomputed(hidden, weight, targets, settings):
+    logprobs, entropy = chunked_logprobs(hidden, weight, None, targets, settings)
+    token_loss(logprobs, entropy, 0, len(targets)).backward()
+
+
+def run_visited(hidden, weight, targets, settings):
+    one_visit(hidden, weight, None, targets, token_loss, settings)[0].backward()
+
+
+def run_module(hidden, weight, targets, settings):
+    logprobs, entropy = module_logprobs(lambda x: x @ weight.T, hidden, targets, settings)
+    token_loss(logprobs, entropy, 0, len(targets)).backward()
+
+
+def run_module_loss(hidden, weight, targets, settings):
+    module_loss(lambda x: x @ weight.T, hidden, targets, token_loss, settings)[0].backward()
+
+
+def run_naive(hidden, weight, targets, settings):
+    token_loss(*naive_logprobs(hidden, weight, None, targets), 0, len(targets)).backward()
+
+
+WAYS = [run_recomputed, run_visited, run_module, run_module_loss]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_tensor_of_all_tokens_by_the_vocabulary_ever_exists(way, dtype):
+    num_tokens, num_ids, width, chunk = 200, 301, 3, 16
+    settings = ChunkSettings(chunk, 0.9, HeadScale(1.0, 9.0), entropy=True, entropy_grad=True)
+    with LargestTensor() as largest:
+        way(*leaves_and_targets(num_tokens, num_ids, width, dtype), settings)
+    assert largest.numel == chunk * num_ids
+
+
+def test_the_watcher_sees_the_naive_way_make_one():
+    with LargestTensor() as largest:
+        run_naive(*leaves_and_targets(200, 301, 3), ChunkSettings(16))
+    assert largest.numel == 200 * 301
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of results that are alive at once, by storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.live, self.peak, self.known = 0, 0, {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self.note(x.untyped_storage())
+        return result
+
+    def note(self, storage):
+        key = storage._cdata
+        if key not in self.known:
+            self.known[key] = torch.multiprocessing.reductions.StorageWeakRef(storage)
+        self.known = {k: ref for k, ref in self.known.items() if not ref.expired()}
+        self.peak = max(self.peak, sum(self.bytes(ref) for ref in self.known.values()))
+
+    @staticmethod
+    def bytes(ref):
+        storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+        return storage.nbytes() if storage is not None else 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_buffers"),
+    [
+        (ChunkSettings(16), 1),
+        (ChunkSettings(16, entropy=True, entropy_grad=True), 2),
+        (ChunkSettings(16, scale=HeadScale(1.0, 9.0)), 2),
+        (ChunkSettings(16, scale=HeadScale(1.0, 9.0), entropy=True, entropy_grad=True), 3),
+    ],
+    ids=["plain", "entropy", "softcap", "both"],
+)
+@pytest.mark.parametrize("way", [run_recomputed, run_visited])
+def test_the_peak_is_the_gradients_and_at_most_three_chunk_buffers(way, settings, num_buffers):
+    num_tokens, num_ids, width = 64, 4001, 2
+    hidden, weight, targets = leaves_and_targets(num_tokens, num_ids, width)
+    with LiveBytes() as live:
+        way(hidden, weight, targets, settings)
+    chunk = 4 * 16 * num_ids
+    given = 4 * (num_ids + num_tokens) * width  # views of the inputs are results, too
+    assert num_buffers * chunk <= live.peak <= num_buffers * chunk + 2 * given + 20_000
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_huge_pass_runs_on_fake_tensors_in_seconds_without_memory_or_waiting_for_a_value(way, dtype):
+    started, resident = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with FakeTensorMode():
+        hidden, weight, targets = leaves_and_targets(65_536, 151_936, 1024, dtype)
+        way(hidden, weight, targets, ChunkSettings(1024, 0.9, entropy=True, entropy_grad=True))
+        assert hidden.grad.shape == hidden.shape
+        assert weight.grad.shape == weight.shape
+    assert time.monotonic() - started < 30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - resident < 200_000  # KB; the logits are 40 GB
+
+
+def test_a_loss_that_reads_a_value_cannot_run_on_fake_tensors():
+    def reading(logprobs, entropy, start, stop):
+        return logprobs.sum() * float(logprobs.detach().max())
+
+    with FakeTensorMode():
+        hidden, weight, targets = leaves_and_targets(64, 31, 4)
+        with pytest.raises(RuntimeError, match="local_scalar"):
+            one_visit(hidden, weight, None, targets, reading, ChunkSettings(16))
+
+
+@pytest.mark.parametrize("backward_inside", [True, False])
+def test_under_autocast_the_head_computes_in_the_dtype_of_autocast_and_sums_in_fp32(backward_inside):
+    hidden, weight, targets = leaves_and_targets(11, 37, 5)
+    rounded = [hidden.detach().bfloat16().float().requires_grad_(), weight.detach().bfloat16().float().requires_grad_()]
+    settings = ChunkSettings(4, 0.8, entropy=True, entropy_grad=True)
+    logprobs, entropy = naive_logprobs(*rounded, None, targets, 0.8)
+    expected = torch.autograd.grad(token_loss(logprobs, entropy, 0, 11), rounded)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, ours_entropy = chunked_logprobs(hidden, weight, None, targets, settings)
+        first = token_loss(ours, ours_entropy, 0, 11)
+        second, detached, _ = one_visit(hidden, weight, None, targets, token_loss, settings)
+        torch.testing.assert_close(ours, logprobs)
+        torch.testing.assert_close(detached, logprobs.detach())
+        if backward_inside:
+            found = [torch.autograd.grad(loss, [hidden, weight]) for loss in (first, second)]
+    if not backward_inside:
+        found = [torch.autograd.grad(loss, [hidden, weight]) for loss in (first, second)]
+    for by_hidden, by_weight in found:
+        assert (by_hidden.dtype, by_weight.dtype) == (torch.float32, torch.float32)
+        torch.testing.assert_close(by_hidden, expected[0], rtol=1e-2, atol=1e-2)  # rounded once, as the cast's gradient
+        torch.testing.assert_close(by_weight, expected[1])
+
+
+def test_fp64_hidden_states_are_left_alone_by_autocast():
+    hidden, weight, targets = leaves_and_targets(5, 7, 3, torch.float64)
+    with torch.autocast("cpu", torch.bfloat16):
+        logprobs, _ = chunked_logprobs(hidden, weight, None, targets, ChunkSettings(2))
+    torch.testing.assert_close(logprobs, naive_logprobs(hidden, weight, None, targets)[0])

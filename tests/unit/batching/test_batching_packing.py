@@ -1,0 +1,88 @@
+"""Cutting rows into micro-batches never loses, doubles or moves anything."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowpeak.batching.assign import assign
+from lowpeak.batching.packing import Budget, cut, masked, num_counted, pack, scatter
+from lowpeak.records import Completion, Record
+
+
+def row(prompt, ids, mask=None, **values):
+    ids = torch.tensor(ids, dtype=torch.int32)
+    mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
+    logprobs = -torch.arange(1.0, len(ids) + 1)
+    return Record(0, tuple(prompt), Completion(ids, logprobs, mask, "stop"), (0.0,), 0.0, **values)
+
+
+def test_every_row_is_in_exactly_one_micro_batch_and_within_the_budget():
+    lengths = [5, 17, 3, 9, 9, 2, 30, 11]
+    batches = cut(lengths, Budget(max_tokens=32))
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) * max(lengths[i] for i in batch) <= 32
+
+
+def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own():
+    assert cut([50, 3], Budget(max_tokens=10)) == [(0,), (1,)]
+
+
+def test_padding_to_a_multiple_counts_against_the_budget():
+    assert cut([5, 5], Budget(max_tokens=10)) == [(0, 1)]
+    assert cut([5, 5], Budget(max_tokens=10, multiple=8)) == [(0,), (1,)]
+
+
+def test_positions_point_at_the_token_before_each_counted_one():
+    records = [row([7, 8], [3, 4, 5], mask=[1, 0, 1]), row([9], [6])]
+    (batch,) = pack(records, [0, 1], Budget(64, pad_id=0))
+    assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 5], [9, 6, 0, 0, 0]]
+    flat = batch.input_ids_BL.flatten()
+    assert flat[batch.positions_T + 1].tolist() == batch.targets_T.tolist() == [3, 5, 6]
+    assert batch.tokens.rows_T.tolist() == [0, 0, 1]
+    assert batch.tokens.sampling_T.tolist() == [-1.0, -3.0, -1.0]
+    assert batch.num_useful == 7
+
+
+def test_constants_follow_their_tokens_through_sorting():
+    values = torch.tensor([0.1, 0.2, 0.3])
+    records = [row([1], [2], advantages=torch.tensor([9.0])), row([1], [3, 4, 5], advantages=values)]
+    (batch,) = pack(records, [0, 1], Budget(64), unit_weight=num_counted)
+    assert batch.record_indices == (1, 0)
+    torch.testing.assert_close(batch.tokens.advantages_T, torch.tensor([0.1, 0.2, 0.3, 9.0]))
+    assert batch.tokens.weights_U.tolist() == [3.0, 3.0, 3.0, 1.0]
+
+
+def test_sequence_units_carry_one_weight_per_row():
+    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), num_counted, per_sequence=True)
+    assert batch.tokens.weights_U.tolist() == [2.0, 1.0]
+
+
+def test_rows_without_a_counted_token_are_left_out():
+    assert pack([row([1], [2], mask=[0])], [0], Budget(8)) == []
+
+
+def test_a_masked_micro_batch_weighs_nothing():
+    batch = masked(Budget(8, pad_id=5))
+    assert batch.tokens.weights_U.sum() == 0
+    assert batch.input_ids_BL.tolist() == [[5, 5]]
+    assert batch.record_indices == ()
+
+
+def test_scattering_puts_counted_values_back_and_zeros_elsewhere():
+    record = row([1], [2, 3, 4], mask=[0, 1, 1])
+    assert scatter(record, torch.tensor([5.0, 6.0])).tolist() == [0.0, 5.0, 6.0]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_assignment_covers_every_row_once_and_balances_cost(world_size):
+    costs = [9, 1, 8, 2, 7, 3, 6, 4, 5]
+    shares = assign(costs, world_size)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    assert max(loads) <= sum(costs) / world_size + max(costs)
+
+
+def test_more_ranks_than_rows_leaves_some_with_none():
+    assert assign([4], 3) == ((0,), (), ())

@@ -1,0 +1,97 @@
+"""The start-up check, and the models that install_head refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny import tiny_model
+from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Model, T5Config, T5ForConditionalGeneration
+
+from lowpeak.errors import HeadMismatchError, ModelError
+from lowpeak.logprobs.head import install_head
+from lowpeak.logprobs.verify import verify_head
+
+
+class ScaledQwen2(Qwen2ForCausalLM):
+    """A model that changes its logits in a way that its config does not tell."""
+
+    factor = 1.1
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * self.factor
+        return output
+
+
+class PaddedQwen2(Qwen2ForCausalLM):
+    """A model that never gives its last ids any probability."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits[..., -3:] = -torch.inf
+        return output
+
+
+class BrokenQwen2(Qwen2ForCausalLM):
+    """A model whose logits are not numbers."""
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = output.logits * torch.nan
+        return output
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", [ScaledQwen2, PaddedQwen2, BrokenQwen2])
+def test_a_model_that_changes_its_logits_unsaid_is_refused_by_name_and_difference(kind, dtype):
+    base = tiny_model(37, dtype=dtype)
+    model = kind(base.config).to(dtype)
+    model.load_state_dict(base.state_dict())
+    with pytest.raises(HeadMismatchError, match=rf"{kind.__name__}.*own logits by up to (\d|nan|inf)"):
+        verify_head(install_head(model))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_not_taken_for_a_mismatch(dtype):
+    for seed in range(5):
+        verify_head(install_head(tiny_model(211, seed, hidden=64, dtype=dtype)))
+
+
+def test_each_module_keeps_the_mode_it_was_in():
+    model = install_head(tiny_model()).train()
+    model.model.layers[0].eval()
+    before = [module.training for module in model.modules()]
+    verify_head(model)
+    assert [module.training for module in model.modules()] == before
+
+
+def test_dropout_does_not_act_in_the_check():
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert verify_head(install_head(model.train())) < 1e-5
+
+
+def test_a_model_without_a_head_is_refused():
+    backbone = Qwen2Model(tiny_model().config)
+    with pytest.raises(ModelError, match="Qwen2Model"):
+        install_head(backbone)
+
+
+def test_something_that_is_no_transformers_model_is_refused():
+    with pytest.raises(ModelError, match="Linear is not a transformers causal language model"):
+        install_head(torch.nn.Linear(2, 2))
+
+
+def test_an_encoder_decoder_is_refused():
+    config = T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        install_head(T5ForConditionalGeneration(config))
+
+
+def test_a_head_behind_another_transform_is_found_out():
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+                        is_decoder=True, initializer_range=0.3)
+    with pytest.raises(HeadMismatchError, match="BertLMHeadModel"):
+        verify_head(install_head(BertLMHeadModel(config)))

@@ -1,0 +1,127 @@
+"""Arguments act or raise, with the remedy in the sentence."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
+from lowpeak.config.resolve import resolve_common, resolve_grpo, resolve_online, resolve_rloo
+from lowpeak.errors import ArgumentError
+
+
+def grpo(tmp_path, num_rewards=1, world_size=1, **changes):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
+    return resolve_grpo(args, resolve_online(args, world_size, num_rewards))
+
+
+def online(tmp_path, world_size=1, **changes):
+    return resolve_online(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes), world_size, 1)
+
+
+def test_a_rollout_holds_what_trls_does_and_serves_as_many_steps(tmp_path):
+    settings = online(
+        tmp_path, 2, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=8, num_iterations=3
+    ).rollout
+    assert (settings.num_rows, settings.num_prompts, settings.rows_per_step) == (64, 8, 16)
+    assert (settings.steps_per_pass, settings.num_steps) == (4, 12)
+
+
+def test_generation_batch_size_says_the_same_in_completions(tmp_path):
+    assert online(tmp_path, generation_batch_size=32).rollout == online(tmp_path, steps_per_generation=4).rollout
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"per_device_train_batch_size": 6}, "num_generations=8 does not divide"),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "not a multiple of gradient_accumulation_steps"),
+        ({"generation_batch_size": 12}, "not a multiple of per_device_train_batch_size"),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, "say the same thing"),
+        ({"num_generations": 1, "per_device_train_batch_size": 1}, "at least 2"),
+        ({"temperature": 0.0}, "above 0"),
+        ({"epsilon": 1.5}, r"\[0, 1\)"),
+        ({"max_completion_length": 0}, "at least 1 token"),
+        ({"loss_type": "ppo"}, "must be grpo, bnpo"),
+        ({"epsilon": 0.1}, "ratio is exactly 1"),
+        ({"epsilon_high": 0.28}, "ratio is exactly 1"),
+        ({"kl_estimator": "k1"}, "beta is 0"),
+        ({"sync_ref_model": True}, "beta is 0"),
+        ({"ref_model_sync_steps": 3}, "sync_ref_model is off"),
+        ({"use_bias_correction_kl": False}, "beta is 0"),
+        ({"loss_type": "cispo"}, "needs epsilon_high"),
+        ({"loss_type": "cispo", "epsilon_high": 4.0, "epsilon": 0.1}, "one bound"),
+        ({"loss_type": "cispo", "epsilon_high": 4.0, "importance_sampling_level": "sequence"}, "per token"),
+        ({"delta": 1.1, "num_iterations": 2}, "must be above"),
+        ({"entropy_target": 0.5}, "use_adaptive_entropy is off"),
+        ({"multi_objective_aggregation": "normalize_then_sum"}, "one reward"),
+        ({"num_completions_to_print": 3}, "log_completions is off"),
+        ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
+        ({"reward_weights": [1.0, 2.0]}, "2 values for 1 reward"),
+        ({"label_smoothing_factor": 0.1}, "cannot act"),
+        ({"neftune_noise_alpha": 5.0}, "cannot act"),
+        ({"dataloader_num_workers": 4}, "cannot act"),
+        ({"auto_find_batch_size": True}, "micro_batch_tokens"),
+    ],
+)
+def test_what_cannot_act_raises_with_the_remedy(tmp_path, changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        grpo(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("use_vllm", "native engine"), ("vllm_mode", "native engine"), ("lerning_rate", "learning_rate")],
+)
+def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words):
+    with pytest.raises(ArgumentError, match=words):
+        GRPOConfig(output_dir=str(tmp_path), **{name: 1})
+
+
+def test_epsilon_high_is_an_offset_for_every_loss_type(tmp_path):
+    assert grpo(tmp_path, num_iterations=2, epsilon_high=0.28).clip_high == 0.28
+    assert grpo(tmp_path, loss_type="cispo", epsilon_high=4.0).clip_high == 4.0
+    assert grpo(tmp_path, num_iterations=2, epsilon=0.1).clip_high == 0.1
+
+
+def test_old_is_scored_only_when_a_rollout_serves_more_than_its_first_step(tmp_path):
+    assert not grpo(tmp_path).score_old
+    assert grpo(tmp_path, num_iterations=2).score_old
+    assert grpo(tmp_path, steps_per_generation=2).score_old
+
+
+def test_trls_booleans_for_reward_scaling_mean_what_they_meant(tmp_path):
+    assert grpo(tmp_path, scale_rewards=False).scale_rewards == "none"
+    assert grpo(tmp_path, scale_rewards=True).scale_rewards == "group"
+
+
+def test_rloo_has_its_own_settings(tmp_path):
+    args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, reward_clip_range=(-1.0, 1.0), normalize_advantages=True)
+    settings = resolve_rloo(args, resolve_online(args, 1, 1))
+    assert settings.reward_clip == (-1.0, 1.0)
+    assert settings.beta == 0.05
+    assert settings.normalize_advantages
+
+
+def test_activation_checkpointing_is_on_unless_turned_off_and_nothing_warns(tmp_path, recwarn):
+    on, off = SFTConfig(output_dir=str(tmp_path)), SFTConfig(output_dir=str(tmp_path), gradient_checkpointing=False)
+    assert on.gradient_checkpointing is True
+    assert off.gradient_checkpointing is False
+    assert not [w for w in recwarn if "checkpointing" in str(w.message)]
+
+
+def test_on_a_cpu_bf16_is_off_unless_asked_for(tmp_path):
+    assert GRPOConfig(output_dir=str(tmp_path), use_cpu=True).bf16 is False
+
+
+def test_json_on_the_command_line_becomes_a_mapping(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), generation_kwargs='{"stop_strings": ["a"], "seed": 3}')
+    sampling = resolve_online(args, 1, 1).sampling
+    assert sampling.stop == ("a",)
+    assert sampling.seed == 3
+
+
+def test_the_users_arguments_are_not_modified(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), gradient_accumulation_steps=4)
+    before = args.to_dict()
+    resolve_common(args)
+    assert args.to_dict() == before
