@@ -27,13 +27,30 @@ def char_tokenizer(alphabet: str = "0123456789=", chat: bool = False) -> PreTrai
     return tokenizer
 
 
-def tiny_model(vocab_size: int = 13, seed: int = 0, *, tied: bool = True, hidden: int = 32, layers: int = 2,
-               context: int = 128, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
+def tiny_model(
+    vocab_size: int = 13,
+    seed: int = 0,
+    *,
+    tied: bool = True,
+    hidden: int = 32,
+    layers: int = 2,
+    context: int = 128,
+    dtype: torch.dtype = torch.float32,
+) -> Qwen2ForCausalLM:
     """A Qwen2-shaped model with random weights, in eval mode; wide enough an init that its logits differ clearly."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, intermediate_size=2 * hidden, max_position_embeddings=context,
-        tie_word_embeddings=tied, initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=context,
+        tie_word_embeddings=tied,
+        initializer_range=0.2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
     )
     return Qwen2ForCausalLM(config).to(dtype).eval()

@@ -98,7 +98,8 @@ class TokenBatch:
 
     `rows_T` says which of the `num_rows` rows a token belongs to, in order. `weights_U` weighs the loss's units: T
     tokens, or `num_rows` sequences. None means that nothing needs it: without `old_T` the run is on-policy and old is
-    the policy's own detached log-prob. `coefficients` are plain numbers of the algorithm's state (an adaptive KL or entropy coefficient).
+    the policy's own detached log-prob. `coefficients` are plain numbers of the algorithm's state (an adaptive KL or
+    entropy coefficient).
     """
 
     rows_T: Tensor  # int64 [T]

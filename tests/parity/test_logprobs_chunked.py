@@ -182,7 +182,11 @@ def test_a_head_of_another_dtype_is_cast_to_the_hidden_states_and_gets_its_gradi
     leaves, targets, weights = inputs(dtype=torch.float32)
     hidden = leaves[0].detach().bfloat16().requires_grad_()
     mixed = [hidden, *leaves[1:]]
-    rounded = [hidden.detach().float().requires_grad_(), leaves[1].detach().bfloat16().float().requires_grad_(), leaves[2]]
+    rounded = [
+        hidden.detach().float().requires_grad_(),
+        leaves[1].detach().bfloat16().float().requires_grad_(),
+        leaves[2],
+    ]
     for way in (recomputed, visited):
         loss, logprobs, _ = way(mixed, targets, weights, SETTINGS["entropy"])
         expected_loss, expected, _ = naive_loss(rounded, targets, weights, SETTINGS["entropy"])

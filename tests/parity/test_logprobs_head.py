@@ -7,7 +7,6 @@ import inspect
 
 import pytest
 import torch
-from tiny import tiny_model
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 from transformers import (
@@ -36,6 +35,7 @@ from transformers import (
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.head import HeadRequest, install_head
 from lowpeak.logprobs.verify import verify_head
+from tiny import tiny_model
 
 NUM_IDS = 37
 SHAPE = {

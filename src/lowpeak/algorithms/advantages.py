@@ -140,7 +140,9 @@ def _kl_of_rows(settings: RLOOSettings, records: Sequence[Record]) -> tuple[Tens
 def _only_uncertain(per_token: Sequence[Tensor], records: Sequence[Record], quantile: float) -> tuple[Tensor, ...]:
     """0 for tokens outside the rollout's most uncertain `quantile`: a policy term without advantage is no term."""
     counted = [record.completion.loss_mask for record in records]
-    entropies = [record.entropy[mask] for record, mask in zip(records, counted, strict=True) if record.entropy is not None]
+    entropies = [
+        record.entropy[mask] for record, mask in zip(records, counted, strict=True) if record.entropy is not None
+    ]
     assert len(entropies) == len(records), "the top-entropy mask needs every row's entropies"
     masks = top_entropy_masks(entropies, quantile)
     kept = []

@@ -57,7 +57,7 @@ def default_of(args: Any, name: str) -> Any:
     """The default that an argument's own class declares."""
     for f in fields(args):
         if f.name == name:
-            return f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+            return f.default if f.default_factory is MISSING else f.default_factory()
     raise KeyError(name)
 
 

@@ -232,7 +232,7 @@ def _resolve_sampling(args: Any) -> Sampling:
         f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes "
         f"{', '.join(_GENERATION_KEYS)}; temperature, top_p and the like are arguments of their own.",
     )
-    stop = more.get("stop_strings", more.get("stop", ()))
+    stop = more.get("stop_strings") or more.get("stop") or ()
     return Sampling(
         num_generations=args.num_generations,
         max_new_tokens=args.max_completion_length,

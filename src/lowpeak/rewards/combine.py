@@ -18,6 +18,7 @@ from typing import Any, Literal
 from lowpeak.errors import ArgumentError, RewardTimeoutError
 from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.outcome import NONE, Outcome, RewardLog, Verdict, check
 from lowpeak.rewards.reward import Reward
@@ -45,19 +46,6 @@ class RewardSettings:
             raise ArgumentError(f"The rewards' time limit must be positive, not {self.timeout} seconds.")
         if not all(math.isfinite(weight) for weight in self.weights):
             raise ArgumentError(f"Reward weights must be finite, not {list(self.weights)}.")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """N rows with their rewards.
-
-    `columns` is what rewards logged with `log_extra`, one value per row; `texts` are the decoded completions.
-    """
-
-    records: tuple[Record, ...]
-    metrics: dict[str, Metric]
-    columns: dict[str, list[Any]]
-    texts: tuple[str, ...]
 
 
 class RewardPanel:
@@ -96,7 +84,7 @@ class RewardPanel:
             metrics = merge_metrics(metrics, verdict.log.metrics)
             if self.settings.on_failure == "none":
                 metrics[f"rewards/{name}/failed"] = Metric(float(len(verdict.failures)), kind="sum")
-        return Judged(records, metrics, self._logged_columns(verdicts), rows.texts)
+        return Judged(records, metrics, self._logged_columns(verdicts), rows.texts, tuple(rows.prompts))
 
     def _ask(self, rows: Rows, trainer_state: Any) -> list[Verdict]:
         """One verdict per reward; a sync reward that raises spares the later ones their call."""

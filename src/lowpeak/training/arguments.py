@@ -75,8 +75,8 @@ class CommonConfig(TrainingArguments):
                 if getattr(self, new) is None:
                     setattr(self, new, getattr(self, old))
                 setattr(self, old, None)
-            if self.activation_checkpointing is None:
-                self.activation_checkpointing = True
+            if getattr(self, "activation_checkpointing") is None:  # noqa: B009
+                setattr(self, "activation_checkpointing", True)  # noqa: B010
         elif self.gradient_checkpointing is None:
             self.gradient_checkpointing = True
 

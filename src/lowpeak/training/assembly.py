@@ -21,7 +21,8 @@ from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.records import Prompt
-from lowpeak.rewards.combine import RewardPanel, RewardSettings, make_rewards
+from lowpeak.rewards.combine import RewardPanel, RewardSettings
+from lowpeak.rewards.make import make_rewards
 from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine

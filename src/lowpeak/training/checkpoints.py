@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers.trainer_callback import ExportableState
 
 from lowpeak.checkpoint.atomic import prune, staged
@@ -40,9 +39,9 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
 
 
 @contextmanager
-def without_reference(model: nn.Module) -> Iterator[None]:
+def without_reference(model: Any) -> Iterator[None]:
     """Hide the adapter that is only the reference from `save_pretrained`."""
-    adapters = model.peft_config if is_peft(model) else {}
+    adapters: dict[str, Any] = model.peft_config if is_peft(model) else {}
     hidden = adapters.pop(REFERENCE_ADAPTER, None)
     try:
         yield

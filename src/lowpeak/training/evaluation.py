@@ -11,7 +11,7 @@ from typing import Any
 from lowpeak.config.rollout import Sampling
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Prompt, Record
-from lowpeak.rewards.combine import Judged
+from lowpeak.rewards.judged import Judged
 from lowpeak.training.rollouts import RolloutMaker, describe, length_metrics, merge_judged
 
 _EVAL_SEED = 0x5EED

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import field, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from lowpeak.config.load import check_names
 from lowpeak.config.rejected import REJECTED
-
-C = TypeVar("C", bound=type)
 
 
 def argument(default: Any, group: str, text: str) -> Any:
@@ -17,7 +15,7 @@ def argument(default: Any, group: str, text: str) -> Any:
     return field(default=default, metadata={"help": text, "group": group})
 
 
-def refuses_unknown(config: C) -> C:
+def refuses_unknown(config: Any) -> Any:
     """Class decorator: a name that the config does not have is an ArgumentError with the remedy, not a TypeError."""
     made = config.__init__
     known = {f.name for f in fields(config) if f.init}
@@ -28,5 +26,5 @@ def refuses_unknown(config: C) -> C:
         self.given = frozenset(kwargs)  # transformers changes some of its own fields right after
         made(self, *args, **kwargs)
 
-    config.__init__ = checked  # type: ignore[misc]
+    config.__init__ = checked
     return config

@@ -90,7 +90,7 @@ def load_reference(
     return copy.deepcopy(policy)
 
 
-def adapter_reference(policy: nn.Module) -> Reference:
+def adapter_reference(policy: Any) -> Reference:
     """The reference under LoRA: adapters off; or, for an adapter that came in trained, a frozen copy of that adapter."""
     adapter = next(iter(policy.peft_config))
     if _has_effect(policy, adapter):

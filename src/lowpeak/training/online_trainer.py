@@ -17,15 +17,15 @@ from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.records import Record, merge_metrics
+from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
+from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import average_into
 from lowpeak.training.reference_state import load_average, save_average
-from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.training.describe import describe_run
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments

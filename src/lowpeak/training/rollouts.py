@@ -21,7 +21,8 @@ from lowpeak.data.prompts import PromptReader
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Group, Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards.combine import Judged, RewardPanel
+from lowpeak.rewards.combine import RewardPanel
+from lowpeak.rewards.judged import Judged
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
@@ -161,8 +162,8 @@ class RolloutMaker:
     def _filled(record: Record, found: dict[str, Tensor], needs: frozenset[str]) -> Record:
         """The record with what was scored; a row without a counted token gets zeros, for nothing reads them."""
         nothing = torch.zeros(len(record.completion))
-        wanted = needs & {"old", "reference", "entropy"}
-        return replace(record, **{name: found.get(name, nothing) for name in wanted})
+        values = {name: found.get(name, nothing) if name in needs else None for name in ("old", "reference", "entropy")}
+        return replace(record, old=values["old"], reference=values["reference"], entropy=values["entropy"])
 
 
 def gather_judged(shares: Sequence[tuple[Sequence[int], Judged]], num_groups: int, first_group: int) -> Judged:

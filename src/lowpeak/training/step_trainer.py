@@ -73,6 +73,7 @@ class StepTrainer(Trainer):
     """transformers' Trainer whose step is a list of micro-batches under weights of the whole step's counts."""
 
     run: Run
+    control: Any
 
     def num_steps_per_epoch(self) -> int | None:
         """Optimizer steps in which each row of the data is used once; None where the data has no length."""
@@ -113,7 +114,8 @@ class StepTrainer(Trainer):
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
         steps = self.num_steps_per_epoch() or self.args.max_steps
-        return DataLoader(range(max(1, steps)), batch_size=1, generator=torch.Generator())
+        counter: Any = range(max(1, steps))
+        return DataLoader(counter, batch_size=1, generator=torch.Generator())
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
         """One mapping with the whole step's micro-batches; on resume, the random states come back here first."""

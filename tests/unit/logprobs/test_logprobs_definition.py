@@ -20,7 +20,11 @@ from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale, na
 
 
 def test_a_logprob_is_the_chosen_entry_of_the_log_softmax_of_the_tempered_logits():
-    hidden, weight, bias = torch.eye(2), torch.tensor([[1.0, 0.0], [3.0, -1.0], [0.5, 2.0]]), torch.tensor([0.0, 0.5, 1.0])
+    hidden, weight, bias = (
+        torch.eye(2),
+        torch.tensor([[1.0, 0.0], [3.0, -1.0], [0.5, 2.0]]),
+        torch.tensor([0.0, 0.5, 1.0]),
+    )
     logprobs, entropy = naive_logprobs(hidden, weight, bias, torch.tensor([1, 2]), temperature=2.0)
     first, second = torch.tensor([0.5, 1.75, 0.75]), torch.tensor([0.0, -0.25, 1.5])
     assert logprobs[0] == pytest.approx(float(1.75 - first.exp().sum().log()))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny import tiny_model
 from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Model, T5Config, T5ForConditionalGeneration
 
 from lowpeak.errors import HeadMismatchError, ModelError
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
+from tiny import tiny_model
 
 
 class ScaledQwen2(Qwen2ForCausalLM):
@@ -91,7 +91,14 @@ def test_an_encoder_decoder_is_refused():
 
 def test_a_head_behind_another_transform_is_found_out():
     torch.manual_seed(0)
-    config = BertConfig(vocab_size=23, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-                        is_decoder=True, initializer_range=0.3)
+    config = BertConfig(
+        vocab_size=23,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        is_decoder=True,
+        initializer_range=0.3,
+    )
     with pytest.raises(HeadMismatchError, match="BertLMHeadModel"):
         verify_head(install_head(BertLMHeadModel(config)))

@@ -20,7 +20,12 @@ def online(tmp_path, world_size=1, **changes):
 
 def test_a_rollout_holds_what_trls_does_and_serves_as_many_steps(tmp_path):
     settings = online(
-        tmp_path, 2, per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=8, num_iterations=3
+        tmp_path,
+        2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        steps_per_generation=8,
+        num_iterations=3,
     ).rollout
     assert (settings.num_rows, settings.num_prompts, settings.rows_per_step) == (64, 8, 16)
     assert (settings.steps_per_pass, settings.num_steps) == (4, 12)
@@ -34,7 +39,10 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
     ("changes", "words"),
     [
         ({"per_device_train_batch_size": 6}, "num_generations=8 does not divide"),
-        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "not a multiple of gradient_accumulation_steps"),
+        (
+            {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
+            "not a multiple of gradient_accumulation_steps",
+        ),
         ({"generation_batch_size": 12}, "not a multiple of per_device_train_batch_size"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "say the same thing"),
         ({"num_generations": 1, "per_device_train_batch_size": 1}, "at least 2"),
