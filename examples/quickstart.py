@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import noisy_sort
+import torch
 from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.utils.logging import disable_progress_bar
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 
-WARM_STEPS = 55
+WARM_STEPS = 32
 WARM_ROWS = 128  # a step, each row seen once
 RL_PROMPTS = 32  # a step
 GENERATIONS = 8  # of each prompt
@@ -35,6 +37,10 @@ SHOWN = 5
 def main() -> None:
     """Make, warm-start, measure, train, measure."""
     options = parse()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)  # for so small a model a second thread costs more than it gives
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     folder = Path(options.output_dir)
     start = time.perf_counter()
     data = make_data(folder, options.seed, options.steps)
