@@ -39,9 +39,9 @@ from tiny import tiny_model
 
 NUM_IDS = 37
 SHAPE = {
-    "vocab_size": NUM_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 1,
+    "vocab_size": NUM_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 GEMMA = {**SHAPE, "head_dim": 4, "query_pre_attn_scalar": 4}
 FAMILIES = {

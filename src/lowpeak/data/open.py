@@ -42,7 +42,9 @@ def open_dataset(
         raise DataError(f"The configuration {name!r} has no meaning for local data ({source}); leave it out.")
     if paths[0].is_dir():
         return _open_folder(paths[0], split, streaming)
-    return _load(str(source), split, streaming, path=_builder(paths), data_files=[str(path) for path in paths])
+    # Escaped, because `datasets` takes each of them for a pattern: `rows[1].json` would be looked for as `rows1.json`.
+    files = [glob.escape(str(path)) for path in paths]
+    return _load(str(source), split, streaming, path=_builder(paths), data_files=files)
 
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:

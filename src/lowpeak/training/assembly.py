@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,16 @@ def connect_online(
     """The run and the rollout maker of a trainer whose accelerator stands."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
-    reader = PromptReader(
+    limit = _max_prompt_tokens(parts.policy, args.max_completion_length)
+    new_reader = partial(
+        PromptReader,
         parts.tokenizer,
         chat_template_kwargs=args.chat_template_kwargs or {},
-        max_prompt_tokens=_max_prompt_tokens(parts.policy, args.max_completion_length),
+        max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
+        limit_reason=f"the model's context less max_completion_length {args.max_completion_length}",
     )
-    cursor = _cursor(trainer.train_dataset, reader, settings, args)
+    cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     reference = _reference(parts, strategy) if args.beta else None
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
     budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
@@ -104,7 +108,7 @@ def connect_online(
         engine=_engine(trainer, parts, strategy, run, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
-        reader=reader,
+        new_reader=new_reader,
         strategy=strategy,
         model=lambda: trainer.model_wrapped,
         reference=reference,

@@ -44,6 +44,7 @@ def load_policy(
         )
     else:
         policy = model
+    _keep_training_format(policy)
     if peft_config is not None:
         policy = _with_adapter(policy, peft_config)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
@@ -135,6 +136,13 @@ def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     if getattr(policy, "is_quantized", False):
         policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
     return get_peft_model(policy, peft_config)
+
+
+def _keep_training_format(policy: nn.Module) -> None:
+    """bitsandbytes repacks 4-bit weights at the first inference on a CPU, and its backward cannot read that format."""
+    for module in policy.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
 
 
 def upcast_trainable(policy: nn.Module) -> None:

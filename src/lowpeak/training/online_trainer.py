@@ -184,7 +184,7 @@ class OnlineTrainer(StepTrainer):
         return PredictionOutput(predictions=list(result.rows), label_ids=None, metrics=result.metrics)
 
     def _evaluated(self, data: Any, prefix: str) -> Evaluation:
-        prompts = eval_prompts(data, self.maker.reader)
+        prompts = eval_prompts(data, self.maker.new_reader())
         with keep_random():
             self.maker.load_weights(self.state.global_step)
             return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)

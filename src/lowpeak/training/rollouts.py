@@ -41,7 +41,7 @@ class RolloutMaker:
     engine: RolloutEngine
     panel: RewardPanel
     cursor: PromptCursor[Prompt]
-    reader: PromptReader
+    new_reader: Callable[[], PromptReader]
     strategy: Strategy
     model: Callable[[], nn.Module]
     reference: Reference | None
