@@ -66,8 +66,8 @@ class Journal:
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         with _writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
             if not self._ours:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 _set_aside(self.folder)
                 self._ours = True
             descriptor = os.open(_path(self.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
