@@ -1,8 +1,9 @@
 """The journal of a run: one JSON line per step in `steps.jsonl`, one per completion in `rollouts.jsonl`.
 
 pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read both files. A
-line is one append, so a kill between lines leaves whole ones; what a kill inside the append or a full disk cuts off
-is dropped when the files are next opened. NaN and infinities become null: JSON has neither.
+line is one append, so a kill between lines leaves whole ones. Linux can end even one write early when it kills (seen
+with lines of 100 kB, none with 4 kB): such a torn last line is left out by `read_steps` and gone once a run resumes.
+NaN and infinities become null: JSON has neither.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ if last:
 while True:
     step += 1
     journal.write_step(step, {{"reward": step / 7, "loss": float("nan")}})
-    journal.write_rollout(step, [{{"prompt": "p" * 500, "completion": "c" * 9000, "reward": 1.0}}] * 4)
+    journal.write_rollout(step, [{{"prompt": "p" * 50, "completion": "c" * 900, "reward": 1.0}}] * 4)
     journal.sync()
     with staged(run_dir / f"checkpoint-{{step}}") as stage:
         for number in range({NUM_FILES}):
