@@ -214,6 +214,7 @@ class StepTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
         with self.run.tracker.phase(Phase.SAVE):
+            self.run.journal.sync()
             save_checkpoint(self, trial, self.run_state())
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -6,12 +6,12 @@ import time
 
 import pytest
 from datasets import Dataset
-from tiny import char_tokenizer, tiny_model
 
 from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.algorithm import EntropyBonus
 from lowpeak.config.resolve import resolve_grpo, resolve_online
 from lowpeak.errors import DataError, ModelError, RewardTimeoutError
+from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
 SMALL = {
