@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny import tiny_model
 
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.grpo import make_grpo
@@ -21,6 +20,7 @@ from lowpeak.logprobs.head import install_head
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
+from tiny import tiny_model
 
 TEMPERATURE = 0.8
 MAX_LENGTH = 9

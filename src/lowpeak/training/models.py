@@ -60,6 +60,8 @@ def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
         raise ModelError(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."
@@ -142,7 +144,7 @@ def _keep_training_format(policy: nn.Module) -> None:
     """bitsandbytes repacks 4-bit weights at the first inference on a CPU, and its backward cannot read that format."""
     for module in policy.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
-            module.support_avx512bf16_for_cpu = False
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
 def upcast_trainable(policy: nn.Module) -> None:

@@ -54,11 +54,11 @@ class RolloutMaker:
         self.load_weights(policy_version)
         judged = self._ask(number, trainer_state)
         records = tuple(self._masked(record) for record in judged.records)
-        records = self._score(records)
+        records, scoring = self._score(records)
         advantages = self.algorithm.advantages(records)
         records = tuple(replace(r, advantages=a) for r, a in zip(records, advantages.per_token, strict=True))
         metrics = merge_metrics(judged.metrics, advantages.metrics)
-        metrics = merge_metrics(metrics, length_metrics(records))
+        metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring)
         return Rollout(number, policy_version, records, metrics, describe(judged, records, self.panel.names))
 
     def load_weights(self, policy_version: int) -> None:
@@ -111,12 +111,12 @@ class RolloutMaker:
         mask = loss_mask(record.completion, self.settings.mask_truncated)
         return replace(record, completion=replace(record.completion, loss_mask=mask))
 
-    def _score(self, records: tuple[Record, ...]) -> tuple[Record, ...]:
+    def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
         """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""
         needs = self.algorithm.needs
         wants_policy = bool({"old", "entropy"} & needs)
         if not wants_policy and "reference" not in needs:
-            return records
+            return records, {}
         ranks = self.strategy.ranks
         mine = assign([record.num_tokens for record in records], ranks.world_size)[ranks.rank]
         batches = self.matched(pack(records, mine, self.budget))
@@ -132,7 +132,10 @@ class RolloutMaker:
                     scored = score(self.reference.model or self.model(), batches, self.core)
                 self._note(fields, records, batches, scored, "reference")
         everywhere = {i: found for share in ranks.gather(fields) for i, found in share.items()}
-        return tuple(self._filled(record, everywhere[i], needs) for i, record in enumerate(records))
+        useful = sum(batch.num_useful for batch in batches)
+        computed = sum(batch.input_ids_BL.numel() for batch in batches)
+        metrics = {"useful_tokens/score": Metric(float(useful), float(computed))}
+        return tuple(self._filled(record, everywhere[i], needs) for i, record in enumerate(records)), metrics
 
     def matched(self, batches: list[MicroBatch], least: int = 0) -> list[MicroBatch]:
         """As many micro-batches as the busiest rank has (and `least`), so that every forward is matched."""

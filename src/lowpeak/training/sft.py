@@ -127,8 +127,7 @@ class SFTTrainer(StepTrainer):
         batches = pack(records, mine, self.budget, lambda record: algorithm.reduction(num_counted(record), counts))
         most = int(max(ranks.max([len(batches), 1])))
         batches += [masked(self.budget)] * (most - len(batches))
-        useful = sum(batch.num_useful for batch in batches)
-        return StepWork(tuple(batches), useful, sum(batch.input_ids_BL.numel() for batch in batches))
+        return StepWork(tuple(batches), sum(record.num_tokens for record in records))
 
     def run_state(self) -> RunState:
         """Cursor, generators, what `auto` became."""

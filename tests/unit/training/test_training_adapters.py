@@ -8,11 +8,11 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from tiny import char_tokenizer, tiny_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowpeak import GRPOConfig, GRPOTrainer
 from lowpeak.errors import ArgumentError
+from tiny import char_tokenizer, tiny_model
 
 DATA = Dataset.from_list([{"prompt": f"{i % 10}{i * 7 % 10}="} for i in range(32)])
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
@@ -109,9 +109,7 @@ def test_a_lora_run_resumes_to_the_same_weights(tmp_path, came_trained):
     whole.train()
     resumed = trainer(tmp_path / "a", fresh(), beta=0.04, max_steps=3)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-    first, second = (
-        {n: p for n, p in run.model.named_parameters() if p.requires_grad} for run in (whole, resumed)
-    )
+    first, second = ({n: p for n, p in run.model.named_parameters() if p.requires_grad} for run in (whole, resumed))
     assert first.keys() == second.keys()
     for name, weight in first.items():
         assert torch.equal(weight, second[name]), name
@@ -133,9 +131,7 @@ def test_a_4_bit_base_with_lora_trains_generates_and_resumes(tmp_path):
     whole.train()
     resumed = run(tmp_path / "a")
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
-    first, second = (
-        {n: p for n, p in one.model.named_parameters() if p.requires_grad} for one in (whole, resumed)
-    )
+    first, second = ({n: p for n, p in one.model.named_parameters() if p.requires_grad} for one in (whole, resumed))
     assert any(weight.any() for name, weight in first.items() if "lora_B" in name)
     for name, weight in first.items():
         assert torch.equal(weight, second[name]), name

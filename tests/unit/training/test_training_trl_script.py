@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 
 from datasets import Dataset
+
 from tiny import char_tokenizer, tiny_model
 
-SCRIPT = '''
+SCRIPT = """
 import asyncio
 from datasets import load_dataset
 from peft import LoraConfig
@@ -60,7 +61,7 @@ metrics = first.evaluate()
 first.save_model(FOLDER + "/final")
 second = trainer()
 second.train(resume_from_checkpoint=FOLDER + "/out/checkpoint-2")
-'''
+"""
 
 
 def test_a_trl_users_script_runs_with_its_import_changed(tmp_path):
