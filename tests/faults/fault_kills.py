@@ -82,11 +82,14 @@ def opening(part: str) -> Chosen:
     return lambda event, args: event == "open" and part in os.fsdecode(str(args[0]))
 
 
+def appending(name: str) -> Chosen:
+    """The file `name` is opened to append to it."""
+    return lambda event, args: event == "open" and str(args[0]).endswith(name) and bool(args[2] & os.O_APPEND)
+
+
 def renaming(source: str, target: str) -> Chosen:
     """A file or folder is renamed from a path that ends with `source` to one that ends with `target`."""
-    return lambda event, args: (
-        event == "os.rename" and str(args[0]).endswith(source) and str(args[1]).endswith(target)
-    )
+    return lambda event, args: event == "os.rename" and str(args[0]).endswith(source) and str(args[1]).endswith(target)
 
 
 def after(first: Chosen, then: str) -> Chosen:
@@ -108,7 +111,7 @@ def _count(remaining: list[int]) -> None:
         kill()
 
 
-# In a run that saves after 3 and 6 of its 8 steps, evaluates after 5, and makes a rollout for each two steps.
+# In the STANDARD run.
 KILLS: dict[str, Callable[[Any], None]] = {
     "rollout": lambda t: kill_in_forward(t, "rollout", 4, nth=3),
     "score": lambda t: kill_in_forward(t, "score", 4),
@@ -116,8 +119,8 @@ KILLS: dict[str, Callable[[Any], None]] = {
     "backward": lambda t: kill_in_backward(t, 5),
     "optimizer": lambda t: t.add_callback(KillAfterOptimizer(5)),
     "evaluation": lambda t: kill_in_forward(t, "rollout", 5, nth=3),
-    "journal of a step": lambda t: kill_at_event(opening("steps.jsonl"), 5),
-    "journal of a rollout": lambda t: kill_at_event(opening("rollouts.jsonl"), 3),
+    "journal of a step": lambda t: kill_at_event(appending("steps.jsonl"), 5),
+    "journal of a rollout": lambda t: kill_at_event(appending("rollouts.jsonl"), 3),
     "save, at its start": lambda t: kill_at_event(opening("checkpoint-6.staged")),
     "save, in the middle": lambda t: kill_at_event(opening("checkpoint-6.staged/lowpeak_state.json")),
     "save, before the checkpoint has its name": lambda t: kill_at_event(renaming("checkpoint-6.staged", "-6")),

@@ -37,9 +37,10 @@ def _server() -> ForkServerContext:
     return context
 
 
-def call(function: Callable[..., None], *arguments: Any, log: Path, seconds: float = SECONDS) -> int:
-    """Run `function(*arguments)` in a process of its own, what it prints going to `log`; its exit code."""
-    process = _server().Process(target=_run, args=(function, arguments, os.fspath(log)))
+def call(function: Callable[..., None], case: Any, place: Path, *more: Any, seconds: float = SECONDS) -> int:
+    """Run `function(case, place, *more)` in a process of its own, what it prints going to `place/log`; its exit code."""
+    log = place / "log"
+    process = _server().Process(target=_run, args=(function, (case, place, *more), os.fspath(log)))
     process.start()
     process.join(seconds)
     if process.is_alive():
@@ -51,10 +52,10 @@ def call(function: Callable[..., None], *arguments: Any, log: Path, seconds: flo
     return code
 
 
-def succeed(function: Callable[..., None], *arguments: Any, log: Path) -> None:
+def succeed(function: Callable[..., None], case: Any, place: Path, *more: Any) -> None:
     """`call` for a process that must end well; its log is shown if it does not."""
-    code = call(function, *arguments, log=log)
-    assert code == 0, f"exit code {code}; its log:\n{log.read_text()}"
+    code = call(function, case, place, *more)
+    assert code == 0, f"exit code {code}; its log:\n{(place / 'log').read_text()}"
 
 
 def _run(function: Callable[..., None], arguments: tuple[Any, ...], log: str) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
-from tiny import char_tokenizer, tiny_model
 from torch import nn
 from transformers import TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.journal import ROLLOUTS, read_steps
+from tiny import char_tokenizer, tiny_model
 
 TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
 BASE: dict[str, Any] = {
@@ -154,13 +154,57 @@ def finish(trainer: Any, result: Path) -> None:
     result.write_text(json.dumps(found))
 
 
+def run_alone(case: Case, place: Path) -> None:
+    """A run from its start to its end, in `place/run`."""
+    trainer = build(case, place / "run")
+    trainer.train()
+    finish(trainer, place / "result.json")
+
+
+def run_resumed(case: Case, place: Path) -> None:
+    """The same from the last checkpoint in `place/run`."""
+    trainer = build(case, place / "run")
+    trainer.train(resume_from_checkpoint=True)
+    finish(trainer, place / "result.json")
+
+
+def run_until_error(case: Case, place: Path, prepare: Callable[[Any], None]) -> None:
+    """A run that must fail after `prepare(trainer)` was called: the error's class and words go to `place/error.txt`."""
+    trainer = build(case, place / "run")
+    prepare(trainer)
+    try:
+        trainer.train()
+    except BaseException as error:
+        (place / "error.txt").write_text(f"{type(error).__name__}: {error}")
+        return
+    raise AssertionError("the run ended well")
+
+
+def ending(place: Path) -> tuple[Any, ...]:
+    """What the run in `place` came to: weights and step, the journal's steps, the journal's rollouts."""
+    result = json.loads((place / "result.json").read_text())
+    return result, steps(place / "run"), rollouts(place / "run")
+
+
 def steps(folder: Path) -> list[dict[str, Any]]:
     """The journal's steps without times and memory, which no two runs share."""
-    rows = read_steps(folder / "journal")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "peak_memory/"))} for row in rows]
+    timed = ("time/", "peak_memory/", "step_time", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_steps(folder / "journal")]
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
     """The journal's rollouts."""
     path = folder / "journal" / f"{ROLLOUTS}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """The names of all checkpoints in a run's folder, of half ones too."""
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("checkpoint"))
+
+
+# A run that saves after 3 and 6 of its 8 steps, evaluates after 5, and makes a rollout for each two steps.
+STANDARD = Case(
+    args={"num_iterations": 2, "beta": 0.04, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 5},
+    dropout=0.1,
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,7 @@ from lowpeak.training.models import (
     adapter_reference,
     context_length,
     disable_dropout,
+    is_peft,
     load_policy,
     load_reference,
     load_tokenizer,
@@ -76,6 +78,11 @@ def prepare_online(
     policy = load_policy(
         model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
     )
+    if args.sync_ref_model and is_peft(policy):
+        raise ArgumentError(
+            "sync_ref_model moves a reference that has weights of its own, and under an adapter the reference is the "
+            "policy without it: remove sync_ref_model, or train without an adapter."
+        )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
     reference = load_reference(policy, model, args.model_init_kwargs) if args.beta else None
     upcast_trainable(policy)
@@ -157,11 +164,12 @@ def _engine(
     run: Run,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
+    def hold() -> AbstractContextManager[nn.Module]:
+        return strategy.hold(trainer.model_wrapped, None)
+
     if rollout_func is not None:
-        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id)
-    return NativeEngine(
-        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, kv_cache_bytes=run.sizes.kv_cache_bytes
-    )
+        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
+    return NativeEngine(hold, parts.tokenizer, kv_cache_bytes=run.sizes.kv_cache_bytes)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, MissingPackageError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -69,13 +70,16 @@ def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:
-    """The tokenizer passed in, or the one beside the model."""
+    """The tokenizer passed in, or the one beside the model; ModelError where it is of no use (see `check_tokenizer`)."""
     if processing_class is not None:
+        check_tokenizer(processing_class)
         return processing_class
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
         raise ArgumentError("the model instance does not say where its tokenizer is: pass processing_class=tokenizer.")
-    return from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    tokenizer = from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    check_tokenizer(tokenizer)
+    return tokenizer
 
 
 def load_reference(

@@ -149,8 +149,7 @@ class OnlineTrainer(StepTrainer):
 
     def use_sizes(self, sizes: Sizes) -> None:
         """Run every pass, and the engine, within these sizes."""
-        self.run.sizes = sizes
-        self.run.core = replace(self.run.core, chunk_size=sizes.logprob_chunk_size)
+        super().use_sizes(sizes)
         self.maker.core = self.run.core
         self.maker.budget = replace(self.maker.budget, max_tokens=sizes.micro_batch_tokens)
         if isinstance(self.maker.engine, NativeEngine):

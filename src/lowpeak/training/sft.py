@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lowpeak.training.arguments import SFTConfig
 from lowpeak.training.assembly import make_run
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
+from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import score
 from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
 
@@ -49,7 +51,7 @@ class SFTTrainer(StepTrainer):
         peft_config: Any = None,
     ) -> None:
         args = args if args is not None else SFTConfig(output_dir="sft-output")
-        memory = resolve_common(args)
+        self.memory = resolve_common(args)
         check_writable(Path(args.output_dir))
         if train_dataset is None:
             raise DataError("train_dataset is None: pass a data set with prompt and completion, messages, or text.")
@@ -72,8 +74,8 @@ class SFTTrainer(StepTrainer):
         )
         self.user_args = args
         strategy = detect_strategy(self.accelerator)
-        self.run = make_run(self, args, make_supervised(), strategy, policy, memory)
-        self.budget = Budget(self.run.sizes.micro_batch_tokens, memory.pad_to_multiple_of, padding_id(tokenizer))
+        self.run = make_run(self, args, make_supervised(), strategy, policy, self.memory)
+        self.budget = Budget(self.run.sizes.micro_batch_tokens, self.memory.pad_to_multiple_of, padding_id(tokenizer))
         self.reader = _reader(args, policy, tokenizer)
         self.cursor = _cursor(train_dataset, self.reader, args)
         self.add_callback(StepCallback(self))
@@ -139,8 +141,14 @@ class SFTTrainer(StepTrainer):
         )
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
-        """Go on where the checkpoint was written."""
+        """Go on where the checkpoint was written, with what `auto` had become then."""
         self.cursor.load_state_dict(state.cursor)
+        self.use_sizes(self.run.sizes.resumed(state.resolved, self.memory))
+
+    def use_sizes(self, sizes: Sizes) -> None:
+        """Run every pass within these sizes."""
+        super().use_sizes(sizes)
+        self.budget = replace(self.budget, max_tokens=sizes.micro_batch_tokens)
 
 
 def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:
