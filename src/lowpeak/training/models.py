@@ -75,7 +75,10 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
         raise ArgumentError("the model instance does not say where its tokenizer is: pass processing_class=tokenizer.")
-    return from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    tokenizer = from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of a missing one
+        raise ModelError(f"there is no tokenizer beside {name!r}: save one there, or pass processing_class=tokenizer.")
+    return tokenizer
 
 
 def load_reference(
