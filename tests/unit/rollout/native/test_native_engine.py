@@ -217,9 +217,14 @@ def test_no_random_state_moves():
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[2], strict=True))
 
 
-def test_weights_can_be_trained_after_a_rollout():
+def test_forwards_keep_no_graph_and_weights_can_be_trained_after():
     model = tiny_model()
+    graphs: list[bool] = []
+    handle = model.register_forward_hook(lambda module, args, output: graphs.append(output.logits.requires_grad))
     engine(model).generate(prompts(), SAMPLING)
+    handle.remove()
+    assert graphs
+    assert not any(graphs)
     model(input_ids=torch.tensor([[2, 3]])).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
