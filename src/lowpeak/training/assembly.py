@@ -43,7 +43,7 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
-from lowpeak.training.rollouts import RolloutMaker
+from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
@@ -106,10 +106,11 @@ def connect_online(
             judge.model = strategy.prepare_frozen(judge.model)
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
     budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
+    tally = Tally()
     maker = RolloutMaker(
         settings=settings,
         algorithm=algorithm,
-        engine=_engine(trainer, parts, strategy, run, rollout_func),
+        engine=_engine(trainer, parts, strategy, run.sizes, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
         new_reader=new_reader,
@@ -119,6 +120,7 @@ def connect_online(
         core=run.core,
         budget=budget,
         tracker=run.tracker,
+        tally=tally,
     )
     return run, maker
 
@@ -154,13 +156,14 @@ def _engine(
     trainer: Any,
     parts: OnlineParts,
     strategy: Strategy,
-    run: Run,
+    sizes: Sizes,
+    tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id)
     return NativeEngine(
-        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, kv_cache_bytes=run.sizes.kv_cache_bytes
+        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, sizes.kv_cache_bytes, tally.add
     )
 
 

@@ -201,9 +201,10 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
 
 
 def test_generated_tokens_are_reported_as_they_come():
-    counted: list[int] = []
-    groups = engine(tiny_model(), on_tokens=counted.append).generate(prompts(), SAMPLING)
-    assert sum(counted) == sum(len(c) for group in groups for c in group.completions)
+    counted: list[tuple[int, int]] = []
+    groups = engine(tiny_model(), on_tokens=lambda *counts: counted.append(counts)).generate(prompts(), SAMPLING)
+    assert sum(useful for useful, _ in counted) == sum(len(c) for group in groups for c in group.completions)
+    assert all(useful <= computed for useful, computed in counted)
     assert len(counted) > 1
 
 
@@ -248,7 +249,7 @@ class _Hold:
 def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
     hold = _Hold(tiny_model())
 
-    def interrupt(count: int) -> None:
+    def interrupt(useful: int, computed: int) -> None:
         raise KeyboardInterrupt
 
     made = NativeEngine(hold, char_tokenizer(), on_tokens=interrupt)
