@@ -227,7 +227,8 @@ def test_metrics_have_trls_names_and_the_share_of_useful_tokens(tmp_path):
         "reward", "reward_std", "frac_reward_zero_std", "rewards/ones/mean", "rewards/ones/std", "completions/mean_length",
         "completions/min_length", "completions/max_length", "completions/clipped_ratio", "kl", "entropy", "num_tokens",
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "useful_tokens/train",
-        "useful_tokens/score", "useful_tokens/rollout", "tokens_per_second", "step_time", "peak_memory/rollout", "peak_memory/score",
+        "useful_tokens/score", "useful_tokens/rollout", "tokens_per_second", "step_time",
+        "peak_memory/rollout", "peak_memory/score",
     }  # fmt: skip
     assert expected <= run.state.log_history[0].keys()
 
