@@ -95,6 +95,23 @@ def test_adapters_added_after_installing_ask_for_it_again(name):
     assert torch.isfinite(model(input_ids=ids).logits).all()
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_trained_copy_of_the_head_takes_the_path_of_a_plain_head(when):
+    data, model = batch(), tiny_model(NUM_IDS, tied=False)
+    if when == "before":
+        install_head(model)
+    model = install_head(get_peft_model(model, LoraConfig(r=3, **ADAPTERS["a trained copy of the head"])))
+    loss = model(input_ids=data[0], head_request=ask(data, loss=token_loss))["loss"]
+    assert "_Visited" in type(loss.grad_fn).__name__
+
+
+def test_a_plain_head_that_became_a_layer_of_an_adapter_is_itself_again():
+    model = install_head(tiny_model(NUM_IDS, tied=False, dtype=torch.bfloat16), cast_head_to_fp32=True)
+    model = install_head(get_peft_model(model, LoraConfig(r=3, **ADAPTERS["on the head"])))
+    hidden = torch.zeros(1, 32, dtype=torch.bfloat16)
+    assert model.get_base_model().lm_head.base_layer(hidden).dtype == torch.bfloat16
+
+
 def test_dropout_in_an_adapter_on_the_head_falls_alike_in_backward():
     model, data = install_head(adapted("on the head", lora_dropout=0.5)).train(), batch()
     torch.manual_seed(5)

@@ -24,6 +24,7 @@ from lowpeak.logprobs.verify import verify_head
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
@@ -100,6 +101,9 @@ def connect_online(
     )
     cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     reference = _reference(parts, strategy) if args.beta else None
+    for judge in parts.rewards:
+        if isinstance(judge, ModelReward):
+            judge.model = strategy.prepare_frozen(judge.model)
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
     budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
     maker = RolloutMaker(

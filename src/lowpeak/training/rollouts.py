@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,6 +30,8 @@ from lowpeak.training.reuse import Rollout
 from lowpeak.training.step import Core, Scored, score
 
 SLICE_BYTES = 8 << 20
+
+Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
 
 
 @dataclass
@@ -114,59 +116,64 @@ class RolloutMaker:
     def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
         """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""
         needs = self.algorithm.needs
-        wants_policy = bool({"old", "entropy"} & needs)
-        if not wants_policy and "reference" not in needs:
+        if not needs:
             return records, {}
         ranks = self.strategy.ranks
         mine = assign([record.num_tokens for record in records], ranks.world_size)[ranks.rank]
         batches = self.matched(pack(records, mine, self.budget))
-        fields: dict[int, dict[str, Tensor]] = {index: {} for index in mine}
         self.model().eval()
         with self.tracker.phase(Phase.SCORE):
-            if wants_policy:
-                scored = score(self.model(), batches, self.core, entropy="entropy" in needs)
-                self._note(fields, records, batches, scored, "old" if "old" in needs else None)
-            if "reference" in needs:
-                assert self.reference is not None
-                with self.reference.use():
-                    scored = score(self.reference.model or self.model(), batches, self.core)
-                self._note(fields, records, batches, scored, "reference")
-        everywhere = {i: found for share in ranks.gather(fields) for i, found in share.items()}
-        useful = sum(batch.num_useful for batch in batches)
-        computed = sum(batch.input_ids_BL.numel() for batch in batches)
-        metrics = {"useful_tokens/score": Metric(float(useful), float(computed))}
-        return tuple(self._filled(record, everywhere[i], needs) for i, record in enumerate(records)), metrics
+            found = self._passes(records, batches)
+        everywhere = {i: values for share in ranks.gather(found) for i, values in share.items()}
+        filled = tuple(self._filled(record, everywhere.get(i, {})) for i, record in enumerate(records))
+        return filled, {"useful_tokens/score": _useful(batches)}
+
+    def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch]) -> Scores:
+        """The policy's pass and the reference's, each only where something needs it."""
+        needs = self.algorithm.needs
+        found: Scores = {}
+        if needs & {"old", "entropy"}:
+            scored = score(self.model(), batches, self.core, entropy="entropy" in needs)
+            _note(found, records, batches, scored, "old")
+        if "reference" in needs:
+            assert self.reference is not None
+            with self.reference.use():
+                scored = score(self.reference.model or self.model(), batches, self.core)
+            _note(found, records, batches, scored, "reference")
+        return found
+
+    def _filled(self, record: Record, found: Mapping[str, Tensor]) -> Record:
+        """The record with what the algorithm needs; zeros for a row without a counted token, which nothing reads."""
+        nothing = torch.zeros(len(record.completion))
+        old, reference, entropy = (
+            found.get(name, nothing) if name in self.algorithm.needs else None
+            for name in ("old", "reference", "entropy")
+        )
+        return replace(record, old=old, reference=reference, entropy=entropy)
 
     def matched(self, batches: list[MicroBatch], least: int = 0) -> list[MicroBatch]:
         """As many micro-batches as the busiest rank has (and `least`), so that every forward is matched."""
         most = int(max(self.strategy.ranks.max([len(batches), least])))
         return batches + [masked(self.budget)] * (most - len(batches))
 
-    @staticmethod
-    def _note(
-        fields: dict[int, dict[str, Tensor]],
-        records: Sequence[Record],
-        batches: Sequence[MicroBatch],
-        scored: Sequence[Scored],
-        name: str | None,
-    ) -> None:
-        """Put what a pass gave into each row's fields: log-probs under `name`, entropies where there are any."""
-        for batch, result in zip(batches, scored, strict=True):
-            lengths = torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
-            logprobs = result.logprobs_T.cpu().split(lengths)
-            entropies = result.entropy_T.cpu().split(lengths) if result.entropy_T is not None else None
-            for row, index in enumerate(batch.record_indices):
-                if name is not None:
-                    fields[index][name] = scatter(records[index], logprobs[row])
-                if entropies is not None:
-                    fields[index]["entropy"] = scatter(records[index], entropies[row])
 
-    @staticmethod
-    def _filled(record: Record, found: dict[str, Tensor], needs: frozenset[str]) -> Record:
-        """The record with what was scored; a row without a counted token gets zeros, for nothing reads them."""
-        nothing = torch.zeros(len(record.completion))
-        values = {name: found.get(name, nothing) if name in needs else None for name in ("old", "reference", "entropy")}
-        return replace(record, old=values["old"], reference=values["reference"], entropy=values["entropy"])
+def _note(
+    found: Scores, records: Sequence[Record], batches: Sequence[MicroBatch], scored: Sequence[Scored], name: str
+) -> None:
+    """Put what a pass gave into each row's values: log-probs under `name`, entropies where there are any."""
+    for batch, result in zip(batches, scored, strict=True):
+        lengths = torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
+        columns = {name: result.logprobs_T.cpu().split(lengths)}
+        if result.entropy_T is not None:
+            columns["entropy"] = result.entropy_T.cpu().split(lengths)
+        for row, index in enumerate(batch.record_indices):
+            values = {column: scatter(records[index], parts[row]) for column, parts in columns.items()}
+            found.setdefault(index, {}).update(values)
+
+
+def _useful(batches: Sequence[MicroBatch]) -> Metric:
+    """The share of a pass's tokens that are no padding."""
+    return Metric(float(sum(b.num_useful for b in batches)), float(sum(b.input_ids_BL.numel() for b in batches)))
 
 
 def gather_judged(shares: Sequence[tuple[Sequence[int], Judged]], num_groups: int, first_group: int) -> Judged:

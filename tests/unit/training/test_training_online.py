@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from lowpeak.errors import ModelError
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -315,6 +316,13 @@ def test_a_model_given_by_path_is_loaded_with_its_tokenizer(tmp_path):
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert {p.dtype for p in run.maker.reference.model.parameters()} == {torch.bfloat16}
     run.train()
+
+
+def test_a_model_folder_without_a_tokenizer_is_an_error(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), **{**SMALL, "num_generations": 4})
+    with pytest.raises(ModelError, match="no tokenizer beside"):
+        GRPOTrainer(str(tmp_path / "model"), ones, args, rows())
 
 
 def test_bf16_compute_trains_fp32_weights(tmp_path):
