@@ -1,0 +1,105 @@
+"""Noisy sort: a task on which two CPU cores show reinforcement learning work in a minute.
+
+The prompt is six digits and an equals sign (`418302=`), the answer those digits in ascending order (`012348`). The
+supervised start is wrong on purpose: in most of its demonstrations two neighbours are swapped, so that the model knows
+what an answer looks like and sorts badly. What is left to learn is in the reward alone: 1 for the exact answer, else 0.
+
+Every tenth prompt, by a checksum of its text, is held out: it is in neither the supervised nor the RL data.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+NUM_DIGITS = 6
+MAX_COMPLETION_LENGTH = NUM_DIGITS + 1  # the digits and the end of the sequence
+WRONG_SHARE = 0.7
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character: ten digits and `=`, after `<pad>` and `<eos>`."""
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *"0123456789="])}
+    characters = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    characters.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    characters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_model(seed: int) -> Qwen2ForCausalLM:
+    """A transformer of Qwen2's shape with half a million parameters, randomly initialised."""
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=13,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        intermediate_size=512,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=None,
+    )
+    return Qwen2ForCausalLM(config)
+
+
+def answer_to(prompt: str) -> str:
+    """The digits of the prompt in ascending order."""
+    return "".join(sorted(prompt.removesuffix("=")))
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether the prompt is for evaluation only."""
+    return zlib.crc32(prompt.encode()) % 10 == 0
+
+
+def draw_prompts(num_prompts: int, seed: int, *, held_out: bool = False) -> list[str]:
+    """Different prompts, all held out or none of them."""
+    found: dict[str, None] = {}
+    for prompt in _random_prompts(seed):
+        if is_held_out(prompt) == held_out:
+            found[prompt] = None
+        if len(found) == num_prompts:
+            break
+    return list(found)
+
+
+def _random_prompts(seed: int) -> Iterator[str]:
+    draw = random.Random(seed)
+    while True:
+        yield f"{draw.randrange(10**NUM_DIGITS):0{NUM_DIGITS}d}="
+
+
+def make_demonstrations(num_rows: int, seed: int) -> Dataset:
+    """Prompts with completions to imitate, of which most are wrong: two neighbours are swapped."""
+    draw = random.Random(seed)
+    prompts = draw_prompts(num_rows, seed + 1)
+    return Dataset.from_dict({"prompt": prompts, "completion": [_demonstrate(prompt, draw) for prompt in prompts]})
+
+
+def _demonstrate(prompt: str, draw: random.Random) -> str:
+    digits = list(answer_to(prompt))
+    if draw.random() < WRONG_SHARE:
+        left = draw.randrange(NUM_DIGITS - 1)
+        digits[left], digits[left + 1] = digits[left + 1], digits[left]
+    return "".join(digits)
+
+
+def make_prompts(num_rows: int, seed: int, *, held_out: bool = False) -> Dataset:
+    """Prompts with the answer beside them, which the reward reads."""
+    prompts = draw_prompts(num_rows, seed + 2, held_out=held_out)
+    return Dataset.from_dict({"prompt": prompts, "answer": [answer_to(prompt) for prompt in prompts]})
+
+
+def sorted_exactly(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
+    """The reward: 1 for the exact answer, else 0."""
+    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
