@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
+from benchmarks.harness.canned import can_peer, our_rollouts
 from benchmarks.harness.clock import PhaseClock, watch_phases
 from benchmarks.harness.process import resident_bytes
 from benchmarks.harness.report import OURS, mean, print_result
@@ -24,7 +25,10 @@ from benchmarks.harness.task import NUM_PROMPTS, noisy_sort, trainer_settings
 
 @dataclass(frozen=True)
 class SideRequest:
-    """What one side is to do. `start` holds the weights to train; `phases` asks for CPU seconds by phase."""
+    """What one side is to do. `start` holds the weights to train; `phases` asks for CPU seconds by phase.
+
+    `canned` puts fixed completions in place of sampled ones, asked for in the data's order, and logs every step.
+    """
 
     library: str
     algorithm: str
@@ -34,6 +38,7 @@ class SideRequest:
     folder: str
     snapshots: tuple[int, ...] = ()
     phases: bool = False
+    canned: bool = False
 
 
 class Snapshots(TrainerCallback):
@@ -53,14 +58,22 @@ def make_trainer(request: SideRequest) -> Any:
     """The trainer of either library: the two constructors take the same arguments."""
     package, name = importlib.import_module(request.library), request.algorithm.upper()
     settings = trainer_settings(request.algorithm, request.seed, request.steps, Path(request.folder))
-    return getattr(package, f"{name}Trainer")(
+    more: dict[str, Any] = {}
+    if request.canned:
+        settings |= {"shuffle_dataset": False, "logging_steps": 1}
+        more = {"rollout_func": our_rollouts} if request.library == OURS else {}
+    trainer = getattr(package, f"{name}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(request.start),
         reward_funcs=noisy_sort.sorted_exactly,
         args=getattr(package, f"{name}Config")(**settings),
         train_dataset=noisy_sort.make_prompts(request.steps * NUM_PROMPTS, request.seed),
         processing_class=AutoTokenizer.from_pretrained(request.start),
         callbacks=[Snapshots(Path(request.folder), request.snapshots)],
+        **more,
     )
+    if request.canned and request.library != OURS:
+        can_peer(trainer, request.algorithm)
+    return trainer
 
 
 def run_side(request: SideRequest) -> dict[str, Any]:
@@ -73,12 +86,14 @@ def run_side(request: SideRequest) -> dict[str, Any]:
     start = time.process_time()
     trainer.train()
     seconds = time.process_time() - start
-    zero_std = [log["frac_reward_zero_std"] for log in trainer.state.log_history if "frac_reward_zero_std" in log]
+    logs = [log for log in trainer.state.log_history if "frac_reward_zero_std" in log]
     return {
         "cpu_seconds": round(seconds, 3),
         "cpu_seconds_by_phase": {name: round(used, 4) for name, used in clock.seconds.items()},
         "start_rss_mb": None if resident is None else round(resident / 2**20, 1),
-        "frac_reward_zero_std": round(mean(zero_std), 4),
+        "frac_reward_zero_std": round(mean([log["frac_reward_zero_std"] for log in logs]), 4),
+        "loss": [log["loss"] for log in logs],
+        "grad_norm": [log["grad_norm"] for log in logs],
         "journal_seconds": journal_seconds(Path(request.folder)) if request.library == OURS else {},
     }
 

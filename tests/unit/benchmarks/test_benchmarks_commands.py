@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from benchmarks import learning_curve, plot_curve, step_cost
+import torch
+from benchmarks import learning_curve, plot_curve, same_steps, step_cost
+from safetensors.torch import save_file
 
 
 def runs_of(*sampled: float) -> list[dict[str, Any]]:
@@ -56,3 +58,11 @@ def test_the_band_is_the_mean_of_the_seeds_with_two_deviations():
 def test_the_drawing_command_needs_no_training_to_be_parsed(tmp_path):
     data, picture, quick = plot_curve.parse(["--data", str(tmp_path / "a.json"), "--quick"])
     assert (data.name, picture.name, quick) == ("a.json", "curve.png", True)
+
+
+def test_the_furthest_difference_is_over_all_weights(tmp_path):
+    for name, last in (("a", 1.0), ("b", -0.5)):
+        (tmp_path / name).mkdir()
+        weights = {"first": torch.zeros(2, 2), "second": torch.tensor([0.25, last])}
+        save_file(weights, tmp_path / name / "model.safetensors")
+    assert same_steps.furthest(tmp_path / "a", tmp_path / "b") == 1.5

