@@ -29,7 +29,6 @@ class Plan:
     algorithm: str
     seeds: tuple[int, ...]
     steps: int = 160
-    warm_steps: int = 55
     every: int = 10
     held_out: int = 1024
 
@@ -65,14 +64,14 @@ def parse(arguments: Sequence[str]) -> tuple[Plan, Path | None]:
     parser.add_argument("--save", type=Path, help="write the result into this file as well (for plot_curve)")
     found = parser.parse_args(arguments)
     if found.quick:
-        return Plan(found.algorithm, (found.seeds[0],), steps=12, warm_steps=30, every=12, held_out=256), found.save
+        return Plan(found.algorithm, (found.seeds[0],), steps=12, every=12, held_out=256), found.save
     return Plan(found.algorithm, tuple(found.seeds)), found.save
 
 
 def run_seed(plan: Plan, seed: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Both sides of one seed, each in a process of its own: what each took, and its accuracies by step."""
     start = folder / f"start-{seed}"
-    run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": seed, "steps": plan.warm_steps})
+    run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": seed})
     took = {side: train(plan, side, seed, start, folder / f"{side}-{seed}") for side in SIDES}
     snapshots = {
         f"{side} {step}": str(folder / f"{side}-{seed}" / str(step)) for side in SIDES for step in plan.snapshots

@@ -27,7 +27,7 @@ def main() -> None:
     require_peer()
     with tempfile.TemporaryDirectory() as folder:
         start = Path(folder) / "start"
-        run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": 0, "steps": 30})
+        run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": 0})
         runs = {side: train(side, algorithm, steps, start, Path(folder) / side) for side in SIDES}
         ends = [Path(folder) / side / str(steps) for side in SIDES]
         difference, move = furthest(*ends), furthest(start, ends[1])

@@ -57,7 +57,7 @@ def parse(arguments: Sequence[str]) -> tuple[str, int, int]:
 def measure(algorithm: str, steps: int, rounds: int, folder: Path) -> dict[str, list[dict[str, Any]]]:
     """What each side took in each round: they take turns, each time in a fresh process and from the same weights."""
     start = folder / "start"
-    run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": 0, "steps": 55 if rounds > 1 else 30})
+    run_apart("benchmarks.harness.warm", {"folder": str(start), "seed": 0})
     runs: dict[str, list[dict[str, Any]]] = {side: [] for side in SIDES}
     for number in range(rounds):
         for side in SIDES:

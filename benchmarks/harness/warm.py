@@ -12,8 +12,8 @@ from benchmarks.harness.task import warm_start
 
 
 def main(request: dict[str, Any]) -> None:
-    """Train for `steps` steps from `seed` and save into `folder`."""
-    warm_start(Path(request["folder"]), request["seed"], request["steps"])
+    """Train from `seed` and save into `folder`."""
+    warm_start(Path(request["folder"]), request["seed"])
     print_result({"folder": request["folder"]})
 
 
