@@ -3,7 +3,7 @@
     LOWPEAK_GSM8K=/path/to/gsm8k python examples/gsm8k_warm_start.py [--output_dir runs/gsm8k-small]
 
 From the training questions and answers of GSM8K (`train.jsonl`) it trains a byte-pair tokenizer with a chat template,
-makes a model of Qwen2's shape with a few million parameters, and warm-starts it by supervised training on the answers
+makes a model of Qwen2's shape with two million parameters, and warm-starts it by supervised training on the answers
 in chat form. It stops early: the model then ends its answers with `#### number` sometimes, which is what the reward for
 the form has to work with. A model of this size learns the form, not the arithmetic.
 """
@@ -30,7 +30,7 @@ from lowpeak.errors import DataError
 
 VOCABULARY = 2048
 CONTEXT = 640
-MAX_ANSWER_TOKENS = 120  # longer answers would be cut by max_completion_length, and teach never to end
+MAX_ANSWER_TOKENS = 100  # longer answers would be cut by max_completion_length, and teach never to end
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -42,7 +42,7 @@ def main() -> None:
     """Tokenizer, model, supervised training; the result is a folder for `--model`."""
     parser = argparse.ArgumentParser(description="Make and warm-start a small model for GSM8K.")
     parser.add_argument("--output_dir", default="runs/gsm8k-small")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = list(read_rows(gsm8k_folder() / "train.jsonl"))
@@ -54,12 +54,12 @@ def main() -> None:
         args=SFTConfig(
             output_dir=options.output_dir,
             max_steps=options.steps,
-            per_device_train_batch_size=32,
-            learning_rate=2e-3,
+            per_device_train_batch_size=16,
+            learning_rate=3e-3,
             warmup_steps=20,
             lr_scheduler_type="linear",
             gradient_checkpointing=False,
-            logging_steps=20,
+            logging_steps=50,
             save_strategy="no",
             disable_tqdm=not sys.stderr.isatty(),
             seed=options.seed,
@@ -110,15 +110,15 @@ def train_tokenizer(texts: Iterator[str]) -> PreTrainedTokenizerFast:
 
 
 def make_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
-    """A transformer of Qwen2's shape with about four million parameters, randomly initialised."""
+    """A transformer of Qwen2's shape with about two million parameters, randomly initialised."""
     torch.manual_seed(seed)
     config = Qwen2Config(
         vocab_size=vocabulary,
-        hidden_size=256,
+        hidden_size=192,
         num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
-        intermediate_size=768,
+        intermediate_size=576,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=True,
         pad_token_id=0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import chain
@@ -15,6 +15,7 @@ from lowpeak.cli.arguments import DataArguments, ModelArguments, RewardArguments
 from lowpeak.cli.columns import shape
 from lowpeak.cli.groups import DATA, LOGGING, MODEL, REWARDS
 from lowpeak.cli.parse import arguments_of, parse
+from lowpeak.cli.show import dump
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
 
 Part = TypeVar("Part")
@@ -23,7 +24,7 @@ NAMES = {"grpo": "GRPO", "rloo": "RLOO", "sft": "SFT"}
 
 @dataclass(frozen=True)
 class Job:
-    """All that a command was told."""
+    """All that a command was told; `given` is what the user wrote, the rest are defaults."""
 
     kind: str
     model: ModelArguments
@@ -31,6 +32,7 @@ class Job:
     rewards: RewardArguments
     run: RunArguments
     config: Any
+    given: Mapping[str, Any]
 
     @property
     def supervised(self) -> bool:
@@ -43,7 +45,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     job = read_job(kind, argv, library)
     trainer = make_trainer(job, library)
     if job.run.dry_run:
-        print(dump(trainer.dry_run()), end="")
+        print(dump({"arguments": job.given} | trainer.dry_run()), end="")
         return 0
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(job.config.resume_from_checkpoint))
     trainer.save_model()
@@ -65,12 +67,13 @@ def read_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     given = parse([*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}")
 
     def pick(part: type[Part]) -> Part:
-        return part(**{each.name: given.pop(each.name) for each in own[part] if each.name in given})
+        return part(**{each.name: given[each.name] for each in own[part] if each.name in given})
 
     model, data, rewards, run = pick(ModelArguments), pick(DataArguments), pick(RewardArguments), pick(RunArguments)
-    job = Job(kind, model, data, rewards, run, config=None)
+    job = Job(kind, model, data, rewards, run, config=None, given=given)
     check(job)
-    return dataclasses.replace(job, config=make_config(config_class, given, model))
+    settings = {each.name: given[each.name] for each in theirs if each.name in given}
+    return dataclasses.replace(job, config=make_config(config_class, settings, model))
 
 
 def check(job: Job) -> None:
@@ -91,16 +94,15 @@ def check(job: Job) -> None:
             raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out.")
 
 
-def make_config(config_class: type, given: dict[str, Any], model: ModelArguments) -> Any:
+def make_config(config_class: type, settings: Mapping[str, Any], model: ModelArguments) -> Any:
     """The trainer's configuration from what was given; what it refuses is an error with its own words."""
     if model.load_in_4bit:
         quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
         require("bitsandbytes", "--load_in_4bit", extra="quantization")
-        given = given | {
-            "model_init_kwargs": (given.get("model_init_kwargs") or {}) | {"quantization_config": quantization}
-        }
+        options = {**(settings.get("model_init_kwargs") or {}), "quantization_config": quantization}
+        settings = {**settings, "model_init_kwargs": options}
     try:
-        return config_class(**given)
+        return config_class(**settings)
     except LowpeakError:
         raise
     except (TypeError, ValueError) as error:
@@ -179,19 +181,3 @@ def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
     """`true` is the newest checkpoint of the output folder, a path is that checkpoint, nothing starts afresh."""
     text = str(value).lower()
     return {"true": True, "false": None, "none": None}.get(text, value)
-
-
-def dump(resolved: Any) -> str:
-    """What a dry run resolved, as YAML; values that YAML has no word for are shown as text."""
-    import yaml
-
-    return yaml.safe_dump(plain(resolved), sort_keys=False, allow_unicode=True, width=110)
-
-
-def plain(value: Any) -> Any:
-    """Mappings, sequences and scalars as YAML knows them, anything else as its text."""
-    if isinstance(value, dict):
-        return {str(key): plain(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
-    return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -45,7 +45,7 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
-from lowpeak.training.rollouts import RolloutMaker
+from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
@@ -113,10 +113,11 @@ def connect_online(
             judge.model = strategy.prepare_frozen(judge.model)
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
     budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
+    tally = Tally()
     maker = RolloutMaker(
         settings=settings,
         algorithm=algorithm,
-        engine=_engine(trainer, parts, strategy, run, rollout_func),
+        engine=_engine(trainer, parts, strategy, run.sizes, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
         new_reader=new_reader,
@@ -126,6 +127,7 @@ def connect_online(
         core=run.core,
         budget=budget,
         tracker=run.tracker,
+        tally=tally,
     )
     return run, maker
 
@@ -161,7 +163,8 @@ def _engine(
     trainer: Any,
     parts: OnlineParts,
     strategy: Strategy,
-    run: Run,
+    sizes: Sizes,
+    tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
     def hold() -> AbstractContextManager[nn.Module]:
@@ -169,7 +172,7 @@ def _engine(
 
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
-    return NativeEngine(hold, parts.tokenizer, kv_cache_bytes=run.sizes.kv_cache_bytes)
+    return NativeEngine(hold, parts.tokenizer, sizes.kv_cache_bytes, tally.add)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:

@@ -78,6 +78,8 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
     if not name:
         raise ArgumentError("the model instance does not say where its tokenizer is: pass processing_class=tokenizer.")
     tokenizer = from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of a missing one
+        raise ModelError(f"there is no tokenizer beside {name!r}: save one there, or pass processing_class=tokenizer.")
     check_tokenizer(tokenizer)
     return tokenizer
 

@@ -161,20 +161,9 @@ class OnlineTrainer(StepTrainer):
 
     # evaluation
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Rewards, accuracy and pass@k on one data set, or on each of several under its name."""
-        data = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(data, dict):
-            found: dict[str, float] = {}
-            for name, one in data.items():
-                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
-            return found
-        metrics = self._evaluated(data, metric_key_prefix).metrics
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        """Rewards, accuracy and pass@k on one data set."""
+        return self._evaluated(data, prefix).metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Completions of a data set as rows of text and rewards, with the metrics of `evaluate`."""

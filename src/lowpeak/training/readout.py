@@ -63,21 +63,14 @@ def finite_or_raise(numbers: Readout, model: nn.Module, step: int, output_dir: P
     raise NonFiniteError(f"step {step}: {what}. The optimizer step was not taken and {_left(output_dir)}")
 
 
-def finite_weights_or_raise(model: nn.Module, step: int, output_dir: Path, ranks: Ranks) -> None:
-    """NonFiniteError where a trainable weight of any rank is NaN or infinite: such weights are never saved as good."""
-    weights = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    broken = [name for name, weight in weights.items() if not _sums_finite(weight)]
-    if ranks.max([len(broken)])[0]:
-        where = _some(broken) if broken else "of another rank"
+def finite_weights_or_raise(weights: Mapping[str, Tensor], step: int, output_dir: Path) -> None:
+    """NonFiniteError where one of these weights is NaN or infinite: such weights are never saved as good ones."""
+    broken = [name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())]
+    if broken:
+        where = _some(broken)
         raise NonFiniteError(
             f"after step {step}: weights are not finite ({where}). They were not saved, and {_left(output_dir)}"
         )
-
-
-def _sums_finite(weight: Tensor) -> bool:
-    local = weight.detach()
-    local = local.to_local() if hasattr(local, "to_local") else local
-    return bool(torch.isfinite(local).all())
 
 
 def _left(output_dir: Path) -> str:

@@ -25,7 +25,7 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import last_checkpoint
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
-from lowpeak.errors import EngineError
+from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
@@ -122,6 +122,10 @@ class StepTrainer(Trainer):
 
     def save_more(self, folder: Path) -> None:
         """Write what else a checkpoint needs into its (staged) folder."""
+
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        """The metrics of one data set, their names under `prefix`."""
+        raise AssertionError("a trainer says how it evaluates")
 
     # the loop
 
@@ -239,6 +243,23 @@ class StepTrainer(Trainer):
             logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}
         super().log(logs, start_time)
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The metrics of one data set, or of each of several under its name."""
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(data, dict):
+            found: dict[str, float] = {}
+            for name, one in data.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        if data is None:
+            raise DataError("there is nothing to evaluate on: pass eval_dataset to the trainer or to evaluate().")
+        metrics = self.evaluate_one(data, metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
     # checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -249,7 +270,9 @@ class StepTrainer(Trainer):
             save_checkpoint(self, trial, self.run_state())
 
     def _check_weights(self) -> None:
-        finite_weights_or_raise(self.model, self.state.global_step, Path(self.args.output_dir), self.run.strategy.ranks)
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        weights = {n: shard for n, shard in self.run.strategy.shards(self.model).items() if n in trained}
+        finite_weights_or_raise(weights, self.state.global_step, Path(self.args.output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The base's way, without the adapter that is only the reference."""

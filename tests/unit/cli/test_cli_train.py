@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from lowpeak.cli.train import checkpoint_to_resume, dump, read_job, run
+from lowpeak.cli.show import dump
+from lowpeak.cli.train import checkpoint_to_resume, read_job, run
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.training.arguments import GRPOConfig, RLOOConfig, SFTConfig
 
@@ -91,9 +92,13 @@ def test_a_hub_configuration_is_not_asked_of_local_files(library, folder):
 
 
 def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):
-    assert run("grpo", argv(folder, "--dry-run"), library) == 0
+    assert run("grpo", argv(folder, "--dry-run", "--learning_rate", "1e-5"), library) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown == {"model": {"parameters": 7, "device": "<class 'object'>"}, "sizes": [1, 2]}
+    assert shown["model"] == {"parameters": 7, "device": "<class 'object'>"}
+    assert shown["sizes"] == [1, 2]
+    assert shown["arguments"]["prompt_column"] == "question"
+    assert shown["arguments"]["learning_rate"] == 1e-5
+    assert "num_generations" not in shown["arguments"]
     assert library.made[0].asked == []
 
 

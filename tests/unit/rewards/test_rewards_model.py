@@ -5,7 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from panel_groups import group
-from transformers import AutoModelForSequenceClassification, Qwen2Config, Qwen2ForSequenceClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
 
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
@@ -51,6 +57,18 @@ def test_batches_of_any_size_give_each_rows_own_logit(max_tokens):
     reward = ModelReward(classifier(), tokenizer(), max_tokens=max_tokens)
     texts = ["1+1=2", "12+34=46", "5+5=1000"]
     assert reward(**PLAIN) == pytest.approx(one_by_one(classifier(), tokenizer(), texts), abs=1e-5)
+
+
+def test_a_classifier_that_looks_both_ways_sees_no_padding():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=1,
+        initializer_range=0.5,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    texts = ["1+1=2", "12+34=46", "5+5=1000"]
+    rewards = ModelReward(model, tokenizer())(**PLAIN)
+    assert rewards == pytest.approx(one_by_one(model, tokenizer(), texts), abs=1e-5)
 
 
 def test_messages_are_read_through_the_reward_tokenizers_own_template():

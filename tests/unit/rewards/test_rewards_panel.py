@@ -81,8 +81,11 @@ def test_one_reward_that_empties_its_lists_leaves_the_others_theirs():
         prompts.clear(), completions.clear(), answer.clear()
         return [0.0] * num
 
-    judged = judge(greedy, length, greedy, groups=[group("p", "a", "bb", answer=1)])
-    assert [record.rewards for record in judged.records] == [(0, 1, 0), (0, 2, 0)]
+    def exact(completions, answer):
+        return [len(text) + number for text, number in zip(completions, answer, strict=True)]
+
+    judged = judge(greedy, exact, greedy, groups=[group("p", "a", "bb", answer=1)])
+    assert [record.rewards for record in judged.records] == [(0, 2, 0), (0, 3, 0)]
 
 
 def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weighted_reward():
@@ -227,14 +230,18 @@ def test_two_rewards_of_one_name_have_metrics_of_their_own():
 
 
 def test_no_rows_are_no_call():
+    called = []
+
     def never(**kwargs):
-        raise AssertionError
+        called.append(kwargs)
+        return []
 
     for groups in ([], [Group(Prompt(0, (1,), "p"), ())]):
         judged = panel(never, on_failure="none").judge(groups)
         assert (judged.records, judged.columns, judged.texts) == ((), {}, ())
         assert judged.metrics["rewards/never/mean"].count == 0
         assert judged.metrics["rewards/never/failed"].value() == 0
+    assert called == []
 
 
 def test_groups_are_left_as_they_were():

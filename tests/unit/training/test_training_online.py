@@ -12,6 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from lowpeak.errors import ModelError
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -226,7 +227,8 @@ def test_metrics_have_trls_names_and_the_share_of_useful_tokens(tmp_path):
         "reward", "reward_std", "frac_reward_zero_std", "rewards/ones/mean", "rewards/ones/std", "completions/mean_length",
         "completions/min_length", "completions/max_length", "completions/clipped_ratio", "kl", "entropy", "num_tokens",
         "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "useful_tokens/train",
-        "useful_tokens/score", "tokens_per_second", "step_time", "peak_memory/rollout", "peak_memory/score",
+        "useful_tokens/score", "useful_tokens/rollout", "tokens_per_second", "step_time",
+        "peak_memory/rollout", "peak_memory/score",
     }  # fmt: skip
     assert expected <= run.state.log_history[0].keys()
 
@@ -315,6 +317,13 @@ def test_a_model_given_by_path_is_loaded_with_its_tokenizer(tmp_path):
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert {p.dtype for p in run.maker.reference.model.parameters()} == {torch.bfloat16}
     run.train()
+
+
+def test_a_model_folder_without_a_tokenizer_is_an_error(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), **{**SMALL, "num_generations": 4})
+    with pytest.raises(ModelError, match="no tokenizer beside"):
+        GRPOTrainer(str(tmp_path / "model"), ones, args, rows())
 
 
 def test_bf16_compute_trains_fp32_weights(tmp_path):

@@ -201,9 +201,10 @@ def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
 
 
 def test_generated_tokens_are_reported_as_they_come():
-    counted: list[int] = []
-    groups = engine(tiny_model(), on_tokens=counted.append).generate(prompts(), SAMPLING)
-    assert sum(counted) == sum(len(c) for group in groups for c in group.completions)
+    counted: list[tuple[int, int]] = []
+    groups = engine(tiny_model(), on_tokens=lambda *counts: counted.append(counts)).generate(prompts(), SAMPLING)
+    assert sum(useful for useful, _ in counted) == sum(len(c) for group in groups for c in group.completions)
+    assert all(useful <= computed for useful, computed in counted)
     assert len(counted) > 1
 
 
@@ -217,9 +218,14 @@ def test_no_random_state_moves():
     assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[2], strict=True))
 
 
-def test_weights_can_be_trained_after_a_rollout():
+def test_forwards_keep_no_graph_and_weights_can_be_trained_after():
     model = tiny_model()
+    graphs: list[bool] = []
+    handle = model.register_forward_hook(lambda module, args, output: graphs.append(output.logits.requires_grad))
     engine(model).generate(prompts(), SAMPLING)
+    handle.remove()
+    assert graphs
+    assert not any(graphs)
     model(input_ids=torch.tensor([[2, 3]])).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -243,7 +249,7 @@ class _Hold:
 def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
     hold = _Hold(tiny_model())
 
-    def interrupt(count: int) -> None:
+    def interrupt(useful: int, computed: int) -> None:
         raise KeyboardInterrupt
 
     made = NativeEngine(hold, char_tokenizer(), on_tokens=interrupt)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from lowpeak.rollout.native.prefill import prefill
+from lowpeak.rollout.native.prefill import left_padded, prefill
 from lowpeak.rollout.native.waves import form_waves
 from tiny import tiny_model
 
@@ -33,3 +33,7 @@ def test_logits_and_cache_are_those_of_each_prompt_alone(max_tokens, forwards):
             for mine, other in zip(cache.layers, alone.layers, strict=True):
                 torch.testing.assert_close(mine.keys[i, :, 7 - ids.shape[1] :], other.keys[0], atol=1e-5, rtol=1e-5)
                 torch.testing.assert_close(mine.values[i, :, 7 - ids.shape[1] :], other.values[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_prompt_is_padded_with_its_own_token_so_that_no_penalty_meets_another():
+    assert left_padded([(5, 6, 7), (4, 3)], torch.device("cpu")).tolist() == [[5, 6, 7], [4, 4, 3]]

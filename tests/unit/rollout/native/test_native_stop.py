@@ -82,8 +82,8 @@ def test_end_tokens_come_from_config_tokenizer_and_sampling():
     assert end_token_ids(model, tokenizer, SAMPLING) == frozenset()
 
 
-def _progress(num_rows: int, counted: list[int] | None = None) -> Progress:
-    on_tokens = None if counted is None else counted.append
+def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None) -> Progress:
+    on_tokens = None if counted is None else lambda *counts: counted.append(counts)
     return Progress(num_rows, frozenset({1}), StopStrings(char_tokenizer(), ["44"]), on_tokens)
 
 
@@ -103,13 +103,13 @@ def test_rows_end_by_token_or_string_and_keep_what_ended_them():
     assert all(c.loss_mask.all() and len(c.loss_mask) == len(c) for c in (first, second, third))
 
 
-def test_only_tokens_of_rows_that_go_on_are_counted():
-    counted: list[int] = []
+def test_tokens_of_rows_that_go_on_are_counted_beside_what_was_computed():
+    counted: list[tuple[int, int]] = []
     progress = _progress(2, counted)
     progress.add([0, 1], [1, 3], [0.0, 0.0])
     progress.add([0, 1], [3, 1], [0.0, 0.0])
     progress.add([0, 1], [3, 3], [0.0, 0.0])
-    assert counted == [2, 1]
+    assert counted == [(2, 2), (1, 2), (0, 2)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
