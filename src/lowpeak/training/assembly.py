@@ -17,7 +17,7 @@ from lowpeak.batching.packing import Budget
 from lowpeak.checkpoint.atomic import check_writable, sweep
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import PromptReader, check_rows, num_rows, padding_id
+from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
@@ -207,21 +207,17 @@ def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: 
     if dataset is None:
         raise DataError("train_dataset is None: pass a data set with a 'prompt' column.")
     if num_rows(dataset) is not None:
-        dataset = dataset.select(check_rows(dataset, reader))
+        dataset = usable_rows(dataset, reader)
     seed = args.seed if args.data_seed is None else args.data_seed
     cursor = PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)
-    _check_length(cursor, settings, args)
+    _check_length(cursor, settings)
     return cursor
 
 
-def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings, args: Any) -> None:
-    """Enough prompts for a step, and an end for data without a length."""
+def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings) -> None:
+    """Enough prompts for a rollout; a stream starts again when it ends."""
     prompts = cursor.prompts_per_epoch
-    if prompts is None:
-        if args.max_steps <= 0:
-            raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
-        return
-    if prompts < settings.rollout.num_prompts:
+    if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
             f"the data set has {prompts} usable prompts and a rollout asks {settings.rollout.num_prompts} "
             f"({settings.rollout.num_rows} completions, num_generations={settings.rollout.num_generations}): add rows, or "

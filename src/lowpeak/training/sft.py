@@ -16,9 +16,9 @@ from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import check_rows, num_rows, padding_id
+from lowpeak.data.prompts import check_end, num_rows, padding_id, usable_rows
 from lowpeak.data.supervised import SupervisedReader, read_records
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Record
 from lowpeak.strategies.detect import detect_strategy
@@ -55,6 +55,7 @@ class SFTTrainer(StepTrainer):
         check_writable(Path(args.output_dir))
         if train_dataset is None:
             raise DataError("train_dataset is None: pass a data set with prompt and completion, messages, or text.")
+        check_end(train_dataset, args.max_steps)
         policy = load_policy(
             model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
         )
@@ -154,8 +155,6 @@ def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:
 
 def _cursor(dataset: Any, reader: SupervisedReader, args: Any) -> PromptCursor[Record]:
     if num_rows(dataset) is not None:
-        dataset = dataset.select(check_rows(dataset, reader))
-    elif args.max_steps <= 0:
-        raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
+        dataset = usable_rows(dataset, reader)
     seed = args.seed if args.data_seed is None else args.data_seed
     return PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)
