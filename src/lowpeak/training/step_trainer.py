@@ -7,6 +7,7 @@ their own a checkpoint must hold (`run_state`, `take_run_state`).
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import time
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.checkpoint.atomic import set_aside
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
 from lowpeak.errors import DataError
@@ -34,6 +36,8 @@ from lowpeak.training.interrupt import Interrupts
 from lowpeak.training.readout import Readout, finite_or_raise, phase_metrics, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core, run_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -128,6 +132,9 @@ class StepTrainer(Trainer):
             self.run.resumed = load_run_state(self.run.resume_from, self.args.process_index)
             self.take_run_state(self.run.resumed, self.run.resume_from)
             self.run.journal.resume_at(self.run.resumed.policy_version)
+        aside = set_aside(output_dir, self.run.resumed.policy_version if self.run.resumed else 0)
+        if aside is not None:
+            logger.warning("Checkpoints of another run stood in %s; they are now in %s.", output_dir, aside)
         resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
         with self.run.interrupts.watched():
             result = super().train(resume, *args, **kwargs)
