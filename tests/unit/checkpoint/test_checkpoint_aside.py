@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from datasets import Dataset
-from tiny import char_tokenizer, tiny_model
 
 from lowpeak import SFTConfig, SFTTrainer
 from lowpeak.checkpoint.atomic import last_checkpoint, set_aside
+from tiny import char_tokenizer, tiny_model
 
 
 def folders(tmp_path, *steps):
