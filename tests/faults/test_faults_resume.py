@@ -137,13 +137,28 @@ def run_from_an_older_checkpoint(case: Case, place: Path, name: str) -> None:
     finish(trainer, place / "result.json")
 
 
-def test_resuming_from_an_older_checkpoint_replaces_the_later_ones_with_the_same(tmp_path):
+def test_resuming_from_an_older_checkpoint_comes_to_the_same_later_ones(tmp_path):
     case = Case(args={"num_iterations": 2}, dropout=0.1)
     succeed(run_alone, case, tmp_path)
     before = ending(tmp_path)
     succeed(run_from_an_older_checkpoint, case, tmp_path, "checkpoint-3")
     assert ending(tmp_path) == before
     assert checkpoints(tmp_path / "run") == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    assert checkpoints(tmp_path / "run/earlier-1") == ["checkpoint-6", "checkpoint-8"]
+
+
+def run_from_an_older_checkpoint_killed_at_its_start(case: Case, place: Path, name: str) -> None:
+    trainer = build(case, place / "run")
+    kill_at_event(renaming(".new", "steps.jsonl"))
+    trainer.train(resume_from_checkpoint=str(place / "run" / name))
+
+
+def test_a_run_killed_while_it_goes_back_to_an_older_checkpoint_goes_on_from_that_one(tmp_path):
+    case = Case(args={"num_iterations": 2}, dropout=0.1)
+    succeed(run_alone, case, tmp_path)
+    before = ending(tmp_path)
+    assert call(run_from_an_older_checkpoint_killed_at_its_start, case, tmp_path, "checkpoint-3") == KILLED
+    assert resume(case, tmp_path) == before
 
 
 def test_a_new_run_beside_old_checkpoints_keeps_its_own_and_warns(tmp_path, left_alone):
@@ -151,8 +166,9 @@ def test_a_new_run_beside_old_checkpoints_keeps_its_own_and_warns(tmp_path, left
     old.mkdir(parents=True)
     succeed(run_alone, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)
-    assert checkpoints(tmp_path / "run") == ["checkpoint-100", "checkpoint-8"]
-    assert f"{old} is of an earlier run, and this one starts anew" in (tmp_path / "log").read_text()
+    assert checkpoints(tmp_path / "run") == ["checkpoint-8"]
+    assert checkpoints(tmp_path / "run/earlier-1") == ["checkpoint-100"]
+    assert f"they are now in {tmp_path / 'run/earlier-1'}" in (tmp_path / "log").read_text()
 
 
 def note_sizes(case: Case, place: Path) -> None:

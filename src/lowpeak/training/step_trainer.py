@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.atomic import last_checkpoint
+from lowpeak.checkpoint.atomic import set_aside
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
 from lowpeak.errors import DataError, EngineError
@@ -152,13 +152,12 @@ class StepTrainer(Trainer):
         if self.run.resume_from is not None:
             self.run.resumed = load_run_state(self.run.resume_from, self.args.process_index)
             self.take_run_state(self.run.resumed, self.run.resume_from)
-            self.run.journal.resume_at(self.run.resumed.policy_version)
-        elif (last := last_checkpoint(output_dir)) is not None:
-            logger.warning(
-                "%s is of an earlier run, and this one starts anew: to go on with the earlier one, set "
-                "resume_from_checkpoint=True; to keep them apart, use another output_dir.",
-                last,
-            )
+        step = self.run.resumed.policy_version if self.run.resumed else 0
+        aside = set_aside(output_dir, step)  # before the journal loses the steps that led to them
+        if aside is not None:
+            logger.warning("Checkpoints of another run stood in %s; they are now in %s.", output_dir, aside)
+        if self.run.resumed is not None:
+            self.run.journal.resume_at(step)
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
