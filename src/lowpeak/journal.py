@@ -1,8 +1,9 @@
 """The journal of a run: one JSON line per step in `steps.jsonl`, one per completion in `rollouts.jsonl`.
 
 pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read both files. A
-line is one append, so a kill between lines leaves whole ones; what a kill inside the append or a full disk cuts off
-is dropped when the files are next opened. NaN and infinities become null: JSON has neither.
+line is one append, so a kill between lines leaves whole ones. Linux can end even one write early when it kills (seen
+with lines of 100 kB, none with 4 kB): such a torn last line is left out by `read_steps` and gone once a run resumes.
+NaN and infinities become null: JSON has neither.
 """
 
 from __future__ import annotations
@@ -66,8 +67,8 @@ class Journal:
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         with _writing(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
             if not self._ours:
-                self.folder.mkdir(parents=True, exist_ok=True)
                 _set_aside(self.folder)
                 self._ours = True
             descriptor = os.open(_path(self.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -39,9 +39,9 @@ from tiny import tiny_model
 
 NUM_IDS = 37
 SHAPE = {
-    "vocab_size": NUM_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 24, "max_position_embeddings": 64, "initializer_range": 0.3, "pad_token_id": 0,
-    "bos_token_id": 1, "eos_token_id": 1,
+    "vocab_size": NUM_IDS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 24, "max_position_embeddings": 64,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1,
 }  # fmt: skip
 GEMMA = {**SHAPE, "head_dim": 4, "query_pre_attn_scalar": 4}
 FAMILIES = {
@@ -184,6 +184,28 @@ def test_any_other_module_as_the_head_is_called_as_it_is():
     assert verify_head(model) < 1e-5
 
 
+class StrictBackbone(torch.nn.Module):
+    """A backbone that takes what it needs and nothing more."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.embed_tokens = inner, inner.embed_tokens
+
+    def forward(self, input_ids, attention_mask=None, use_cache=None):
+        return self.inner(input_ids=input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+
+def test_arguments_that_wrappers_pass_as_none_and_those_of_the_loss_do_not_reach_the_backbone():
+    model, data = tiny_model(NUM_IDS), batch()
+    model.model = StrictBackbone(model.model)
+    install_head(model)
+    answer = model(
+        data[0], None, head_request=ask(data), labels=None, output_attentions=None, return_dict=True, logits_to_keep=1
+    )
+    expected = naive_answer(tiny_model(NUM_IDS), data)[0]
+    torch.testing.assert_close(answer["logprobs"], expected, rtol=1e-5, atol=1e-5)
+
+
 def test_hooks_on_the_head_run_once_a_pass():
     model, data = install_head(tiny_model(NUM_IDS)), batch()
     calls = []
@@ -266,8 +288,9 @@ def test_a_head_in_another_dtype_than_the_hidden_states_is_cast():
 
 
 @pytest.mark.parametrize("autocast", [True, False])
-def test_a_head_cast_to_fp32_multiplies_in_fp32_with_and_without_a_request(autocast):
-    model = tiny_model(NUM_IDS, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_cast_to_fp32_multiplies_in_fp32_with_and_without_a_request(autocast, dtype):
+    model = tiny_model(NUM_IDS, dtype=dtype)
     install_head(model, cast_head_to_fp32=True)
     data = batch()
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -280,7 +303,7 @@ def test_a_head_cast_to_fp32_multiplies_in_fp32_with_and_without_a_request(autoc
     expected = torch.log_softmax(exact.flatten(0, 1)[data[1]] / 0.8, -1).gather(-1, data[2][:, None])[:, 0]
     torch.testing.assert_close(answer["logprobs"].double(), expected, rtol=1e-5, atol=1e-5)
     install_head(model)
-    assert model(input_ids=data[0]).logits.dtype == torch.bfloat16
+    assert model(input_ids=data[0]).logits.dtype == dtype
 
 
 def test_a_head_that_is_no_linear_layer_cannot_be_cast_to_fp32():

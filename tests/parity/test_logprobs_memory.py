@@ -129,6 +129,24 @@ def test_the_peak_is_the_gradients_and_at_most_three_chunk_buffers(way, settings
     assert num_buffers * chunk <= live.peak <= num_buffers * chunk + 2 * given + 20_000
 
 
+@pytest.mark.parametrize("way", [run_module, run_module_loss])
+def test_logits_of_a_module_live_for_one_chunk_at_a_time(way):
+    num_tokens, num_ids = 256, 4001
+    with LiveBytes() as live:
+        way(*leaves_and_targets(num_tokens, num_ids, 2), ChunkSettings(16, entropy=True, entropy_grad=True))
+    assert live.peak < 4 * num_tokens * num_ids / 2
+
+
+@pytest.mark.parametrize("way", [run_recomputed, run_visited])
+def test_a_frozen_head_costs_no_memory_for_its_gradient(way):
+    num_tokens, num_ids, width, chunk = 16, 501, 64, 4
+    hidden, weight, targets = leaves_and_targets(num_tokens, num_ids, width)
+    with LiveBytes() as live:
+        way(hidden, weight.detach(), targets, ChunkSettings(chunk))
+    # The head itself is counted (views of it are results), and hidden with its gradient, and two chunks.
+    assert live.peak < 4 * (num_ids * width + 3 * num_tokens * width + 2 * chunk * num_ids)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_huge_pass_runs_on_fake_tensors_in_seconds_without_memory_or_waiting_for_a_value(way, dtype):

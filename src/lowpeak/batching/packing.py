@@ -89,46 +89,53 @@ def _build(
 ) -> MicroBatch:
     rows = [records[i] for i in indices]
     counted = [counted_positions(row) for row in rows]
+    ids, positions = _layout(rows, counted, budget)
+    targets = torch.cat([row.completion.ids[where] for row, where in zip(rows, counted, strict=True)])
+    tokens = _constants_of(rows, counted, unit_weight, per_sequence)
+    useful = sum(row.num_tokens for row in rows)
+    return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful)
+
+
+def _layout(rows: Sequence[Record], counted: Sequence[Tensor], budget: Budget) -> tuple[Tensor, Tensor]:
+    """Padded ids [B, L], and the flat positions [T] whose hidden states predict the counted tokens."""
     width = budget.padded(max(row.num_tokens for row in rows))
     ids = torch.full((len(rows), width), budget.pad_id, dtype=torch.int64)
-    positions, targets = [], []
+    positions = []
     for b, (row, where) in enumerate(zip(rows, counted, strict=True)):
         prompt_length = len(row.prompt_ids)
         ids[b, :prompt_length] = torch.tensor(row.prompt_ids, dtype=torch.int64)
         ids[b, prompt_length : row.num_tokens] = row.completion.ids
         positions.append(b * width + prompt_length - 1 + where)
-        targets.append(row.completion.ids[where].to(torch.int64))
+    return ids, torch.cat(positions)
+
+
+def _constants_of(
+    rows: Sequence[Record],
+    counted: Sequence[Tensor],
+    unit_weight: Callable[[Record], float] | None,
+    per_sequence: bool,
+) -> TokenBatch:
     lengths = torch.tensor([len(where) for where in counted])
     weights = torch.tensor([unit_weight(row) if unit_weight else 0.0 for row in rows], dtype=torch.float32)
-    tokens = TokenBatch(
+    advantages_T = _optional(rows, counted, [row.advantages for row in rows])
+    return TokenBatch(
         rows_T=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         num_rows=len(rows),
         weights_U=weights if per_sequence else torch.repeat_interleave(weights, lengths),
-        advantages_T=_constants(rows, counted, [row.advantages for row in rows], default=0.0),
-        sampling_T=_constants(rows, counted, [row.completion.logprobs for row in rows]),
+        advantages_T=torch.zeros(int(lengths.sum())) if advantages_T is None else advantages_T,
+        sampling_T=_optional(rows, counted, [row.completion.logprobs for row in rows]),
         old_T=_optional(rows, counted, [row.old for row in rows]),
         reference_T=_optional(rows, counted, [row.reference for row in rows]),
     )
-    useful = sum(row.num_tokens for row in rows)
-    return MicroBatch(ids, torch.cat(positions), torch.cat(targets), tokens, tuple(indices), useful)
-
-
-def _constants(
-    rows: Sequence[Record], counted: Sequence[Tensor], values: Sequence[Tensor | None], default: float = 0.0
-) -> Tensor:
-    """The counted entries of per-completion values, one after another."""
-    parts = []
-    for row, where, value in zip(rows, counted, values, strict=True):
-        full = torch.full((len(row.completion),), default) if value is None else value
-        parts.append(full[where].to(torch.float32))
-    return torch.cat(parts)
 
 
 def _optional(rows: Sequence[Record], counted: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:
-    if any(value is None for value in values):
-        assert all(value is None for value in values), "a rollout is scored whole"
+    """The counted entries of per-completion values, one after another; None where the rollout has none."""
+    present = [value for value in values if value is not None]
+    if not present:
         return None
-    return _constants(rows, counted, values)
+    assert len(present) == len(rows), "a rollout is scored whole"
+    return torch.cat([value[where].to(torch.float32) for value, where in zip(present, counted, strict=True)])
 
 
 def scatter(record: Record, counted_values: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ def _give_name(stage: Path, final: Path) -> None:
             os.replace(replaced, final)
         raise
     _sync(final.parent)
-    _delete(replaced)
+    _settle(final)
 
 
 def _take_name(checkpoint: Path) -> None:
@@ -216,7 +216,7 @@ def _behind(error: BaseException) -> str | None:
 
 def _provoke(stage: Path) -> str | None:
     """The reason of a failed write that lost its errno: the largest file of the stage is the one that cannot grow."""
-    sizes = {path: path.stat().st_size for path in stage.rglob("*") if path.is_file()}
+    sizes = {path: path.stat().st_size for path in stage.rglob("*") if not path.is_dir()}
     if not sizes:
         return None
     try:

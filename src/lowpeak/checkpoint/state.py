@@ -33,6 +33,8 @@ ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "journal")
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages")
+_OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
+_RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
 
 
 @dataclass(frozen=True)
@@ -122,31 +124,35 @@ def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dic
     """
     for index, record in enumerate(records):
         _checked(f"record {index}: extra", record.completion.extra)
-    done = [record.completion for record in records]
-    columns: dict[str, list[Tensor | None]] = {
-        "prompt_ids": [_ids(record.prompt_ids) for record in records],
-        "completion.ids": [completion.ids for completion in done],
-        "completion.logprobs": [completion.logprobs for completion in done],
-        "completion.loss_mask": [completion.loss_mask for completion in done],
-        "completion.prompt_ids": [None if c.prompt_ids is None else _ids(c.prompt_ids) for c in done],
-        "rewards": [torch.tensor(record.rewards, dtype=torch.float64) for record in records],
-        **{name: [getattr(record, name) for record in records] for name in _PER_TOKEN},
-    }
+    reasons = [_FINISH_REASONS.index(record.completion.finish_reason) for record in records]
     tensors = {
         "group": torch.tensor([record.group for record in records], dtype=torch.int64),
         "reward": torch.tensor([record.reward for record in records], dtype=torch.float64),
-        "finish_reason": torch.tensor([_FINISH_REASONS.index(c.finish_reason) for c in done], dtype=torch.uint8),
+        "finish_reason": torch.tensor(reasons, dtype=torch.uint8),
     }
-    for name, rows in columns.items():
-        tensors[f"{name}.values"], tensors[f"{name}.lengths"] = _pack_column(rows)
-    return tensors, [dict(completion.extra) for completion in done]
+    rows = [_ragged(record) for record in records]
+    for name in _RAGGED:
+        tensors[f"{name}.values"], tensors[f"{name}.lengths"] = _pack_column([row[name] for row in rows])
+    return tensors, [dict(record.completion.extra) for record in records]
+
+
+def _ragged(record: Record) -> dict[str, Tensor | None]:
+    """A record's values of its own length, by the names of `_RAGGED`."""
+    completion = record.completion
+    return {
+        "prompt_ids": _ids(record.prompt_ids),
+        "completion.ids": completion.ids,
+        "completion.logprobs": completion.logprobs,
+        "completion.loss_mask": completion.loss_mask,
+        "completion.prompt_ids": None if completion.prompt_ids is None else _ids(completion.prompt_ids),
+        "rewards": torch.tensor(record.rewards, dtype=torch.float64),
+        **{name: getattr(record, name) for name in _PER_TOKEN},
+    }
 
 
 def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
     """The records that `pack_records` packed, bit for bit; their tensors are views of the columns."""
-    names = ["prompt_ids", "completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids"]
-    names += ["rewards", *_PER_TOKEN]
-    columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in names}
+    columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in _RAGGED}
     groups, rewards = tensors["group"].tolist(), tensors["reward"].tolist()
     reasons = [_FINISH_REASONS[index] for index in tensors["finish_reason"].tolist()]
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]

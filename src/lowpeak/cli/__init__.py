@@ -1,0 +1,1 @@
+"""The `lowpeak` command. Nothing here loads torch before a command needs it."""

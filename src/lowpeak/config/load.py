@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+"), list("-+.0123456789")
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
 )
 
 
@@ -51,7 +51,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise ArgumentError(f"The config file {path} cannot be read: {error}; give a text file in UTF-8.") from error
     try:
         settings = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with a 13th month
         raise ArgumentError(f"The config file {path} is not valid YAML: {_reason(error)}; correct it.") from error
     if settings is None:
         return {}
@@ -60,7 +60,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _reason(error: yaml.YAMLError) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, {error.problem}"
     return str(error).splitlines()[0]

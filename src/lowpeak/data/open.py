@@ -42,28 +42,43 @@ def open_dataset(
         raise DataError(f"The configuration {name!r} has no meaning for local data ({source}); leave it out.")
     if paths[0].is_dir():
         return _open_folder(paths[0], split, streaming)
-    return _load(str(source), split, streaming, path=_builder(paths), data_files=[str(path) for path in paths])
+    # Escaped, because `datasets` takes each of them for a pattern: `rows[1].json` would be looked for as `rows1.json`.
+    files = [glob.escape(str(path)) for path in paths]
+    return _load(str(source), split, streaming, path=_builder(paths), data_files=files)
 
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:
     """The local files or the folder meant by `source`, all there; None for a name on the hub."""
-    if not isinstance(source, str | Path):
-        paths = [Path(path).expanduser() for path in source]
-        if not paths:
-            raise DataError("The list of data files is empty; name at least one.")
-    else:
-        paths = [Path(source).expanduser()]
-        if not paths[0].exists() and glob.has_magic(str(source)):
-            paths = sorted(Path(path) for path in glob.glob(str(paths[0]), recursive=True))
-            if not paths:
-                raise DataError(f"No file matches {source}; check the pattern and the folder.")
-        elif not paths[0].exists() and _is_hub_name(str(source)):
-            return None
-    for path in paths:
+    paths = _one_path(source) if isinstance(source, str | Path) else _listed_paths(source)
+    for path in paths or []:
         if not path.exists():
             raise DataError(f"The data file or folder {path} does not exist; check the path.")
-        if path.is_dir() and len(paths) > 1:
-            raise DataError(f"{path} is a folder among several data files; name files only, or one folder.")
+    return paths
+
+
+def _one_path(source: str | Path) -> list[Path] | None:
+    """The path itself, what a pattern matches, or None for a name on the hub."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return [path]
+    if glob.has_magic(str(source)):
+        matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"No file matches {source}; check the pattern and the folder.")
+        return _files_only(matches)
+    return None if _is_hub_name(str(source)) else [path]
+
+
+def _listed_paths(sources: Sequence[str | Path]) -> list[Path]:
+    if not sources:
+        raise DataError("The list of data files is empty; name at least one.")
+    return _files_only([Path(path).expanduser() for path in sources])
+
+
+def _files_only(paths: list[Path]) -> list[Path]:
+    folders = [path for path in paths if path.is_dir()]
+    if folders and len(paths) > 1:
+        raise DataError(f"{folders[0]} is a folder among several data files; name files only, or one folder.")
     return paths
 
 

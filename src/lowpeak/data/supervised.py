@@ -177,9 +177,9 @@ class SupervisedReader:
         if start < len(prompt_ids) and not self._warned:
             self._warned = True
             logger.warning(
-                "%s: prompt and completion together do not begin with the prompt's own tokens (they part after %d of %d),"
-                " so the model trains on another context than it will be asked with; end prompts on a token boundary, or"
-                " use a chat template that writes them the same both times. Said once.",
+                "%s: prompt and completion together do not begin with the prompt's own tokens (they part after %d of "
+                "%d), so the model trains on another context than it will be asked with; end prompts on a token "
+                "boundary, or use a chat template that writes them the same both times. Said once.",
                 *(where, start, len(prompt_ids)),
             )
         return start

@@ -110,6 +110,7 @@ class _Recomputed(torch.autograd.Function):
                 visit.gradients(
                     grad_logprobs_T[start:stop], _cut(grad_entropy_T, start, stop), sums, slice(start, stop)
                 )
+            del visit  # its buffers need not stand beside the finished gradients
         return *sums.scaled(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
 
 

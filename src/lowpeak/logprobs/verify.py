@@ -43,8 +43,8 @@ def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device |
     if not largest <= allowed:
         raise HeadMismatchError(
             f"the log-probs of {type(causal).__name__} formed from its hidden states differ from those of its own "
-            f"logits by up to {largest:.3g}, where rounding explains {allowed:.3g}: it changes its logits in a way that "
-            "lowpeak does not know; report the model, and use another one until it is supported"
+            f"logits by up to {largest:.3g}, where rounding explains {allowed:.3g}: it changes its logits in a way "
+            "that lowpeak does not know; report the model, and use another one until it is supported"
         )
     return largest
 

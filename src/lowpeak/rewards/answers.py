@@ -102,6 +102,8 @@ def _marked(text: str) -> str | None:
 def _braced(text: str) -> str | None:
     """The text up to the brace that closes one opened before it; None when it was cut off."""
     depth = 1
+    if "}" not in text:
+        return None
     for position, character in enumerate(text):
         depth += (character == "{") - (character == "}")
         if depth == 0:

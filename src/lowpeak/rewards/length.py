@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.errors import ArgumentError
@@ -18,13 +18,16 @@ class SoftOverlong:
 
     max_length: int
     cache: int
-    __name__: str = field(default="soft_overlong", init=False)
 
     def __post_init__(self) -> None:
         if not 0 <= self.cache <= self.max_length:
             raise ArgumentError(
                 f"soft_overlong's cache must be from 0 to max_length {self.max_length}, not {self.cache}."
             )
+
+    @property
+    def __name__(self) -> str:
+        return "soft_overlong"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """One punishment in [-1, 0] per completion."""
@@ -42,7 +45,10 @@ class LinearLength:
 
     per_token: float = 0.001
     free: int = 0
-    __name__: str = field(default="length_penalty", init=False)
+
+    @property
+    def __name__(self) -> str:
+        return "length_penalty"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         """One penalty, 0 or less, per completion."""

@@ -49,7 +49,7 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
         return _callable(_import_file(Path(where)), attribute, spec)
     if spec.endswith(".py"):
         raise ArgumentError(f"Reward '{spec}' is a file: name its function, as in '{spec}:function'.")
-    if not colon and ("/" in spec or Path(spec).is_dir()):
+    if spec and not colon and ("/" in spec or Path(spec).is_dir()):
         return spec
     if not colon:
         where, _, attribute = spec.rpartition(".")

@@ -109,7 +109,7 @@ def load_classifier(name: str, options: Mapping[str, Any]) -> nn.Module:
 
     try:
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, output_loading_info=True, **options
+            name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"Reward model '{name}' cannot be loaded: {_first_line(error)}") from error
@@ -132,12 +132,16 @@ def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTra
         )
     shared = {key: options[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in options}
     try:
-        return AutoTokenizer.from_pretrained(origin, **shared)
+        tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
     except (OSError, ValueError) as error:
         raise ModelError(
             f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes: "
             f"{_first_line(error)}"
         ) from error
+    # Where a folder has none, transformers makes up one of the model's type that knows no words.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(f"Reward model '{origin}' has no tokenizer: pass one in reward_processing_classes.")
+    return tokenizer
 
 
 def _first_line(error: Exception) -> str:

@@ -61,16 +61,20 @@ def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, posit
 
 
 def choose(
-    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
+    logits_NV: Tensor,
+    sampling: Sampling,
+    uniforms_N: Tensor | None,
+    history_NL: Tensor | None,
+    max_elements: int = _MAX_ELEMENTS,
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, int64 [N], and its log-prob, float32 [N].
 
     The log-prob is `log_softmax(logits / temperature)` over the full vocabulary, before penalty and filters; greedy
     (temperature 0) takes `argmax` after the penalty and the log-prob at temperature 1. `uniforms_N` may be None when
-    greedy, `history_NL` (see `penalize`) when there is no penalty. Rows go in slices, so that a large wave over a
-    large vocabulary needs bounded memory beside its logits.
+    greedy, `history_NL` (see `penalize`) when there is no penalty. Rows go in slices of at most `max_elements` scores,
+    so that a large wave over a large vocabulary needs bounded memory beside its logits.
     """
-    num_rows = max(1, _MAX_ELEMENTS // logits_NV.shape[-1])
+    num_rows = max(1, max_elements // logits_NV.shape[-1])
     parts = []
     for start in range(0, logits_NV.shape[0], num_rows):
         rows = slice(start, start + num_rows)

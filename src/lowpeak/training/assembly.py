@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from lowpeak.logprobs.verify import verify_head
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
@@ -41,7 +43,7 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
-from lowpeak.training.rollouts import RolloutMaker
+from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
@@ -88,29 +90,37 @@ def connect_online(
     """The run and the rollout maker of a trainer whose accelerator stands."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
-    reader = PromptReader(
+    limit = _max_prompt_tokens(parts.policy, args.max_completion_length)
+    new_reader = partial(
+        PromptReader,
         parts.tokenizer,
         chat_template_kwargs=args.chat_template_kwargs or {},
-        max_prompt_tokens=_max_prompt_tokens(parts.policy, args.max_completion_length),
+        max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
+        limit_reason=f"the model's context less max_completion_length {args.max_completion_length}",
     )
-    cursor = _cursor(trainer.train_dataset, reader, settings, args)
+    cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     reference = _reference(parts, strategy) if args.beta else None
+    for judge in parts.rewards:
+        if isinstance(judge, ModelReward):
+            judge.model = strategy.prepare_frozen(judge.model)
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
     budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
+    tally = Tally()
     maker = RolloutMaker(
         settings=settings,
         algorithm=algorithm,
-        engine=_engine(trainer, parts, strategy, run, rollout_func),
+        engine=_engine(trainer, parts, strategy, run.sizes, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
-        reader=reader,
+        new_reader=new_reader,
         strategy=strategy,
         model=lambda: trainer.model_wrapped,
         reference=reference,
         core=run.core,
         budget=budget,
         tracker=run.tracker,
+        tally=tally,
     )
     return run, maker
 
@@ -146,13 +156,14 @@ def _engine(
     trainer: Any,
     parts: OnlineParts,
     strategy: Strategy,
-    run: Run,
+    sizes: Sizes,
+    tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id)
     return NativeEngine(
-        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, kv_cache_bytes=run.sizes.kv_cache_bytes
+        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, sizes.kv_cache_bytes, tally.add
     )
 
 

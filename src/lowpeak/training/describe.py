@@ -60,7 +60,8 @@ def _plan(trainer: Any) -> dict[str, Any]:
     """How a step is cut when every completion is as long as it may be: the most micro-batches that a step can take."""
     maker, settings = trainer.maker, trainer.maker.settings
     dataset = trainer.train_dataset
-    rows = [maker.reader.read(row, i) for i, row in enumerate(islice(iter(dataset), settings.rollout.num_prompts))]
+    reader = maker.new_reader()
+    rows = [reader.read(row, i) for i, row in enumerate(islice(iter(dataset), settings.rollout.num_prompts))]
     longest = max((len(prompt.ids) for prompt in rows if prompt is not None), default=0)
     length = longest + settings.sampling.max_new_tokens
     batches = cut([length] * settings.rollout.rows_per_step, maker.budget)

@@ -44,6 +44,7 @@ def load_policy(
         )
     else:
         policy = model
+    _keep_training_format(policy)
     if peft_config is not None:
         policy = _with_adapter(policy, peft_config)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
@@ -59,6 +60,8 @@ def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
+        if "trust_remote_code" in str(error):
+            raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
         raise ModelError(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."
@@ -72,7 +75,10 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
         raise ArgumentError("the model instance does not say where its tokenizer is: pass processing_class=tokenizer.")
-    return from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    tokenizer = from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of a missing one
+        raise ModelError(f"there is no tokenizer beside {name!r}: save one there, or pass processing_class=tokenizer.")
+    return tokenizer
 
 
 def load_reference(
@@ -135,6 +141,13 @@ def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     if getattr(policy, "is_quantized", False):
         policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
     return get_peft_model(policy, peft_config)
+
+
+def _keep_training_format(policy: nn.Module) -> None:
+    """bitsandbytes repacks 4-bit weights at the first inference on a CPU, and its backward cannot read that format."""
+    for module in policy.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
 def upcast_trainable(policy: nn.Module) -> None:

@@ -16,7 +16,7 @@ from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
-from lowpeak.records import Record, merge_metrics
+from lowpeak.records import Record
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
@@ -111,9 +111,8 @@ class OnlineTrainer(StepTrainer):
         )
         if maker.settings.rollout.num_steps == 1:  # on-policy: old is the policy's own log-prob, whatever was scored
             batches = [replace(b, tokens=replace(b.tokens, old_T=None)) for b in batches]
-        useful = sum(batch.num_useful for batch in batches)
-        computed = sum(batch.input_ids_BL.numel() for batch in batches)
-        return StepWork(tuple(maker.matched(batches, least=1)), useful, max(1, computed))
+        num_new = sum(record.num_tokens for record in records) if step == 0 else 0
+        return StepWork(tuple(maker.matched(batches, least=1)), num_new)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
@@ -121,7 +120,7 @@ class OnlineTrainer(StepTrainer):
             self.rollout = None
             self.rollout = self.maker.make(number, self.state.global_step, self.state)
             self.steps_used = 0
-            self.run.metrics = merge_metrics(self.run.metrics, self.rollout.metrics)
+            self.note(self.rollout.metrics)
             self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
         return self.rollout
 
@@ -163,20 +162,9 @@ class OnlineTrainer(StepTrainer):
 
     # evaluation
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """Rewards, accuracy and pass@k on one data set, or on each of several under its name."""
-        data = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(data, dict):
-            found: dict[str, float] = {}
-            for name, one in data.items():
-                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
-            return found
-        metrics = self._evaluated(data, metric_key_prefix).metrics
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        """Rewards, accuracy and pass@k on one data set."""
+        return self._evaluated(data, prefix).metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Completions of a data set as rows of text and rewards, with the metrics of `evaluate`."""
@@ -184,7 +172,7 @@ class OnlineTrainer(StepTrainer):
         return PredictionOutput(predictions=list(result.rows), label_ids=None, metrics=result.metrics)
 
     def _evaluated(self, data: Any, prefix: str) -> Evaluation:
-        prompts = eval_prompts(data, self.maker.reader)
+        prompts = eval_prompts(data, self.maker.new_reader())
         with keep_random():
             self.maker.load_weights(self.state.global_step)
             return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)

@@ -93,21 +93,10 @@ class SFTTrainer(StepTrainer):
         """The next rows as micro-batches."""
         return self._work(self.cursor.take(self.rows_per_step))
 
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        """`<prefix>_loss`: minus the mean log-prob of the counted tokens, of one data set or of each of several."""
-        data = eval_dataset if eval_dataset is not None else self.eval_dataset
-        if isinstance(data, dict):
-            found: dict[str, float] = {}
-            for name, one in data.items():
-                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
-            return found
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        """`<prefix>_loss`: minus the mean log-prob of the counted tokens."""
         with keep_random(), self.run.tracker.phase(Phase.EVALUATE):
-            metrics = self._measured(read_records(data, self.reader), metric_key_prefix)
-        self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
-        return metrics
+            return self._measured(read_records(data, self.reader), prefix)
 
     def _measured(self, records: list[Record], prefix: str) -> dict[str, float]:
         start = time.perf_counter()
@@ -127,8 +116,7 @@ class SFTTrainer(StepTrainer):
         batches = pack(records, mine, self.budget, lambda record: algorithm.reduction(num_counted(record), counts))
         most = int(max(ranks.max([len(batches), 1])))
         batches += [masked(self.budget)] * (most - len(batches))
-        useful = sum(batch.num_useful for batch in batches)
-        return StepWork(tuple(batches), useful, sum(batch.input_ids_BL.numel() for batch in batches))
+        return StepWork(tuple(batches), sum(record.num_tokens for record in records))
 
     def run_state(self) -> RunState:
         """Cursor, generators, what `auto` became."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import Trainer
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
+from lowpeak.errors import DataError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
@@ -36,16 +38,32 @@ from lowpeak.training.step import Core, run_step
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: this rank's micro-batches, and how many of their tokens and of the forward's are useful."""
+    """One optimizer step: this rank's micro-batches, how many tokens of theirs are no padding, and how many are new.
+
+    `num_new` counts prompt and completion tokens of all ranks that no earlier step has seen (a rollout's, at its first).
+    """
 
     micro_batches: tuple[MicroBatch, ...]
-    num_tokens: int
-    num_computed: int
+    num_new: int
+
+    @property
+    def num_useful(self) -> int:
+        """Tokens of the forward that are no padding."""
+        return sum(batch.num_useful for batch in self.micro_batches)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the forward, padding included."""
+        return sum(batch.input_ids_BL.numel() for batch in self.micro_batches)
 
 
 @dataclass
 class Run:
-    """What a run carries besides what transformers' Trainer does."""
+    """What a run carries besides what transformers' Trainer does.
+
+    `noted` are numbers of the step under way that were known before it trained; `metrics` those of the steps since the
+    last log.
+    """
 
     algorithm: Algorithm
     core: Core
@@ -57,6 +75,7 @@ class Run:
     resume_from: Path | None = None
     resumed: RunState | None = None
     metrics: dict[str, Metric] = field(default_factory=dict)
+    noted: dict[str, Metric] = field(default_factory=dict)
     readout: Readout | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
 
@@ -94,6 +113,10 @@ class StepTrainer(Trainer):
     def save_more(self, folder: Path) -> None:
         """Write what else a checkpoint needs into its (staged) folder."""
 
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        """The metrics of one data set, their names under `prefix`."""
+        raise AssertionError("a trainer says how it evaluates")
+
     # the loop
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -124,7 +147,9 @@ class StepTrainer(Trainer):
         if self.run.resumed is not None:
             restore_random(self.run.resumed.random)
             self.run.resumed = None
-        return [{"step": self.next_step()}], None
+        start = time.perf_counter()
+        work = self.next_step()
+        return [{"step": work, "start": start}], None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Nothing: `get_batch_samples` has restored them, before the rollout that draws from them."""
@@ -139,8 +164,10 @@ class StepTrainer(Trainer):
             loss, metrics = run_step(
                 model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.run.coefficients
             )
-        metrics["useful_tokens/train"] = Metric(float(work.num_tokens), float(work.num_computed))
         self.run.readout = Readout(loss, metrics)
+        self.note({"useful_tokens/train": Metric(float(work.num_useful), float(work.num_computed))})
+        self.note({"step_time": Metric(time.perf_counter() - inputs["start"])})
+        self.note({"tokens_per_second": Metric(float(work.num_new), time.perf_counter() - inputs["start"])})
         return loss * self.run.strategy.ranks.world_size
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -154,10 +181,10 @@ class StepTrainer(Trainer):
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """6 operations per parameter and token (Kaplan et al. 2020)."""
-        return 6 * inputs["step"].num_tokens * self.model.num_parameters()
+        return 6 * inputs["step"].num_useful * self.model.num_parameters()
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        self.state.num_input_tokens_seen += int(self.run.strategy.ranks.sum([inputs["step"].num_tokens])[0])
+        self.state.num_input_tokens_seen += inputs["step"].num_new
 
     # what a step leaves behind
 
@@ -166,13 +193,18 @@ class StepTrainer(Trainer):
         numbers = self.run.readout
         assert numbers is not None
         self.run.readout = None
-        metrics = merge_metrics(numbers.metrics, phase_metrics(self.run.tracker.take()))
+        noted, self.run.noted = self.run.noted, {}
+        metrics = merge_metrics(merge_metrics(noted, numbers.metrics), phase_metrics(self.run.tracker.take()))
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.run.coefficients = self.run.algorithm.update(self.run.coefficients, values)
         row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
         self.run.metrics = merge_metrics(self.run.metrics, metrics)
+
+    def note(self, metrics: Mapping[str, Metric]) -> None:
+        """Numbers of the step under way that are known now."""
+        self.run.noted = merge_metrics(self.run.noted, metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log; with a training loss come the metrics of the steps since the last one."""
@@ -182,11 +214,29 @@ class StepTrainer(Trainer):
             logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}
         super().log(logs, start_time)
 
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """The metrics of one data set, or of each of several under its name."""
+        data = eval_dataset if eval_dataset is not None else self.eval_dataset
+        if isinstance(data, dict):
+            found: dict[str, float] = {}
+            for name, one in data.items():
+                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return found
+        if data is None:
+            raise DataError("there is nothing to evaluate on: pass eval_dataset to the trainer or to evaluate().")
+        metrics = self.evaluate_one(data, metric_key_prefix)
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
     # checkpoints
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
         with self.run.tracker.phase(Phase.SAVE):
+            self.run.journal.sync()
             save_checkpoint(self, trial, self.run_state())
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:

@@ -69,6 +69,7 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"neftune_noise_alpha": 5.0}, "cannot act"),
         ({"dataloader_num_workers": 4}, "cannot act"),
         ({"auto_find_batch_size": True}, "micro_batch_tokens"),
+        ({"remove_unused_columns": True}, "columns go to the rewards"),
     ],
 )
 def test_what_cannot_act_raises_with_the_remedy(tmp_path, changes, words):

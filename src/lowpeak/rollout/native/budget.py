@@ -45,10 +45,11 @@ def text_config(model: nn.Module) -> Any:
 
 
 def _attribute(config: Any, name: str) -> int | None:
-    """A number of the config, the largest where layers differ in it, None where it is missing."""
-    layers = getattr(config, "per_layer_config", None)
-    values = [getattr(layer, name, None) for layer in layers or [config]]
-    return max((int(value) for value in values if value is not None), default=None)
+    """A number of the config, None where it is missing."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers' answer where layers differ in it: the largest bounds them all
+        return max((getattr(layer, name, None) or 0 for layer in config.per_layer_config), default=None)
 
 
 def _dtype(model: nn.Module) -> torch.dtype:

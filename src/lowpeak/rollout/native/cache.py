@@ -15,7 +15,7 @@ ROOM = 64  # tokens that a buffer is longer than what it must hold, where it may
 
 
 class GrowingLayer(DynamicLayer):
-    """One layer's keys and values, `[rows, heads, tokens, width]`: views of zeroed buffers that may be longer.
+    """One layer's keys and values, `[rows, heads, tokens, width]`: views of buffers that may be longer.
 
     It starts with `length` tokens, to be filled in by its maker, and never holds more than `capacity`.
     """
@@ -44,7 +44,7 @@ class GrowingLayer(DynamicLayer):
         self._show(self.get_seq_length())
 
     def _move(self, length: int, rows: Tensor | None = None) -> None:
-        """New buffers for `length` tokens and room, with the same content; keys and values in turn, never both twice."""
+        """New buffers for `length` tokens and room, with the same content; keys, then values: never both twice."""
         used = self.get_seq_length()
         for i, old in enumerate(self._buffers):
             new = self._buffer(old, old.shape[0] if rows is None else rows.shape[0], length)
@@ -52,8 +52,7 @@ class GrowingLayer(DynamicLayer):
             self._buffers[i] = new
 
     def _buffer(self, like: Tensor, num_rows: int, length: int) -> Tensor:
-        # Zeros, because what stands in a masked column is multiplied by a probability of zero.
-        return like.new_zeros(num_rows, like.shape[1], min(length + ROOM, self._capacity), like.shape[3])
+        return like.new_empty(num_rows, like.shape[1], min(length + ROOM, self._capacity), like.shape[3])
 
     def _show(self, length: int) -> None:
         self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
@@ -72,4 +71,7 @@ class WaveCache(Cache):
             if i == len(self.layers):
                 self.layers.append(GrowingLayer(layer, *self._shape))
             for target, states in ((self.layers[i].keys, layer.keys), (self.layers[i].values, layer.values)):
-                target[rows, :, target.shape[-2] - states.shape[-2] :] = states[prompts]
+                first = target.shape[-2] - states.shape[-2]
+                target[rows, :, first:] = states[prompts]
+                # A masked column is multiplied by a probability of zero, which only what is finite survives.
+                target[rows, :, :first] = 0

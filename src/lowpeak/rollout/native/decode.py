@@ -20,7 +20,7 @@ from lowpeak.rollout.native.stop import Progress
 from lowpeak.rollout.native.waves import Wave
 from lowpeak.rollout.sampling import choose
 
-_COMPACT_ONE_IN = 8  # the cache is compacted when one row in so many has ended
+_COMPACT_ONE_IN = 4  # the cache is compacted when one row in so many has ended
 
 
 def decode(model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress) -> None:

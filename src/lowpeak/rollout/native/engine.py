@@ -27,8 +27,9 @@ class NativeEngine:
 
     `hold` gives the policy, ready to generate (eval mode, weights gathered, cache allowed), for as long as one call
     of `generate` takes. `kv_cache_bytes` None is a quarter of the memory that is free at the first call, kept from
-    then on in `kv_cache_bytes`, so that a resumed run can be given the same waves. `on_tokens` hears how many tokens
-    were just generated. The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
+    then on in `kv_cache_bytes`, so that a resumed run can be given the same waves. `on_tokens` hears of each forward
+    how many tokens it added to completions, and how many rows it computed. The greedy tokens are those of
+    `model.generate(do_sample=False)` on each prompt alone.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class NativeEngine:
         hold: Callable[[], AbstractContextManager[nn.Module]],
         tokenizer: Any,
         kv_cache_bytes: int | None = None,
-        on_tokens: Callable[[int], None] | None = None,
+        on_tokens: Callable[[int, int], None] | None = None,
     ) -> None:
         self.kv_cache_bytes = kv_cache_bytes
         self._hold = hold

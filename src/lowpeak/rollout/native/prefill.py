@@ -20,17 +20,19 @@ _MAX_TOKENS = 16_384  # padded prompt tokens of one forward: activations take mo
 Ids = Sequence[Sequence[int]]
 
 
-def prefill(model: nn.Module, wave: Wave, prompts: Ids, max_new_tokens: int) -> tuple[Tensor, WaveCache]:
+def prefill(
+    model: nn.Module, wave: Wave, prompts: Ids, max_new_tokens: int, max_tokens: int = _MAX_TOKENS
+) -> tuple[Tensor, WaveCache]:
     """Logits [N, V] of the first new token of each row, and the wave's cache.
 
     `prompts` are the ids of all prompts that the wave's rows may name. Equal to a forward of each row's prompt; a
-    prompt is forwarded once, whatever the number of its rows.
+    prompt is forwarded once, whatever the number of its rows, with others while `max_tokens` padded tokens allow.
     """
     length = max(len(prompts[row.prompt]) for row in wave)
     cache = WaveCache(len(wave), length, length + max_new_tokens)
     logits = []
     start = 0
-    for counts in _forwards(wave, prompts):
+    for counts in _forwards(wave, prompts, max_tokens):
         rows = slice(start, start + sum(counts.values()))
         logits_PV, prefilled = _forward(model, [prompts[i] for i in counts])
         indices = torch.tensor([p for p, count in enumerate(counts.values()) for _ in range(count)])
@@ -41,12 +43,12 @@ def prefill(model: nn.Module, wave: Wave, prompts: Ids, max_new_tokens: int) -> 
     return torch.cat(logits), cache
 
 
-def _forwards(wave: Wave, prompts: Ids) -> Iterator[dict[int, int]]:
-    """The prompts of each forward with the number of their rows, in the wave's order, at most `_MAX_TOKENS` padded."""
+def _forwards(wave: Wave, prompts: Ids, max_tokens: int) -> Iterator[dict[int, int]]:
+    """The prompts of each forward with the number of their rows, in the wave's order."""
     counts: dict[int, int] = {}
     for prompt, rows in groupby(row.prompt for row in wave):
         longest = max(len(prompts[i]) for i in (*counts, prompt))
-        if counts and longest * (len(counts) + 1) > _MAX_TOKENS:
+        if counts and longest * (len(counts) + 1) > max_tokens:
             yield counts
             counts = {}
         counts[prompt] = len(list(rows))

@@ -64,7 +64,7 @@ class Progress:
     """What the rows of one wave have written, on the host; a row that has ended takes no more tokens."""
 
     def __init__(
-        self, num_rows: int, end_ids: frozenset[int], stops: StopStrings, on_tokens: Callable[[int], None] | None
+        self, num_rows: int, end_ids: frozenset[int], stops: StopStrings, on_tokens: Callable[[int, int], None] | None
     ) -> None:
         self._end_ids = end_ids
         self._stops = stops
@@ -86,8 +86,8 @@ class Progress:
                 self._ids[row].append(token)
                 self._logprobs[row].append(logprob)
                 self._ended[row] = token in self._end_ids or self._stops.completed(self._ids[row])
-        if self._on_tokens is not None and running:
-            self._on_tokens(len(running))
+        if self._on_tokens is not None:
+            self._on_tokens(len(running), len(rows))
         return [not self._ended[row] for row in rows]
 
     @property

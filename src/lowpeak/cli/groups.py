@@ -1,0 +1,31 @@
+"""Which arguments stand together in `--help`, and in what order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MODEL = "model"
+DATA = "data"
+REWARDS = "rewards"
+GENERATION = "generation"
+ALGORITHM = "algorithm"
+MEMORY = "memory"
+EVALUATION = "evaluation"
+LOGGING = "logging and saving"
+TRAINING = "training (transformers)"
+
+ORDER = (MODEL, DATA, REWARDS, GENERATION, ALGORITHM, MEMORY, EVALUATION, LOGGING, TRAINING)
+
+_TITLES = {"logging": LOGGING, "training": TRAINING}
+_PREFIXES = {"log": LOGGING, "save_": LOGGING, "hub_": LOGGING, "push_": LOGGING, "trackio_": LOGGING,
+             "report_to": LOGGING, "output_dir": LOGGING, "run_name": LOGGING, "project": LOGGING,
+             "disable_tqdm": LOGGING, "resume_from": LOGGING, "eval_": EVALUATION,
+             "gradient_checkpointing": MEMORY, "activation_checkpointing": MEMORY}  # fmt: skip
+
+
+def group_of(name: str, metadata: Mapping[str, Any]) -> str:
+    """The group of one field: what its declaration says, else by its name; transformers' other fields come last."""
+    if "group" in metadata:
+        return _TITLES.get(metadata["group"], metadata["group"])
+    return next((group for prefix, group in _PREFIXES.items() if name.startswith(prefix)), TRAINING)

@@ -1,0 +1,87 @@
+"""The `lowpeak` command: chooses a command, and turns an expected error into one sentence and exit status 2."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import lowpeak
+from lowpeak.errors import ArgumentError, LowpeakError
+
+USAGE = """\
+usage: lowpeak COMMAND [--config FILE.yaml] [--argument value ...]
+
+Online RL post-training for LLMs that fits the memory you have.
+
+commands:
+  grpo       train a model with GRPO (and bnpo, dr_grpo, dapo, cispo, GSPO)
+  rloo       train a model with RLOO
+  sft        train a model on demonstrations
+  env        print versions and hardware, for bug reports
+
+options:
+  --help     this text; `lowpeak COMMAND --help` lists a command's arguments
+  --version  the version of lowpeak
+
+A YAML file sets defaults and the command line overrides them:
+  lowpeak grpo --config examples/grpo.yaml --learning_rate 1e-6 --dry-run
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status: 0, 2 after an error of the user's, 130 after Ctrl-C.
+
+    With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(arguments)
+    except LowpeakError as error:
+        if os.environ.get("LOWPEAK_TRACEBACK", "0") not in ("", "0"):
+            raise
+        print(f"lowpeak: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("lowpeak: stopped; --resume_from_checkpoint true goes on from the last checkpoint", file=sys.stderr)
+        return 130
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Hand the arguments after the command's name to that command."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(USAGE, end="")
+        return 0
+    if arguments[0] in ("-V", "--version"):
+        print(lowpeak.__version__)
+        return 0
+    command, rest = arguments[0], arguments[1:]
+    if command not in COMMANDS:
+        raise ArgumentError(f"The command {command!r} does not exist; use one of {', '.join(COMMANDS)}.")
+    return COMMANDS[command](rest)
+
+
+def _train(kind: str) -> Callable[[list[str]], int]:
+    def command(arguments: list[str]) -> int:
+        from lowpeak.cli.train import run
+
+        return run(kind, arguments)
+
+    return command
+
+
+def _env(arguments: list[str]) -> int:
+    from lowpeak.cli.env import report
+
+    if arguments:
+        raise ArgumentError(f"`lowpeak env` takes no arguments; leave {' '.join(arguments)} out.")
+    print(report(), end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "grpo": _train("grpo"),
+    "rloo": _train("rloo"),
+    "sft": _train("sft"),
+    "env": _env,
+}

@@ -1,0 +1,183 @@
+"""`lowpeak grpo|rloo|sft`: parse, build a trainer out of what was asked for, train, save."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+import lowpeak
+from lowpeak.cli.arguments import DataArguments, ModelArguments, RewardArguments, RunArguments
+from lowpeak.cli.columns import shape
+from lowpeak.cli.groups import DATA, LOGGING, MODEL, REWARDS
+from lowpeak.cli.parse import arguments_of, parse
+from lowpeak.cli.show import dump
+from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
+
+Part = TypeVar("Part")
+NAMES = {"grpo": "GRPO", "rloo": "RLOO", "sft": "SFT"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a command was told; `given` is what the user wrote, the rest are defaults."""
+
+    kind: str
+    model: ModelArguments
+    data: DataArguments
+    rewards: RewardArguments
+    run: RunArguments
+    config: Any
+    given: Mapping[str, Any]
+
+    @property
+    def supervised(self) -> bool:
+        """Whether the job learns from demonstrations, so that nothing is generated or rewarded."""
+        return self.kind == "sft"
+
+
+def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
+    """Train, or with `--dry_run` print what was resolved. `library` holds the configurations and trainers by name."""
+    job = read_job(kind, argv, library)
+    trainer = make_trainer(job, library)
+    if job.run.dry_run:
+        print(dump({"arguments": job.given} | trainer.dry_run()), end="")
+        return 0
+    trainer.train(resume_from_checkpoint=checkpoint_to_resume(job.config.resume_from_checkpoint))
+    trainer.save_model()
+    if job.config.push_to_hub:
+        trainer.push_to_hub()
+    return 0
+
+
+def read_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
+    """The command line and its file as a job; what is missing or contradicts itself is an error."""
+    config_class = getattr(library, f"{NAMES[kind]}Config")
+    own = {
+        ModelArguments: arguments_of(ModelArguments, MODEL),
+        DataArguments: arguments_of(DataArguments, DATA),
+        RewardArguments: arguments_of(RewardArguments, REWARDS) if kind != "sft" else [],
+        RunArguments: arguments_of(RunArguments, LOGGING),
+    }
+    theirs = arguments_of(config_class)
+    given = parse([*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}")
+
+    def pick(part: type[Part]) -> Part:
+        return part(**{each.name: given[each.name] for each in own[part] if each.name in given})
+
+    model, data, rewards, run = pick(ModelArguments), pick(DataArguments), pick(RewardArguments), pick(RunArguments)
+    job = Job(kind, model, data, rewards, run, config=None, given=given)
+    check(job)
+    settings = {each.name: given[each.name] for each in theirs if each.name in given}
+    return dataclasses.replace(job, config=make_config(config_class, settings, model))
+
+
+def check(job: Job) -> None:
+    """Refuse a job without a model, data or rewards, and settings of adapters that no adapter would see."""
+    required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset}
+    if not job.supervised:
+        required["reward"] = job.rewards.reward
+    missing = [f"--{name}" for name, value in required.items() if not value]
+    if missing:
+        raise ArgumentError(
+            f"lowpeak {job.kind} needs {' and '.join(missing)}, on the command line or in the file of --config."
+        )
+    if job.model.use_peft:
+        return
+    defaults = ModelArguments()
+    for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "load_in_4bit"):
+        if getattr(job.model, name) != getattr(defaults, name):
+            raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out.")
+
+
+def make_config(config_class: type, settings: Mapping[str, Any], model: ModelArguments) -> Any:
+    """The trainer's configuration from what was given; what it refuses is an error with its own words."""
+    if model.load_in_4bit:
+        quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        require("bitsandbytes", "--load_in_4bit", extra="quantization")
+        options = {**(settings.get("model_init_kwargs") or {}), "quantization_config": quantization}
+        settings = {**settings, "model_init_kwargs": options}
+    try:
+        return config_class(**settings)
+    except LowpeakError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(str(error)) from error
+
+
+def make_trainer(job: Job, library: Any = lowpeak) -> Any:
+    """The trainer with its model, data, rewards and adapters; the same constructor that a script would call."""
+    train_dataset, eval_dataset = load_data(job)
+    keywords: dict[str, Any] = {
+        "model": job.model.model,
+        "args": job.config,
+        "train_dataset": train_dataset,
+        "eval_dataset": eval_dataset,
+        "peft_config": lora(job.model) if job.model.use_peft else None,
+    }
+    if not job.supervised:
+        keywords["reward_funcs"] = load_rewards(job.rewards.reward or [])
+    return getattr(library, f"{NAMES[job.kind]}Trainer")(**keywords)
+
+
+def load_data(job: Job) -> tuple[Any, Any]:
+    """The data set to train on and, where one was asked for, the one to evaluate on."""
+    from lowpeak.data.open import open_dataset
+
+    data = job.data
+
+    def open_one(source: str, split: str | None, config: str | None) -> Any:
+        if Path(source).exists():  # the file takes the place of the hub's name that a configuration file gave
+            split, config = local_split(Path(source), split), None
+        return shape(open_dataset(source, split, config), data, supervised=job.supervised)
+
+    train = open_one(data.dataset, data.dataset_split, data.dataset_config)
+    if data.eval_dataset is None and data.eval_split is None:
+        return train, None
+    same = data.eval_dataset in (None, data.dataset)
+    return train, open_one(data.eval_dataset or data.dataset, data.eval_split, data.dataset_config if same else None)
+
+
+def local_split(source: Path, split: str | None) -> str | None:
+    """A file is one split whatever its name: `test[:64]` of it is its first 64 rows. Folders have splits by name."""
+    if split is None or source.is_dir():
+        return split
+    return "train" + split[split.index("[") :] if "[" in split else None
+
+
+def load_rewards(specs: Sequence[str]) -> list[Any]:
+    """One reward for each spec, in order."""
+    from lowpeak.rewards.load import load_reward
+
+    return [load_reward(spec) for spec in specs]
+
+
+def lora(model: ModelArguments) -> Any:
+    """The adapters' configuration for peft."""
+    require("peft", "--use_peft", extra="peft")
+    from peft import LoraConfig
+
+    targets: Any = model.lora_target_modules
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=model.lora_r,
+        lora_alpha=model.lora_alpha,
+        lora_dropout=model.lora_dropout,
+        target_modules="all-linear" if targets == ["all-linear"] else targets,
+    )
+
+
+def require(package: str, what: str, extra: str) -> None:
+    """Say in one sentence which optional package is missing, before anything long is started."""
+    if find_spec(package) is None:
+        raise MissingPackageError(f"{what} needs {package}, which is not installed; pip install 'lowpeak[{extra}]'.")
+
+
+def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
+    """`true` is the newest checkpoint of the output folder, a path is that checkpoint, nothing starts afresh."""
+    text = str(value).lower()
+    return {"true": True, "false": None, "none": None}.get(text, value)

@@ -1,0 +1,143 @@
+"""No argument is silently ignored: each of ours names the test that shows its effect, each inherited one who acts on it.
+
+An inherited argument is acted on by transformers' Trainer or accelerate, or it is refused when set.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
+from lowpeak.config.inapplicable import REFUSED_INHERITED
+from lowpeak.config.rejected import REJECTED
+
+TESTS = Path(__file__).parent.parent
+
+SHOWN_BY = {
+    # every trainer
+    "learning_rate": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "logging_steps": "test_the_log_comes_every_logging_steps",
+    "bf16": "test_bf16_compute_trains_fp32_weights",
+    "remove_unused_columns": "test_what_cannot_act_raises_with_the_remedy",
+    "per_device_eval_batch_size": "test_evaluation_in_portions_gives_the_same_rewards",
+    "gradient_checkpointing": "test_activation_checkpointing_is_on_unless_turned_off_and_nothing_warns",
+    "model_init_kwargs": "test_quantization_config_in_model_init_kwargs_loads_a_4_bit_base",
+    "trust_remote_code": "test_a_model_whose_code_is_its_own_needs_trust",
+    "disable_dropout": "test_dropout_can_be_turned_off",
+    "cast_lm_head_to_fp32": "test_the_head_can_run_in_fp32",
+    "chat_template_kwargs": "test_chat_template_kwargs_reach_the_template",
+    "shuffle_dataset": "test_without_shuffling_prompts_come_in_their_order",
+    "micro_batch_tokens": "test_micro_batches_and_chunks_change_no_weight",
+    "logprob_chunk_size": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "pad_to_multiple_of": "test_padding_to_a_multiple_reaches_the_micro_batches",
+    "log_entropy": "test_entropy_is_logged_unless_turned_off",
+    # online
+    "num_generations": "test_a_rollout_holds_what_trls_does_and_serves_as_many_steps",
+    "num_generations_eval": "test_several_evaluation_sets_are_reported_under_their_names",
+    "max_completion_length": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "generation_batch_size": "test_generation_batch_size_says_the_same_in_completions",
+    "steps_per_generation": "test_a_rollout_serves_its_iterations_and_steps",
+    "temperature": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "top_p": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "top_k": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "min_p": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "repetition_penalty": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "generation_kwargs": "test_json_on_the_command_line_becomes_a_mapping",
+    "kv_cache_bytes": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "overlong_prompts": "test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop",
+    "beta": "test_rloo_trains",
+    "kl_estimator": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "num_iterations": "test_a_rollout_serves_its_iterations_and_steps",
+    "epsilon": "test_epsilon_high_is_an_offset_for_every_loss_type",
+    "epsilon_high": "test_epsilon_high_is_an_offset_for_every_loss_type",
+    "reward_weights": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "reward_timeout": "test_a_slow_reward_stops_the_run_or_counts_as_none",
+    "reward_failures": "test_a_slow_reward_stops_the_run_or_counts_as_none",
+    "mask_truncated_completions": "test_truncated_completions_can_be_left_out_of_the_loss",
+    "dynamic_sampling_rounds": "test_groups_with_equal_rewards_are_asked_again_under_dynamic_sampling",
+    "sync_ref_model": "test_the_reference_moves_towards_the_policy_when_asked",
+    "ref_model_mixup_alpha": "test_the_reference_moves_towards_the_policy_when_asked",
+    "ref_model_sync_steps": "test_the_reference_moves_towards_the_policy_when_asked",
+    "success_reward": "test_success_is_told_by_the_reward_and_threshold_that_were_named",
+    "success_threshold": "test_success_is_told_by_the_reward_and_threshold_that_were_named",
+    "log_completions": "test_completions_are_printed_when_asked_for",
+    "num_completions_to_print": "test_completions_are_printed_when_asked_for",
+    "log_unique_prompts": "test_completions_are_printed_when_asked_for",
+    # GRPO
+    "loss_type": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "importance_sampling_level": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "delta": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "scale_rewards": "test_trls_booleans_for_reward_scaling_mean_what_they_meant",
+    "multi_objective_aggregation": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "use_bias_correction_kl": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "top_entropy_quantile": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "entropy_coef": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "use_adaptive_entropy": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "entropy_coef_min": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "entropy_coef_max": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "entropy_coef_delta": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "entropy_target": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    # RLOO
+    "normalize_advantages": "test_rloo_has_its_own_settings",
+    "reward_clip_range": "test_rloo_has_its_own_settings",
+    # SFT
+    "dataset_text_field": "test_supervised_arguments_reach_the_reader",
+    "max_length": "test_supervised_arguments_reach_the_reader",
+    "completion_only_loss": "test_supervised_arguments_reach_the_reader",
+    "assistant_only_loss": "test_supervised_arguments_reach_the_reader",
+}
+
+# Who acts on an inherited argument: "trainer" is transformers' Trainer around our step, "accelerate" what prepares and
+# launches, "us" is overridden behaviour of the same meaning.
+ACTED_ON_BY = {
+    "us": """output_dir per_device_train_batch_size gradient_accumulation_steps seed data_seed max_steps num_train_epochs
+        save_only_model save_total_limit""",
+    "trainer": """lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
+        adam_epsilon optim_target_modules max_grad_norm activation_checkpointing activation_checkpointing_kwargs
+        gradient_checkpointing_kwargs torch_empty_cache_steps logging_strategy logging_first_step log_on_each_node
+        log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
+        trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start save_strategy save_steps
+        save_on_each_node push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+        load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
+        full_determinism debug skip_memory_metrics tf32 use_cpu logging_nan_inf_filter""",
+    "accelerate": """accelerator_config parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb
+        ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout fsdp fsdp_config deepspeed local_rank""",
+    "scripts": "do_train do_eval do_predict resume_from_checkpoint",
+}
+
+
+def names(config) -> set[str]:
+    return {f.name for f in fields(config)}
+
+
+def overridden(config) -> set[str]:
+    base = {f.name: f.default for f in fields(TrainingArguments)}
+    return {f.name for f in fields(config) if f.name in base and f.default is not base[f.name]}
+
+
+@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig, SFTConfig])
+def test_every_argument_of_ours_names_the_test_that_shows_its_effect(config):
+    ours = (names(config) - names(TrainingArguments)) | overridden(config)
+    assert ours <= SHOWN_BY.keys(), sorted(ours - SHOWN_BY.keys())
+
+
+def test_the_tests_that_are_named_exist():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in TESTS.rglob("test_*.py"))
+    defined = set(re.findall(r"def (test_\w+)\(", text))
+    assert set(SHOWN_BY.values()) <= defined, sorted(set(SHOWN_BY.values()) - defined)
+
+
+def test_every_inherited_argument_is_acted_on_or_refused():
+    acted_on = {name for who in ACTED_ON_BY.values() for name in who.split()}
+    inherited = names(TrainingArguments) - SHOWN_BY.keys()
+    assert inherited <= acted_on | REFUSED_INHERITED.keys(), sorted(inherited - acted_on - REFUSED_INHERITED.keys())
+
+
+def test_nothing_is_both_an_argument_and_rejected_by_name():
+    everything = names(GRPOConfig) | names(RLOOConfig) | names(SFTConfig)
+    assert not everything & REJECTED.keys()

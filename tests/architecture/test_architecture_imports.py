@@ -1,0 +1,136 @@
+"""Who may import what: the layers of docs/architecture.md, walked over the imports of every file."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+from dataclasses import dataclass
+
+import pytest
+
+from architecture.sources import Import, all_imports, imports_in, is_under_any, modules
+
+PROTOCOLS = ("lowpeak.strategies.strategy", "lowpeak.rollout.engine", "lowpeak.rewards.reward")
+LAYER_0 = ("lowpeak.errors", "lowpeak.config", "lowpeak.memory.phases", "lowpeak.records")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`who` may not import `what`, `but` what is excepted; `only_at_start` allows it inside of functions."""
+
+    who: tuple[str, ...]
+    what: tuple[str, ...]
+    but: tuple[str, ...] = PROTOCOLS
+    not_who: tuple[str, ...] = ()
+    only_at_start: bool = False
+
+    def breaks(self, found: Import) -> bool:
+        return (
+            is_under_any(found.module, self.who)
+            and not is_under_any(found.module, self.not_who)
+            and is_under_any(found.target, self.what)
+            and not is_under_any(found.target, (*self.but, found.module))
+            and not (self.only_at_start and found.when != "start")
+        )
+
+
+def _rooms(*names: str) -> tuple[str, ...]:
+    return tuple(f"lowpeak.{name}" for name in names)
+
+
+RULES = {
+    "errors, config and phases need nothing": Rule(
+        LAYER_0[:3], ("torch", "transformers", "accelerate", "lowpeak"), but=LAYER_0
+    ),
+    "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
+    "the mathematics knows no processes and no models' whereabouts": Rule(
+        _rooms("algorithms", "batching", "logprobs"),
+        ("torch.distributed", "accelerate", *_rooms("strategies", "rollout", "training")),
+    ),
+    "ranks and protocols stand on records, errors and settings": Rule(
+        ("lowpeak.ranks", *PROTOCOLS), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", *PROTOCOLS)
+    ),
+    "strategies know no algorithm, engine or reward": Rule(
+        _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
+    ),
+    "rewards, data, memory's measurements and the journal know no trainer": Rule(
+        _rooms("rewards", "data", "memory.tracker", "memory.recover", "journal"),
+        _rooms("strategies", "rollout", "training", "algorithms"),
+    ),
+    "engines know no algorithm, trainer or named strategy": Rule(
+        _rooms("rollout"), _rooms("algorithms", "training", "strategies")
+    ),
+    "checkpoints know no engine and no algorithm": Rule(_rooms("checkpoint"), _rooms("rollout", "algorithms"), but=()),
+    "the step sees protocols only": Rule(
+        _rooms("training.step"),
+        (
+            "transformers.Trainer",
+            "transformers.trainer",
+            "vllm",
+            "deepspeed",
+            "torch.distributed",
+            *_rooms("strategies", "rollout", "rewards", "training.online_trainer", "checkpoint"),
+        ),
+    ),
+    "planning calls the step, not the trainer": Rule(
+        _rooms("memory.rehearsal", "memory.plan", "memory.fit"), _rooms("training.online_trainer", "rollout.vllm")
+    ),
+    "only the command line knows the command line": Rule(
+        ("lowpeak",), ("lowpeak.cli",), not_who=("lowpeak.cli", "lowpeak.__main__")
+    ),
+    "the command line starts without the heavy packages": Rule(
+        ("lowpeak.cli", "lowpeak.__main__"),
+        ("torch", "transformers", "datasets", "accelerate", "numpy", *_rooms("training", "data", "rewards")),
+        only_at_start=True,
+    ),
+    "process groups are named by ranks and strategies alone": Rule(
+        ("lowpeak",), ("torch.distributed",), not_who=("lowpeak.ranks", "lowpeak.strategies")
+    ),
+    "optional packages are imported where they are used": Rule(
+        ("lowpeak",), ("peft", "bitsandbytes", "vllm", "deepspeed"), only_at_start=True
+    ),
+    "no other library of the kind is needed": Rule(("lowpeak",), ("trl", "verl", "openrlhf")),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_imports_keep_to_the_layers(name):
+    broken = [f"{found.module} imports {found.target}" for found in all_imports() if RULES[name].breaks(found)]
+    assert broken == []
+
+
+def test_modules_do_not_import_each_other_in_a_circle():
+    graph: dict[str, set[str]] = {module: set() for module in modules()}
+    for found in all_imports():
+        if found.when == "start" and found.target in graph and found.target != found.module:
+            graph[found.module].add(found.target)
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+STEP = "the step sees protocols only"
+MATHEMATICS = "the mathematics knows no processes and no models' whereabouts"
+FORBIDDEN = [
+    ("lowpeak.config.new", "import torch", "errors, config and phases need nothing"),
+    ("lowpeak.algorithms.new", "from lowpeak.training import step", MATHEMATICS),
+    ("lowpeak.training.step", "def f():\n    from transformers import Trainer", STEP),
+    ("lowpeak.training.step", "import lowpeak.rollout.native.engine", STEP),
+    ("lowpeak.rollout.vllm.new", "import vllm", "optional packages are imported where they are used"),
+    ("lowpeak.journal", "import torch.distributed", "process groups are named by ranks and strategies alone"),
+]
+
+
+@pytest.mark.parametrize(("module", "source", "rule"), FORBIDDEN)
+def test_a_forbidden_import_is_found(module, source, rule):
+    found = list(imports_in(module, ast.parse(source), modules() | {"lowpeak.training.step"}))
+    assert any(RULES[rule].breaks(each) for each in found)
+
+
+def test_a_protocol_may_be_imported_from_anywhere():
+    tree = ast.parse("from lowpeak.rollout.engine import RolloutEngine")
+    found = list(imports_in("lowpeak.data.new", tree, modules()))
+    assert not any(rule.breaks(each) for each in found for rule in RULES.values())
+
+
+def test_an_import_inside_a_function_is_not_one_at_start_up():
+    tree = ast.parse("import a\ndef f():\n    import b")
+    assert {each.target: each.when for each in imports_in("m", tree, modules())} == {"a": "start", "b": "call"}

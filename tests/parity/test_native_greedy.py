@@ -1,0 +1,103 @@
+"""Greedy tokens of the native engine equal generate() on each prompt alone."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.records import Prompt
+from lowpeak.rollout.native.budget import bytes_per_token
+from lowpeak.rollout.native.engine import NativeEngine
+from tiny import char_tokenizer, tiny_model
+
+TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=", "31415926535=")
+GREEDY = Sampling(num_generations=2, max_new_tokens=24, temperature=0.0)
+
+
+def _gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(
+        GPT2Config(
+            vocab_size=13, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3,
+            bos_token_id=None, eos_token_id=1, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+
+
+def _llama_with_eager_attention() -> nn.Module:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=13, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, attn_implementation="eager",
+        bos_token_id=None, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def _prompts() -> list[Prompt]:
+    tokenizer = char_tokenizer()
+    return [Prompt(i, tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(TEXTS)]
+
+
+def _ours(model: nn.Module, sampling: Sampling, rows: int = 1000) -> list[list[int]]:
+    longest = max(len(prompt.ids) for prompt in _prompts()) + sampling.max_new_tokens
+    budget = rows * longest * bytes_per_token(model)
+    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), kv_cache_bytes=budget)
+    engine.load([], 0)
+    groups = engine.generate(_prompts(), sampling)
+    assert all(a.ids.tolist() == b.ids.tolist() for a, b in (group.completions for group in groups))
+    return [group.completions[0].ids.tolist() for group in groups]
+
+
+def _theirs(model: nn.Module, **settings) -> list[list[int]]:
+    made = []
+    for prompt in _prompts():
+        ids = torch.tensor([prompt.ids])
+        output = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **settings
+        )
+        made.append(output[0, ids.shape[1] :].tolist())
+    return made
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 1000])
+def test_ragged_prompts_in_waves_of_any_size_give_the_tokens_of_generate(rows):
+    model = tiny_model()
+    assert _ours(model, GREEDY, rows) == _theirs(model)
+
+
+@pytest.mark.parametrize("make", [_gpt2, _llama_with_eager_attention, lambda: tiny_model(dtype=torch.float64)])
+def test_other_architectures_give_the_tokens_of_generate(make):
+    model = make()
+    assert _ours(model, GREEDY) == _theirs(model)
+
+
+@pytest.mark.parametrize("ends", [(9,), (5, 7)])
+def test_rows_that_end_midway_give_the_tokens_of_generate(ends):
+    model = tiny_model()
+    expected = _theirs(model, eos_token_id=[1, *ends])
+    assert len({len(ids) for ids in expected}) > 2
+    assert _ours(model, replace(GREEDY, stop_token_ids=ends)) == expected
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_a_repetition_penalty_gives_the_tokens_of_generate(penalty):
+    model = tiny_model()
+    expected = _theirs(model, repetition_penalty=penalty)
+    assert expected != _theirs(model)
+    assert _ours(model, replace(GREEDY, repetition_penalty=penalty)) == expected
+
+
+def test_stop_strings_give_the_tokens_of_generate():
+    model = tiny_model()
+    stop = ("77", "3")
+    # transformers probes the tokenizer with these letters; the digits keep their ids.
+    expected = _theirs(model, stop_strings=list(stop), tokenizer=char_tokenizer("0123456789=abcdef"))
+    assert min(len(ids) for ids in expected) < 24
+    assert _ours(model, replace(GREEDY, stop=stop)) == expected

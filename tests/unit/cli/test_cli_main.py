@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import lowpeak
+from lowpeak.cli.main import COMMANDS, main
+from lowpeak.errors import ArgumentError
+
+
+def test_without_arguments_the_commands_are_listed(capsys):
+    assert main([]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {command} " in shown for command in COMMANDS)
+
+
+def test_the_version_is_the_library_s(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == lowpeak.__version__
+
+
+def test_an_error_of_the_user_s_is_one_sentence_and_status_2(capsys):
+    assert main(["grop"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("lowpeak: error: The command 'grop' does not exist; use one of grpo, ")
+    assert error.count("\n") == 1
+
+
+def test_the_traceback_is_there_when_it_is_asked_for(monkeypatch):
+    monkeypatch.setenv("LOWPEAK_TRACEBACK", "1")
+    with pytest.raises(ArgumentError, match="does not exist"):
+        main(["grop"])
+
+
+def test_the_module_runs_as_the_command_does():
+    done = subprocess.run(
+        [sys.executable, "-m", "lowpeak", "nothing"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "lowpeak: error" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import pytest
+
+from lowpeak.cli.arguments import ModelArguments
+from lowpeak.cli.groups import ORDER
+from lowpeak.cli.parse import arguments_of, parse
+from lowpeak.errors import ArgumentError
+from lowpeak.training.arguments import GRPOConfig
+
+ARGUMENTS = [*arguments_of(ModelArguments, "model"), *arguments_of(GRPOConfig)]
+
+
+def given(*argv):
+    return parse(ARGUMENTS, argv, "lowpeak grpo")
+
+
+def write(folder, text):
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_only_what_was_given_is_passed_on():
+    assert given() == {}
+    assert given("--learning_rate", "1e-6", "--model", "m") == {"learning_rate": 1e-6, "model": "m"}
+
+
+def test_the_command_line_overrides_the_file(tmp_path):
+    path = write(tmp_path, "learning_rate: 1e-5\nnum_generations: 4\n")
+    assert given("--config", path, "--learning_rate", "2e-5") == {"learning_rate": 2e-5, "num_generations": 4}
+
+
+def test_a_number_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
+    path = write(tmp_path, "learning_rate: 1e-6\neval_strategy: no\nreward_weights: [1, 0.5]\nbeta: 0\n")
+    line = given("--learning_rate", "1e-6", "--eval_strategy", "no", "--reward_weights", "1", "0.5", "--beta", "0")
+    assert given("--config", path) == line
+
+
+def test_dashes_are_underscores_in_names_and_stay_in_values():
+    assert given("--learning-rate=1e-6", "--model", "a-model-b") == {"learning_rate": 1e-6, "model": "a-model-b"}
+
+
+def test_a_switch_is_on_by_its_name_alone():
+    assert given("--log_completions", "--use_peft", "false") == {"log_completions": True, "use_peft": False}
+
+
+def test_a_list_is_given_at_once_or_one_by_one():
+    assert given("--lora_target_modules", "a", "b") == given("--lora_target_modules", "a", "--lora_target_modules", "b")
+
+
+def test_a_negative_number_is_a_value():
+    assert given("--seed", "-1") == {"seed": -1}
+
+
+def test_the_rest_of_transformers_arguments_are_there():
+    assert given("--report_to", "none", "--logging_steps", "0.5", "--warmup_steps", "3") == {
+        "report_to": "none",
+        "logging_steps": 0.5,
+        "warmup_steps": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--learning_rte", "1"], "did you mean 'learning_rate'"),
+        (["--use_vllm", "true"], "'use_vllm' is TRL's"),
+        (["--model_name_or_path", "m"], "use model"),
+        (["--num_generations", "many"], "--num_generations expects a whole number, not 'many'"),
+        (["--loss_type"], "[Ee]xpected one argument"),
+        (["gpt2"], "'gpt2' belongs to no argument"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
+        (["--learning", "1"], "Unknown argument 'learning'"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_clear_error(argv, message):
+    with pytest.raises(ArgumentError, match=message):
+        given(*argv)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("learning_rte: 1", "run.yaml.*did you mean 'learning_rate'"),
+        ("num_generations: 2.5", "run.yaml: num_generations expects a whole number"),
+        ("num_generations: [2]", "run.yaml: num_generations .*not a list"),
+    ],
+)
+def test_an_error_in_the_file_names_the_file(tmp_path, text, message):
+    with pytest.raises(ArgumentError, match=message):
+        given("--config", write(tmp_path, text))
+
+
+def test_help_lists_every_argument_in_its_group(capsys):
+    with pytest.raises(SystemExit) as left:
+        given("--help")
+    assert left.value.code == 0
+    shown = capsys.readouterr().out
+    places = [shown.index(f"\n{title}:\n") for title in ORDER if title not in ("data", "rewards")]
+    assert places == sorted(places)
+    assert all(f"--{argument.name} " in shown for argument in ARGUMENTS)
+    generation = shown[shown.index("\ngeneration:\n") : shown.index("\nalgorithm:\n")]
+    assert "--num_generations INT" in generation
+    assert "--beta" not in generation

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import yaml
+
+from lowpeak.cli.show import dump
+from lowpeak.cli.train import checkpoint_to_resume, read_job, run
+from lowpeak.errors import ArgumentError, DataError
+from lowpeak.training.arguments import GRPOConfig, RLOOConfig, SFTConfig
+
+
+class RecordingTrainer:
+    """Keeps what it was made with and what it was asked to do."""
+
+    made: list[RecordingTrainer]
+
+    def __init__(self, **keywords):
+        self.keywords = keywords
+        self.asked = []
+        type(self).made.append(self)
+
+    def train(self, resume_from_checkpoint=None):
+        self.asked.append(("train", resume_from_checkpoint))
+
+    def save_model(self):
+        self.asked.append("save_model")
+
+    def push_to_hub(self):
+        self.asked.append("push_to_hub")
+
+    def dry_run(self):
+        return {"model": {"parameters": 7, "device": object}, "sizes": (1, 2)}
+
+
+@pytest.fixture
+def library():
+    trainer = type("Trainer", (RecordingTrainer,), {"made": []})
+    return SimpleNamespace(
+        GRPOConfig=GRPOConfig, RLOOConfig=RLOOConfig, SFTConfig=SFTConfig,
+        GRPOTrainer=trainer, RLOOTrainer=trainer, SFTTrainer=trainer, made=trainer.made,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def folder(tmp_path):
+    rows = [{"question": f"{i}+1?", "answer": str(i + 1)} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "judge.py").write_text("def right(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    return tmp_path
+
+
+def argv(folder, *more, reward=True):
+    start = ["--model", "m", "--dataset", f"{folder}/rows.jsonl", "--prompt_column", "question", "--use_cpu"]
+    rewards = ["--reward", f"{folder}/judge.py:right"] if reward else []
+    return [*start, "--output_dir", f"{folder}/out", *rewards, *more]
+
+
+@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+def test_the_trainer_gets_what_a_script_would_give_it(kind, library, folder):
+    assert run(kind, argv(folder, "--learning_rate", "1e-5"), library) == 0
+    (trainer,) = library.made
+    assert trainer.keywords["model"] == "m"
+    assert trainer.keywords["args"].learning_rate == 1e-5
+    assert trainer.keywords["train_dataset"][0] == {"prompt": "0+1?", "answer": "1"}
+    assert trainer.keywords["eval_dataset"] is None
+    assert trainer.keywords["peft_config"] is None
+    (reward,) = trainer.keywords["reward_funcs"]
+    assert reward(completions=["a", "b"]) == [1.0, 1.0]
+    assert trainer.asked == [("train", None), "save_model"]
+
+
+def test_supervised_training_takes_completions_and_no_reward(library, folder):
+    run("sft", argv(folder, "--completion_column", "answer", reward=False), library)
+    (trainer,) = library.made
+    assert trainer.keywords["train_dataset"][0] == {"prompt": "0+1?", "completion": "1"}
+    assert "reward_funcs" not in trainer.keywords
+    with pytest.raises(ArgumentError, match="Unknown argument 'reward'"):
+        run("sft", argv(folder), library)
+
+
+def test_the_evaluation_set_has_its_own_file_and_slice(library, folder):
+    run("grpo", argv(folder, "--eval_dataset", f"{folder}/rows.jsonl", "--eval_split", "test[:3]"), library)
+    assert library.made[0].keywords["eval_dataset"]["prompt"] == ["0+1?", "1+1?", "2+1?"]
+
+
+def test_a_hub_configuration_is_not_asked_of_local_files(library, folder):
+    run("grpo", argv(folder, "--dataset_config", "main"), library)
+    assert len(library.made[0].keywords["train_dataset"]) == 10
+
+
+def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):
+    assert run("grpo", argv(folder, "--dry-run", "--learning_rate", "1e-5"), library) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["model"] == {"parameters": 7, "device": "<class 'object'>"}
+    assert shown["sizes"] == [1, 2]
+    assert shown["arguments"]["prompt_column"] == "question"
+    assert shown["arguments"]["learning_rate"] == 1e-5
+    assert "num_generations" not in shown["arguments"]
+    assert library.made[0].asked == []
+
+
+def test_adapters_are_described_for_peft(library, folder):
+    run("grpo", argv(folder, "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"), library)
+    adapters = library.made[0].keywords["peft_config"]
+    assert (adapters.r, adapters.target_modules, adapters.task_type) == (4, "all-linear", "CAUSAL_LM")
+
+
+def test_four_bits_are_asked_of_from_pretrained(library, folder):
+    more = ["--use_peft", "--load_in_4bit", "--model_init_kwargs", '{"revision": "r"}']
+    run("grpo", argv(folder, *more), library)
+    options = library.made[0].keywords["args"].model_init_kwargs
+    assert options["revision"] == "r"
+    assert options["quantization_config"]["load_in_4bit"] is True
+
+
+def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one(library, folder):
+    run("grpo", argv(folder, "--resume_from_checkpoint", "true"), library)
+    run("grpo", argv(folder, "--resume_from_checkpoint", "out/checkpoint-5"), library)
+    assert [trainer.asked[0] for trainer in library.made] == [("train", True), ("train", "out/checkpoint-5")]
+    assert checkpoint_to_resume("false") is None
+
+
+def test_the_model_is_pushed_when_that_was_asked_for(library, folder):
+    run("grpo", argv(folder, "--push_to_hub"), library)
+    assert library.made[0].asked[-1] == "push_to_hub"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "message"),
+    [
+        ("grpo", ["--model", "m"], "lowpeak grpo needs --dataset and --reward"),
+        ("sft", [], "lowpeak sft needs --model and --dataset"),
+        ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--lora_r", "4"], "--lora_r has no effect"),
+        ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--load_in_4bit"], "--load_in_4bit has no effect"),
+    ],
+)  # fmt: skip
+def test_a_job_that_cannot_be_is_refused_before_anything_is_loaded(kind, words, message, library):
+    with pytest.raises(ArgumentError, match=message):
+        read_job(kind, words, library)
+
+
+def test_what_transformers_refuses_is_an_argument_error(library, folder):
+    with pytest.raises(ArgumentError, match=r"eval_steps|logging"):
+        run("grpo", argv(folder, "--eval_strategy", "steps", "--eval_steps", "0", "--logging_steps", "0"), library)
+
+
+def test_a_data_file_that_is_not_there_is_a_data_error(library, folder):
+    words = argv(folder)
+    words[words.index(f"{folder}/rows.jsonl")] = f"{folder}/nowhere.jsonl"
+    with pytest.raises(DataError, match=r"nowhere\.jsonl does not exist"):
+        run("grpo", words, library)
+
+
+def test_what_was_resolved_is_shown_in_its_order():
+    assert dump({"b": 1, "a": {"x": None}}) == "b: 1\na:\n  x: null\n"

@@ -1,0 +1,83 @@
+"""The command with real trainers on a tiny model: from files to a trained model in a folder."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from lowpeak.cli.main import main
+from tiny import char_tokenizer, tiny_model
+
+COMMON = ["--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "8", "--report_to", "none"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    char_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"{i % 10}+", "completion": f"{i % 10}"} for i in range(16)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "judge.py").write_text(
+        "def short(completions, **columns):\n    return [-len(x) for x in completions]\n"
+    )
+    return tmp_path
+
+
+def words(folder, *more):
+    return [
+        "--model",
+        f"{folder}/model",
+        "--dataset",
+        f"{folder}/rows.jsonl",
+        "--output_dir",
+        f"{folder}/out",
+        *COMMON,
+        *more,
+    ]
+
+
+def rewarded(folder, *more):
+    return words(folder, "--reward", f"{folder}/judge.py:short", "--max_completion_length", "4", *more)
+
+
+@pytest.mark.parametrize("command", ["grpo", "rloo"])
+def test_a_model_is_trained_and_saved(command, folder):
+    assert main([command, *rewarded(folder, "--num_generations", "4")]) == 0
+    AutoModelForCausalLM.from_pretrained(folder / "out")
+    steps = [json.loads(line)["step"] for line in (folder / "out/journal/steps.jsonl").read_text().splitlines()]
+    assert steps == [1, 2]
+
+
+def test_supervised_training_saves_a_model(folder):
+    assert main(["sft", *words(folder)]) == 0
+    AutoModelForCausalLM.from_pretrained(folder / "out")
+
+
+@pytest.mark.parametrize("command", ["grpo", "rloo"])
+def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, capsys):
+    assert main([command, *rewarded(folder, "--num_generations", "4", "--dry-run")]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["model"]["parameters"] == sum(p.numel() for p in tiny_model().parameters())
+    assert shown["arguments"]["max_steps"] == 2
+    assert shown["micro_batches"]["rows_per_step"] == 8
+    assert not (folder / "out/model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (["--model", "nowhere/to-be-found"], "nowhere/to-be-found"),
+        (["--num_generations", "3"], "3"),
+        (["--reward", "nowhere.py:f"], "nowhere.py"),
+        (["--temperature", "-1"], "temperature"),
+        (["--prompt_column", "question"], "question"),
+    ],
+)
+def test_what_the_user_got_wrong_is_one_sentence(more, sentence, folder, capsys):
+    assert main(["grpo", *rewarded(folder, *more)]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowpeak: error: ")]
+    assert len(error) == 1
+    assert sentence in error[0]

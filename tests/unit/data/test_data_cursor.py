@@ -1,0 +1,254 @@
+"""The cursor: every prompt once an epoch, over any number of epochs, resumed to the very next one."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import numpy as np
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from lowpeak.data.cursor import PromptCursor, eval_prompts, permutation
+from lowpeak.data.prompts import PromptReader
+from lowpeak.errors import CheckpointError, DataError
+from tiny import char_tokenizer
+
+
+def rows(count):
+    return [{"prompt": str(i), "answer": i} for i in range(count)]
+
+
+def reader(**settings):
+    return PromptReader(char_tokenizer(), **settings)
+
+
+def table(count):
+    return Dataset.from_list(rows(count))
+
+
+def stream(count):
+    return IterableDataset.from_generator(lambda: iter(rows(count)))
+
+
+def sharded(count):
+    return table(count).to_iterable_dataset(num_shards=3)
+
+
+def buffered(count):
+    return sharded(count).shuffle(seed=5, buffer_size=4)
+
+
+class PlainStream:
+    """An iterable that is none of Hugging Face's."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def __iter__(self):
+        return iter(rows(self.count))
+
+
+def cursor(dataset, shuffle=False, seed=0, **settings):
+    return PromptCursor(dataset, reader(**settings), shuffle=shuffle, seed=seed)
+
+
+def answers(prompts):
+    return [prompt.columns["answer"] for prompt in prompts]
+
+
+def test_without_shuffle_prompts_come_in_order_over_epochs_and_serials_go_on():
+    source = cursor(table(3))
+    prompts = source.take(2) + source.take(5)
+    assert answers(prompts) == [0, 1, 2, 0, 1, 2, 0]
+    assert [prompt.serial for prompt in prompts] == list(range(7))
+    assert source.prompts_per_epoch == 3
+
+
+def test_each_shuffled_epoch_has_every_prompt_once_in_another_order():
+    source = cursor(table(50), shuffle=True)
+    epochs = [answers(source.take(50)) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in [*epochs, range(50)]}) == 4
+
+
+def test_the_seed_alone_decides_the_order():
+    orders = [answers(cursor(table(30), shuffle=True, seed=seed).take(40)) for seed in (3, 3, 4)]
+    assert orders[0] == orders[1]
+    assert orders[0] != orders[2]
+
+
+def philox(key, block):
+    """Four numbers of Philox4x64-10, as Salmon et al. 2011 ("Random numbers: as easy as 1, 2, 3") define it."""
+    words, (first, second) = [block, 0, 0, 0], key
+    for _ in range(10):
+        left, right = 0xD2E7470EE14C6C93 * words[0], 0xCA5A826395121157 * words[2]
+        words = [(right >> 64) ^ words[1] ^ first, right % 2**64, (left >> 64) ^ words[3] ^ second, left % 2**64]
+        first, second = (first + 0x9E3779B97F4A7C15) % 2**64, (second + 0xBB67AE8584CAA73B) % 2**64
+    return words
+
+
+@pytest.mark.parametrize(("size", "seed", "epoch"), [(10, 42, 1), (1, 0, 0), (37, 2**40, 3)])
+def test_the_permutation_is_the_order_in_which_philox_numbers_sort(size, seed, epoch):
+    numbers = [number for block in range(1, 11) for number in philox((seed, epoch), block)][:size]
+    assert permutation(size, seed, epoch).tolist() == sorted(range(size), key=numbers.__getitem__)
+
+
+def test_every_place_of_a_permutation_is_as_likely_for_every_row():
+    counts = np.zeros((4, 4))
+    for epoch in range(4000):
+        counts[np.arange(4), permutation(4, seed=7, epoch=epoch)] += 1
+    chi_square = ((counts - 1000) ** 2 / 1000).sum()
+    assert chi_square < 27.9  # 9 degrees of freedom, p = 0.001
+
+
+def test_a_large_seed_and_a_negative_one_are_seeds():
+    assert (
+        sorted(permutation(5, seed=2**63 + 1, epoch=0)) == sorted(permutation(5, seed=-1, epoch=0)) == [0, 1, 2, 3, 4]
+    )
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("make", [table, stream, sharded, buffered])
+@pytest.mark.parametrize("used", [0, 1, 6, 7, 10, 14, 23])
+def test_a_resumed_cursor_goes_on_with_exactly_the_next_prompts(make, shuffle, used):
+    whole = cursor(make(7), shuffle=shuffle, seed=2)
+    whole.take(used)
+    state = json.loads(json.dumps(whole.state_dict()))
+    resumed = cursor(make(7), shuffle=shuffle, seed=2)
+    resumed.take(4)  # a cursor that was already used forgets it
+    resumed.load_state_dict(state)
+    assert resumed.take(20) == whole.take(20)
+    assert resumed.state_dict() == whole.state_dict()
+
+
+@pytest.mark.parametrize("make", [stream, sharded, buffered, PlainStream])
+def test_a_stream_starts_again_when_it_ends(make):
+    source = cursor(make(5))
+    assert source.prompts_per_epoch is None
+    epochs = [answers(source.take(5)) for _ in range(3)]
+    assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
+
+
+def test_a_stream_is_shuffled_differently_each_epoch():
+    source = cursor(stream(40), shuffle=True, seed=1)
+    epochs = [answers(source.take(40)) for _ in range(3)]
+    assert len({tuple(epoch) for epoch in [*epochs, range(40)]}) == 4
+
+
+def test_a_stream_that_cannot_be_shuffled_says_so(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert answers(cursor(PlainStream(3), shuffle=True).take(3)) == [0, 1, 2]
+    assert caplog.messages == ["A PlainStream has no shuffle(); its prompts come in its own order."]
+
+
+def test_a_stream_is_read_no_further_than_asked():
+    read = []
+
+    def generate():
+        for row in rows(100):
+            read.append(row["answer"])
+            yield row
+
+    source = cursor(IterableDataset.from_generator(generate))
+    assert read == []
+    source.take(3)
+    assert read == [0, 1, 2]
+
+
+class CountingTable:
+    """Random access that remembers which rows were read."""
+
+    def __init__(self, count):
+        self.count = count
+        self.read = []
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return {"prompt": str(index), "answer": index}
+
+
+def test_rows_with_random_access_are_read_one_by_one_when_drawn():
+    dataset = CountingTable(1_000_000)
+    prompts = cursor(dataset, shuffle=True).take(3)
+    assert dataset.read == answers(prompts)
+
+
+def test_overlong_prompts_are_passed_over_and_counted_also_after_resuming():
+    dataset = Dataset.from_list([{"prompt": "1" * length, "answer": length} for length in (1, 5, 2, 6, 3)])
+    source = cursor(dataset, max_prompt_tokens=3, overlong="drop")
+    prompts = source.take(4)
+    assert answers(prompts) == [1, 2, 3, 1]
+    assert [prompt.serial for prompt in prompts] == [0, 1, 2, 3]
+    assert source.num_dropped == 2
+    resumed = cursor(dataset, max_prompt_tokens=3, overlong="drop")
+    resumed.load_state_dict(source.state_dict())
+    assert answers(resumed.take(1)) == [2]
+    assert resumed.num_dropped == 3
+
+
+@pytest.mark.parametrize("make", [table, stream])
+def test_an_epoch_of_overlong_prompts_only_is_an_error_and_not_an_endless_search(make):
+    source = cursor(make(4), max_prompt_tokens=0, overlong="drop")
+    with pytest.raises(DataError, match="All 4 rows are left out: the prompt has more than 0 tokens"):
+        source.take(1)
+
+
+def test_an_empty_stream_is_an_error():
+    with pytest.raises(DataError, match="its stream ended before the first row"):
+        cursor(stream(0)).take(1)
+
+
+def test_an_empty_table_is_an_error_at_once():
+    with pytest.raises(DataError, match="The data set is empty"):
+        cursor(table(0))
+
+
+def test_a_data_set_with_its_splits_is_an_error_at_once():
+    with pytest.raises(DataError, match="has the splits 'train'"):
+        cursor(DatasetDict({"train": table(2)}))
+
+
+def test_an_error_names_the_row_of_the_data_set_and_not_the_draw():
+    dataset = Dataset.from_list([{"prompt": "1"}, {"prompt": "2"}, {"prompt": ""}])
+    source = cursor(dataset)
+    source.take(2)
+    with pytest.raises(DataError, match="row 2 has an empty prompt"):
+        source.take(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dataset": table(6)}, "num_rows=5, this run has num_rows=6"),
+        ({"seed": 1}, "seed=0, this run has seed=1"),
+        ({"shuffle": True}, "shuffle=False, this run has shuffle=True"),
+    ],
+)
+def test_resuming_with_other_data_or_another_order_is_an_error(change, message):
+    state = cursor(table(5)).state_dict()
+    with pytest.raises(CheckpointError, match=message):
+        cursor(**{"dataset": table(5), **change}).load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [table, stream])
+def test_evaluation_prompts_come_all_in_order_with_serials_from_zero(make, caplog):
+    with caplog.at_level(logging.WARNING):
+        prompts = eval_prompts(make(12), reader(max_prompt_tokens=1, overlong="drop"))
+    assert answers(prompts) == list(range(10))
+    assert [prompt.serial for prompt in prompts] == list(range(10))
+    assert caplog.messages == ["2 of 12 rows are left out: the prompt has more than 1 tokens."]
+
+
+def test_evaluation_serials_leave_no_gap_where_a_row_is_left_out():
+    dataset = Dataset.from_list([{"prompt": "11"}, {"prompt": "1"}])
+    assert [p.serial for p in eval_prompts(dataset, reader(max_prompt_tokens=1, overlong="drop"))] == [0]
+
+
+@pytest.mark.parametrize("make", [table, stream])
+def test_an_empty_evaluation_set_is_an_error(make):
+    with pytest.raises(DataError, match="The data set is empty"):
+        eval_prompts(make(0), reader())

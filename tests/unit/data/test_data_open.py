@@ -1,0 +1,204 @@
+"""Opening data sets from files, folders and names, and every way in which that fails."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import datasets
+import pytest
+from datasets import Dataset, DatasetDict, IterableDataset
+
+from lowpeak.data.open import open_dataset
+from lowpeak.errors import DataError
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _own_cache(tmp_path_factory):
+    """What `datasets` converts goes to a folder of the tests', by its own setting."""
+    before = datasets.config.HF_DATASETS_CACHE
+    datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
+    yield
+    datasets.config.HF_DATASETS_CACHE = before
+
+
+def write(path, rows=ROWS):
+    table = Dataset.from_list(rows)
+    if path.suffix == ".parquet":
+        table.to_parquet(path)
+    elif path.suffix == ".csv":
+        path.write_text("prompt,answer\n" + "".join(f"{row['prompt']},'{row['answer']}'\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def prompts(dataset):
+    return [row["prompt"] for row in dataset]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
+def test_a_file_is_a_data_set(tmp_path, suffix, streaming):
+    path = write(tmp_path / f"rows{suffix}")
+    dataset = open_dataset(str(path), streaming=streaming)
+    assert isinstance(dataset, IterableDataset if streaming else Dataset)
+    assert prompts(dataset) == ["1+1=", "2+2="]
+
+
+def test_files_and_patterns_are_one_data_set(tmp_path):
+    paths = [write(tmp_path / f"rows{i}.jsonl", [{"prompt": str(i)}]) for i in range(3)]
+    assert prompts(open_dataset(paths)) == ["0", "1", "2"]
+    assert prompts(open_dataset(f"{tmp_path}/rows[12].jsonl")) == ["1", "2"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_still_that_file(tmp_path):
+    path = write(tmp_path / "rows[1].jsonl")
+    assert prompts(open_dataset(str(path))) == ["1+1=", "2+2="]
+
+
+def test_part_of_a_split_may_be_asked_for(tmp_path):
+    assert prompts(open_dataset(write(tmp_path / "rows.jsonl"), split="train[:1]")) == ["1+1="]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_folder_that_save_to_disk_wrote_is_a_data_set(tmp_path, streaming):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    dataset = open_dataset(tmp_path / "saved", streaming=streaming)
+    assert isinstance(dataset, IterableDataset if streaming else Dataset)
+    assert prompts(dataset) == ["1+1=", "2+2="]
+
+
+def test_a_saved_folder_with_splits_gives_the_one_asked_for_and_train_unasked(tmp_path):
+    splits = {"train": Dataset.from_list(ROWS[:1]), "test": Dataset.from_list(ROWS[1:])}
+    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    assert prompts(open_dataset(tmp_path / "saved")) == ["1+1="]
+    assert prompts(open_dataset(tmp_path / "saved", "test")) == ["2+2="]
+
+
+def test_a_folder_of_data_files_has_the_splits_of_their_names(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS[:1])
+    write(tmp_path / "test.jsonl", ROWS[1:])
+    (tmp_path / "LICENSE").write_text("free")
+    assert prompts(open_dataset(tmp_path)) == ["1+1="]
+    assert prompts(open_dataset(tmp_path, "test")) == ["2+2="]
+
+
+def test_the_only_split_is_taken_whatever_its_name(tmp_path):
+    DatasetDict({"mine": Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "saved")
+    assert len(open_dataset(tmp_path / "saved")) == 2
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_missing_split_is_an_error_that_names_those_there(tmp_path, saved):
+    if saved:
+        splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}
+        DatasetDict(splits).save_to_disk(tmp_path / "data")
+    else:
+        (tmp_path / "data").mkdir()
+        write(tmp_path / "data" / "train.jsonl")
+        write(tmp_path / "data" / "test.jsonl")
+    with pytest.raises(DataError, match=r"has no split 'dev'; it has (train, test|test, train): set split"):
+        open_dataset(tmp_path / "data", "dev")
+
+
+def test_several_splits_without_train_ask_for_a_choice(tmp_path):
+    splits = {"a": Dataset.from_list(ROWS), "b": Dataset.from_list(ROWS)}
+    DatasetDict(splits).save_to_disk(tmp_path / "data")
+    with pytest.raises(DataError, match="has no split 'train'; it has a, b"):
+        open_dataset(tmp_path / "data")
+
+
+def test_a_part_of_a_missing_split_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r'Unknown split "dev"'):
+        open_dataset(write(tmp_path / "rows.jsonl"), "dev[:1]")
+
+
+def test_a_split_of_a_saved_data_set_without_splits_is_an_error(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="without splits; leave split='test' out"):
+        open_dataset(tmp_path / "saved", "test")
+
+
+@pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])
+def test_a_missing_path_is_an_error_and_not_a_name_on_the_hub(source):
+    with pytest.raises(DataError, match="does not exist; check the path"):
+        open_dataset(source)
+
+
+def test_a_missing_file_among_others_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
+        open_dataset([write(tmp_path / "rows.jsonl"), tmp_path / "none.jsonl"])
+
+
+def test_a_pattern_without_a_match_is_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"No file matches .*\*\.jsonl"):
+        open_dataset(f"{tmp_path}/*.jsonl")
+
+
+def test_an_empty_list_of_files_is_an_error():
+    with pytest.raises(DataError, match="list of data files is empty"):
+        open_dataset([])
+
+
+def test_files_of_several_kinds_are_an_error(tmp_path):
+    with pytest.raises(DataError, match=r"must be of one kind .*; these are \.csv, \.jsonl"):
+        open_dataset([write(tmp_path / "rows.jsonl"), write(tmp_path / "rows.csv")])
+
+
+def test_a_file_of_another_kind_is_an_error(tmp_path):
+    (tmp_path / "rows.txt").write_text("1")
+    with pytest.raises(DataError, match=r"these are \.txt"):
+        open_dataset(tmp_path / "rows.txt")
+
+
+def test_a_folder_among_files_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="is a folder among several data files"):
+        open_dataset([tmp_path, write(tmp_path / "rows.jsonl")])
+
+
+@pytest.mark.parametrize("content", ['{"prompt": "1"}\n{"prompt": \n', "no json at all"])
+def test_a_file_that_is_not_what_its_name_says_cannot_be_read(tmp_path, content):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: JSON parse error"):
+        open_dataset(tmp_path / "rows.jsonl")
+
+
+def test_a_broken_saved_folder_cannot_be_read(tmp_path):
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_dataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "message"),
+    [(".json", "is empty"), (".jsonl", "is empty"), (".parquet", "cannot be read"), (".csv", "cannot be read")],
+)
+def test_a_file_without_a_byte_is_an_error(tmp_path, suffix, message):
+    path = tmp_path / f"rows{suffix}"
+    path.touch()
+    with pytest.raises(DataError, match=message):
+        open_dataset(path)
+
+
+def test_a_folder_without_data_is_an_error(tmp_path):
+    with pytest.raises(DataError, match="cannot be read"):
+        open_dataset(tmp_path)
+
+
+def test_a_configuration_has_no_meaning_for_local_data(tmp_path):
+    with pytest.raises(DataError, match="'main' has no meaning for local data"):
+        open_dataset(write(tmp_path / "rows.jsonl"), name="main")
+
+
+@pytest.mark.parametrize("source", ["openai/gsm8k", "squad"])
+def test_a_name_on_the_hub_fails_at_once_while_offline(source):
+    start = time.monotonic()
+    with pytest.raises(DataError, match=rf"^{source} is neither a local path nor in the local cache, .*HF_HUB_OFFLINE"):
+        open_dataset(source)
+    assert time.monotonic() - start < 5

@@ -1,0 +1,238 @@
+"""Phases are measured as the kernel saw them, nested ones too."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowpeak.memory.phases import Phase
+from lowpeak.memory.tracker import (
+    MemoryTracker,
+    PhaseUse,
+    ResidentGauge,
+    SampledGauge,
+    free_bytes,
+    free_host_bytes,
+)
+
+
+class ScriptedGauge:
+    """A gauge whose memory a test sets; it has one peak, as real ones do."""
+
+    how = "scripted"
+
+    def __init__(self):
+        self.alive = self.highest = 100
+        self.settled = 0
+
+    def use(self, num_bytes):
+        """Take `num_bytes` and give them back."""
+        self.highest = max(self.highest, self.alive + num_bytes)
+
+    def reset(self):
+        self.highest = self.alive
+
+    def settle(self):
+        self.settled += 1
+
+    def peak(self):
+        return self.highest, 2 * self.highest
+
+
+def tracked():
+    gauge = ScriptedGauge()
+    return gauge, MemoryTracker("cpu", gauge)
+
+
+def test_a_phase_sees_its_own_peak_and_not_one_from_before_or_between():
+    gauge, tracker = tracked()
+    gauge.use(900)
+    with tracker.phase(Phase.ROLLOUT):
+        gauge.use(50)
+    gauge.use(900)
+    with tracker.phase(Phase.TRAIN):
+        gauge.use(20)
+    uses = tracker.take()
+    assert (uses["rollout"].peak_bytes, uses["rollout"].reserved_bytes) == (150, 300)
+    assert (uses["train"].peak_bytes, uses["train"].reserved_bytes) == (120, 240)
+
+
+@pytest.mark.parametrize(("before", "inside", "after"), [(70, 10, 20), (10, 70, 20), (10, 20, 70)])
+def test_an_outer_phase_has_the_highest_of_its_pieces_and_an_inner_one_only_its_own(before, inside, after):
+    gauge, tracker = tracked()
+    with tracker.phase(Phase.EVALUATE):
+        gauge.use(before)
+        with tracker.phase(Phase.ROLLOUT):
+            gauge.use(inside)
+            with tracker.phase(Phase.REWARD):
+                gauge.use(5)
+        gauge.use(after)
+    uses = tracker.take()
+    assert {name: use.peak_bytes for name, use in uses.items()} == {
+        "evaluate": 170,
+        "rollout": 100 + inside,
+        "reward": 105,
+    }
+
+
+def test_calls_of_one_phase_add_up_in_time_and_take_the_highest_peak():
+    gauge, tracker = tracked()
+    for num_bytes in (10, 60, 30):
+        with tracker.phase(Phase.TRAIN):
+            gauge.use(num_bytes)
+            time.sleep(0.01)
+    use = tracker.take()["train"]
+    assert (use.calls, use.peak_bytes) == (3, 160)
+    assert 0.03 <= use.seconds < 1.0
+    assert gauge.settled == 3
+
+
+def test_taking_forgets_and_a_phase_that_is_still_open_counts_when_it_ends():
+    _, tracker = tracked()
+    with tracker.phase(Phase.TRAIN):
+        with tracker.phase(Phase.OPTIMIZER):
+            pass
+        assert list(tracker.take()) == ["optimizer"]
+    assert list(tracker.take()) == ["train"]
+    assert tracker.take() == {}
+
+
+def test_a_phase_that_raises_is_recorded_and_closed():
+    gauge, tracker = tracked()
+
+    def fail():
+        with tracker.phase(Phase.TRAIN), tracker.phase(Phase.OPTIMIZER):
+            gauge.use(40)
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        fail()
+    with tracker.phase(Phase.SAVE):
+        gauge.use(80)
+    uses = tracker.take()
+    assert {name: use.peak_bytes for name, use in uses.items()} == {"optimizer": 140, "train": 140, "save": 180}
+
+
+def test_uses_merge_also_where_nothing_reserves():
+    assert PhaseUse(1.0, 5, 1).merge(PhaseUse(2.0, 3, 2)) == PhaseUse(3.0, 5, 3, None)
+    assert PhaseUse(1.0, 5, 1, 7).merge(PhaseUse(2.0, 9, 2, 6)) == PhaseUse(3.0, 9, 3, 7)
+
+
+# Allocations of 64 kB and more go straight to the kernel and back, so that resident memory is what is alive.
+MEASURE = """
+import torch
+from lowpeak.memory.phases import Phase
+from lowpeak.memory.tracker import MemoryTracker, SampledGauge
+
+MB = 2**20
+def take(num_mb):
+    torch.ones(num_mb * MB // 4)
+
+tracker = MemoryTracker("cpu")
+take(1)
+with tracker.phase(Phase.LOAD):
+    pass
+with tracker.phase(Phase.EVALUATE):
+    with tracker.phase(Phase.ROLLOUT):
+        take(64)
+    with tracker.phase(Phase.REWARD):
+        take(16)
+with tracker.phase(Phase.SAVE):
+    pass
+uses = tracker.take()
+base = uses["load"].peak_bytes
+for name in ("evaluate", "rollout", "reward", "save"):
+    print(name, (uses[name].peak_bytes - base) / MB)
+
+sampled = MemoryTracker("cpu", SampledGauge())
+with sampled.phase(Phase.ROLLOUT):
+    kept = torch.ones(32 * MB // 4)
+print("sampled", (sampled.take()["rollout"].peak_bytes - base) / MB)
+"""
+
+
+def test_64_megabytes_in_a_phase_are_seen_there_and_in_the_phase_around_it_and_nowhere_else():
+    env = {"PYTHONPATH": ":".join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", MEASURE]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env).stdout
+    seen = {name: float(mb) for name, mb in (line.split() for line in said.splitlines())}
+    assert seen["rollout"] == pytest.approx(64, rel=0.1)
+    assert seen["evaluate"] == pytest.approx(64, rel=0.1)
+    assert seen["reward"] == pytest.approx(16, abs=3)
+    assert seen["save"] == pytest.approx(0, abs=3)
+    assert seen["sampled"] == pytest.approx(32, rel=0.1)
+
+
+def test_the_tracker_says_what_it_measures():
+    assert MemoryTracker("cpu").how in (ResidentGauge.how, SampledGauge.how)
+    assert MemoryTracker("cpu", SampledGauge()).how.endswith("peaks in between are not seen)")
+
+
+def test_a_phase_costs_little():
+    tracker = MemoryTracker("cpu")
+    times = []
+    for _ in range(200):
+        start = time.perf_counter()
+        with tracker.phase(Phase.TRAIN):
+            pass
+        times.append(time.perf_counter() - start)
+    assert sorted(times)[100] < 0.0002
+
+
+GB = 2**30
+
+
+def host(root: Path, cgroup: str, files: dict[str, str]) -> Path:
+    """A machine's proc and cgroup files below `root`, with 8 GB available."""
+    for name, text in {
+        "proc/meminfo": f"MemTotal: {2**24} kB\nMemAvailable:   {8 * 2**20} kB\n",
+        "proc/self/cgroup": cgroup,
+        **{f"sys/fs/cgroup/{name}": text for name, text in files.items()},
+    }.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def v2(folder: str, limit: int | str, use: int, reclaimable: int = 0) -> dict[str, str]:
+    return {
+        f"{folder}memory.max": f"{limit}\n",
+        f"{folder}memory.current": f"{use}\n",
+        f"{folder}memory.stat": f"anon 1\ninactive_file {reclaimable}\n",
+    }
+
+
+def v1(folder: str, limit: int, use: int, reclaimable: int = 0) -> dict[str, str]:
+    return {
+        f"memory/{folder}memory.limit_in_bytes": f"{limit}\n",
+        f"memory/{folder}memory.usage_in_bytes": f"{use}\n",
+        f"memory/{folder}memory.stat": f"cache 1\ntotal_inactive_file {reclaimable}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "free"),
+    [
+        ("0::/\n", {}, 8 * GB),
+        ("0::/job\n", v2("job/", "max", 5 * GB), 8 * GB),
+        ("0::/job\n", v2("job/", 6 * GB, 5 * GB), 1 * GB),
+        ("0::/job\n", v2("job/", 6 * GB, 5 * GB, reclaimable=2 * GB), 3 * GB),
+        ("0::/job\n", v2("job/", 6 * GB, 7 * GB), 0),
+        ("0::/slice/job\n", v2("slice/", 4 * GB, 2 * GB) | v2("slice/job/", "max", GB), 2 * GB),
+        ("0::/on/the/host\n", v2("", 6 * GB, 4 * GB), 2 * GB),
+        ("9:cpu:/\n4:memory:/job\n0::/\n", v1("job/", 6 * GB, 3 * GB, reclaimable=GB), 4 * GB),
+        ("4:cpu,memory:/docker/abc\n", v1("", 6 * GB, 3 * GB), 3 * GB),
+        ("4:memory:/job\n", v1("job/", 2**63 - 4096, 3 * GB), 8 * GB),
+    ],
+)
+def test_free_memory_is_what_the_system_and_every_cgroup_above_leave(tmp_path, cgroup, files, free):
+    assert free_host_bytes(host(tmp_path, cgroup, files)) == free
+
+
+def test_free_memory_of_this_machine_is_some_and_less_than_it_has():
+    with open("/proc/meminfo") as file:
+        total = int(file.readline().split()[1]) * 1024
+    assert 0 < free_bytes("cpu") < total

@@ -1,0 +1,156 @@
+"""Final answers are found and compared, on GSM8K's own answers and on what models write."""
+
+from __future__ import annotations
+
+import time
+from fractions import Fraction
+
+import pytest
+from gsm8k_rows import answers
+
+from lowpeak.errors import RewardError
+from lowpeak.rewards.answers import exact_match, final_answer, final_number, numeric_match
+from lowpeak.rewards.format import hash_answer_format
+
+ANSWERS = answers()
+NUMBERS = [answer.rpartition("####")[2].strip() for answer in ANSWERS]
+
+
+def plain(number: str) -> str:
+    return number.replace(",", "")
+
+
+def with_commas(number: str) -> str:
+    return f"{int(plain(number)):,}"
+
+
+VARIANTS = {
+    "alone": lambda n: n,
+    "without commas": lambda n: f"The answer is {plain(n)}.",
+    "with commas": lambda n: f"It is {with_commas(n)}.",
+    "dollars": lambda n: f"She paid ${with_commas(n)}" if not n.startswith("-") else f"She paid -${with_commas(n)[1:]}",
+    "decimals": lambda n: f"#### {plain(n)}.00",
+    "boxed": lambda n: rf"so 3 of 5, thus \boxed{{{n}}} as 1 + 1 is 2.",
+    "boxed dollars with a unit": lambda n: rf"\boxed{{\${n}\text{{ dollars}}}}",
+    "latex commas": lambda n: rf"\boxed{{{n.replace(',', '{,}')}}}",
+    "tag": lambda n: f"<think>10 - 3</think>\n<answer> {n} </answer>",
+    "tag not closed": lambda n: f"<answer>{n}",
+    "hashes on their own line": lambda n: f"steps\n####\n{n}\nHuman: 5 more",
+    "percent": lambda n: f"#### {n}%",
+    "bold": lambda n: f"The answer is **{n}**.",
+    "equation": lambda n: f"3 x 4 = {n}",
+}
+
+
+def test_every_answer_matches_itself_as_number_and_as_text():
+    assert numeric_match(ANSWERS, answer=ANSWERS) == [1.0] * len(ANSWERS)
+    assert exact_match(ANSWERS, answer=ANSWERS) == [1.0] * len(ANSWERS)
+    assert hash_answer_format(ANSWERS) == [1.0] * len(ANSWERS)
+
+
+@pytest.mark.parametrize(
+    "change", [lambda x: x + 1, lambda x: -x - 1, lambda x: 10 * x + 1], ids=["+1", "sign", "digit"]
+)
+def test_no_answer_matches_a_changed_number(change):
+    changed = [
+        f"{answer.rpartition('####')[0]}#### {change(int(plain(number)))}"
+        for answer, number in zip(ANSWERS, NUMBERS, strict=True)
+    ]
+    assert numeric_match(changed, answer=ANSWERS) == [0.0] * len(ANSWERS)
+    assert exact_match(changed, answer=ANSWERS) == [0.0] * len(ANSWERS)
+
+
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
+def test_the_same_number_written_otherwise_matches(variant):
+    completions = [variant(number) for number in NUMBERS]
+    wrong = [
+        c for c, reward in zip(completions, numeric_match(completions, answer=ANSWERS), strict=True) if reward != 1
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("#### 72", 72),
+        ("-$5", -5),
+        ("$-5", -5),
+        ("\u22127", -7),
+        ("10-5", 5),
+        ("x-5", 5),
+        ("= -5", -5),
+        ("- 5 apples", 5),
+        ("0.25", Fraction(1, 4)),
+        ("about .5", Fraction(1, 2)),
+        ("3/4", Fraction(3, 4)),
+        (r"\boxed{\frac{3}{4}}", Fraction(3, 4)),
+        (r"\boxed{-\dfrac{3}{4}}", Fraction(-3, 4)),
+        ("1/0", None),
+        ("1,2,3", 3),
+        ("1,234,56", 56),
+        ("12 apples, 3.", 3),
+        (r"\boxed{5} and then \boxed{7", 5),
+        ("#### 1\n\n#### 2", 2),
+        (r"#### 1 and \boxed{2}", 2),
+        (r"\boxed{no number} 5", None),
+        ("nothing", None),
+        ("", None),
+        ("9" * 5000, None),
+        ("1e999999999", 999999999),
+    ],
+)
+def test_the_final_number_of_a_text(text, number):
+    assert final_number(text) == number
+
+
+@pytest.mark.parametrize("text", [r"\boxed{" * 8000, "#### " * 8000, "<answer>" * 8000, "1," * 20000, "-$" * 20000])
+def test_degenerate_completions_are_read_quickly(text):
+    start = time.perf_counter()
+    final_number(text), final_answer(text)
+    assert time.perf_counter() - start < 5
+
+
+def test_decimals_are_compared_exactly():
+    assert numeric_match(["0.1", "0.10000000000000000001", "0.00001"], answer=[0.1, 0.1, 1e-5]) == [1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("Let me see.\nParis", "Paris"),
+        ("Paris\n\n", "Paris"),
+        (r"It is \boxed{\text{Paris}}", r"\text{Paris}"),
+        ("<answer>\nNew   York\n</answer> done", "New York"),
+        ("#### 1,080", "1,080"),
+        ("", ""),
+    ],
+)
+def test_the_final_answer_of_a_text(text, answer):
+    assert final_answer(text) == answer
+
+
+def test_exact_match_tells_spelling_apart_and_numeric_match_does_not():
+    assert exact_match(["1,080", "1080", "1080 "], answer=["1080"] * 3) == [0, 1, 1]
+    assert numeric_match(["1,080", "1080", "1081"], answer=["1080"] * 3) == [1, 1, 0]
+
+
+def test_a_row_without_an_answer_is_not_judged():
+    assert exact_match(["a", "b", ""], answer=["a", None, ""]) == [1.0, None, None]
+    assert numeric_match(["1", "1", "1"], answer=["1", None, "no number"]) == [1.0, None, None]
+
+
+def test_the_column_may_be_called_solution_and_hold_numbers():
+    assert numeric_match(["5", "6"], solution=[5, 5.0]) == [1.0, 0.0]
+
+
+def test_messages_are_read_like_strings_and_of_several_the_last_counts():
+    turns = [("assistant", "1"), ("tool", "3"), ("assistant", "#### 2")]
+    tools = [{"role": role, "content": text} for role, text in turns]
+    parts = [{"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]}]
+    nothing = [{"role": "assistant", "content": None}]
+    assert numeric_match([tools, parts, nothing, []], answer=["2"] * 4) == [1, 1, 0, 0]
+
+
+def test_without_a_column_the_error_names_it():
+    with pytest.raises(RewardError, match="'numeric_match' asks for a column 'answer' or 'solution'"):
+        numeric_match(["1"])

@@ -1,0 +1,168 @@
+"""A function is called as its signature asks, named after itself, and held to its time limit."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import threading
+import time
+
+import pytest
+
+from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
+from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.reward import Reward
+from lowpeak.rewards.waiting import BackgroundLoop, Late, call_within
+
+ROWS = {"prompts": ["p", "p"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]]}
+
+
+def length(completions, **kwargs):
+    return [float(len(text)) for text in completions]
+
+
+async def later(completions, **kwargs):
+    await asyncio.sleep(0.001)
+    return length(completions)
+
+
+class Judge:
+    def __call__(self, completions, answer):
+        return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
+
+
+class AsyncJudge:
+    async def __call__(self, completions, **kwargs):
+        return await later(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "is_async"),
+    [
+        (length, "length", False),
+        (later, "later", True),
+        (Judge(), "Judge", False),
+        (AsyncJudge(), "AsyncJudge", True),
+        (functools.partial(functools.partial(length), answer=1), "length", False),
+        (functools.partial(later), "later", True),
+        (functools.partial(AsyncJudge()), "AsyncJudge", True),
+    ],
+)
+def test_the_name_and_the_kind_of_a_callable(function, name, is_async):
+    reward = FunctionReward(function)
+    assert (reward.name, reward.is_async) == (name, is_async)
+    assert FunctionReward(function, name="mine").name == "mine"
+    assert isinstance(reward, Reward)
+
+
+@pytest.mark.parametrize("function", [length, later, functools.partial(later), AsyncJudge()])
+def test_sync_and_async_functions_are_called_alike(function):
+    assert FunctionReward(function)(**ROWS, answer=["a", "b"], trainer_state=None) == [1.0, 2.0]
+
+
+def test_an_async_function_can_be_called_where_a_loop_is_running():
+    async def notebook():
+        return FunctionReward(later)(**ROWS)
+
+    assert asyncio.run(notebook()) == [1.0, 2.0]
+
+
+def test_a_function_with_kwargs_gets_every_keyword_and_one_without_only_those_it_names():
+    seen = []
+    columns = {"answer": ["a", "b"], "trainer_state": "state", "log_extra": print}
+    FunctionReward(lambda **kwargs: seen.append(set(kwargs)))(**ROWS, **columns)
+    FunctionReward(lambda completions, answer=None, level=3: seen.append((answer, level)))(**ROWS, **columns)
+    assert seen == [{*ROWS, *columns}, (["a", "b"], 3)]
+    assert FunctionReward(Judge())(**ROWS, **columns) == [1.0, 0.0]
+
+
+def test_a_function_without_a_signature_gets_every_keyword():
+    assert FunctionReward(functools.partial(dict))(**ROWS, answer=[1]) == {**ROWS, "answer": [1]}
+
+
+def test_a_parameter_that_nothing_fills_is_named_with_what_there_is():
+    with pytest.raises(RewardError, match=r"'Judge' asks for answer, which the data set has no column for; .*level"):
+        FunctionReward(Judge())(**ROWS, level=[1, 2])
+
+
+@pytest.mark.parametrize("function", [3, Judge, "length"])
+def test_what_cannot_be_asked_is_refused(function):
+    with pytest.raises(ArgumentError, match="must be a function or a callable object"):
+        FunctionReward(function)
+
+
+def test_a_late_sync_function_is_left_behind():
+    released = threading.Event()
+    start = time.perf_counter()
+    with pytest.raises(RewardTimeoutError, match=r"'slow' did not return within its time limit of 0\.05 seconds"):
+        FunctionReward(lambda **kwargs: released.wait(30), name="slow", timeout=0.05)(**ROWS)
+    assert time.perf_counter() - start < 5
+    released.set()
+
+
+def test_a_late_async_function_is_cancelled():
+    ended = []
+
+    async def slow(**kwargs):
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.append(True)
+
+    with pytest.raises(RewardTimeoutError, match=r"'slow' did not return within its time limit of 0\.05 seconds"):
+        FunctionReward(slow, timeout=0.05)(**ROWS)
+    assert ended == [True]
+
+
+def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
+    def sync(**kwargs):
+        raise TimeoutError("the judge's server")
+
+    async def asynchronous(**kwargs):
+        raise TimeoutError("the judge's server")
+
+    for function in (sync, asynchronous):
+        with pytest.raises(TimeoutError, match="the judge's server") as caught:
+            FunctionReward(function, timeout=30)(**ROWS)
+        assert not isinstance(caught.value, RewardError)
+
+
+def test_a_call_with_a_limit_sees_the_callers_context_and_passes_its_error_on():
+    word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
+    word.set("here")
+    assert call_within(word.get, 30) == "here"
+    with pytest.raises(ZeroDivisionError):
+        call_within(lambda: 1 / 0, 30)
+
+
+def test_the_background_loop_is_one_loop_for_all_calls_and_a_new_one_after_it_was_blocked():
+    loop, released = BackgroundLoop(), threading.Event()
+
+    async def running():
+        return asyncio.get_running_loop()
+
+    async def blocks():
+        released.wait(30)
+
+    first = loop.run(running())
+    assert loop.run(running()) is first
+    with pytest.raises(Late):
+        loop.run(blocks(), 0.05)
+    second = loop.run(running(), 30)
+    released.set()
+    assert second is not first
+
+
+def test_the_background_loop_ends_with_its_owner():
+    loop = BackgroundLoop()
+
+    async def running():
+        return asyncio.get_running_loop()
+
+    inner = loop.run(running())
+    del loop
+    deadline = time.monotonic() + 10
+    while not inner.is_closed() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert inner.is_closed()

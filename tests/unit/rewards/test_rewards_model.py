@@ -1,0 +1,227 @@
+"""A sequence classifier judges prompt and completion as TRL's does, in batches that change nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from panel_groups import group
+from transformers import (
+    AutoModelForSequenceClassification,
+    BertConfig,
+    BertForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+
+from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.rewards.combine import RewardPanel, RewardSettings
+from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards.model import ModelReward, batches_by_length
+from lowpeak.rewards.reward import Reward
+from tiny import char_tokenizer, tiny_model
+
+PLAIN = {"prompts": ["1+1=", "12+34=", "5+5="], "completions": ["2", "46", "1000"], "completion_ids": [[], [], []]}
+
+
+def classifier(seed=0, num_labels=1, **changes):
+    torch.manual_seed(seed)
+    config = Qwen2Config(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        intermediate_size=32, max_position_embeddings=64, initializer_range=0.5, num_labels=num_labels,
+        pad_token_id=None, eos_token_id=1, bos_token_id=None, **changes,
+    )  # fmt: skip
+    return Qwen2ForSequenceClassification(config)
+
+
+def tokenizer(chat=False):
+    return char_tokenizer("0123456789=+", chat=chat)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "judges" / "tiny-judge"
+    classifier().save_pretrained(path)
+    tokenizer(chat=True).save_pretrained(path)
+    return path
+
+
+def one_by_one(model, words, texts):
+    """The definition: each text alone, without padding."""
+    rows = [words(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
+    with torch.no_grad():
+        return [model.eval()(input_ids=row).logits.item() for row in rows]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 10_000])
+def test_batches_of_any_size_give_each_rows_own_logit(max_tokens):
+    reward = ModelReward(classifier(), tokenizer(), max_tokens=max_tokens)
+    texts = ["1+1=2", "12+34=46", "5+5=1000"]
+    assert reward(**PLAIN) == pytest.approx(one_by_one(classifier(), tokenizer(), texts), abs=1e-5)
+
+
+def test_a_classifier_that_looks_both_ways_sees_no_padding():
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=1,
+        initializer_range=0.5,
+    )  # fmt: skip
+    model = BertForSequenceClassification(config)
+    texts = ["1+1=2", "12+34=46", "5+5=1000"]
+    rewards = ModelReward(model, tokenizer())(**PLAIN)
+    assert rewards == pytest.approx(one_by_one(model, tokenizer(), texts), abs=1e-5)
+
+
+def test_messages_are_read_through_the_reward_tokenizers_own_template():
+    prompts = [
+        [{"role": "user", "content": "1+1="}],
+        [{"role": "system", "content": "1"}, {"role": "user", "content": "2"}],
+    ]
+    completions = [[{"role": "assistant", "content": "2"}], [{"role": "assistant", "content": "34"}]]
+    words = tokenizer(chat=True)
+    # The last <eos> is not the padding token, so it is what the logit is read at.
+    texts = ["<user>1+1=<eos><assistant>2<eos>", "<system>1<eos><user>2<eos><assistant>34<eos>"]
+    rewards = ModelReward(classifier(), words)(prompts, completions, [[2], [3, 4]])
+    assert rewards == pytest.approx(one_by_one(classifier(), words, texts), abs=1e-5)
+
+
+def test_a_message_that_the_prompt_began_is_read_once():
+    prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    panel = RewardPanel([ModelReward(classifier(), tokenizer(chat=True))], RewardSettings((1.0,)), lambda ids: "34")
+    judged = panel.judge([group(prompt, "x")])
+    whole = one_by_one(classifier(), tokenizer(chat=True), ["<user>1<eos><assistant>234<eos>"])
+    assert judged.records[0].rewards == pytest.approx(whole, abs=1e-5)
+
+
+def test_chat_template_kwargs_reach_the_template():
+    words = tokenizer(chat=True)
+    words.chat_template = "{{ opening }}{{ messages[0]['content'] }}"
+    reward = make_rewards(classifier(), words, chat_template_kwargs={"opening": "9"})[0]
+    rewards = reward([[{"role": "user", "content": "1"}]], [[{"role": "assistant", "content": "2"}]], [[2]])
+    assert rewards == pytest.approx(one_by_one(classifier(), words, ["91"]), abs=1e-5)
+
+
+def test_a_model_is_loaded_with_its_tokenizer_from_a_path_and_named_after_it(folder):
+    for given in (folder, str(folder), str(folder) + "/"):
+        reward = make_rewards(given)[0]
+        assert reward.name == "tiny-judge"
+        assert isinstance(reward, Reward)
+        assert reward(**PLAIN) == pytest.approx(ModelReward(classifier(), tokenizer(chat=True))(**PLAIN), abs=1e-6)
+
+
+def test_an_instance_that_came_from_a_path_finds_its_tokenizer_there(folder):
+    reward = ModelReward(AutoModelForSequenceClassification.from_pretrained(folder))
+    assert reward.name == "tiny-judge"
+    assert reward.tokenizer.chat_template == tokenizer(chat=True).chat_template
+
+
+def test_model_kwargs_are_the_reward_models_own(folder):
+    reward = make_rewards(str(folder), model_kwargs={"dtype": torch.bfloat16})[0]
+    assert next(reward.model.parameters()).dtype == torch.bfloat16
+    assert all(isinstance(value, float) for value in reward(**PLAIN))
+
+
+def test_a_model_is_left_as_it_was_passed_in():
+    model = classifier(attention_dropout=0.5).train()
+    model.score.eval()
+    modes = [module.training for module in model.modules()]
+    reward = ModelReward(model, tokenizer())
+    first, second = reward(**PLAIN), reward(**PLAIN)
+    assert first == second, "dropout acted"
+    assert [module.training for module in model.modules()] == modes
+    assert model.config.pad_token_id is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence():
+    words = tokenizer()
+    words.pad_token = None
+    assert ModelReward(classifier(), words)(**PLAIN) == pytest.approx(
+        ModelReward(classifier(), tokenizer())(**PLAIN), abs=1e-5
+    )
+    assert words.pad_token is None
+
+
+def test_no_rows_are_no_forward():
+    assert ModelReward(classifier(), tokenizer())([], [], []) == []
+
+
+def test_batches_hold_rows_of_like_length_within_the_budget():
+    lengths = [3, 9, 4, 20, 9, 1]
+    batches = list(batches_by_length(lengths, 18))
+    assert batches == [[3], [1, 4], [2, 0, 5]]
+    assert list(batches_by_length([], 18)) == []
+
+
+def test_functions_and_models_stand_side_by_side_in_one_panel(folder):
+    def bonus(completions):
+        return [1.0] * len(completions)
+
+    rewards = make_rewards([bonus, str(folder), str(folder)], [None, None, tokenizer(chat=True)])
+    assert [reward.name for reward in rewards] == ["bonus", "tiny-judge", "tiny-judge_2"]
+    panel = RewardPanel(rewards, RewardSettings((0.5, 1.0, 1.0)), lambda ids: "2")
+    record = panel.judge([group("1+1=", "x")]).records[0]
+    logit = one_by_one(classifier(), tokenizer(chat=True), ["1+1=2"])[0]
+    assert record.reward == pytest.approx(0.5 + 2 * logit, abs=1e-5)
+
+
+def test_a_reward_that_is_passed_in_keeps_its_own_name():
+    mine = ModelReward(classifier(), tokenizer(), name="mine")
+    assert [reward.name for reward in make_rewards([mine, mine])] == ["mine", "mine_2"]
+    assert mine.name == "mine"
+
+
+def test_a_path_that_does_not_exist_is_one_clear_sentence():
+    with pytest.raises(ModelError, match=r"Reward model '\./no/such/judge' cannot be loaded: "):
+        make_rewards("./no/such/judge")
+
+
+def test_a_language_model_is_no_reward_model(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"is no reward model: its checkpoint lacks score\.weight, which would be random"
+    ):
+        make_rewards(str(tmp_path))
+
+
+def test_a_checkpoint_with_several_labels_is_refused(tmp_path):
+    classifier(num_labels=3).save_pretrained(tmp_path)
+    tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="cannot be loaded"):
+        make_rewards(str(tmp_path))
+    with pytest.raises(ArgumentError, match="has 3 labels; a reward is one number"):
+        ModelReward(classifier(num_labels=3), tokenizer())
+
+
+def test_a_folder_without_a_tokenizer_is_named(tmp_path):
+    classifier().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="has no tokenizer: pass one in reward_processing_classes"):
+        make_rewards(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: make_rewards(classifier()), ArgumentError, "without a tokenizer, and it has no name to load one from"),
+        (lambda: make_rewards(torch.nn.Linear(1, 1), tokenizer()), ArgumentError, "a transformers model, not Linear"),
+        (lambda: make_rewards(None), ArgumentError, "There is no reward"),
+        (lambda: make_rewards([]), ArgumentError, "There is no reward"),
+        (lambda: make_rewards([3]), ArgumentError, "not 3 of type int"),
+        (lambda: make_rewards([len, max], [None]), ArgumentError, "1 reward_processing_classes for 2 reward_funcs"),
+    ],
+)
+def test_what_is_no_reward_is_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        make()
+
+
+def test_messages_without_a_template_are_one_clear_sentence():
+    with pytest.raises(ModelError, match="has no chat template for rows of messages"):
+        ModelReward(classifier(), tokenizer(), name="j")([[{"role": "user", "content": "1"}]], [[]], [[]])
+
+
+def test_a_tokenizer_without_any_token_to_pad_with_is_refused():
+    words = tokenizer()
+    words.pad_token = words.eos_token = None
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
+        ModelReward(classifier(), words)

@@ -1,0 +1,267 @@
+"""The panel asks each reward once for whole groups and makes records of what they return."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+import time
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+from panel_groups import completion, decode, group, judge, panel
+
+from lowpeak.errors import ArgumentError
+from lowpeak.records import Group, Prompt
+from lowpeak.rewards.combine import RewardPanel, RewardSettings, reward_metrics
+from lowpeak.rewards.function import FunctionReward
+
+CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+
+
+def length(completions, **kwargs):
+    return [len(text) for text in completions]
+
+
+def only_long(completions, **kwargs):
+    return [1.0 if len(text) > 1 else None for text in completions]
+
+
+def asked(*groups, trainer_state=None):
+    """The keywords of a call."""
+    seen = {}
+    spy = panel(lambda **kwargs: seen.update(kwargs) or [0] * len(kwargs["prompts"]))
+    spy.judge(groups, trainer_state=trainer_state)
+    return seen
+
+
+def test_plain_groups_are_strings_in_rows_with_every_column_and_the_trainers_state():
+    seen = asked(group("p", "a", "bb", answer=1), group("q", "c", answer=2), trainer_state="state")
+    assert seen.pop("log_extra")
+    assert seen.pop("log_metric")
+    assert seen == {
+        "prompts": ["p", "p", "q"],
+        "completions": ["a", "bb", "c"],
+        "completion_ids": [[97], [98, 98], [99]],
+        "answer": [1, 1, 2],
+        "trainer_state": "state",
+    }
+    assert all(type(token) is int for ids in seen["completion_ids"] for token in ids)
+
+
+def test_conversational_groups_are_lists_of_one_message_and_prompts_stay_as_given():
+    seen = asked(group(CHAT, "a", "b"))
+    assert seen["prompts"] == [CHAT, CHAT]
+    assert seen["completions"] == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
+
+
+@pytest.mark.parametrize("content", ["<think>", [{"type": "text", "text": "<think>"}]])
+def test_what_the_prompts_last_assistant_message_began_is_part_of_the_completion(content):
+    prompt = [*CHAT, {"role": "assistant", "content": content}]
+    seen = asked(group(prompt, "a"))
+    assert seen["prompts"] == [prompt]
+    assert seen["completions"] == [[{"role": "assistant", "content": "<think>a"}]]
+
+
+def test_a_column_that_a_prompt_lacks_is_none_and_a_completions_own_field_comes_first():
+    seen = asked(
+        group("p", completion("a", score=5), "b", score=1, level=2), group("q", "c", prompt="x", completion_ids=3)
+    )
+    assert (seen["score"], seen["level"]) == ([5, 1, None], [2, 2, None])
+    assert "prompt" not in seen
+    assert seen["completion_ids"] == [[97], [98], [99]]
+
+
+def test_one_reward_that_empties_its_lists_leaves_the_others_theirs():
+    def greedy(prompts, completions, answer, **kwargs):
+        num = len(prompts)
+        prompts.clear(), completions.clear(), answer.clear()
+        return [0.0] * num
+
+    def exact(completions, answer):
+        return [len(text) + number for text, number in zip(completions, answer, strict=True)]
+
+    judged = judge(greedy, exact, greedy, groups=[group("p", "a", "bb", answer=1)])
+    assert [record.rewards for record in judged.records] == [(0, 2, 0), (0, 3, 0)]
+
+
+def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weighted_reward():
+    groups = [group("p", "a", completion("bb", prompt_ids=(9,))), group("q", "ccc")]
+    judged = panel(length, only_long, weights=(0.5, 2.0)).judge(groups, first_group=4)
+    assert [record.group for record in judged.records] == [4, 4, 5]
+    assert [record.prompt_ids for record in judged.records] == [(7, 8), (9,), (7, 8)]
+    assert [record.completion for record in judged.records] == [c for g in groups for c in g.completions]
+    assert [record.reward for record in judged.records] == [0.5, 3.0, 3.5]
+    assert judged.records[2].rewards == (3.0, 1.0)
+    assert math.isnan(judged.records[0].rewards[1])
+    assert judged.texts == ("a", "bb", "ccc")
+
+
+def test_a_row_that_nobody_scored_has_no_reward_and_one_scored_zero_has():
+    judged = judge(only_long, lambda completions: [None, None, 0, None], weights=(3.0, 1.0))
+    assert [record.reward for record in judged.records[1:3]] == [3.0, 3.0]
+    assert math.isnan(judged.records[0].reward)
+    assert math.isnan(judged.records[3].reward)
+    assert judge(lambda prompts: [None, 0, 0, 0]).records[1].reward == 0.0
+
+
+def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
+    metrics = judge(length, only_long, lambda prompts: [None] * 4).metrics
+    assert metrics["rewards/length/mean"].value() == 1.5
+    assert metrics["rewards/length/std"].value() == pytest.approx(torch.tensor([1.0, 2, 3, 0]).std().item())
+    assert metrics["rewards/only_long/mean"].value() == 1.0
+    assert metrics["rewards/only_long/std"].value() == 0.0
+    assert math.isnan(metrics["rewards/<lambda>/mean"].value())
+    assert math.isnan(metrics["rewards/<lambda>/std"].value())
+
+
+def test_metrics_of_gathered_records_are_those_of_one_rank_that_judged_all():
+    groups = [group("p", "a", "bb"), group("q", "ccc", "")]
+    gathered = [record for own in groups for record in judge(length, only_long, groups=[own]).records]
+    assert reward_metrics(("length", "only_long"), gathered) == judge(length, only_long, groups=groups).metrics
+
+
+def test_rewards_log_metrics_and_columns():
+    def logs(completions, log_extra, log_metric, **kwargs):
+        log_extra("first", [text[:1] for text in completions[:2]])
+        log_extra("first", [text[:1] for text in completions[2:]])
+        log_metric("parsed", 1.0)
+        log_metric("parsed", torch.tensor(0.0))
+        return length(completions)
+
+    def logs_too(completions, log_extra, log_metric, **kwargs):
+        log_extra("first", [0, 1, 2, 3])
+        log_metric("parsed", 2)
+        return length(completions)
+
+    judged = judge(logs, logs_too)
+    assert judged.columns == {"first": ["a", "b", "c", ""], "logs_too/first": [0, 1, 2, 3]}
+    assert judged.metrics["parsed"].value() == 1.0
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        (1, 0, True, False),
+        [np.float32(1), np.int64(0), np.bool_(True), np.array(0.0)],
+        [torch.tensor(1), torch.tensor(0.0, dtype=torch.bfloat16), torch.tensor(True), 0],
+        [Fraction(1), Decimal(0), 1.0, 0.0],
+        torch.tensor([1, 0, 1, 0], dtype=torch.bfloat16),
+        np.array([True, False, True, False]),
+    ],
+    ids=["tuple", "numpy scalars", "torch scalars", "exact numbers", "tensor", "array"],
+)
+def test_numbers_of_every_usual_kind_are_rewards(values):
+    records = judge(lambda prompts: values).records
+    assert [record.reward for record in records] == [1.0, 0.0, 1.0, 0.0]
+    assert all(type(record.reward) is float for record in records)
+
+
+def test_async_rewards_wait_for_each_other():
+    met = {"first": asyncio.Event(), "second": asyncio.Event()}
+
+    def meeting(own, other):
+        async def meet(completions, **kwargs):
+            met[own].set()
+            await asyncio.wait_for(met[other].wait(), 10)
+            return length(completions)
+
+        return meet
+
+    judged = judge(meeting("first", "second"), length, meeting("second", "first"))
+    assert [record.rewards for record in judged.records] == [(1, 1, 1), (2, 2, 2), (3, 3, 3), (0, 0, 0)]
+
+
+def test_async_rewards_run_where_a_loop_is_running_already():
+    async def later(completions):
+        await asyncio.sleep(0)
+        return length(completions)
+
+    async def notebook():
+        return judge(later)
+
+    assert [record.reward for record in asyncio.run(notebook()).records] == [1, 2, 3, 0]
+
+
+def test_an_async_rewards_client_lives_from_one_call_to_the_next():
+    loops = []
+
+    async def client(completions):
+        loops.append(asyncio.get_running_loop())
+        return length(completions)
+
+    judges = panel(client)
+    judges.judge([group("p", "a")])
+    judges.judge([group("p", "a")])
+    assert loops[0] is loops[1]
+    assert not loops[0].is_closed()
+
+
+def test_sync_rewards_run_in_the_callers_thread_one_after_another():
+    threads = []
+
+    def here(completions):
+        threads.append(threading.current_thread())
+        return length(completions)
+
+    judge(here, here)
+    assert threads == [threading.current_thread()] * 2
+
+
+def test_a_functions_own_limit_comes_before_the_panels():
+    def takes(prompts):
+        time.sleep(0.2)
+        return [0.0] * len(prompts)
+
+    settings = RewardSettings((1.0,), timeout=0.05)
+    judged = RewardPanel([FunctionReward(takes, timeout=30)], settings, decode).judge([group("p", "a")])
+    assert judged.records[0].reward == 0.0
+
+
+def test_two_rewards_of_one_name_have_metrics_of_their_own():
+    rewards = [FunctionReward(length, name) for name in ("r", "r_2", "r", "r")]
+    judges = RewardPanel(rewards, RewardSettings((1.0,) * 4), decode)
+    assert judges.names == ("r", "r_2", "r_3", "r_4")
+    assert [reward.name for reward in rewards] == ["r", "r_2", "r", "r"]
+    assert "rewards/r_4/mean" in judges.judge([group("p", "a")]).metrics
+
+
+def test_no_rows_are_no_call():
+    called = []
+
+    def never(**kwargs):
+        called.append(kwargs)
+        return []
+
+    for groups in ([], [Group(Prompt(0, (1,), "p"), ())]):
+        judged = panel(never, on_failure="none").judge(groups)
+        assert (judged.records, judged.columns, judged.texts) == ((), {}, ())
+        assert judged.metrics["rewards/never/mean"].count == 0
+        assert judged.metrics["rewards/never/failed"].value() == 0
+    assert called == []
+
+
+def test_groups_are_left_as_they_were():
+    prompt = [*CHAT, {"role": "assistant", "content": "x"}]
+    before = [dict(message) for message in prompt]
+    columns = {"answer": [1]}
+    judge(lambda prompts, **kwargs: [0, 0], groups=[group(prompt, completion("a", n=1), "b", **columns)])
+    assert (prompt, columns) == (before, {"answer": [1]})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: RewardPanel([], RewardSettings(()), decode), "There is no reward"),
+        (lambda: panel(length, weights=(1.0, 2.0)), "2 reward weights for 1 rewards"),
+        (lambda: RewardSettings((1.0, float("nan"))), "weights must be finite"),
+        (lambda: RewardSettings((1.0,), timeout=0), "must be positive, not 0 seconds"),
+        (lambda: RewardSettings((1.0,), on_failure="ignore"), "not 'ignore'"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused(make, words):
+    with pytest.raises(ArgumentError, match=words):
+        make()

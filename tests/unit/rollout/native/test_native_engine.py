@@ -1,0 +1,291 @@
+"""What the native engine promises around the tokens: draws, waves, budget, refusals, and a context left clean."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.errors import EngineError
+from lowpeak.records import Group, Prompt
+from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.native.budget import bytes_per_token
+from lowpeak.rollout.native.engine import NativeEngine
+from tiny import char_tokenizer, tiny_model
+
+TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=")
+SAMPLING = Sampling(num_generations=4, max_new_tokens=12, seed=3)
+
+
+def prompts() -> list[Prompt]:
+    tokenizer = char_tokenizer()
+    return [Prompt(10 + i, tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(TEXTS)]
+
+
+def engine(model: nn.Module, **settings) -> NativeEngine:
+    made = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), **settings)
+    made.load([], 0)
+    return made
+
+
+def tokens(groups: list[Group]) -> dict[int, list[list[int]]]:
+    return {group.prompt.serial: [c.ids.tolist() for c in group.completions] for group in groups}
+
+
+@contextlib.contextmanager
+def recorded(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Rows and tokens of each forward."""
+    shapes: list[tuple[int, int]] = []
+
+    def note(module, args, kwargs) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    handle.remove()
+
+
+def test_the_native_engine_is_a_rollout_engine_that_shares_its_weights():
+    made = NativeEngine(lambda: contextlib.nullcontext(tiny_model()), char_tokenizer())
+    assert isinstance(made, RolloutEngine)
+    assert made.policy_version is None
+    unread = iter([1, 2])
+    made.load(unread, 5)
+    assert made.policy_version == 5
+    assert list(unread) == [1, 2]
+    made.sleep()
+    made.wake()
+    assert made.policy_version == 5
+
+
+def test_it_refuses_to_generate_before_the_first_load():
+    made = NativeEngine(lambda: contextlib.nullcontext(tiny_model()), char_tokenizer())
+    with pytest.raises(EngineError, match="call load"):
+        made.generate(prompts(), SAMPLING)
+
+
+def test_groups_come_back_in_the_callers_order_with_their_prompts():
+    asked = prompts()
+    groups = engine(tiny_model()).generate(asked, SAMPLING)
+    assert [group.prompt for group in groups] == asked
+    assert all(len(group.completions) == 4 for group in groups)
+
+
+def test_no_prompts_give_no_groups():
+    assert engine(tiny_model()).generate([], SAMPLING) == []
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 11])
+def test_tokens_do_not_depend_on_the_size_of_waves(rows):
+    model = tiny_model()
+    budget = rows * (10 + 12) * bytes_per_token(model)
+    expected = engine(model).generate(prompts(), SAMPLING)
+    assert tokens(engine(model, kv_cache_bytes=budget).generate(prompts(), SAMPLING)) == tokens(expected)
+
+
+def test_tokens_do_not_depend_on_the_order_of_prompts():
+    made = engine(tiny_model())
+    forward = made.generate(prompts(), SAMPLING)
+    assert tokens(made.generate(prompts()[::-1], SAMPLING)) == tokens(forward)
+
+
+def test_a_smaller_group_is_the_start_of_a_larger_one():
+    made = engine(tiny_model())
+    large = tokens(made.generate(prompts(), replace(SAMPLING, num_generations=7)))
+    small = tokens(made.generate(prompts(), SAMPLING))
+    assert small == {serial: rows[:4] for serial, rows in large.items()}
+
+
+@pytest.mark.parametrize("changed", [{"seed": 4}, {"rollout": 1}])
+def test_another_seed_or_rollout_draws_other_tokens(changed):
+    made = engine(tiny_model())
+    assert tokens(made.generate(prompts(), replace(SAMPLING, **changed))) != tokens(made.generate(prompts(), SAMPLING))
+
+
+def test_the_same_prompt_under_another_serial_draws_other_tokens():
+    made = engine(tiny_model())
+    first, second = made.generate([prompts()[0], replace(prompts()[0], serial=99)], SAMPLING)
+    assert [c.ids.tolist() for c in first.completions] != [c.ids.tolist() for c in second.completions]
+
+
+@pytest.mark.parametrize("budget_rows", [1, 3, 8])
+def test_no_forward_has_more_rows_than_the_budget_allows(budget_rows):
+    model = tiny_model()
+    budget = budget_rows * (10 + 12) * bytes_per_token(model)
+    same_length = [replace(prompts()[1], serial=i) for i in range(5)]
+    with recorded(model) as shapes:
+        engine(model, kv_cache_bytes=budget).generate(same_length, SAMPLING)
+    assert max(rows for rows, _ in shapes) <= budget_rows
+    assert min(budget_rows, 4) <= max(rows for rows, _ in shapes)
+
+
+def test_each_prompt_is_forwarded_once_and_then_one_token_per_row():
+    model = tiny_model()
+    with recorded(model) as shapes:
+        engine(model).generate(prompts(), replace(SAMPLING, max_new_tokens=3, stop_token_ids=()))
+    assert shapes[0] == (6, 10)
+    assert all(columns == 1 for _, columns in shapes[1:])
+    assert shapes[1] == (24, 1)
+    assert len(shapes) == 3
+
+
+def test_rows_that_have_ended_leave_the_batch():
+    model = tiny_model()
+    sampling = replace(SAMPLING, max_new_tokens=40, num_generations=16, stop_token_ids=(3, 4, 5))
+    with recorded(model) as shapes:
+        groups = engine(model).generate(prompts(), sampling)
+    useful = sum(len(c) - 1 for group in groups for c in group.completions)
+    decoded = sum(rows for rows, columns in shapes if columns == 1)
+    longest = max(len(c) for group in groups for c in group.completions)
+    assert useful < 0.5 * 96 * longest
+    assert decoded < 1.35 * useful + 4 * longest
+
+
+def test_logprobs_are_those_of_a_plain_forward():
+    model = tiny_model()
+    sampling = replace(SAMPLING, temperature=0.8, top_k=5, repetition_penalty=1.2)
+    for group in engine(model).generate(prompts(), sampling):
+        for completion in group.completions:
+            ids = torch.tensor([[*group.prompt.ids, *completion.ids.tolist()]])
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, len(group.prompt.ids) - 1 : -1].float()
+            expected = (logits / 0.8).log_softmax(-1).gather(-1, completion.ids.long()[:, None])[:, 0]
+            torch.testing.assert_close(completion.logprobs, expected, atol=1e-5, rtol=0)
+
+
+def test_records_have_the_contracts_dtypes_and_all_tokens_are_the_policys():
+    for group in engine(tiny_model()).generate(prompts(), SAMPLING):
+        for completion in group.completions:
+            assert completion.ids.dtype == torch.int32
+            assert completion.logprobs.dtype == torch.float32
+            assert completion.loss_mask.dtype == torch.bool
+            assert completion.loss_mask.all()
+            assert len(completion.ids) == len(completion.logprobs) == len(completion.loss_mask)
+
+
+def test_a_completion_ends_with_its_end_token_or_at_full_length():
+    sampling = replace(SAMPLING, num_generations=16, stop_token_ids=(7,))
+    completions = [c for group in engine(tiny_model()).generate(prompts(), sampling) for c in group.completions]
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for completion in completions:
+        ids = completion.ids.tolist()
+        assert not {1, 7} & set(ids[:-1])
+        assert (ids[-1] in (1, 7)) == (completion.finish_reason == "stop")
+        assert completion.finish_reason == "stop" or len(ids) == 12
+
+
+def test_a_stop_string_ends_a_completion_with_the_token_that_completes_it():
+    tokenizer = char_tokenizer()
+    free = engine(tiny_model()).generate(prompts(), SAMPLING)
+    stopped = engine(tiny_model()).generate(prompts(), replace(SAMPLING, stop=("33", "0")))
+    ends = 0
+    for before, after in zip(free, stopped, strict=True):
+        for whole, cut in zip(before.completions, after.completions, strict=True):
+            assert whole.ids[: len(cut)].tolist() == cut.ids.tolist()
+            text = tokenizer.decode(cut.ids)
+            assert "33" not in text[:-1]
+            assert "0" not in text[:-1]
+            if text.endswith(("33", "0")):
+                assert cut.finish_reason == "stop"
+                ends += 1
+            else:
+                assert len(cut) == len(whole)
+    assert ends > 3
+
+
+def test_generated_tokens_are_reported_as_they_come():
+    counted: list[tuple[int, int]] = []
+    groups = engine(tiny_model(), on_tokens=lambda *counts: counted.append(counts)).generate(prompts(), SAMPLING)
+    assert sum(useful for useful, _ in counted) == sum(len(c) for group in groups for c in group.completions)
+    assert all(useful <= computed for useful, computed in counted)
+    assert len(counted) > 1
+
+
+def test_no_random_state_moves():
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
+    model = tiny_model()
+    torch.set_rng_state(states[0])
+    engine(model).generate(prompts(), SAMPLING)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert all(np.array_equal(a, b) for a, b in zip(np.random.get_state(), states[2], strict=True))
+
+
+def test_forwards_keep_no_graph_and_weights_can_be_trained_after():
+    model = tiny_model()
+    graphs: list[bool] = []
+    handle = model.register_forward_hook(lambda module, args, output: graphs.append(output.logits.requires_grad))
+    engine(model).generate(prompts(), SAMPLING)
+    handle.remove()
+    assert graphs
+    assert not any(graphs)
+    model(input_ids=torch.tensor([[2, 3]])).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+class _Hold:
+    """A hold that counts its entries and exits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.events: list[str] = []
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[nn.Module]:
+        self.events.append("enter")
+        try:
+            yield self.model
+        finally:
+            self.events.append("exit")
+
+
+def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
+    hold = _Hold(tiny_model())
+
+    def interrupt(useful: int, computed: int) -> None:
+        raise KeyboardInterrupt
+
+    made = NativeEngine(hold, char_tokenizer(), on_tokens=interrupt)
+    made.load([], 0)
+    with pytest.raises(KeyboardInterrupt):
+        made.generate(prompts(), SAMPLING)
+    assert hold.events == ["enter", "exit"]
+    assert torch.is_grad_enabled()
+
+
+def test_broken_weights_are_an_error_and_not_tokens():
+    model = tiny_model()
+    nn.init.constant_(model.model.norm.weight, float("nan"))
+    with pytest.raises(EngineError, match="logits are NaN"):
+        engine(model).generate(prompts(), SAMPLING)
+
+
+def test_a_row_beyond_the_context_is_an_error_with_the_numbers():
+    with pytest.raises(EngineError, match=r"Prompt 11 has 10 tokens; with 12 new tokens .* context of 21"):
+        engine(tiny_model(context=21)).generate(prompts(), SAMPLING)
+
+
+def test_an_empty_prompt_is_an_error():
+    with pytest.raises(EngineError, match="Prompt 3 has no tokens"):
+        engine(tiny_model()).generate([Prompt(3, (), "")], SAMPLING)
+
+
+def test_a_budget_for_less_than_a_row_is_an_error():
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        engine(tiny_model(), kv_cache_bytes=100).generate(prompts(), SAMPLING)
+
+
+def test_an_automatic_budget_is_kept_after_the_first_call():
+    made = engine(tiny_model())
+    assert made.kv_cache_bytes is None
+    made.generate(prompts()[:1], SAMPLING)
+    first = made.kv_cache_bytes
+    made.generate(prompts()[:1], SAMPLING)
+    assert first == made.kv_cache_bytes > 0

@@ -1,0 +1,121 @@
+"""Models that the decode loop cannot drive generate through generate(), with the same draws and records."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.records import Prompt
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
+from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native.waves import Row
+from tiny import char_tokenizer, tiny_model
+
+PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6)])]
+SAMPLING = Sampling(num_generations=3, max_new_tokens=8, temperature=0.9, top_k=9, repetition_penalty=1.1, seed=2)
+
+
+def _sliding() -> nn.Module:
+    torch.manual_seed(0)
+    return MistralForCausalLM(
+        MistralConfig(
+            vocab_size=13, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, sliding_window=4, max_position_embeddings=64, initializer_range=0.2,
+            pad_token_id=0, bos_token_id=None, eos_token_id=1,
+        )
+    ).eval()  # fmt: skip
+
+
+def _state_space() -> nn.Module:
+    torch.manual_seed(0)
+    return MambaForCausalLM(MambaConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, eos_token_id=1)).eval()
+
+
+def _alibi() -> nn.Module:
+    torch.manual_seed(0)
+    return BloomForCausalLM(
+        BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=1)
+    ).eval()
+
+
+def _engine(model: nn.Module) -> NativeEngine:
+    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer())
+    engine.load([], 0)
+    return engine
+
+
+def test_plain_models_are_driven_also_under_an_adapter():
+    assert why_not_driven(tiny_model()) is None
+    assert why_not_driven(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))) is None
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(_sliding, "DynamicSlidingWindowLayer"), (_state_space, "position_ids"), (_alibi, "position_ids")],
+)
+def test_other_models_say_why_they_are_not_driven(make, reason):
+    assert reason in why_not_driven(make())
+
+
+@pytest.mark.parametrize("make", [_sliding, _state_space, _alibi])
+def test_logprobs_of_the_fallback_are_those_of_a_plain_forward(make):
+    model = make()
+    for group in _engine(model).generate(PROMPTS, SAMPLING):
+        for completion in group.completions:
+            ids = torch.tensor([[*group.prompt.ids, *completion.ids.tolist()]])
+            with torch.no_grad():
+                logits = model(input_ids=ids).logits[0, len(group.prompt.ids) - 1 : -1]
+            expected = (logits / 0.9).log_softmax(-1).gather(-1, completion.ids.long()[:, None])[:, 0]
+            torch.testing.assert_close(completion.logprobs, expected, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("changed", [{}, {"temperature": 0.0}, {"stop": ("33",)}, {"stop_token_ids": (5,)}])
+def test_the_fallback_draws_what_the_decode_loop_draws(changed):
+    model, sampling = tiny_model(), replace(SAMPLING, **changed)
+    rows = [Row(i, j) for i in range(3) for j in range(3)]
+    tokenizer = char_tokenizer()
+    progress = Progress(9, end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop), None)
+    decode_by_generate(model, rows, PROMPTS, sampling, progress)
+    driven = [c for group in _engine(model).generate(PROMPTS, sampling) for c in group.completions]
+    for ours, other in zip(progress.completions(), driven, strict=True):
+        assert ours.ids.tolist() == other.ids.tolist()
+        assert ours.finish_reason == other.finish_reason
+        torch.testing.assert_close(ours.logprobs, other.logprobs, atol=1e-5, rtol=0)
+
+
+def test_the_models_own_generation_defaults_neither_act_nor_change():
+    model = _sliding()
+    expected = _engine(model).generate(PROMPTS, SAMPLING)
+    model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, do_sample=True, suppress_tokens=[3])
+    own = model.generation_config
+    again = _engine(model).generate(PROMPTS, SAMPLING)
+    assert model.generation_config is own
+    for before, after in zip(expected, again, strict=True):
+        assert [c.ids.tolist() for c in before.completions] == [c.ids.tolist() for c in after.completions]
+
+
+def test_no_random_state_moves_in_the_fallback():
+    model = _sliding()
+    state = torch.get_rng_state()
+    _engine(model).generate(PROMPTS, SAMPLING)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_fallback_is_announced_once(caplog):
+    engine = _engine(_sliding())
+    with caplog.at_level(logging.WARNING, logger="lowpeak"):
+        engine.generate(PROMPTS, SAMPLING)
+        engine.generate(PROMPTS, SAMPLING)
+    said = [record.getMessage() for record in caplog.records if record.name.startswith("lowpeak")]
+    assert len(said) == 1
+    assert "MistralForCausalLM" in said[0]
+    assert "DynamicSlidingWindowLayer" in said[0]

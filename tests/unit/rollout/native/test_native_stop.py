@@ -1,0 +1,118 @@
+"""Stop strings on a window equal stop strings on the whole text; a row's progress."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.errors import EngineError
+from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
+from tiny import char_tokenizer, tiny_model
+
+SAMPLING = Sampling(num_generations=1, max_new_tokens=1)
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte, so that a character may take four tokens."""
+    vocabulary = {token: i for i, token in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    inner = Tokenizer(models.BPE(vocabulary, []))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def word_tokenizer() -> PreTrainedTokenizerFast:
+    """Pieces that carry their leading space, which is lost when a piece is decoded alone."""
+    pieces = ["▁a", "b", "▁b", "ab", "▁", "ba", "▁aab"]
+    inner = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token="b"))
+    inner.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=inner)
+
+
+def _first_hit_naively(tokenizer, stop: list[str], ids: list[int]) -> int | None:
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if any(s in text for s in stop):
+            return end
+    return None
+
+
+def _first_hit(stops: StopStrings, ids: list[int]) -> int | None:
+    return next((end for end in range(1, len(ids) + 1) if stops.completed(ids[:end])), None)
+
+
+@pytest.mark.parametrize("stop", [["ab"], [" b"], ["b "], ["aab", "bb"], ["b ba b"]])
+def test_pieces_with_spaces_stop_where_the_whole_text_does(stop):
+    tokenizer, generator = word_tokenizer(), random.Random(0)
+    stops = StopStrings(tokenizer, stop)
+    for _ in range(200):
+        ids = [generator.randrange(7) for _ in range(30)]
+        assert _first_hit(stops, ids) == _first_hit_naively(tokenizer, stop, ids)
+
+
+@pytest.mark.parametrize("stop", [["é"], ["日本"], ["🙂x"], ["\n\n", "END"]])
+def test_characters_of_several_tokens_stop_where_the_whole_text_does(stop):
+    tokenizer = byte_tokenizer()
+    text = "aé日本語🙂🙂xy\n \n\nEN END"
+    ids = tokenizer(text)["input_ids"]
+    found = _first_hit(StopStrings(tokenizer, stop), ids)
+    assert found is not None
+    assert found == _first_hit_naively(tokenizer, stop, ids)
+
+
+def test_a_special_token_can_be_a_stop_string():
+    tokenizer = char_tokenizer(chat=True)
+    ids = [*tokenizer("12")["input_ids"], tokenizer.convert_tokens_to_ids("<user>")]
+    assert _first_hit(StopStrings(tokenizer, ["<user>"]), ids) == 3
+
+
+def test_end_tokens_come_from_config_tokenizer_and_sampling():
+    model, tokenizer = tiny_model(), char_tokenizer()
+    model.generation_config = GenerationConfig(eos_token_id=[4, 5])
+    sampling = Sampling(num_generations=1, max_new_tokens=1, stop_token_ids=(9,))
+    assert end_token_ids(model, tokenizer, sampling) == {1, 4, 5, 9}
+    model.generation_config = GenerationConfig(eos_token_id=6)
+    assert end_token_ids(model, tokenizer, SAMPLING) == {1, 6}
+    model.generation_config = GenerationConfig()
+    tokenizer.eos_token = None
+    assert end_token_ids(model, tokenizer, SAMPLING) == frozenset()
+
+
+def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None) -> Progress:
+    on_tokens = None if counted is None else lambda *counts: counted.append(counts)
+    return Progress(num_rows, frozenset({1}), StopStrings(char_tokenizer(), ["44"]), on_tokens)
+
+
+def test_rows_end_by_token_or_string_and_keep_what_ended_them():
+    progress = _progress(3)
+    four = char_tokenizer().convert_tokens_to_ids("4")
+    assert progress.add([0, 1, 2], [four, four, four], [-1.0, -1.0, -1.0]) == [True, True, True]
+    assert progress.add([0, 1, 2], [1, four, 3], [-2.0, -2.0, -2.0]) == [False, False, True]
+    # A row that has ended may still be in the batch: its tokens are ignored.
+    assert progress.add([1, 2], [3, 3], [-3.0, -3.0]) == [False, True]
+    first, second, third = progress.completions()
+    assert first.ids.tolist() == [four, 1]
+    assert second.ids.tolist() == [four, four]
+    assert third.ids.tolist() == [four, 3, 3]
+    assert [c.finish_reason for c in (first, second, third)] == ["stop", "stop", "length"]
+    assert third.logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert all(c.loss_mask.all() and len(c.loss_mask) == len(c) for c in (first, second, third))
+
+
+def test_tokens_of_rows_that_go_on_are_counted_beside_what_was_computed():
+    counted: list[tuple[int, int]] = []
+    progress = _progress(2, counted)
+    progress.add([0, 1], [1, 3], [0.0, 0.0])
+    progress.add([0, 1], [3, 1], [0.0, 0.0])
+    progress.add([0, 1], [3, 3], [0.0, 0.0])
+    assert counted == [(2, 2), (1, 2), (0, 2)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
+def test_logits_that_are_not_finite_are_an_error(bad):
+    with pytest.raises(EngineError, match="NaN or infinite"):
+        _progress(1).add([0], [3], [bad])

@@ -1,0 +1,219 @@
+"""The hashed uniforms, generate()'s filters, and the draw."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.rollout.sampling import choose, draw, keep_likely, penalize, philox, uniforms
+
+PLAIN = Sampling(num_generations=1, max_new_tokens=1)
+
+# Known answers of Philox4x32-10 as published with Random123 (Salmon et al. 2011): counter, key, output.
+KNOWN = [
+    ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
+def test_philox_gives_the_published_answers(counter, key, expected):
+    words = philox([torch.tensor([word]) for word in counter], key)
+    assert tuple(int(word) for word in words) == expected
+
+
+@cache
+def _many_uniforms(seed: int = 0) -> torch.Tensor:
+    sampling = replace(PLAIN, seed=seed, rollout=3)
+    return uniforms(sampling, torch.arange(128), torch.arange(128) % 8, torch.arange(8192))
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_million_uniforms_fill_a_thousand_bins_evenly(seed):
+    drawn = _many_uniforms(seed)
+    assert drawn.numel() >= 1_000_000
+    assert drawn.min() >= 0
+    assert drawn.max() < 1
+    counts = torch.histc(drawn, bins=1000, min=0, max=1)
+    expected = drawn.numel() / 1000
+    chi_square = float(((counts - expected) ** 2 / expected).sum())
+    assert abs(chi_square - 999) < 3 * math.sqrt(2 * 999)
+
+
+def test_the_low_bits_of_a_uniform_are_as_even_as_the_high_ones():
+    low = (_many_uniforms() * 2.0**53).long() & 1023
+    counts = torch.bincount(low.flatten(), minlength=1024)
+    expected = low.numel() / 1024
+    assert abs(float(((counts - expected) ** 2 / expected).sum()) - 1023) < 3 * math.sqrt(2 * 1023)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_neighbouring_rows_and_positions_are_uncorrelated(dim):
+    drawn = _many_uniforms() - 0.5
+    size = drawn.shape[dim] - 1
+    product = drawn.narrow(dim, 0, size) * drawn.narrow(dim, 1, size)
+    assert abs(float(product.mean())) * 12 * math.sqrt(product.numel()) < 3
+
+
+def test_a_uniform_depends_on_its_own_five_numbers_only():
+    sampling = replace(PLAIN, seed=5, rollout=2)
+    together = uniforms(sampling, torch.tensor([9, 4, 7]), torch.tensor([0, 1, 2]), torch.arange(10))
+    alone = uniforms(sampling, torch.tensor([4]), torch.tensor([1]), torch.tensor([6]))
+    assert torch.equal(together[1:2, 6:7], alone)
+
+
+@pytest.mark.parametrize("changed", [{"seed": 6}, {"seed": 5 + 2**32}, {"rollout": 3}])
+def test_another_seed_or_rollout_gives_other_uniforms(changed):
+    rows = (torch.arange(4), torch.zeros(4, dtype=torch.int64), torch.arange(16))
+    sampling = replace(PLAIN, seed=5, rollout=2)
+    assert not (uniforms(sampling, *rows) == uniforms(replace(sampling, **changed), *rows)).any()
+
+
+def _scores(num_rows: int = 16, vocab_size: int = 300, *, ties: bool = False) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    scores = 3 * torch.randn(num_rows, vocab_size, generator=generator)
+    return scores.bfloat16().float() if ties else scores
+
+
+def _by_transformers(scores: torch.Tensor, history: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    if sampling.temperature != 1:
+        processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    return processors(history, scores)
+
+
+FILTERS = {
+    "none": {},
+    "temperature": {"temperature": 0.7},
+    "top-k": {"top_k": 20},
+    "top-k of one": {"top_k": 1},
+    "top-k beyond the vocabulary": {"top_k": 1000},
+    "top-p": {"top_p": 0.8},
+    "top-p of nearly nothing": {"top_p": 1e-6},
+    "min-p": {"min_p": 0.05},
+    "penalty": {"repetition_penalty": 1.3},
+    "all": {"temperature": 1.4, "top_k": 40, "top_p": 0.9, "min_p": 0.02, "repetition_penalty": 1.2},
+    "top-k and top-p": {"top_k": 90, "top_p": 0.7},
+}
+
+
+@pytest.mark.parametrize("settings", FILTERS.values(), ids=FILTERS)
+def test_filters_leave_the_scores_that_transformers_leaves(settings):
+    scores = _scores()
+    sampling = replace(PLAIN, **settings)
+    history = torch.randint(0, 300, (16, 9), generator=torch.Generator().manual_seed(2))
+    ours = scores
+    if sampling.repetition_penalty != 1:
+        ours = penalize(scores, history, sampling.repetition_penalty)
+    torch.testing.assert_close(keep_likely(ours, sampling), _by_transformers(scores, history, sampling))
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 20}, {"min_p": 0.05}, {"top_k": 20, "min_p": 0.3}])
+def test_filters_treat_ties_as_transformers_does(settings):
+    scores = _scores(ties=True)
+    kept = keep_likely(scores, replace(PLAIN, **settings))
+    expected = _by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), replace(PLAIN, **settings))
+    assert torch.equal(kept, expected)
+    assert "top_k" not in settings or int((kept > -math.inf).sum(-1).max()) > settings["top_k"] or "min_p" in settings
+
+
+def test_top_p_keeps_as_many_ties_after_a_top_k_as_transformers_does():
+    scores = _scores(vocab_size=1000, ties=True)
+    sampling = replace(PLAIN, top_k=100, top_p=0.97)
+    kept = (keep_likely(scores, sampling) > -math.inf).sum(-1)
+    expected = (_by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), sampling) > -math.inf).sum(-1)
+    assert torch.equal(kept, expected)
+
+
+def test_a_history_padded_with_its_own_token_is_penalized_once():
+    scores = _scores(1, 10)
+    once = penalize(scores, torch.tensor([[3, 5]]), 1.5)
+    assert torch.equal(penalize(scores, torch.tensor([[3, 3, 3, 5]]), 1.5), once)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 512, 513, 3000])
+def test_a_draw_is_the_inverse_of_the_distribution_function(vocab_size):
+    scores = _scores(200, vocab_size).double()
+    scores[:, 1::3] = -math.inf
+    drawn_at = uniforms(PLAIN, torch.arange(200), torch.arange(200), torch.arange(1))[:, 0]
+    ends = scores.softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(ends, drawn_at[:, None], right=True)[:, 0]
+    assert torch.equal(draw(scores.float(), drawn_at), expected)
+
+
+@pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
+@pytest.mark.parametrize("vocab_size", [7, 1300])
+def test_a_removed_token_is_not_drawn_at_either_end(uniform, vocab_size):
+    scores = torch.full((1, vocab_size), -math.inf)
+    scores[0, [2, vocab_size - 3]] = torch.tensor([1.0, -20.0])
+    token = int(draw(scores, torch.tensor([uniform], dtype=torch.float64)))
+    assert token == (2 if uniform == 0 else vocab_size - 3)
+
+
+def test_rare_tokens_of_a_large_vocabulary_keep_their_probability():
+    vocab_size = 150_000
+    scores = torch.full((1, vocab_size), math.log(1e-9))
+    scores[0, 0] = 0.0
+    tail = 1e-9 * (vocab_size - 1) / (1 + 1e-9 * (vocab_size - 1))
+    inside = torch.tensor([1 - tail / 2], dtype=torch.float64)
+    assert abs(int(draw(scores, inside)) - vocab_size / 2) < 0.001 * vocab_size
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_logprob_is_of_the_full_softmax_before_penalty_and_filters(temperature):
+    scores = _scores()
+    sampling = replace(PLAIN, temperature=temperature, top_k=3, top_p=0.5, repetition_penalty=1.5)
+    tokens, logprobs = choose(scores, sampling, torch.full((16,), 0.4).double(), torch.zeros(16, 1, dtype=torch.int64))
+    expected = (scores / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, expected)
+
+
+def test_greedy_takes_the_largest_score_after_the_penalty_and_its_logprob_at_temperature_one():
+    scores = torch.tensor([[3.0, 2.9, 0.0]])
+    tokens, logprobs = choose(
+        scores, replace(PLAIN, temperature=0.0, repetition_penalty=1.2), None, torch.tensor([[0]])
+    )
+    assert tokens.tolist() == [1]
+    torch.testing.assert_close(logprobs, scores.log_softmax(-1)[:, 1])
+
+
+@pytest.mark.parametrize("max_elements", [1, 300, 2000])
+def test_a_large_batch_is_chosen_in_slices_with_the_same_result(max_elements):
+    sampling = replace(PLAIN, **FILTERS["all"])
+    rows = (torch.rand(16, generator=torch.Generator().manual_seed(0)).double(), torch.arange(48).view(16, 3))
+    expected = choose(_scores(), sampling, *rows)
+    for mine, other in zip(choose(_scores(), sampling, *rows, max_elements), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_arguments_are_left_as_they_were():
+    scores, history = _scores(), torch.zeros(16, 1, dtype=torch.int64)
+    before = scores.clone()
+    choose(scores, replace(PLAIN, **FILTERS["all"]), torch.full((16,), 0.5).double(), history)
+    assert torch.equal(scores, before)

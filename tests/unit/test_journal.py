@@ -1,0 +1,205 @@
+"""The journal's files stay readable, whole and without doubles, whatever ends the run."""
+
+import json
+import math
+import subprocess
+import sys
+
+import numpy
+import pandas
+import polars
+import pytest
+import torch
+
+from lowpeak.errors import CheckpointError
+from lowpeak.journal import Journal, read_steps
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def write_run(folder, num_steps, **row):
+    journal = Journal(folder)
+    for step in range(1, num_steps + 1):
+        journal.write_step(step, row)
+        journal.write_rollout(step, [{"completion": "a"}, {"completion": "b"}])
+    return journal
+
+
+def test_steps_are_read_as_they_were_written(tmp_path):
+    journal = Journal(tmp_path / "run")
+    rows = [{"reward": 0.1 + 0.2, "phases": {"train": {"seconds": 1.5}}, "name": 'ü\n"x"'}, {"reward": 1.0, "ok": True}]
+    for step, row in enumerate(rows, start=1):
+        journal.write_step(step, row)
+    journal.sync()
+    assert read_steps(tmp_path / "run") == [{"step": step, **row} for step, row in enumerate(rows, start=1)]
+
+
+def test_an_unwritten_journal_has_no_steps_and_no_files(tmp_path):
+    Journal(tmp_path / "run").sync()
+    assert read_steps(tmp_path / "run") == []
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_journals_step_wins_over_one_in_the_row(tmp_path):
+    row = {"loss": 1.0, "step": 99}
+    Journal(tmp_path).write_step(3, row)
+    assert read_steps(tmp_path) == [{"step": 3, "loss": 1.0}]
+    assert row["step"] == 99
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        (math.nan, None),
+        (-math.inf, None),
+        (numpy.float32(0.5), 0.5),
+        (numpy.float64(math.nan), None),
+        (numpy.int64(7), 7),
+        (numpy.bool_(True), True),
+        (numpy.array([1.5, math.nan]), [1.5, None]),
+        (torch.tensor(0.25, dtype=torch.bfloat16), 0.25),
+        (torch.tensor([[1, 2]]), [[1, 2]]),
+        (torch.tensor(math.inf), None),
+        ((1.0, None, math.nan), [1.0, None, None]),
+        ({1: {"a": math.nan}}, {"1": {"a": None}}),
+        (2**63 - 1, 2**63 - 1),
+        (2**64, str(2**64)),
+        (torch.float32, "torch.float32"),
+        ({3}, "{3}"),
+        ("lone \ud800 surrogate", "lone ? surrogate"),
+    ],
+)
+def test_any_value_becomes_json_that_readers_take(tmp_path, value, written):
+    Journal(tmp_path).write_step(1, {"value": value})
+    assert read_steps(tmp_path) == [{"step": 1, "value": written}]
+    assert len(pandas.read_json(tmp_path / "steps.jsonl", lines=True)) == 1
+    assert len(polars.read_ndjson(tmp_path / "steps.jsonl", infer_schema_length=None)) == 1
+
+
+def test_pandas_and_polars_read_both_files_as_tables(tmp_path):
+    journal = Journal(tmp_path)
+    for step in range(1, 301):
+        late = {"eval_reward": 0.5} if step > 200 else {}
+        journal.write_step(step, {"reward": math.nan if step < 150 else 1.0, "step_time": 2.5, **late})
+        journal.write_rollout(step, [{"prompt": [{"role": "user", "content": "1+1"}], "rewards": {"a": None, "b": 1}}])
+    for name in ("steps", "rollouts"):
+        path = tmp_path / f"{name}.jsonl"
+        assert pandas.read_json(path, lines=True)["step"].tolist() == list(range(1, 301))
+        assert polars.read_ndjson(path, infer_schema_length=None)["step"].to_list() == list(range(1, 301))
+    table = pandas.read_json(tmp_path / "steps.jsonl", lines=True)
+    assert table["reward"].isna().sum() == 149
+    assert table["step_time"].tolist() == [2.5] * 300
+    assert polars.read_ndjson(tmp_path / "steps.jsonl", infer_schema_length=None)["eval_reward"].null_count() == 200
+
+
+def test_a_resumed_run_goes_on_without_doubling_or_losing_a_step(tmp_path):
+    write_run(tmp_path, 5, run="first")
+    resumed = Journal(tmp_path)
+    resumed.resume_at(3)
+    for step in (4, 5, 6):
+        resumed.write_step(step, {"run": "second"})
+        resumed.write_rollout(step, [{"completion": "c"}])
+    assert [row["step"] for row in read_steps(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [row["run"] for row in read_steps(tmp_path)] == ["first"] * 3 + ["second"] * 3
+    assert [row["step"] for row in lines(tmp_path / "rollouts.jsonl")] == [1, 1, 2, 2, 3, 3, 4, 5, 6]
+    assert names(tmp_path) == ["rollouts.jsonl", "steps.jsonl"]
+
+
+def test_resuming_keeps_the_lines_before_byte_for_byte(tmp_path):
+    write_run(tmp_path, 4, reward=1 / 3)
+    before = (tmp_path / "steps.jsonl").read_bytes()
+    Journal(tmp_path).resume_at(4)
+    assert (tmp_path / "steps.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step":3,"rew', b"{", b'{"step":3,"reward":1.0}', b"\0\0\0\0", b'"\n', b"\xff\xfe\n"]
+)
+def test_a_torn_line_is_left_out_when_read_and_gone_when_resumed(tmp_path, torn):
+    write_run(tmp_path, 2)
+    whole = (tmp_path / "steps.jsonl").read_bytes()
+    (tmp_path / "steps.jsonl").write_bytes(whole + torn)
+    assert [row["step"] for row in read_steps(tmp_path)] == [1, 2]
+    journal = Journal(tmp_path)
+    journal.resume_at(2)
+    assert (tmp_path / "steps.jsonl").read_bytes() == whole
+    journal.write_step(3, {})
+    assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == [1, 2, 3]
+
+
+def test_resuming_where_no_journal_was_starts_one(tmp_path):
+    journal = Journal(tmp_path / "new")
+    journal.resume_at(7)
+    journal.write_step(8, {})
+    assert [row["step"] for row in read_steps(tmp_path / "new")] == [8]
+
+
+def test_a_new_run_in_the_same_folder_sets_the_old_journals_aside(tmp_path):
+    for run in ("first", "second", "third"):
+        write_run(tmp_path, 2, run=run)
+    assert names(tmp_path) == [
+        *("rollouts.1.jsonl", "rollouts.2.jsonl", "rollouts.jsonl"),
+        *("steps.1.jsonl", "steps.2.jsonl", "steps.jsonl"),
+    ]
+    assert [row["run"] for row in lines(tmp_path / "steps.1.jsonl")] == ["first"] * 2
+    assert [row["run"] for row in lines(tmp_path / "steps.2.jsonl")] == ["second"] * 2
+    assert [row["run"] for row in read_steps(tmp_path)] == ["third"] * 2
+
+
+def test_a_journal_that_writes_nothing_leaves_the_old_one_in_place(tmp_path):
+    write_run(tmp_path, 2)
+    Journal(tmp_path)
+    assert names(tmp_path) == ["rollouts.jsonl", "steps.jsonl"]
+
+
+def test_both_old_files_get_the_same_number_also_where_only_one_has_gaps(tmp_path):
+    write_run(tmp_path, 1)
+    (tmp_path / "rollouts.1.jsonl").write_text("")
+    Journal(tmp_path).write_step(1, {})
+    assert names(tmp_path) == ["rollouts.1.jsonl", "rollouts.2.jsonl", "steps.2.jsonl", "steps.jsonl"]
+
+
+@pytest.mark.parametrize("torn", ["x", "x" * 200_000])
+def test_an_old_journal_set_aside_loses_its_torn_line(tmp_path, torn):
+    write_run(tmp_path, 2)
+    whole = (tmp_path / "steps.jsonl").read_text()
+    (tmp_path / "steps.jsonl").write_text(whole + torn)
+    (tmp_path / "rollouts.jsonl").write_text(torn)
+    Journal(tmp_path).write_step(1, {})
+    assert (tmp_path / "steps.1.jsonl").read_text() == whole
+    assert (tmp_path / "rollouts.1.jsonl").read_text() == ""
+
+
+FILL_THE_DISK = """
+import resource, sys
+from pathlib import Path
+from lowpeak.errors import CheckpointError
+from lowpeak.journal import Journal
+
+journal = Journal(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+try:
+    for step in range(1, 100):
+        journal.write_step(step, {"text": "x" * 990})
+except CheckpointError as error:
+    print(error)
+"""
+
+
+def test_a_line_that_the_disk_cuts_short_is_taken_back_and_said(tmp_path):
+    command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.startswith(f"cannot write the journal in {tmp_path}: File too large; the lines before are whole")
+    assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == list(range(1, 10))
+
+
+def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"cannot write the journal in .*file/run: Not a directory"):
+        Journal(tmp_path / "file" / "run").write_step(1, {})

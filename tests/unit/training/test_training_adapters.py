@@ -1,0 +1,163 @@
+"""LoRA, a trained adapter, a quantised base: what trains, what the reference is, what a checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak.errors import ArgumentError
+from tiny import char_tokenizer, tiny_model
+
+DATA = Dataset.from_list([{"prompt": f"{i % 10}{i * 7 % 10}="} for i in range(32)])
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+
+
+def ones(completions, **columns):
+    return [float(text.count("1")) for text in completions]
+
+
+def trainer(tmp_path, model, peft_config=None, callbacks=None, **changes):
+    settings = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 5,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 1,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "micro_batch_tokens": 512,
+        "logprob_chunk_size": 64,
+    }
+    args = GRPOConfig(output_dir=str(tmp_path), **{**settings, **changes})
+    return GRPOTrainer(
+        model=model,
+        reward_funcs=ones,
+        args=args,
+        train_dataset=DATA,
+        processing_class=char_tokenizer(),
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )
+
+
+def test_lora_trains_fp32_adapters_on_a_base_that_keeps_its_dtype(tmp_path):
+    model = tiny_model(dtype=torch.bfloat16)
+    run = trainer(tmp_path, model, LoraConfig(**LORA), beta=0.04)
+    base = {name: p.clone() for name, p in run.model.named_parameters() if not p.requires_grad}
+    adapters = {name: p.clone() for name, p in run.model.named_parameters() if p.requires_grad}
+    run.train()
+    assert adapters
+    assert all(p.dtype == torch.float32 for p in adapters.values())
+    assert all(p.dtype == torch.bfloat16 for p in base.values())
+    now = dict(run.model.named_parameters())
+    assert all(torch.equal(now[name], before) for name, before in base.items())
+    assert any(not torch.equal(now[name], before) for name, before in adapters.items())
+
+
+def test_under_lora_the_reference_is_the_model_with_adapters_off(tmp_path):
+    plain = tiny_model()
+    run = trainer(tmp_path, copy.deepcopy(plain), LoraConfig(**LORA), beta=0.04, max_steps=1)
+    with torch.no_grad():
+        for name, p in run.model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    rollout = run.maker.make(0, 0, run.state)
+    for record in rollout.records:
+        ids = torch.tensor([*record.prompt_ids, *record.completion.ids.tolist()])
+        logits = plain(ids[None]).logits[0, len(record.prompt_ids) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(1, ids[len(record.prompt_ids) :, None]).squeeze(1)
+        torch.testing.assert_close(record.reference, expected.detach(), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(record.completion.logprobs, expected.detach(), atol=1e-3)
+
+
+def test_a_trained_adapter_that_came_in_is_the_reference_as_it_was(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=0.3)
+    origin = copy.deepcopy(model).eval()
+    run = trainer(tmp_path, model, beta=0.04)
+    run.train()
+    record = run.maker.make(9, 2, run.state).records[0]
+    ids = torch.tensor([*record.prompt_ids, *record.completion.ids.tolist()])
+    logits = origin(input_ids=ids[None]).logits[0, len(record.prompt_ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, ids[len(record.prompt_ids) :, None]).squeeze(1)
+    torch.testing.assert_close(record.reference, expected.detach(), rtol=1e-4, atol=1e-5)
+    assert [name for name, p in run.model.named_parameters() if p.requires_grad and ".reference." in name] == []
+    assert not (tmp_path / "checkpoint-2" / "reference").exists()
+
+
+@pytest.mark.parametrize("came_trained", [False, True])
+def test_a_lora_run_resumes_to_the_same_weights(tmp_path, came_trained):
+    def fresh():
+        torch.manual_seed(3)
+        model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+        if came_trained:
+            torch.nn.init.normal_(next(p for n, p in model.named_parameters() if "lora_B" in n), std=0.3)
+        return model
+
+    whole = trainer(tmp_path / "a", fresh(), beta=0.04, max_steps=3)
+    whole.train()
+    resumed = trainer(tmp_path / "a", fresh(), beta=0.04, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    first, second = ({n: p for n, p in run.model.named_parameters() if p.requires_grad} for run in (whole, resumed))
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+def four_bit(tmp_path, hidden=64):
+    path = tmp_path / "base"
+    tiny_model(hidden=hidden).save_pretrained(path)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(path, quantization_config=config)
+
+
+def test_a_4_bit_base_with_lora_trains_generates_and_resumes(tmp_path):
+    def run(folder):
+        torch.manual_seed(3)
+        return trainer(folder, four_bit(tmp_path), LoraConfig(**LORA), beta=0.04, max_steps=3)
+
+    whole = run(tmp_path / "a")
+    whole.train()
+    resumed = run(tmp_path / "a")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-1"))
+    first, second = ({n: p for n, p in one.model.named_parameters() if p.requires_grad} for one in (whole, resumed))
+    assert any(weight.any() for name, weight in first.items() if "lora_B" in name)
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+def test_a_4_bit_base_without_an_adapter_is_refused(tmp_path):
+    with pytest.raises(ArgumentError, match="peft_config"):
+        trainer(tmp_path, four_bit(tmp_path))
+
+
+def test_quantization_config_in_model_init_kwargs_loads_a_4_bit_base(tmp_path):
+    tiny_model(hidden=64).save_pretrained(tmp_path / "base")
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
+    run = trainer(
+        tmp_path / "out",
+        str(tmp_path / "base"),
+        LoraConfig(**LORA),
+        model_init_kwargs={"quantization_config": config},
+        max_steps=1,
+    )
+    run.train()
+    assert run.model.get_base_model().is_quantized
+
+
+def test_a_full_model_in_bf16_trains_in_fp32_and_its_reference_stays_bf16(tmp_path):
+    run = trainer(tmp_path, tiny_model(dtype=torch.bfloat16), beta=0.04, max_steps=1)
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+    assert {p.dtype for p in run.maker.reference.model.parameters()} == {torch.bfloat16}
+    run.train()

@@ -1,0 +1,233 @@
+"""Each argument of ours reaches what it is for."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from datasets import Dataset
+
+from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowpeak.config.algorithm import EntropyBonus
+from lowpeak.config.resolve import resolve_grpo, resolve_online
+from lowpeak.errors import DataError, ModelError, RewardTimeoutError
+from tiny import char_tokenizer, tiny_model
+
+TOKENIZER = char_tokenizer()
+SMALL = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "micro_batch_tokens": 512,
+    "logprob_chunk_size": 64,
+}
+
+
+def rows(count=16):
+    return Dataset.from_list([{"prompt": f"{i % 10}{i * 7 % 10}="} for i in range(count)])
+
+
+def ones(completions, **columns):
+    return [float(text.count("1")) for text in completions]
+
+
+def grpo(tmp_path, data=None, reward=ones, model=None, tokenizer=TOKENIZER, **changes):
+    args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
+    return GRPOTrainer(
+        model or tiny_model(), reward, args, rows() if data is None else data, processing_class=tokenizer
+    )
+
+
+def settings(tmp_path, num_rewards=1, **changes):
+    args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, "num_iterations": 2, **changes})
+    return resolve_grpo(args, resolve_online(args, 1, num_rewards))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "where"),
+    [
+        ("learning_rate", 0.25, lambda run: run.create_optimizer().param_groups[0]["lr"]),
+        ("logprob_chunk_size", 17, lambda run: run.run.core.chunk_size),
+        ("temperature", 0.5, lambda run: run.run.core.temperature),
+        ("temperature", 0.5, lambda run: run.maker.settings.sampling.temperature),
+        ("max_completion_length", 3, lambda run: max(len(r.completion) for r in run.maker.make(0, 0, None).records)),
+        ("top_p", 0.9, lambda run: run.maker.settings.sampling.top_p),
+        ("top_k", 3, lambda run: run.maker.settings.sampling.top_k),
+        ("min_p", 0.1, lambda run: run.maker.settings.sampling.min_p),
+        ("repetition_penalty", 1.2, lambda run: run.maker.settings.sampling.repetition_penalty),
+        ("kv_cache_bytes", 123456, lambda run: run.maker.engine.kv_cache_bytes),
+        ("reward_weights", [0.5], lambda run: list(run.maker.panel.settings.weights)),
+    ],
+)
+def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, where):
+    run = grpo(tmp_path, **{name: value})
+    assert where(run) == value
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"loss_type": "dr_grpo"}, "loss_type", "dr_grpo"),
+        ({"importance_sampling_level": "sequence"}, "importance_level", "sequence"),
+        ({"delta": 4.0}, "delta", 4.0),
+        ({"beta": 0.1, "kl_estimator": "k1"}, "kl_estimator", "k1"),
+        ({"beta": 0.1, "use_bias_correction_kl": False}, "bias_corrected_kl", False),
+        ({"top_entropy_quantile": 0.2}, "top_entropy_quantile", 0.2),
+        ({"entropy_coef": 0.01}, "entropy_bonus", EntropyBonus(0.01)),
+        (
+            {
+                "use_adaptive_entropy": True,
+                "entropy_coef_min": 0.1,
+                "entropy_coef": 0.2,
+                "entropy_coef_max": 0.3,
+                "entropy_coef_delta": 0.01,
+                "entropy_target": 1.5,
+            },
+            "entropy_bonus",
+            EntropyBonus(0.2, 1.5, 0.01, 0.1, 0.3),
+        ),
+    ],
+)
+def test_each_algorithm_argument_reaches_the_settings(tmp_path, changes, name, value):
+    assert getattr(settings(tmp_path, **changes), name) == value
+
+
+def test_several_rewards_can_be_normalised_before_they_are_summed(tmp_path):
+    changed = settings(tmp_path, num_rewards=2, multi_objective_aggregation="normalize_then_sum")
+    assert changed.aggregation == "normalize_then_sum"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "cispo", "epsilon_high": 4.0},
+        {"importance_sampling_level": "sequence", "num_iterations": 2},
+        {"delta": 2.0, "num_iterations": 2},
+        {"top_entropy_quantile": 0.3},
+        {"entropy_coef": 0.01},
+        {"use_adaptive_entropy": True, "entropy_target": 2.5},
+        {"beta": 0.1, "kl_estimator": "k2", "steps_per_generation": 2},
+        {"scale_rewards": "batch"},
+    ],
+    ids=str,
+)
+def test_every_member_of_the_family_trains(tmp_path, changes):
+    run = grpo(tmp_path, **changes)
+    run.train()
+    assert run.state.global_step == 2
+
+
+def test_the_log_comes_every_logging_steps(tmp_path):
+    run = grpo(tmp_path, logging_steps=2, max_steps=4)
+    run.train()
+    assert [row["step"] for row in run.state.log_history if "loss" in row] == [2, 4]
+
+
+def test_entropy_is_logged_unless_turned_off(tmp_path):
+    for on in (True, False):
+        run = grpo(tmp_path / str(on), log_entropy=on, logging_steps=1)
+        run.train()
+        assert any("entropy" in row for row in run.state.log_history) == on
+
+
+def test_the_head_can_run_in_fp32(tmp_path):
+    run = grpo(tmp_path, bf16=True, cast_lm_head_to_fp32=True)
+    seen = []
+    run.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out))
+    run.evaluate(rows(2))
+    assert {out.dtype for out in seen if not isinstance(out, dict)} == {run.model.lm_head.weight.dtype}
+
+
+def test_chat_template_kwargs_reach_the_template(tmp_path):
+    tokenizer = char_tokenizer(chat=True)
+    tokenizer.chat_template += "{% if think %}7{% endif %}"
+    data = Dataset.from_list([{"prompt": [{"role": "user", "content": str(i)}]} for i in range(4)])
+
+    def prompt_of(**changes):
+        run = grpo(
+            tmp_path,
+            data,
+            lambda completions, **c: [0.0] * len(completions),
+            tiny_model(len(tokenizer)),
+            tokenizer,
+            shuffle_dataset=False,
+            **changes,
+        )
+        return run.maker.cursor.take(1)[0].ids
+
+    assert prompt_of(chat_template_kwargs={"think": True}) == (*prompt_of(), tokenizer.convert_tokens_to_ids("7"))
+
+
+def test_without_shuffling_prompts_come_in_their_order(tmp_path):
+    plain, shuffled = (grpo(tmp_path, shuffle_dataset=on).maker.cursor.take(16) for on in (False, True))
+    order = [row["prompt"] for row in rows()]
+    assert [prompt.source for prompt in plain] == order
+    assert [prompt.source for prompt in shuffled] != order
+
+
+def test_padding_to_a_multiple_reaches_the_micro_batches(tmp_path):
+    work = grpo(tmp_path, pad_to_multiple_of=16, beta=0.1).next_step()
+    assert {batch.input_ids_BL.shape[1] % 16 for batch in work.micro_batches} == {0}
+
+
+def test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop(tmp_path, caplog):
+    data = Dataset.from_list([{"prompt": "1="}, {"prompt": "2" * 200}, {"prompt": "3="}] * 2)
+    with pytest.raises(DataError, match="200 tokens"):
+        grpo(tmp_path, data)
+    run = grpo(tmp_path, data, overlong_prompts="drop")
+    assert run.maker.cursor.prompts_per_epoch == 4
+    assert "2 of 6" in caplog.text
+
+
+def test_a_slow_reward_stops_the_run_or_counts_as_none(tmp_path):
+    def slow(completions, **columns):
+        time.sleep(2)
+        return ones(completions)
+
+    with pytest.raises(RewardTimeoutError, match="slow"):
+        grpo(tmp_path / "a", reward=slow, reward_timeout=0.1).train()
+    run = grpo(tmp_path / "b", reward=slow, reward_timeout=0.1, reward_failures="none", max_steps=1, logging_steps=1)
+    run.train()
+    assert run.state.log_history[0]["rewards/slow/failed"] == 8.0
+
+
+def test_a_model_whose_code_is_its_own_needs_trust(tmp_path):
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    (folder / "own.py").write_text(
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "class OwnConfig(Qwen2Config):\n    model_type = 'own'\n"
+        "class OwnModel(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = (folder / "config.json").read_text().replace('"model_type": "qwen2"', '"model_type": "own"')
+    auto = '{"auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"},'
+    (folder / "config.json").write_text(config.replace("{", auto, 1))
+    with pytest.raises(ModelError, match="trust_remote_code"):
+        grpo(tmp_path / "out", model=str(folder))
+    assert type(grpo(tmp_path / "out", model=str(folder), trust_remote_code=True).model).__name__ == "OwnModel"
+
+
+def test_supervised_arguments_reach_the_reader(tmp_path):
+    def counted(data, **changes):
+        small = {
+            name: value for name, value in SMALL.items() if name not in ("num_generations", "max_completion_length")
+        }
+        args = SFTConfig(output_dir=str(tmp_path), **{**small, **changes})
+        run = SFTTrainer(tiny_model(), args, Dataset.from_list(data), processing_class=TOKENIZER)
+        (record,) = run.cursor.take(1)
+        return int(record.completion.loss_mask.sum())
+
+    pair = [{"prompt": "12=", "completion": "34"}]
+    assert counted(pair) == 3
+    assert counted(pair, completion_only_loss=False) == 5
+    assert counted(pair, max_length=4) == 1
+    assert counted([{"body": "123"}], dataset_text_field="body") == 3
+    with pytest.raises(DataError, match="assistant_only_loss"):
+        counted(pair, assistant_only_loss=True)

@@ -1,0 +1,120 @@
+"""The step's own functions on fake tensors: a phase never waits for the device, whatever the model's size."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
+from lowpeak.logprobs.head import install_head
+from lowpeak.ranks import Ranks
+from lowpeak.records import Completion, Record
+from lowpeak.training.step import Core, run_step, score
+
+SEVEN_B = Qwen2Config(
+    vocab_size=152064,
+    hidden_size=3584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18944,
+    tie_word_embeddings=False,
+    max_position_embeddings=8192,
+)
+
+GRPO = GRPOSettings(
+    loss_type="dapo",
+    importance_level="token",
+    clip_low=0.2,
+    clip_high=0.2,
+    delta=None,
+    scale_rewards="group",
+    aggregation="sum_then_normalize",
+    reward_weights=(1.0,),
+    beta=0.04,
+    kl_estimator="k3",
+    bias_corrected_kl=True,
+    entropy_bonus=EntropyBonus(0.01),
+    top_entropy_quantile=1.0,
+    mask_truncated=False,
+    max_completion_length=512,
+    drop_equal_groups=False,
+    score_old=True,
+)
+RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
+
+
+class LocalStrategy:
+    """One device without an accelerator: backward and nothing else."""
+
+    ranks = Ranks()
+
+    def accumulate(self, model, last):
+        return nullcontext()
+
+    def backward(self, loss, last):
+        loss.backward()
+
+
+def micro_batches(length=512, rows=8):
+    values = torch.zeros(length)
+    record = Record(
+        0,
+        tuple(range(64)),
+        Completion(torch.ones(length, dtype=torch.int32), values, torch.ones(length, dtype=torch.bool), "stop"),
+        (1.0,),
+        1.0,
+        old=values,
+        reference=values,
+        advantages=values,
+    )
+    return pack([record] * rows, range(rows), Budget(4 * (length + 64)), lambda row: 1.0 / length)
+
+
+def fake_model():
+    model = Qwen2ForCausalLM(SEVEN_B)
+    install_head(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("algorithm", [make_grpo(GRPO), make_rloo(RLOO)], ids=["grpo", "rloo"])
+def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm):
+    batches = micro_batches()
+    core = Core(1.0, 256, torch.device("cpu"))
+    if algorithm.unit == "sequence":
+        batches = [replace(b, tokens=replace(b.tokens, weights_U=torch.ones(b.tokens.num_rows))) for b in batches]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model()
+        scored = score(model, batches, core, entropy=True)
+        loss, metrics = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.state)
+        gradient = model.lm_head.weight.grad
+    assert [result.logprobs_T.shape for result in scored] == [(4 * 512,), (4 * 512,)]
+    assert loss.shape == ()
+    assert gradient.shape == (152064, 3584)
+    assert "entropy" in metrics
+
+
+def test_a_loss_that_reads_the_device_fails_here():
+    algorithm = make_grpo(GRPO)
+
+    def reading(logprobs_T, entropy_T, tokens):
+        loss_U = algorithm.loss(logprobs_T, entropy_T, tokens)
+        return loss_U * loss_U.sum().item()
+
+    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):
+        run_step(
+            fake_model(),
+            micro_batches(),
+            replace(algorithm, loss=reading),
+            Core(1.0, 256, torch.device("cpu")),
+            LocalStrategy(),
+            algorithm.state,
+        )
