@@ -42,7 +42,7 @@ def main() -> None:
     """Tokenizer, model, supervised training; the result is a folder for `--model`."""
     parser = argparse.ArgumentParser(description="Make and warm-start a small model for GSM8K.")
     parser.add_argument("--output_dir", default="runs/gsm8k-small")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = list(read_rows(gsm8k_folder() / "train.jsonl"))
@@ -69,7 +69,7 @@ def main() -> None:
     )
     trainer.train()
     trainer.save_model()
-    print(f"the model is in {options.output_dir}; next: lowpeak grpo --config examples/gsm8k.yaml --model ...")
+    print(f"the model is in {options.output_dir}; the top of examples/gsm8k.yaml has the command that trains it")
 
 
 def gsm8k_folder() -> Path:

@@ -83,6 +83,24 @@ def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> No
             raise CheckpointError(f"{message}. Make the folder writable, or raise save_total_limit.") from error
 
 
+def set_aside(run_dir: Path, after: int) -> Path | None:
+    """Move checkpoints beyond step `after`, which another run wrote, into a folder `earlier-K`; None where there are none.
+
+    A run that starts anew or goes on from further back would else mix with them: "the last checkpoint" could be theirs.
+    """
+    others = [path for path in _whole_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
+    if not others:
+        return None
+    number = 1
+    while (run_dir / f"earlier-{number}").exists():
+        number += 1
+    folder = run_dir / f"earlier-{number}"
+    folder.mkdir()
+    for path in others:
+        path.rename(folder / path.name)
+    return folder
+
+
 def sweep(run_dir: Path) -> None:
     """End what a killed run left: stages and half removed checkpoints go, a checkpoint moved aside gets its name back.
 

@@ -52,6 +52,11 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
     """The settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
     memory = resolve_common(args)
     require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
+    require(
+        args.metric_for_best_model not in ("loss", "eval_loss"),
+        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, is nothing that an online "
+        "evaluation measures; set metric_for_best_model='reward' or 'accuracy' (greater is better).",
+    )
     rollout = _resolve_rollout(args, world_size)
     refuse_idle(
         args,

@@ -24,7 +24,7 @@ from lowpeak.data.chat import (
     template_options,
     turn_options,
 )
-from lowpeak.errors import DataError, ModelError
+from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.records import Prompt
 
 logger = logging.getLogger(__name__)
@@ -242,6 +242,20 @@ def check_rows(dataset: Dataset, reader: RowReader[Any]) -> Sequence[int]:
     kept = [index for index, item in read_rows(dataset, reader) if item is not None]
     log_left_out(size - len(kept), size, reader)
     return range(size) if len(kept) == size else kept
+
+
+def usable_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
+    """The data set without the rows that are left out; see `check_rows`. A list of rows is a data set too."""
+    kept = check_rows(dataset, reader)
+    if len(kept) == len(dataset):
+        return dataset
+    return dataset.select(kept) if hasattr(dataset, "select") else [dataset[i] for i in kept]
+
+
+def check_end(dataset: Any, max_steps: int) -> None:
+    """ArgumentError where a stream would train without end."""
+    if dataset is not None and num_rows(dataset) is None and max_steps <= 0:
+        raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
 
 
 def log_left_out(num_left_out: int, num_rows: int, reader: RowReader[Any]) -> None:

@@ -8,6 +8,8 @@ token, 0 where the environment did), and any other fields, which rewards get as 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -22,8 +24,15 @@ _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 class FunctionEngine:
     """Groups from a function that generates with the trainer's model in its own way. Its groups are never cut."""
 
-    def __init__(self, function: Callable[..., Mapping[str, Any]], trainer: Any, eos_token_id: int | None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Mapping[str, Any]],
+        trainer: Any,
+        eos_token_id: int | None,
+        hold: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
         self._function = function
+        self._hold = hold
         self._trainer = trainer
         self._eos = eos_token_id
         self._version: int | None = None
@@ -45,15 +54,20 @@ class FunctionEngine:
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Call the function once for all prompts; EngineError says what of its answer cannot be used."""
-        output = self._function([prompt.source for prompt in prompts], self._trainer)
+        with self._hold() as model:
+            output = self._function([prompt.source for prompt in prompts], self._trainer)
+            num_tokens = model.get_input_embeddings().num_embeddings
         rows = len(prompts) * sampling.num_generations
         fields = _checked(output, rows, len(prompts), sampling.num_generations)
-        completions = [self._completion(fields, row, sampling) for row in range(rows)]
+        completions = [self._completion(fields, row, sampling, num_tokens) for row in range(rows)]
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
-    def _completion(self, fields: Mapping[str, Sequence[Any]], row: int, sampling: Sampling) -> Completion:
-        ids, logprobs = list(fields["completion_ids"][row]), list(fields["logprobs"][row])
+    def _completion(
+        self, fields: Mapping[str, Sequence[Any]], row: int, sampling: Sampling, num_tokens: int
+    ) -> Completion:
+        ids, prompt_ids = (_token_ids(fields, name, row, num_tokens) for name in ("completion_ids", "prompt_ids"))
+        logprobs = list(fields["logprobs"][row])
         mask = list(fields["env_mask"][row]) if "env_mask" in fields else [1] * len(ids)
         if not len(ids) == len(logprobs) == len(mask) > 0:
             raise EngineError(
@@ -67,9 +81,22 @@ class FunctionEngine:
             logprobs=torch.tensor(flat, dtype=torch.float32),
             loss_mask=torch.tensor(mask).bool(),
             finish_reason="length" if cut else "stop",
-            prompt_ids=tuple(int(token) for token in fields["prompt_ids"][row]),
+            prompt_ids=tuple(prompt_ids),
             extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
         )
+
+
+def _token_ids(fields: Mapping[str, Sequence[Any]], name: str, row: int, num_tokens: int) -> list[int]:
+    """A row's tokens as plain numbers; a device that looks up a token it does not have may fail for good."""
+    values = fields[name][row]
+    ids = values.tolist() if hasattr(values, "tolist") else list(values)
+    for token in ids:
+        if not isinstance(token, Integral) or not 0 <= int(token) < num_tokens:
+            raise EngineError(
+                f"rollout_func: row {row}: {name} has {token!r}, which is no token of the model: they are whole numbers "
+                f"from 0 to {num_tokens - 1}."
+            )
+    return [int(token) for token in ids]
 
 
 def _checked(output: Any, rows: int, num_prompts: int, num_generations: int) -> Mapping[str, Sequence[Any]]:

@@ -69,7 +69,11 @@ class Replicated:
         return {name: p.detach() for name, p in self._accelerator.unwrap_model(model).named_parameters()}
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """The model on the device, in eval mode, its parameters frozen; a quantised one stays where it was put."""
-        if not getattr(model, "is_quantized", False):
-            model = model.to(self._accelerator.device)
-        return model.requires_grad_(False).eval()
+        """The model on the device, frozen, in eval mode, under the policy's autocast: its log-probs round alike.
+
+        A quantised model stays where it was put.
+        """
+        model = model.requires_grad_(False).eval()
+        if getattr(model, "is_quantized", False):
+            return model
+        return self._accelerator.prepare_model(model, evaluation_mode=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ from lowpeak.batching.packing import Budget
 from lowpeak.checkpoint.atomic import check_writable, sweep
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import PromptReader, check_rows, num_rows, padding_id
+from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
@@ -37,6 +38,7 @@ from lowpeak.training.models import (
     adapter_reference,
     context_length,
     disable_dropout,
+    is_peft,
     load_policy,
     load_reference,
     load_tokenizer,
@@ -76,6 +78,11 @@ def prepare_online(
     policy = load_policy(
         model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
     )
+    if args.sync_ref_model and is_peft(policy):
+        raise ArgumentError(
+            "sync_ref_model moves a reference that has weights of its own, and under an adapter the reference is the "
+            "policy without it: remove sync_ref_model, or train without an adapter."
+        )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
     reference = load_reference(policy, model, args.model_init_kwargs) if args.beta else None
     upcast_trainable(policy)
@@ -160,11 +167,12 @@ def _engine(
     tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
+    def hold() -> AbstractContextManager[nn.Module]:
+        return strategy.hold(trainer.model_wrapped, None)
+
     if rollout_func is not None:
-        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id)
-    return NativeEngine(
-        lambda: strategy.hold(trainer.model_wrapped, None), parts.tokenizer, sizes.kv_cache_bytes, tally.add
-    )
+        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
+    return NativeEngine(hold, parts.tokenizer, sizes.kv_cache_bytes, tally.add)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:
@@ -199,21 +207,17 @@ def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: 
     if dataset is None:
         raise DataError("train_dataset is None: pass a data set with a 'prompt' column.")
     if num_rows(dataset) is not None:
-        dataset = dataset.select(check_rows(dataset, reader))
+        dataset = usable_rows(dataset, reader)
     seed = args.seed if args.data_seed is None else args.data_seed
     cursor = PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)
-    _check_length(cursor, settings, args)
+    _check_length(cursor, settings)
     return cursor
 
 
-def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings, args: Any) -> None:
-    """Enough prompts for a step, and an end for data without a length."""
+def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings) -> None:
+    """Enough prompts for a rollout; a stream starts again when it ends."""
     prompts = cursor.prompts_per_epoch
-    if prompts is None:
-        if args.max_steps <= 0:
-            raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
-        return
-    if prompts < settings.rollout.num_prompts:
+    if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
             f"the data set has {prompts} usable prompts and a rollout asks {settings.rollout.num_prompts} "
             f"({settings.rollout.num_rows} completions, num_generations={settings.rollout.num_generations}): add rows, or "

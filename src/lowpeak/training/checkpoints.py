@@ -34,7 +34,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
     if args.push_to_hub:
         trainer._push_from_checkpoint(os.fspath(final))
     best = trainer.state.best_model_checkpoint
-    prune(run_dir, args.save_total_limit, [Path(best)] if best else [])
+    prune(run_dir, trainer.user_args.save_total_limit, [Path(best)] if best else [])
     return final
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from lowpeak.checkpoint.atomic import last_checkpoint
-
 logger = logging.getLogger(__name__)
 
 
@@ -42,14 +40,17 @@ class Interrupts:
         logger.warning("Interrupted: finishing this step and saving; press Ctrl-C again to stop at once.")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def raise_if_stopped(self, output_dir: Path) -> None:
+    def raise_if_stopped(self, output_dir: Path, step: int) -> None:
         """KeyboardInterrupt that says how to resume, when the run was asked to stop."""
-        if self.stopping:
-            saved = last_checkpoint(output_dir)
-            raise KeyboardInterrupt(
-                f"stopped on request; everything is saved in {saved}. Resume with resume_from_checkpoint=True "
-                "(--resume_from_checkpoint true)."
-            )
+        if not self.stopping:
+            return
+        saved = output_dir / f"checkpoint-{step}"
+        if not saved.is_dir():  # asked after the last step, when there was no other left to end with a save
+            raise KeyboardInterrupt(f"stopped on request, when the run had finished its last step, {step}.")
+        raise KeyboardInterrupt(
+            f"stopped on request; everything is saved in {saved}. Resume with resume_from_checkpoint=True "
+            "(--resume_from_checkpoint true)."
+        )
 
 
 class StepCallback(TrainerCallback):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, MissingPackageError, ModelError
 
 logger = logging.getLogger(__name__)
@@ -69,8 +70,9 @@ def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:
-    """The tokenizer passed in, or the one beside the model."""
+    """The tokenizer passed in, or the one beside the model; ModelError where it is of no use (see `check_tokenizer`)."""
     if processing_class is not None:
+        check_tokenizer(processing_class)
         return processing_class
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
@@ -78,6 +80,7 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
     tokenizer = from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of a missing one
         raise ModelError(f"there is no tokenizer beside {name!r}: save one there, or pass processing_class=tokenizer.")
+    check_tokenizer(tokenizer)
     return tokenizer
 
 

@@ -16,6 +16,7 @@ from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
+from lowpeak.data.prompts import check_end
 from lowpeak.records import Record
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.training.arguments import OnlineConfig
@@ -65,6 +66,7 @@ class OnlineTrainer(StepTrainer):
             if args is not None
             else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
         )
+        check_end(train_dataset, args.max_steps)
         parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
         super().__init__(
             model=parts.policy,
@@ -149,8 +151,7 @@ class OnlineTrainer(StepTrainer):
 
     def use_sizes(self, sizes: Sizes) -> None:
         """Run every pass, and the engine, within these sizes."""
-        self.run.sizes = sizes
-        self.run.core = replace(self.run.core, chunk_size=sizes.logprob_chunk_size)
+        super().use_sizes(sizes)
         self.maker.core = self.run.core
         self.maker.budget = replace(self.maker.budget, max_tokens=sizes.micro_batch_tokens)
         if isinstance(self.maker.engine, NativeEngine):

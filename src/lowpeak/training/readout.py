@@ -54,19 +54,29 @@ def finite_or_raise(numbers: Readout, model: nn.Module, step: int, output_dir: P
         return
     what = f"the loss is {float(numbers.loss)}" if not loss_is_finite else f"the gradient norm is {numbers.grad_norm}"
     bad_weights = [name for name, p in model.named_parameters() if not bool(torch.isfinite(p).all())]
-    bad_gradients = [
-        n for n, p in model.named_parameters() if p.grad is not None and not bool(torch.isfinite(p.grad).all())
-    ]
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    bad_gradients = [name for name, gradient in gradients.items() if not bool(torch.isfinite(gradient).all())]
     if bad_weights:
         what += f", and weights are already not finite ({_some(bad_weights)})"
-    elif bad_gradients:
+    elif bad_gradients and len(bad_gradients) < len(gradients):  # clipping by a NaN norm makes all of them NaN
         what += f", from gradients of {_some(bad_gradients)}"
+    raise NonFiniteError(f"step {step}: {what}. The optimizer step was not taken and {_left(output_dir)}")
+
+
+def finite_weights_or_raise(weights: Mapping[str, Tensor], step: int, output_dir: Path) -> None:
+    """NonFiniteError where one of these weights is NaN or infinite: such weights are never saved as good ones."""
+    broken = [name for name, weight in weights.items() if not bool(torch.isfinite(weight).all())]
+    if broken:
+        where = _some(broken)
+        raise NonFiniteError(
+            f"after step {step}: weights are not finite ({where}). They were not saved, and {_left(output_dir)}"
+        )
+
+
+def _left(output_dir: Path) -> str:
     last = last_checkpoint(output_dir)
     where = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-    raise NonFiniteError(
-        f"step {step}: {what}. The optimizer step was not taken and {where}. Lower the learning rate, check the rewards' "
-        "scale, or train in fp32 (bf16=False)."
-    )
+    return f"{where}. Lower the learning rate, check the rewards' scale, or train in fp32 (bf16=False)."
 
 
 def _some(names: list[str]) -> str:

@@ -76,7 +76,7 @@ class RolloutMaker:
         self.load_weights(policy_version)
         self.tally.take()
         judged = self._ask(number, trainer_state)
-        records = tuple(self._masked(record) for record in judged.records)
+        records = tuple(self._judged(record) for record in judged.records)
         records, scoring = self._score(records)
         advantages = self.algorithm.advantages(records)
         records = tuple(replace(r, advantages=a) for r, a in zip(records, advantages.per_token, strict=True))
@@ -130,9 +130,10 @@ class RolloutMaker:
         extra = {"dropped_groups": Metric(float(dropped), 1.0, "sum"), "asked_groups": Metric(float(asked), 1.0, "sum")}
         return replace(whole, metrics=merge_metrics(whole.metrics, extra))
 
-    def _masked(self, record: Record) -> Record:
+    def _judged(self, record: Record) -> Record:
+        """The record with the mask that losses use, and without the fields of a `rollout_func` that rewards have read."""
         mask = loss_mask(record.completion, self.settings.mask_truncated)
-        return replace(record, completion=replace(record.completion, loss_mask=mask))
+        return replace(record, completion=replace(record.completion, loss_mask=mask, extra={}))
 
     def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
         """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""

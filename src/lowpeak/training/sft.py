@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import check_rows, num_rows, padding_id
+from lowpeak.data.prompts import check_end, num_rows, padding_id, usable_rows
 from lowpeak.data.supervised import SupervisedReader, read_records
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Record
 from lowpeak.strategies.detect import detect_strategy
@@ -25,6 +26,7 @@ from lowpeak.training.arguments import SFTConfig
 from lowpeak.training.assembly import make_run
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
+from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import score
 from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
 
@@ -49,10 +51,11 @@ class SFTTrainer(StepTrainer):
         peft_config: Any = None,
     ) -> None:
         args = args if args is not None else SFTConfig(output_dir="sft-output")
-        memory = resolve_common(args)
+        self.memory = resolve_common(args)
         check_writable(Path(args.output_dir))
         if train_dataset is None:
             raise DataError("train_dataset is None: pass a data set with prompt and completion, messages, or text.")
+        check_end(train_dataset, args.max_steps)
         policy = load_policy(
             model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
         )
@@ -72,8 +75,8 @@ class SFTTrainer(StepTrainer):
         )
         self.user_args = args
         strategy = detect_strategy(self.accelerator)
-        self.run = make_run(self, args, make_supervised(), strategy, policy, memory)
-        self.budget = Budget(self.run.sizes.micro_batch_tokens, memory.pad_to_multiple_of, padding_id(tokenizer))
+        self.run = make_run(self, args, make_supervised(), strategy, policy, self.memory)
+        self.budget = Budget(self.run.sizes.micro_batch_tokens, self.memory.pad_to_multiple_of, padding_id(tokenizer))
         self.reader = _reader(args, policy, tokenizer)
         self.cursor = _cursor(train_dataset, self.reader, args)
         self.add_callback(StepCallback(self))
@@ -128,8 +131,14 @@ class SFTTrainer(StepTrainer):
         )
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
-        """Go on where the checkpoint was written."""
+        """Go on where the checkpoint was written, with what `auto` had become then."""
         self.cursor.load_state_dict(state.cursor)
+        self.use_sizes(self.run.sizes.resumed(state.resolved, self.memory))
+
+    def use_sizes(self, sizes: Sizes) -> None:
+        """Run every pass within these sizes."""
+        super().use_sizes(sizes)
+        self.budget = replace(self.budget, max_tokens=sizes.micro_batch_tokens)
 
 
 def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:
@@ -146,8 +155,6 @@ def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:
 
 def _cursor(dataset: Any, reader: SupervisedReader, args: Any) -> PromptCursor[Record]:
     if num_rows(dataset) is not None:
-        dataset = dataset.select(check_rows(dataset, reader))
-    elif args.max_steps <= 0:
-        raise ArgumentError("the data set has no length, so the run needs an end: set max_steps.")
+        dataset = usable_rows(dataset, reader)
     seed = args.seed if args.data_seed is None else args.data_seed
     return PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)

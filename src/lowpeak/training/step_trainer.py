@@ -7,11 +7,12 @@ their own a checkpoint must hold (`run_state`, `take_run_state`).
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.checkpoint.atomic import set_aside
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
-from lowpeak.errors import DataError
+from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
@@ -31,9 +33,11 @@ from lowpeak.records import Metric, MicroBatch, merge_metrics
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.checkpoints import save_checkpoint, without_reference
 from lowpeak.training.interrupt import Interrupts
-from lowpeak.training.readout import Readout, finite_or_raise, phase_metrics, read_metrics
+from lowpeak.training.readout import Readout, finite_or_raise, finite_weights_or_raise, phase_metrics, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core, run_step
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ def base_arguments(args: Any) -> Any:
     """The copy of the user's arguments that the base class gets: it counts mappings, and a step is one mapping."""
     inner = copy.copy(args)
     inner.gradient_accumulation_steps = 1
+    inner.save_total_limit = None  # removing is ours: at the end the base deletes in place, and the last checkpoint too
     inner.logging_nan_inf_filter = False
     return inner
 
@@ -110,6 +115,11 @@ class StepTrainer(Trainer):
         """Go on from what `run_state` gave when `checkpoint` was written."""
         raise AssertionError("a trainer takes its state back")
 
+    def use_sizes(self, sizes: Sizes) -> None:
+        """Run every pass within these sizes."""
+        self.run.sizes = sizes
+        self.run.core = replace(self.run.core, chunk_size=sizes.logprob_chunk_size)
+
     def save_more(self, folder: Path) -> None:
         """Write what else a checkpoint needs into its (staged) folder."""
 
@@ -122,17 +132,32 @@ class StepTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
         output_dir = Path(self.args.output_dir)
+        self._start(output_dir, resume_from_checkpoint)
+        resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
+        try:
+            with self.run.interrupts.watched():
+                result = super().train(resume, *args, **kwargs)
+        except EngineError:
+            self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
+            raise
+        self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
+        return result
+
+    def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
+        """Forget what a run that was cut off left in this process, and take up the checkpoint if there is to be one."""
+        self.run.noted, self.run.metrics, self.run.readout = {}, {}, None
+        self.run.tracker.take()
         self.run.resume_from = find_resume(output_dir, resume_from_checkpoint)
         self.run.resumed = None
         if self.run.resume_from is not None:
             self.run.resumed = load_run_state(self.run.resume_from, self.args.process_index)
             self.take_run_state(self.run.resumed, self.run.resume_from)
-            self.run.journal.resume_at(self.run.resumed.policy_version)
-        resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
-        with self.run.interrupts.watched():
-            result = super().train(resume, *args, **kwargs)
-        self.run.interrupts.raise_if_stopped(output_dir)
-        return result
+        step = self.run.resumed.policy_version if self.run.resumed else 0
+        aside = set_aside(output_dir, step)  # before the journal loses the steps that led to them
+        if aside is not None:
+            logger.warning("Checkpoints of another run stood in %s; they are now in %s.", output_dir, aside)
+        if self.run.resumed is not None:
+            self.run.journal.resume_at(step)
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
@@ -147,6 +172,9 @@ class StepTrainer(Trainer):
         if self.run.resumed is not None:
             restore_random(self.run.resumed.random)
             self.run.resumed = None
+        if self.state.global_step >= self.state.max_steps:  # the base would take one more step of a finished run
+            self.control.should_training_stop = True
+            return [], None
         start = time.perf_counter()
         work = self.next_step()
         return [{"step": work, "start": start}], None
@@ -235,9 +263,15 @@ class StepTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
+        self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()
             save_checkpoint(self, trial, self.run_state())
+
+    def _check_weights(self) -> None:
+        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        weights = {n: shard for n, shard in self.run.strategy.shards(self.model).items() if n in trained}
+        finite_weights_or_raise(weights, self.state.global_step, Path(self.args.output_dir))
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The base's way, without the adapter that is only the reference."""

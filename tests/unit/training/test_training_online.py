@@ -331,7 +331,36 @@ def test_bf16_compute_trains_fp32_weights(tmp_path):
     run.train()
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     drift = run.state.log_history[0]["sampling/sampling_logp_difference/mean"]
-    assert drift < 0.05
+    assert 0 < drift < 0.05
+
+
+def test_under_bf16_an_unmoved_policy_has_exactly_its_references_log_probs(tmp_path):
+    run = grpo(tmp_path, bf16=True, beta=0.05, num_iterations=2, learning_rate=0.0)
+    run.train()
+    for record in run.rollout.records:
+        assert torch.equal(record.old, record.reference)
+
+
+def test_the_best_checkpoint_by_reward_is_loaded_at_the_end(tmp_path):
+    run = grpo(
+        tmp_path,
+        trainer={"eval_dataset": rows(6)},
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="eval_reward",
+        greater_is_better=True,
+    )
+    run.train()
+    scores = {row["step"]: row["eval_reward"] for row in run.state.log_history if "eval_reward" in row}
+    best = max(scores, key=scores.get)
+    assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    saved = type(run.model).from_pretrained(run.state.best_model_checkpoint)
+    assert all(torch.equal(weight, weights(run)[name]) for name, weight in saved.named_parameters())
 
 
 def test_dropout_can_be_turned_off(tmp_path):

@@ -1,0 +1,210 @@
+"""Small real runs for the tests of faults: what a run is told, and what it leaves behind."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import nn
+from transformers import TrainerCallback
+
+from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from lowpeak.journal import ROLLOUTS, read_steps
+from tiny import char_tokenizer, tiny_model
+
+TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
+BASE: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "learning_rate": 1e-2,
+    "logging_steps": 2,
+    "save_steps": 3,
+    "max_steps": 8,
+    "per_device_train_batch_size": 8,
+}
+ONLINE: dict[str, Any] = {"num_generations": 4, "max_completion_length": 5}
+
+Reward = Callable[..., list[float | None]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: which trainer with which arguments, and what else it has that a resumed run must take up again."""
+
+    trainer: str = "grpo"
+    args: Mapping[str, Any] = field(default_factory=dict)
+    num_rows: int = 24
+    stream: bool = False
+    dropout: float = 0.0
+    adapter: str = ""  # "": none; "fresh": by peft_config; "trained": a PeftModel whose adapter has an effect
+    rollout_func: bool = False
+    callbacks: tuple[TrainerCallback, ...] = ()
+
+    def settings(self) -> dict[str, Any]:
+        """All arguments of the run."""
+        online = {} if self.trainer == "sft" else ONLINE
+        return {**BASE, **online, **self.args}
+
+
+def ones(completions: list[str], **columns: Any) -> list[float]:
+    """A point or so for each 1, by Python's global generator: a noisy judge, though sure where there is none."""
+    return [text.count("1") * (1.0 + 0.01 * random.random()) for text in completions]
+
+
+async def short(completions: list[str], **columns: Any) -> list[float | None]:
+    """Shorter is better; some rows it does not judge."""
+    return [None if text.startswith("7") else -0.1 * len(text) for text in completions]
+
+
+def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
+    """A user's own generation, which draws from torch's global generator and lets an environment write a token."""
+    tokenizer = trainer.processing_class
+    rows = [prompt for prompt in prompts for _ in range(ONLINE["num_generations"])]
+    ids = [[*torch.randint(2, len(tokenizer), (3,)).tolist(), 5, tokenizer.eos_token_id] for _ in rows]
+    return {
+        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in rows],
+        "completion_ids": ids,
+        "logprobs": [[-1.5] * len(row) for row in ids],
+        "env_mask": [[1, 1, 1, 0, 1] for _ in ids],
+        "turns": [len(row) for row in ids],
+    }
+
+
+def build(case: Case, folder: Path, rewards: list[Reward] | None = None) -> Any:
+    """The trainer of a case, from nothing, as a script would build it again to resume."""
+    config, trainer = TRAINERS[case.trainer]
+    tokenizer = char_tokenizer()
+    model, adapter = _model(case, len(tokenizer))
+    arguments: dict[str, Any] = {
+        "model": model,
+        "args": config(output_dir=str(folder), **case.settings()),
+        "train_dataset": _data(case),
+        "processing_class": tokenizer,
+        "peft_config": adapter,
+        "callbacks": list(case.callbacks),
+    }
+    if "eval_strategy" in case.args:
+        arguments["eval_dataset"] = Dataset.from_list(_rows(case, 4))
+    if case.trainer != "sft":
+        arguments["reward_funcs"] = rewards or [ones, short]
+    if case.rollout_func:
+        arguments["rollout_func"] = generate
+    return trainer(**arguments)
+
+
+def _model(case: Case, vocab_size: int) -> tuple[nn.Module, Any]:
+    model = tiny_model(vocab_size)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = case.dropout
+    if not case.adapter:
+        return model, None
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=case.dropout)
+    if case.adapter == "fresh":
+        return model, config
+    trained = get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return trained, None
+
+
+def _data(case: Case) -> Any:
+    rows = _rows(case, case.num_rows)
+    return IterableDataset.from_generator(lambda: iter(rows)) if case.stream else Dataset.from_list(rows)
+
+
+def _rows(case: Case, count: int) -> list[dict[str, str]]:
+    prompts = [f"{i % 10}{(i * 7) % 10}=" for i in range(count)]
+    return [{"prompt": prompt, **({"completion": prompt[:2]} if case.trainer == "sft" else {})} for prompt in prompts]
+
+
+# what a run leaves behind
+
+
+def weights(model: nn.Module) -> str:
+    """A hash of all of a model's tensors, bit for bit."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def finish(trainer: Any, result: Path) -> None:
+    """Write what a finished run came to."""
+    reference = trainer.maker.reference if hasattr(trainer, "maker") else None
+    found = {
+        "step": trainer.state.global_step,
+        "weights": weights(trainer.model),
+        "reference": None if reference is None or reference.model is None else weights(reference.model),
+        "best": trainer.state.best_metric,
+    }
+    result.write_text(json.dumps(found))
+
+
+def run_alone(case: Case, place: Path) -> None:
+    """A run from its start to its end, in `place/run`."""
+    trainer = build(case, place / "run")
+    trainer.train()
+    finish(trainer, place / "result.json")
+
+
+def run_resumed(case: Case, place: Path) -> None:
+    """The same from the last checkpoint in `place/run`."""
+    trainer = build(case, place / "run")
+    trainer.train(resume_from_checkpoint=True)
+    finish(trainer, place / "result.json")
+
+
+def run_until_error(case: Case, place: Path, prepare: Callable[[Any], None]) -> None:
+    """A run that must fail after `prepare(trainer)` was called: the error's class and words go to `place/error.txt`."""
+    trainer = build(case, place / "run")
+    prepare(trainer)
+    try:
+        trainer.train()
+    except BaseException as error:
+        (place / "error.txt").write_text(f"{type(error).__name__}: {error}")
+        return
+    raise AssertionError("the run ended well")
+
+
+def ending(place: Path) -> tuple[Any, ...]:
+    """What the run in `place` came to: weights and step, the journal's steps, the journal's rollouts."""
+    result = json.loads((place / "result.json").read_text())
+    return result, steps(place / "run"), rollouts(place / "run")
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """The journal's steps without times and memory, which no two runs share."""
+    timed = ("time/", "peak_memory/", "step_time", "tokens_per_second")
+    return [{k: v for k, v in row.items() if not k.startswith(timed)} for row in read_steps(folder / "journal")]
+
+
+def rollouts(folder: Path) -> list[dict[str, Any]]:
+    """The journal's rollouts."""
+    path = folder / "journal" / f"{ROLLOUTS}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """The names of all checkpoints in a run's folder, of half ones too."""
+    return sorted(path.name for path in folder.iterdir() if path.name.startswith("checkpoint"))
+
+
+# A run that saves after 3 and 6 of its 8 steps, evaluates after 5, and makes a rollout for each two steps.
+STANDARD = Case(
+    args={"num_iterations": 2, "beta": 0.04, "save_total_limit": 1, "eval_strategy": "steps", "eval_steps": 5},
+    dropout=0.1,
+)

@@ -1,0 +1,22 @@
+"""What the server of child processes does once, so that no child does it again: imports, and transformers' tables.
+
+Nothing here starts a thread: a thread would not live on in a forked child.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import threading
+
+import fault_runs
+import peft  # noqa: F401  # imported for the children
+from tqdm import tqdm
+
+with tempfile.TemporaryDirectory() as folder:
+    fault_runs.tiny_model().save_pretrained(folder)
+
+# tqdm's own lock is a semaphore of the system, which a killed process would leave behind.
+tqdm.set_lock(threading.RLock())
+# A child's collector would touch, and so copy, all that was imported.
+gc.freeze()

@@ -1,0 +1,73 @@
+"""A disk that is full while a run saves: one sentence, the last checkpoint whole, and the run goes on from it."""
+
+from __future__ import annotations
+
+import resource
+from typing import Any
+
+import pytest
+from fault_processes import succeed
+from fault_runs import STANDARD, Case, checkpoints, ending, run_alone, run_resumed, run_until_error
+from transformers import TrainerCallback
+
+
+class Fill(TrainerCallback):
+    """From the end of step 4 on, no file may grow beyond `size` bytes: what a full disk says, without filling one."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self._size, resource.RLIM_INFINITY))
+
+
+def fill_for_the_weights(trainer: Any) -> None:
+    trainer.add_callback(Fill(50_000))
+
+
+def fill_for_the_optimizer(trainer: Any) -> None:
+    trainer.add_callback(Fill(100_000))
+
+
+def fill_for_the_journal(trainer: Any) -> None:
+    trainer.add_callback(Fill(3_000))
+
+
+@pytest.mark.parametrize("fill", [fill_for_the_weights, fill_for_the_optimizer])
+def test_a_full_disk_while_saving_is_one_sentence_and_the_last_checkpoint_stays_whole(tmp_path, left_alone, fill):
+    succeed(run_until_error, STANDARD, tmp_path, fill)
+    run = tmp_path / "run"
+    assert (tmp_path / "error.txt").read_text() == (
+        f"CheckpointError: cannot save the checkpoint {run / 'checkpoint-6'}: File too large; the last good checkpoint "
+        f"{run / 'checkpoint-3'} is whole. To go on, make room or choose another output_dir (save_total_limit keeps "
+        f"fewer checkpoints) and resume from {run / 'checkpoint-3'}."
+    )
+    assert checkpoints(run) == ["checkpoint-3"]
+    succeed(run_resumed, STANDARD, tmp_path)
+    assert ending(tmp_path) == left_alone(STANDARD)
+
+
+def test_a_full_disk_while_the_journal_is_written_leaves_its_lines_whole(tmp_path, left_alone):
+    succeed(run_until_error, STANDARD, tmp_path, fill_for_the_journal)
+    assert (tmp_path / "error.txt").read_text() == (
+        f"CheckpointError: cannot write the journal in {tmp_path / 'run/journal'}: File too large; the lines before are "
+        "whole. Make room or choose another output_dir, and resume."
+    )
+    succeed(run_resumed, STANDARD, tmp_path)
+    assert ending(tmp_path) == left_alone(STANDARD)
+
+
+def test_a_disk_that_is_full_from_the_start_is_told_before_anything_trains(tmp_path):
+    succeed(fail_at_the_start, STANDARD, tmp_path)
+    said = (tmp_path / "error.txt").read_text()
+    assert said.startswith(f"ArgumentError: output_dir '{tmp_path / 'run'}' cannot be written: File too large;")
+
+
+def fail_at_the_start(case: Case, place: Any) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    try:
+        run_alone(case, place)
+    except Exception as error:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        (place / "error.txt").write_text(f"{type(error).__name__}: {error}")

@@ -1,0 +1,186 @@
+"""Ctrl-C: the first finishes the step and saves, the second stops now; either way the run can go on to the same end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_kills import opening, renaming
+from fault_processes import call, succeed
+from fault_runs import (
+    STANDARD,
+    Case,
+    build,
+    checkpoints,
+    ending,
+    finish,
+    run_resumed,
+    run_until_error,
+    steps,
+)
+from transformers import TrainerCallback
+
+from lowpeak.checkpoint.atomic import last_checkpoint
+
+
+def interrupt() -> None:
+    """What Ctrl-C does."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_in_reward(trainer: Any, step: int) -> None:
+    """Ctrl-C, once, while a rollout is judged after `step` steps."""
+    reward = trainer.maker.panel.rewards[1]
+    judge = reward.function
+
+    async def judged(**columns: Any) -> list[float | None]:
+        if trainer.state.global_step == step:
+            reward.function = judge
+            interrupt()
+        return await judge(**columns)
+
+    reward.function = judged
+
+
+def interrupt_in_backward(trainer: Any, step: int) -> None:
+    """Ctrl-C, once, in the backward pass of step `step` + 1."""
+
+    def hook(gradient: Any) -> None:
+        if trainer.state.global_step == step:
+            handle.remove()
+            interrupt()
+
+    handle = next(trainer.model.parameters()).register_hook(hook)
+
+
+def interrupt_once(trainer: Any) -> None:
+    interrupt_in_reward(trainer, 4)
+
+
+def interrupt_twice_in_a_step(trainer: Any) -> None:
+    interrupt_in_reward(trainer, 4)
+    interrupt_in_backward(trainer, 4)
+
+
+def interrupt_again_while_it_saves(trainer: Any) -> None:
+    interrupt_in_reward(trainer, 4)
+    at_event(opening("checkpoint-5.staged/lowpeak_state.json"))
+
+
+def interrupt_again_while_it_takes_the_name(trainer: Any) -> None:
+    interrupt_in_reward(trainer, 4)
+    at_event(renaming("checkpoint-5.staged", "checkpoint-5"))
+
+
+def at_event(chosen: Any) -> None:
+    def hook(event: str, args: tuple[Any, ...]) -> None:
+        if event in ("open", "os.rename") and chosen(event, args):
+            interrupt()
+
+    sys.addaudithook(hook)
+
+
+def resumed(place: Path) -> tuple[Any, ...]:
+    succeed(run_resumed, STANDARD, place)
+    return ending(place)
+
+
+def test_the_first_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, left_alone):
+    succeed(run_until_error, STANDARD, tmp_path, interrupt_once)
+    saved = tmp_path / "run/checkpoint-5"
+    assert (tmp_path / "error.txt").read_text() == (
+        f"KeyboardInterrupt: stopped on request; everything is saved in {saved}. Resume with "
+        "resume_from_checkpoint=True (--resume_from_checkpoint true)."
+    )
+    assert "press Ctrl-C again to stop at once" in (tmp_path / "log").read_text()
+    assert checkpoints(tmp_path / "run") == ["checkpoint-5"]
+    assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
+    assert resumed(tmp_path) == left_alone(STANDARD)
+
+
+@pytest.mark.parametrize(
+    "twice", [interrupt_twice_in_a_step, interrupt_again_while_it_saves, interrupt_again_while_it_takes_the_name]
+)
+def test_the_second_stops_now_and_the_last_checkpoint_is_whole(tmp_path, left_alone, twice):
+    succeed(run_until_error, STANDARD, tmp_path, twice)
+    assert (tmp_path / "error.txt").read_text() == "KeyboardInterrupt: "
+    assert last_checkpoint(tmp_path / "run") == tmp_path / "run/checkpoint-3"
+    assert checkpoints(tmp_path / "run") == ["checkpoint-3"]
+    assert resumed(tmp_path) == left_alone(STANDARD)
+
+
+def train_on_in_the_same_process(case: Case, place: Path) -> None:
+    trainer = build(case, place / "run")
+    before = signal.getsignal(signal.SIGINT)
+    interrupt_in_reward(trainer, 4)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    assert signal.getsignal(signal.SIGINT) is before
+    trainer.train(resume_from_checkpoint=True)
+    finish(trainer, place / "result.json")
+
+
+def test_a_notebook_may_go_on_with_the_trainer_it_has(tmp_path, left_alone):
+    succeed(train_on_in_the_same_process, STANDARD, tmp_path)
+    assert ending(tmp_path) == left_alone(STANDARD)
+
+
+def stop_in_the_middle_of_a_step_and_go_on(case: Case, place: Path) -> None:
+    trainer = build(case, place / "run")
+    interrupt_twice_in_a_step(trainer)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    finish(trainer, place / "result.json")
+
+
+def test_a_notebook_may_go_on_after_the_second_too(tmp_path, left_alone):
+    succeed(stop_in_the_middle_of_a_step_and_go_on, STANDARD, tmp_path)
+    assert ending(tmp_path) == left_alone(STANDARD)
+
+
+def test_the_checkpoint_of_a_stopped_run_stays_also_where_the_best_one_is_older(tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_completions/min_length", "eval_steps": 1}
+    case = Case(args={**STANDARD.args, **best, "save_steps": 1, "greater_is_better": True})
+    succeed(run_until_error, case, tmp_path, interrupt_once)
+    assert "everything is saved in" in (tmp_path / "error.txt").read_text()
+    assert checkpoints(tmp_path / "run") == ["checkpoint-1", "checkpoint-5"]
+
+
+class InterruptAtTheEnd(TrainerCallback):
+    """Ctrl-C when the last step is done and saved."""
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        interrupt()
+
+
+def interrupt_at_the_end(trainer: Any) -> None:
+    trainer.add_callback(InterruptAtTheEnd())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [("steps", "everything is saved in"), ("no", "stopped on request, when the run had finished its last step, 8.")],
+)
+def test_after_the_last_step_it_says_what_there_is(tmp_path, strategy, words):
+    succeed(run_until_error, Case(args={"save_strategy": strategy}), tmp_path, interrupt_at_the_end)
+    assert words in (tmp_path / "error.txt").read_text()
+
+
+def test_a_run_in_another_thread_trains_though_it_cannot_watch_for_signals(tmp_path, left_alone):
+    assert call(train_in_a_thread, STANDARD, tmp_path) == 0
+    assert ending(tmp_path) == left_alone(STANDARD)
+
+
+def train_in_a_thread(case: Case, place: Path) -> None:
+    import threading
+
+    trainer = build(case, place / "run")
+    thread = threading.Thread(target=trainer.train)
+    thread.start()
+    thread.join()
+    finish(trainer, place / "result.json")

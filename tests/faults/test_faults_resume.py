@@ -1,0 +1,192 @@
+"""Exact resume: a run that was killed and resumed ends with the bits and the journal of the run left alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fault_kills import KILLS, kill_at_event, kill_in_backward, killing_reward, renaming
+from fault_processes import KILLED, call, succeed
+from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, ones, run_alone, run_resumed, short
+
+from lowpeak.errors import CheckpointError
+
+CASES = {
+    "on-policy, each step saved": Case(args={"save_steps": 1, "save_total_limit": 2}),
+    "several steps of one rollout, twice": Case(
+        args={"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 2, "save_total_limit": 2},
+        num_rows=20,
+        dropout=0.1,
+    ),
+    "a reference that moves, dynamic sampling, adaptive entropy": Case(
+        args={
+            "steps_per_generation": 2,
+            "beta": 0.04,
+            "sync_ref_model": True,
+            "ref_model_sync_steps": 2,
+            "dynamic_sampling_rounds": 2,
+            "use_adaptive_entropy": True,
+            "entropy_target": 2.2,
+            "num_generations": 2,
+        },
+        dropout=0.1,
+    ),
+    "epochs, each saved at its end": Case(
+        args={"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch"}, num_rows=4
+    ),
+    "epochs, saved within": Case(args={"max_steps": -1, "num_train_epochs": 3, "num_iterations": 2}, num_rows=5),
+    "a stream through a shuffle buffer": Case(stream=True, num_rows=9),
+    "sequence ratios and uncertain tokens": Case(
+        args={"importance_sampling_level": "sequence", "num_iterations": 2, "top_entropy_quantile": 0.5}
+    ),
+    "the best model kept and loaded at the end": Case(
+        args={
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_steps": 1,
+            "save_total_limit": 1,
+            "load_best_model_at_end": True,
+            "metric_for_best_model": "reward",
+        }
+    ),
+    "a rollout function": Case(args={"num_iterations": 4}, rollout_func=True),
+    "an adapter": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="fresh", dropout=0.1),
+    "an adapter that came in trained": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="trained"),
+    "RLOO": Case("rloo", {"num_iterations": 2, "reward_clip_range": (-1.0, 2.0)}, dropout=0.1),
+    "supervised": Case(
+        "sft", {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "steps", "eval_steps": 2}, dropout=0.1
+    ),
+}
+
+
+def run_killed(case: Case, place: Path, moment: str) -> None:
+    trainer = build(case, place / "run")
+    KILLS[moment](trainer)
+    trainer.train()
+
+
+def run_killed_in_a_reward(case: Case, place: Path, step: int) -> None:
+    judge = killing_reward(step)
+    judge.__name__ = ones.__name__
+    build(case, place / "run", [judge, short]).train()
+
+
+def run_killed_in_training(case: Case, place: Path, step: int) -> None:
+    trainer = build(case, place / "run")
+    kill_in_backward(trainer, step)
+    trainer.train()
+
+
+def run_killed_while_it_resumes(case: Case, place: Path, target: str) -> None:
+    trainer = build(case, place / "run")
+    kill_at_event(renaming(".new", target))
+    trainer.train(resume_from_checkpoint=True)
+
+
+def resume(case: Case, place: Path) -> tuple[Any, ...]:
+    succeed(run_resumed, case, place)
+    return ending(place)
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_run_killed_at_any_moment_and_resumed_ends_as_if_left_alone(tmp_path, left_alone, moment):
+    assert call(run_killed, STANDARD, tmp_path, moment) == KILLED
+    assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
+
+
+def test_a_run_killed_inside_a_reward_draws_the_same_noise_again(tmp_path, left_alone):
+    assert call(run_killed_in_a_reward, STANDARD, tmp_path, 4) == KILLED
+    assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_killed_run_of_any_kind_ends_as_if_left_alone(tmp_path, left_alone, name):
+    assert call(run_killed_in_training, CASES[name], tmp_path, 4) == KILLED
+    assert resume(CASES[name], tmp_path) == left_alone(CASES[name])
+
+
+@pytest.mark.parametrize("target", ["steps.jsonl", "rollouts.jsonl"])
+def test_a_run_killed_again_while_it_resumes_ends_as_if_left_alone(tmp_path, left_alone, target):
+    assert call(run_killed_in_training, STANDARD, tmp_path, 5) == KILLED
+    assert call(run_killed_while_it_resumes, STANDARD, tmp_path, target) == KILLED
+    assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
+
+
+def test_a_run_killed_before_its_first_checkpoint_says_so_and_can_be_started_again(tmp_path, left_alone):
+    assert call(run_killed_in_training, STANDARD, tmp_path, 1) == KILLED
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint-N; start without it"):
+        build(STANDARD, tmp_path / "run").train(resume_from_checkpoint=True)
+    succeed(run_alone, STANDARD, tmp_path)
+    assert ending(tmp_path) == left_alone(STANDARD)
+    assert (tmp_path / "run/journal/steps.1.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", ["max_steps in the middle of an epoch", "epochs"])
+def test_resuming_a_finished_run_changes_nothing(tmp_path, name):
+    case = {"epochs": CASES["epochs, saved within"]}.get(name, STANDARD)
+    succeed(run_alone, case, tmp_path)
+    before = ending(tmp_path)
+    assert resume(case, tmp_path) == before
+
+
+def run_from_an_older_checkpoint(case: Case, place: Path, name: str) -> None:
+    trainer = build(case, place / "run")
+    trainer.train(resume_from_checkpoint=str(place / "run" / name))
+    finish(trainer, place / "result.json")
+
+
+def test_resuming_from_an_older_checkpoint_comes_to_the_same_later_ones(tmp_path):
+    case = Case(args={"num_iterations": 2}, dropout=0.1)
+    succeed(run_alone, case, tmp_path)
+    before = ending(tmp_path)
+    succeed(run_from_an_older_checkpoint, case, tmp_path, "checkpoint-3")
+    assert ending(tmp_path) == before
+    assert checkpoints(tmp_path / "run") == ["checkpoint-3", "checkpoint-6", "checkpoint-8"]
+    assert checkpoints(tmp_path / "run/earlier-1") == ["checkpoint-6", "checkpoint-8"]
+
+
+def run_from_an_older_checkpoint_killed_at_its_start(case: Case, place: Path, name: str) -> None:
+    trainer = build(case, place / "run")
+    kill_at_event(renaming(".new", "steps.jsonl"))
+    trainer.train(resume_from_checkpoint=str(place / "run" / name))
+
+
+def test_a_run_killed_while_it_goes_back_to_an_older_checkpoint_goes_on_from_that_one(tmp_path):
+    case = Case(args={"num_iterations": 2}, dropout=0.1)
+    succeed(run_alone, case, tmp_path)
+    before = ending(tmp_path)
+    assert call(run_from_an_older_checkpoint_killed_at_its_start, case, tmp_path, "checkpoint-3") == KILLED
+    assert resume(case, tmp_path) == before
+
+
+def test_a_new_run_beside_old_checkpoints_keeps_its_own_and_warns(tmp_path, left_alone):
+    old = tmp_path / "run/checkpoint-100"
+    old.mkdir(parents=True)
+    succeed(run_alone, STANDARD, tmp_path)
+    assert ending(tmp_path) == left_alone(STANDARD)
+    assert checkpoints(tmp_path / "run") == ["checkpoint-8"]
+    assert checkpoints(tmp_path / "run/earlier-1") == ["checkpoint-100"]
+    assert f"they are now in {tmp_path / 'run/earlier-1'}" in (tmp_path / "log").read_text()
+
+
+def note_sizes(case: Case, place: Path) -> None:
+    trainer = build(case, place / "run")
+    trainer.train(resume_from_checkpoint=True)
+    budget = trainer.budget if case.trainer == "sft" else trainer.maker.budget
+    (place / "sizes.json").write_text(json.dumps([budget.max_tokens, trainer.run.core.chunk_size]))
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "sft"])
+def test_a_resumed_run_keeps_the_sizes_that_auto_became_and_takes_those_that_are_asked_for(tmp_path, trainer):
+    case = Case(trainer, {"max_steps": 4})
+    succeed(run_alone, case, tmp_path)
+    state_file = tmp_path / "run/checkpoint-4/lowpeak_state.json"
+    state = json.loads(state_file.read_text())
+    state["resolved"] |= {"micro_batch_tokens": 77, "logprob_chunk_size": 5}
+    state_file.write_text(json.dumps(state))
+    succeed(note_sizes, case, tmp_path)
+    assert json.loads((tmp_path / "sizes.json").read_text()) == [77, 5]
+    succeed(note_sizes, Case(trainer, {"max_steps": 4, "logprob_chunk_size": 3}), tmp_path)
+    assert json.loads((tmp_path / "sizes.json").read_text()) == [77, 3]

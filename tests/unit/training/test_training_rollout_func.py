@@ -1,0 +1,211 @@
+"""A user's own generation: what it must answer, and that tokens which the policy did not write are context alone."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak.errors import EngineError
+from tiny import char_tokenizer, tiny_model
+
+TOKENIZER = char_tokenizer()
+PROMPT = TOKENIZER("12=")["input_ids"]
+OTHER_PROMPT = TOKENIZER("3=")["input_ids"]
+# Two rows of one group; the second has a prompt of its own, as after a tool's call.
+ROWS = [
+    {"prompt": PROMPT, "ids": [4, 7, 8, 1], "mask": [1, 0, 1, 1], "reward": 1.0},
+    {"prompt": OTHER_PROMPT, "ids": [5, 9, 2, 6, 1], "mask": [1, 1, 0, 0, 1], "reward": 0.0},
+]
+
+
+def answer(rows=ROWS, masked_logprob=-1.0, **changes):
+    """What a `rollout_func` returns for one prompt."""
+    return {
+        "prompt_ids": [row["prompt"] for row in rows],
+        "completion_ids": [row["ids"] for row in rows],
+        "logprobs": [[-2.0 if flag else masked_logprob for flag in row["mask"]] for row in rows],
+        "env_mask": [row["mask"] for row in rows],
+        "score": [row["reward"] for row in rows],
+        **changes,
+    }
+
+
+def scored(completions, score, **columns):
+    return score
+
+
+class KeepGradients(TrainerCallback):
+    """Remember each step's gradients and the weights that they belong to."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model, **kwargs):
+        self.steps.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+
+def train(tmp_path, rollout_func, reward=scored, model=None, **changes):
+    kept = KeepGradients()
+    args = {
+        "per_device_train_batch_size": 2,
+        "num_generations": 2,
+        "max_completion_length": 8,
+        "max_steps": 1,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **changes,
+    }
+    run = GRPOTrainer(
+        model=model or tiny_model(),
+        reward_funcs=reward,
+        args=GRPOConfig(output_dir=str(tmp_path), **args),
+        train_dataset=Dataset.from_list([{"prompt": "12="}] * 4),
+        processing_class=TOKENIZER,
+        callbacks=[kept],
+        rollout_func=rollout_func,
+    )
+    run.train()
+    return run, kept.steps
+
+
+def gradients_by_hand(model, rows, advantages):
+    """DAPO's gradient, row by row without padding: minus the mean of A * log-prob over the policy's own tokens."""
+    model = copy.deepcopy(model)
+    num_tokens = sum(sum(row["mask"]) for row in rows)
+    for row, advantage in zip(rows, advantages, strict=True):
+        ids = torch.tensor([[*row["prompt"], *row["ids"]]])
+        logprobs = model(input_ids=ids).logits[0, len(row["prompt"]) - 1 : -1].log_softmax(-1)
+        own = logprobs.gather(-1, torch.tensor(row["ids"])[:, None])[:, 0]
+        (-advantage * (own * torch.tensor(row["mask"])).sum() / num_tokens).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_masked_tokens_have_no_gradient_of_their_own_and_are_context_for_the_others(tmp_path):
+    model = tiny_model()
+    std = torch.tensor([1.0, 0.0]).std() + 1e-4
+    expected = gradients_by_hand(model, ROWS, [0.5 / std, -0.5 / std])
+    _, (gradients,) = train(tmp_path, lambda prompts, trainer: answer(), model=model)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_sampler_says_of_masked_tokens_changes_nothing(tmp_path):
+    settings = {"beta": 0.1, "num_iterations": 2, "max_steps": 2, "top_entropy_quantile": 0.5}
+    runs = [
+        train(tmp_path / str(x), lambda prompts, trainer, x=x: answer(masked_logprob=x), **settings)
+        for x in (-1.0, -50.0)
+    ]
+    (_, first), (_, second) = runs
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    files = [(tmp_path / str(x) / "journal/steps.jsonl").read_text().splitlines() for x in (-1.0, -50.0)]
+    for a, b in zip(*files, strict=True):
+        timed = ("time/", "peak_memory/", "step_time", "tokens_per_second")
+        one, other = ({k: v for k, v in json.loads(line).items() if not k.startswith(timed)} for line in (a, b))
+        assert one == other
+
+
+def test_a_completion_that_the_policy_wrote_nothing_of_trains_nothing_and_counts_in_its_group(tmp_path):
+    rows = [ROWS[0], {**ROWS[1], "mask": [0] * 5}]
+    model = tiny_model()
+    std = torch.tensor([1.0, 0.0]).std() + 1e-4
+    expected = gradients_by_hand(model, rows[:1], [0.5 / std])
+    _, (gradients,) = train(tmp_path, lambda prompts, trainer: answer(rows), model=model)
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_without_a_mask_all_tokens_count_and_nested_logprobs_are_taken(tmp_path):
+    whole = [{**row, "mask": [1] * len(row["ids"])} for row in ROWS]
+    plain = answer(whole)
+    del plain["env_mask"]
+    nested = {**plain, "logprobs": [[[x, -9.0] for x in row] for row in plain["logprobs"]]}
+    _, first = train(tmp_path / "a", lambda prompts, trainer: answer(whole))
+    _, second = train(tmp_path / "b", lambda prompts, trainer: nested)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_the_function_sees_the_data_sets_prompts_once_each_and_a_model_ready_to_generate(tmp_path):
+    seen = []
+
+    def generate(prompts, trainer):
+        seen.append((prompts, trainer.model.training))
+        return answer()
+
+    train(tmp_path, generate, max_steps=2)
+    assert seen == [(["12="], False), (["12="], False)]
+
+
+def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them(tmp_path):
+    seen = []
+
+    def reward(completions, score, image, **columns):
+        seen.append(image)
+        return score
+
+    fields = answer(image=[np.zeros(2), torch.ones(2)])
+    run, _ = train(
+        tmp_path, lambda prompts, trainer: fields, reward, num_iterations=2, save_strategy="steps", save_steps=1
+    )
+    assert [type(x).__name__ for x in seen[0]] == ["ndarray", "Tensor"]
+    assert (tmp_path / "checkpoint-1").is_dir()
+    assert run.state.global_step == 1
+
+
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [
+        (None, "rollout_func returned NoneType; it must return a dict of lists"),
+        ({}, "rollout_func's answer lacks prompt_ids, completion_ids, logprobs; it must have"),
+        (
+            answer(ROWS[:1]),
+            "'prompt_ids' has 1 entries for 1 prompts x 2 generations = 2 rows; one entry per completion is needed",
+        ),
+        (answer(score=3), "'score' has no entries for 1 prompts x 2 generations"),
+        (answer(score=[1.0]), "'score' has 1 entries for 1 prompts x 2 generations"),
+        (
+            answer(logprobs=[[-1.0] * 4, [-1.0] * 4]),
+            "row 1 has 5 completion_ids, 4 logprobs and 5 values of env_mask; the three must be equally long and not empty",
+        ),
+        (
+            answer(env_mask=[[1] * 3, [1] * 5]),
+            "row 0 has 4 completion_ids, 4 logprobs and 3 values of env_mask; the three must be equally long",
+        ),
+        (
+            answer(completion_ids=[[], [4]], logprobs=[[], [-1.0]], env_mask=[[], [1]]),
+            "row 0 has 0 completion_ids, 0 logprobs and 0 values of env_mask; the three must be equally long and not empty",
+        ),
+        (answer(prompt_ids=[PROMPT, []]), "row 1 has no prompt_ids; the first token needs one to be predicted from"),
+        (
+            answer(completion_ids=[[4, 7, 13, 1], ROWS[1]["ids"]]),
+            "row 0: completion_ids has 13, which is no token of the model: they are whole numbers from 0 to 12",
+        ),
+        (answer(prompt_ids=[[-1], PROMPT]), "row 0: prompt_ids has -1, which is no token of the model"),
+        (answer(prompt_ids=[["1"], PROMPT]), "row 0: prompt_ids has '1', which is no token of the model"),
+        (
+            answer(completion_ids=[[4.5, 7, 8, 1], ROWS[1]["ids"]]),
+            "row 0: completion_ids has 4.5, which is no token of the model",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_used_is_told(tmp_path, output, words):
+    with pytest.raises(EngineError, match=words):
+        train(tmp_path, lambda prompts, trainer: output)
+
+
+def test_ids_may_be_arrays_and_tensors(tmp_path):
+    arrays = answer(
+        completion_ids=[torch.tensor(ROWS[0]["ids"]), np.array(ROWS[1]["ids"])],
+        prompt_ids=[np.array(PROMPT), [np.int64(x) for x in OTHER_PROMPT]],
+    )
+    _, first = train(tmp_path / "a", lambda prompts, trainer: arrays)
+    _, second = train(tmp_path / "b", lambda prompts, trainer: answer())
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
