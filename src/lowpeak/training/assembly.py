@@ -14,7 +14,7 @@ from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.batching.packing import Budget
-from lowpeak.checkpoint.atomic import check_writable, sweep
+from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
@@ -135,7 +135,6 @@ def connect_online(
 def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, policy: nn.Module, memory: Any) -> Run:
     """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes."""
     output_dir = Path(args.output_dir)
-    sweep(output_dir)
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)

@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.atomic import set_aside
+from lowpeak.checkpoint.atomic import set_aside, sweep
+from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
 from lowpeak.errors import DataError, EngineError
@@ -132,19 +133,21 @@ class StepTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
         output_dir = Path(self.args.output_dir)
-        self._start(output_dir, resume_from_checkpoint)
-        resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
-        try:
-            with self.run.interrupts.watched():
-                result = super().train(resume, *args, **kwargs)
-        except EngineError:
-            self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
-            raise
+        with only_run(output_dir):
+            self._start(output_dir, resume_from_checkpoint)
+            resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
+            try:
+                with self.run.interrupts.watched():
+                    result = super().train(resume, *args, **kwargs)
+            except EngineError:
+                self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
+                raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
         return result
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
         """Forget what a run that was cut off left in this process, and take up the checkpoint if there is to be one."""
+        sweep(output_dir)
         self.run.noted, self.run.metrics, self.run.readout = {}, {}, None
         self.run.tracker.take()
         self.run.resume_from = find_resume(output_dir, resume_from_checkpoint)

@@ -1,0 +1,48 @@
+"""One run at a time writes into a folder: two would double each other's journal and remove each other's checkpoints."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lowpeak.errors import CheckpointError
+
+try:
+    import fcntl
+except ImportError:  # not a Unix
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = ".lowpeak.lock"
+
+
+@contextmanager
+def only_run(run_dir: Path) -> Iterator[None]:
+    """Hold the folder for the block; CheckpointError naming the process that holds it. A killed run holds nothing.
+
+    The lock is the kernel's, on an open file; a system without such locks is used unguarded.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(file, run_dir)
+        yield
+    finally:
+        os.close(file)
+
+
+def _take(file: int, run_dir: Path) -> None:
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(file, 64).decode() or "unknown"
+        raise CheckpointError(
+            f"another run (process {holder}) is writing into {run_dir}: wait for it, stop it, or choose another output_dir."
+        ) from error
+    except OSError:
+        return
+    os.ftruncate(file, 0)
+    os.pwrite(file, str(os.getpid()).encode(), 0)
