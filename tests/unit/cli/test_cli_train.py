@@ -86,6 +86,11 @@ def test_the_evaluation_set_has_its_own_file_and_slice(library, folder):
     assert library.made[0].keywords["eval_dataset"]["prompt"] == ["0+1?", "1+1?", "2+1?"]
 
 
+def test_a_split_alone_evaluates_on_the_training_data_set_s_own(library, folder):
+    run("grpo", argv(folder, "--eval_split", "train[8:]"), library)
+    assert library.made[0].keywords["eval_dataset"]["prompt"] == ["8+1?", "9+1?"]
+
+
 def test_a_hub_configuration_is_not_asked_of_local_files(library, folder):
     run("grpo", argv(folder, "--dataset_config", "main"), library)
     assert len(library.made[0].keywords["train_dataset"]) == 10
