@@ -24,6 +24,7 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import detect_strategy
 from lowpeak.training.arguments import SFTConfig
 from lowpeak.training.assembly import make_run
+from lowpeak.training.describe import describe_supervised
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
 from lowpeak.training.sizes import Sizes
@@ -95,6 +96,10 @@ class SFTTrainer(StepTrainer):
     def next_step(self) -> StepWork:
         """The next rows as micro-batches."""
         return self._work(self.cursor.take(self.rows_per_step))
+
+    def dry_run(self) -> dict[str, Any]:
+        """What the arguments resolved to, without training: model, data, sizes, micro-batch plan."""
+        return describe_supervised(self)
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """`<prefix>_loss`: minus the mean log-prob of the counted tokens."""
