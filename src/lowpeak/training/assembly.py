@@ -84,7 +84,9 @@ def prepare_online(
             "policy without it: remove sync_ref_model, or train without an adapter."
         )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
-    reference = load_reference(policy, model, args.model_init_kwargs) if args.beta else None
+    reference = None
+    if args.beta:
+        reference = load_reference(policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code)
     upcast_trainable(policy)
     if args.disable_dropout:
         disable_dropout(policy)

@@ -211,7 +211,8 @@ def test_a_model_whose_code_is_its_own_needs_trust(tmp_path):
     (folder / "config.json").write_text(config.replace("{", auto, 1))
     with pytest.raises(ModelError, match="trust_remote_code"):
         grpo(tmp_path / "out", model=str(folder))
-    assert type(grpo(tmp_path / "out", model=str(folder), trust_remote_code=True).model).__name__ == "OwnModel"
+    run = grpo(tmp_path / "out", model=str(folder), trust_remote_code=True, beta=0.1)
+    assert type(run.model).__name__ == type(run.maker.reference.model).__name__ == "OwnModel"
 
 
 def test_supervised_arguments_reach_the_reader(tmp_path):
