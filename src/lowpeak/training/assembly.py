@@ -119,7 +119,7 @@ def connect_online(
     maker = RolloutMaker(
         settings=settings,
         algorithm=algorithm,
-        engine=_engine(trainer, parts, strategy, run.sizes, tally, rollout_func),
+        engine=_engine(trainer, parts, strategy, run, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
         new_reader=new_reader,
@@ -164,7 +164,7 @@ def _engine(
     trainer: Any,
     parts: OnlineParts,
     strategy: Strategy,
-    sizes: Sizes,
+    run: Run,
     tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
@@ -173,7 +173,7 @@ def _engine(
 
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
-    return NativeEngine(hold, parts.tokenizer, sizes.kv_cache_bytes, tally.add)
+    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:

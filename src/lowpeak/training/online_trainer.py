@@ -18,7 +18,6 @@ from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
 from lowpeak.records import Record
-from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
@@ -150,12 +149,10 @@ class OnlineTrainer(StepTrainer):
             )
 
     def use_sizes(self, sizes: Sizes) -> None:
-        """Run every pass, and the engine, within these sizes."""
+        """Run every pass within these sizes; the engine asks for its own."""
         super().use_sizes(sizes)
         self.maker.core = self.run.core
         self.maker.budget = replace(self.maker.budget, max_tokens=sizes.micro_batch_tokens)
-        if isinstance(self.maker.engine, NativeEngine):
-            self.maker.engine.kv_cache_bytes = sizes.kv_cache_bytes
 
     def dry_run(self) -> dict[str, Any]:
         """What the arguments resolved to, without training: model, data, algorithm, rollout, sizes, micro-batch plan."""

@@ -10,7 +10,7 @@ from datasets import Dataset
 from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.algorithm import EntropyBonus
 from lowpeak.config.resolve import resolve_grpo, resolve_online
-from lowpeak.errors import DataError, ModelError, RewardTimeoutError
+from lowpeak.errors import DataError, EngineError, ModelError, RewardTimeoutError
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -60,7 +60,6 @@ def settings(tmp_path, num_rewards=1, **changes):
         ("top_k", 3, lambda run: run.maker.settings.sampling.top_k),
         ("min_p", 0.1, lambda run: run.maker.settings.sampling.min_p),
         ("repetition_penalty", 1.2, lambda run: run.maker.settings.sampling.repetition_penalty),
-        ("kv_cache_bytes", 123456, lambda run: run.maker.engine.kv_cache_bytes),
         ("reward_weights", [0.5], lambda run: list(run.maker.panel.settings.weights)),
     ],
 )
@@ -169,6 +168,11 @@ def test_without_shuffling_prompts_come_in_their_order(tmp_path):
     order = [row["prompt"] for row in rows()]
     assert [prompt.source for prompt in plain] == order
     assert [prompt.source for prompt in shuffled] != order
+
+
+def test_the_engines_cache_keeps_to_its_bytes(tmp_path):
+    with pytest.raises(EngineError, match="raise kv_cache_bytes"):
+        grpo(tmp_path, kv_cache_bytes=100).train()
 
 
 def test_padding_to_a_multiple_reaches_the_micro_batches(tmp_path):
