@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import Budget, masked, num_counted, pack
+from lowpeak.batching.packing import Budget, num_counted
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
@@ -29,7 +27,8 @@ from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import score
-from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
+from lowpeak.training.step_trainer import StepTrainer, base_arguments
+from lowpeak.training.work import StepWork, step_batches
 
 
 class SFTTrainer(StepTrainer):
@@ -118,13 +117,9 @@ class SFTTrainer(StepTrainer):
         return {f"{prefix}_loss": -total / max(1, count), f"{prefix}_runtime": time.perf_counter() - start}
 
     def _work(self, records: list[Record]) -> StepWork:
-        ranks, algorithm = self.run.strategy.ranks, self.run.algorithm
-        counts = StepCounts(len(records), sum(num_counted(record) for record in records))
-        mine = assign([record.num_tokens for record in records], ranks.world_size)[ranks.rank]
-        batches = pack(records, mine, self.budget, lambda record: algorithm.reduction(num_counted(record), counts))
-        most = int(max(ranks.max([len(batches), 1])))
-        batches += [masked(self.budget)] * (most - len(batches))
-        return StepWork(tuple(batches), sum(record.num_tokens for record in records))
+        rows = range(len(records))
+        batches = step_batches(records, rows, self.run.algorithm, self.budget, self.run.strategy.ranks)
+        return StepWork(batches, sum(record.num_tokens for record in records))
 
     def run_state(self) -> RunState:
         """Cursor, generators, what `auto` became."""

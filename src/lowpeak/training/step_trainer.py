@@ -30,36 +30,16 @@ from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
-from lowpeak.records import Metric, MicroBatch, merge_metrics
+from lowpeak.records import Metric, merge_metrics
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.checkpoints import save_checkpoint, without_reference
 from lowpeak.training.interrupt import Interrupts
 from lowpeak.training.readout import Readout, finite_or_raise, finite_weights_or_raise, phase_metrics, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core, run_step
+from lowpeak.training.work import StepWork
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One optimizer step: this rank's micro-batches, how many tokens of theirs are no padding, and how many are new.
-
-    `num_new` counts prompt and completion tokens of all ranks that no earlier step has seen (a rollout's, at its first).
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-    num_new: int
-
-    @property
-    def num_useful(self) -> int:
-        """Tokens of the forward that are no padding."""
-        return sum(batch.num_useful for batch in self.micro_batches)
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens of the forward, padding included."""
-        return sum(batch.input_ids_BL.numel() for batch in self.micro_batches)
 
 
 @dataclass
@@ -196,9 +176,14 @@ class StepTrainer(Trainer):
                 model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.run.coefficients
             )
         self.run.readout = Readout(loss, metrics)
-        self.note({"useful_tokens/train": Metric(float(work.num_useful), float(work.num_computed))})
-        self.note({"step_time": Metric(time.perf_counter() - inputs["start"])})
-        self.note({"tokens_per_second": Metric(float(work.num_new), time.perf_counter() - inputs["start"])})
+        seconds = time.perf_counter() - inputs["start"]
+        self.note(
+            {
+                "useful_tokens/train": Metric(float(work.num_useful), float(work.num_computed)),
+                "step_time": Metric(seconds),
+                "tokens_per_second": Metric(float(work.num_new), seconds),
+            }
+        )
         return loss * self.run.strategy.ranks.world_size
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
