@@ -24,7 +24,7 @@ from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards.make import listed, make_rewards
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
@@ -70,10 +70,9 @@ def prepare_online(
     model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
-    rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
-    settings = resolve_online(args, args.world_size, len(rewards))
+    settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
     check_writable(Path(args.output_dir))
-    judges = make_rewards(list(rewards), reward_processing_classes)
+    judges = make_rewards(reward_funcs, reward_processing_classes)
     success = _success(args, judges)
     policy = load_policy(
         model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config

@@ -188,8 +188,7 @@ class OnlineTrainer(StepTrainer):
         self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
-            made_at = state.policy_version - state.rollout.steps_used
-            self.rollout = Rollout(state.rollout.number, made_at, state.rollout.records)
+            self.rollout = Rollout(state.rollout.number, state.rollout.records)
             self.steps_used = state.rollout.steps_used
         if self.maker.settings.reference_sync is not None:
             load_average(checkpoint, self._reference_shards())

@@ -19,7 +19,6 @@ class Rollout:
     """
 
     number: int
-    policy_version: int
     records: tuple[Record, ...]
     metrics: dict[str, Metric] = field(default_factory=dict)
     rows: tuple[dict[str, object], ...] = ()

@@ -83,7 +83,7 @@ class RolloutMaker:
         records = tuple(self._with_advantages(*pair) for pair in zip(records, advantages.per_token, strict=True))
         metrics = merge_metrics(judged.metrics, advantages.metrics)
         metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring | self.tally.take())
-        return Rollout(number, policy_version, records, metrics, describe(judged, records, self.panel.names))
+        return Rollout(number, records, metrics, describe(judged, records, self.panel.names))
 
     def load_weights(self, policy_version: int) -> None:
         """Stations 2 and 3: the engine gets the policy's weights, unless it holds them already."""
