@@ -140,7 +140,7 @@ def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, 
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
     checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
-    sizes = Sizes.of(memory, policy.config, device, bf16=bool(args.bf16), checkpointing=checkpointing)
+    sizes = Sizes.of(memory, policy, device, bf16=bool(args.bf16), checkpointing=checkpointing)
     return Run(
         algorithm=algorithm,
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),
