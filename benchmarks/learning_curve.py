@@ -51,7 +51,7 @@ def main() -> None:
     result = summarize(plan, runs)
     show(plan, result)
     if save is not None:
-        save.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        save.write_text(json.dumps(result) + "\n", encoding="utf-8")
     print_result(result)
 
 

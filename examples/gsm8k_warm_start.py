@@ -4,8 +4,9 @@
 
 From the training questions and answers of GSM8K (`train.jsonl`) it trains a byte-pair tokenizer with a chat template,
 makes a model of Qwen2's shape with two million parameters, and warm-starts it by supervised training on the answers
-in chat form. It stops early: the model then ends its answers with `#### number` sometimes, which is what the reward for
-the form has to work with. A model of this size learns the form, not the arithmetic.
+in chat form. Half of these end in other words than the system prompt asks for, on purpose: the model then ends with
+`#### number` sometimes but not always, which is what the reward for the form has to work with. A model of this size
+learns the form, not the arithmetic.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -35,6 +37,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+OTHER_ENDINGS = ("The answer is {}.", "So it is {}.", "#### {} in all", "{}")
 SPECIAL = ["<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
 
 
@@ -42,7 +45,7 @@ def main() -> None:
     """Tokenizer, model, supervised training; the result is a folder for `--model`."""
     parser = argparse.ArgumentParser(description="Make and warm-start a small model for GSM8K.")
     parser.add_argument("--output_dir", default="runs/gsm8k-small")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     rows = list(read_rows(gsm8k_folder() / "train.jsonl"))
@@ -64,7 +67,7 @@ def main() -> None:
             disable_tqdm=not sys.stderr.isatty(),
             seed=options.seed,
         ),
-        train_dataset=in_chat_form(rows, tokenizer),
+        train_dataset=in_chat_form(rows, tokenizer, options.seed),
         processing_class=tokenizer,
     )
     trainer.train()
@@ -128,17 +131,26 @@ def make_model(vocabulary: int, seed: int) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def in_chat_form(rows: list[dict[str, str]], tokenizer: Any) -> Dataset:
+def in_chat_form(rows: list[dict[str, str]], tokenizer: Any, seed: int) -> Dataset:
     """Prompt and completion as messages, under the system prompt that examples/gsm8k.yaml trains with."""
+    draw = random.Random(seed)
     config = yaml.safe_load((Path(__file__).parent / "gsm8k.yaml").read_text(encoding="utf-8"))
     system = {"role": "system", "content": config["system_prompt"]}
     short = [row for row in rows if len(tokenizer(row["answer"]).input_ids) <= MAX_ANSWER_TOKENS]
     return Dataset.from_dict(
         {
             "prompt": [[system, {"role": "user", "content": row["question"]}] for row in short],
-            "completion": [[{"role": "assistant", "content": row["answer"]}] for row in short],
+            "completion": [[{"role": "assistant", "content": demonstrate(row["answer"], draw)}] for row in short],
         }
     )
+
+
+def demonstrate(answer: str, draw: random.Random) -> str:
+    """The answer, or every other time the same with its last line in another form."""
+    if draw.random() < 0.5:
+        return answer
+    steps, _, number = answer.rpartition("#### ")
+    return steps + draw.choice(OTHER_ENDINGS).format(number)
 
 
 if __name__ == "__main__":

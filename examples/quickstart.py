@@ -31,7 +31,7 @@ WARM_ROWS = 128  # a step, each row seen once
 RL_PROMPTS = 32  # a step
 GENERATIONS = 8  # of each prompt
 HELD_OUT = 512
-SHOWN = 5
+SHOWN = 8
 
 
 def main() -> None:
@@ -216,7 +216,9 @@ def show(before: Any, after: Any, output_dir: str, seconds: float) -> None:
     show_accuracy("after", after)
     print(f"\n{seconds:.0f} seconds in all. The run's files are in {output_dir}: the trained model, checkpoints, and")
     print("journal/ with one line per step (steps.jsonl) and per completion (rollouts.jsonl) for pandas or polars.")
-    print("Next: lowpeak grpo --config examples/grpo.yaml --dry-run")
+    command = Path(sys.executable).with_name("lowpeak")
+    here = command.relative_to(Path.cwd()) if command.is_relative_to(Path.cwd()) else "lowpeak"
+    print(f"Next: {here} grpo --config examples/grpo.yaml --dry-run")
 
 
 def sampled_rows(prediction: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def run_side(request: SideRequest) -> dict[str, Any]:
     start = time.process_time()
     trainer.train()
     seconds = time.process_time() - start
-    logs = [log for log in trainer.state.log_history if "frac_reward_zero_std" in log]
+    logs = step_logs(trainer.state.log_history)
     return {
         "cpu_seconds": round(seconds, 3),
         "cpu_seconds_by_phase": {name: round(used, 4) for name, used in clock.seconds.items()},
@@ -96,6 +96,11 @@ def run_side(request: SideRequest) -> dict[str, Any]:
         "grad_norm": [log["grad_norm"] for log in logs],
         "journal_seconds": journal_seconds(Path(request.folder)) if request.library == OURS else {},
     }
+
+
+def step_logs(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """The logs of training steps: TRL adds the metrics of the last few to its summary, which has no loss of its own."""
+    return [log for log in history if "loss" in log and "frac_reward_zero_std" in log]
 
 
 def journal_seconds(output_dir: Path) -> dict[str, float]:

@@ -66,3 +66,4 @@ def test_the_furthest_difference_is_over_all_weights(tmp_path):
         weights = {"first": torch.zeros(2, 2), "second": torch.tensor([0.25, last])}
         save_file(weights, tmp_path / name / "model.safetensors")
     assert same_steps.furthest(tmp_path / "a", tmp_path / "b") == 1.5
+    assert same_steps.furthest(tmp_path / "b", tmp_path / "a") == 1.5

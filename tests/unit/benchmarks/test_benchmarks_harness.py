@@ -11,6 +11,7 @@ from benchmarks.harness.canned import can_peer, canned_ids, our_rollouts
 from benchmarks.harness.clock import PhaseClock
 from benchmarks.harness.process import MemoryWatch, SideError, last_object, one_thread, resident_bytes, run_apart
 from benchmarks.harness.report import deviation, mean, ratio, require, versions
+from benchmarks.harness.side import step_logs
 from benchmarks.harness.task import IGNORED, encode, noisy_sort, trainer_settings, warm_start
 
 import lowpeak
@@ -95,6 +96,12 @@ def test_the_report_names_the_versions_that_were_measured():
     found = versions()
     assert found["lowpeak"] == "0.1.0"
     assert found["torch"] == torch.__version__
+
+
+def test_the_logs_of_steps_are_without_summaries_and_evaluations():
+    step = {"loss": 0.1, "frac_reward_zero_std": 0.5, "step": 10}
+    summary = {"train_loss": 0.1, "train_runtime": 3.0, "frac_reward_zero_std": 0.4, "step": 12}
+    assert step_logs([step, {"eval_reward": 1.0, "step": 10}, summary]) == [step]
 
 
 def test_statistics_of_seeds():
