@@ -48,7 +48,7 @@ SHOWN_BY = {
     "min_p": "test_each_value_that_is_ours_reaches_what_it_is_for",
     "repetition_penalty": "test_each_value_that_is_ours_reaches_what_it_is_for",
     "generation_kwargs": "test_json_on_the_command_line_becomes_a_mapping",
-    "kv_cache_bytes": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "kv_cache_bytes": "test_the_engines_cache_keeps_to_its_bytes",
     "overlong_prompts": "test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop",
     "beta": "test_rloo_trains",
     "kl_estimator": "test_each_value_that_is_ours_reaches_what_it_is_for",

@@ -87,7 +87,7 @@ def _deviation(counts: Counter, exact: dict[tuple[int, ...], float]) -> float:
 @pytest.mark.parametrize(("settings", "processors"), FILTERS.values(), ids=FILTERS)
 def test_all_sequences_come_as_often_as_the_model_says(settings, processors):
     model = tiny_model(VOCABULARY, seed=3)
-    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer("0123"))
+    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer("0123"), lambda: 1 << 24)
     engine.load([], 0)
     sampling = Sampling(num_generations=DRAWS, max_new_tokens=LENGTH, seed=11, **settings)
     for group in engine.generate(PROMPTS, sampling):

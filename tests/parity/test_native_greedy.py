@@ -48,7 +48,7 @@ def _prompts() -> list[Prompt]:
 def _ours(model: nn.Module, sampling: Sampling, rows: int = 1000) -> list[list[int]]:
     longest = max(len(prompt.ids) for prompt in _prompts()) + sampling.max_new_tokens
     budget = rows * longest * bytes_per_token(model)
-    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), kv_cache_bytes=budget)
+    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), lambda: budget)
     engine.load([], 0)
     groups = engine.generate(_prompts(), sampling)
     assert all(a.ids.tolist() == b.ids.tolist() for a, b in (group.completions for group in groups))

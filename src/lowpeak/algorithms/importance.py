@@ -6,12 +6,11 @@ gradient is the gradient of the log-prob.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from lowpeak.algorithms.rows import over_tokens, row_means, row_sums
+from lowpeak.config.algorithm import ImportanceLevel
 from lowpeak.records import TokenBatch
 
 # exp() of more overflows float32, and the zero gradient of a clipped term times infinity is NaN. Sums over thousands of
@@ -39,7 +38,7 @@ def product_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     return _ratio(row_sums(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
 
 
-def importance_ratio(logprobs_T: Tensor, tokens: TokenBatch, level: Literal["token", "sequence"]) -> Tensor:
+def importance_ratio(logprobs_T: Tensor, tokens: TokenBatch, level: ImportanceLevel) -> Tensor:
     """Each token's own ratio, or at sequence level GSPO's ratio of its row: [T]."""
     if level == "token":
         return token_ratio(logprobs_T, tokens)

@@ -31,7 +31,7 @@ STATE_FILE = "lowpeak_state.json"
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-_PLAIN = ("cursor", "algorithm_state", "resolved", "journal")
+_PLAIN = ("cursor", "algorithm_state", "resolved")
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages")
 _OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
@@ -39,22 +39,18 @@ _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
 
 @dataclass(frozen=True)
 class RolloutInUse:
-    """A rollout between two of its steps: its records, which it is, how many of its steps are done.
-
-    `coefficients` are other numbers that stay fixed for all of its steps (the top-entropy threshold).
-    """
+    """A rollout between two of its steps: its records, which it is, how many of its steps are done."""
 
     records: tuple[Record, ...]
     number: int
     steps_used: int
-    coefficients: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class RunState:
     """A run after `policy_version` optimizer steps, besides weights, optimizer and schedule.
 
-    `cursor`, `resolved` (what `auto` became) and `journal` are JSON: string keys, and tuples come back as lists.
+    `cursor` and `resolved` (what `auto` became) are JSON: string keys, and tuples come back as lists.
     `random` is `capture_random()` of one process.
     """
 
@@ -64,7 +60,6 @@ class RunState:
     rollout: RolloutInUse | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
     resolved: Mapping[str, int | float | str] = field(default_factory=dict)
-    journal: Mapping[str, Any] = field(default_factory=dict)
 
 
 def has_run_state(folder: Path) -> bool:
@@ -94,7 +89,6 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
         plain["rollout"] = {
             "number": state.rollout.number,
             "steps_used": state.rollout.steps_used,
-            "coefficients": _checked("coefficients", state.rollout.coefficients),
             "extras": extras,
         }
     (folder / STATE_FILE).write_text(json.dumps(plain), encoding="utf-8")
@@ -202,7 +196,7 @@ def _load_rollout(folder: Path, plain: Mapping[str, Any] | None) -> RolloutInUse
         return None
     tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
     records = unpack_records(tensors, plain["extras"])
-    return RolloutInUse(records, plain["number"], plain["steps_used"], plain["coefficients"])
+    return RolloutInUse(records, plain["number"], plain["steps_used"])
 
 
 def _random_file(folder: Path, rank: int) -> Path:

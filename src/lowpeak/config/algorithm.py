@@ -7,6 +7,9 @@ from typing import Literal
 
 KLEstimator = Literal["k1", "k2", "k3"]
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+ImportanceLevel = Literal["token", "sequence"]
+RewardScale = Literal["group", "batch", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +35,12 @@ class GRPOSettings:
     """
 
     loss_type: GRPOLossType
-    importance_level: Literal["token", "sequence"]
+    importance_level: ImportanceLevel
     clip_low: float | None
     clip_high: float
     delta: float | None
-    scale_rewards: Literal["group", "batch", "none"]
-    aggregation: Literal["sum_then_normalize", "normalize_then_sum"]
+    scale_rewards: RewardScale
+    aggregation: Aggregation
     reward_weights: tuple[float, ...]
     beta: float
     kl_estimator: KLEstimator

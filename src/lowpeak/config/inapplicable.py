@@ -5,7 +5,6 @@ Each entry is a sentence with the remedy. What is listed here raises; nothing is
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -87,57 +86,3 @@ def refuse_idle(args: Any, names: tuple[str, ...], acts: bool, because: str) -> 
     for name in names:
         if is_set(args, name):
             raise ArgumentError(f"{name}={getattr(args, name)!r} has no effect: {because}.")
-
-
-RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "temperature": (lambda x: x > 0, "must be above 0 in training (evaluation is greedy as well)"),
-    "top_p": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
-    "top_k": (lambda x: x >= 0, "must be 0 (all tokens) or more"),
-    "min_p": (lambda x: x is None or 0 <= x <= 1, "must be in [0, 1]"),
-    "repetition_penalty": (lambda x: x > 0, "must be above 0"),
-    "epsilon": (lambda x: 0 <= x < 1, "must be in [0, 1): the ratio is clipped to 1 - epsilon from below"),
-    "epsilon_high": (lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
-    "beta": (lambda x: x >= 0, "must be 0 or more"),
-    "num_generations": (lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group"),
-    "num_generations_eval": (lambda x: x is None or x >= 1, "must be at least 1"),
-    "max_completion_length": (lambda x: x >= 1, "must be at least 1 token"),
-    "num_iterations": (lambda x: x >= 1, "must be at least 1"),
-    "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
-    "entropy_coef": (lambda x: x >= 0, "must be 0 or more"),
-    "reward_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0"),
-    "reward_failures": (lambda x: x in ("raise", "none"), "must be 'raise' or 'none'"),
-    "overlong_prompts": (lambda x: x in ("error", "drop"), "must be 'error' or 'drop'"),
-    "kl_estimator": (lambda x: x in ("k1", "k2", "k3"), "must be k1, k2 or k3"),
-    "loss_type": (
-        lambda x: x in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo"),
-        "must be grpo, bnpo, dr_grpo, dapo or cispo",
-    ),
-    "importance_sampling_level": (lambda x: x in ("token", "sequence"), "must be 'token' or 'sequence'"),
-    "scale_rewards": (
-        lambda x: x in ("group", "batch", "none", True, False),
-        "must be 'group', 'batch' or 'none'",
-    ),
-    "multi_objective_aggregation": (
-        lambda x: x in ("sum_then_normalize", "normalize_then_sum"),
-        "must be 'sum_then_normalize' or 'normalize_then_sum'",
-    ),
-    "dynamic_sampling_rounds": (lambda x: x >= 0, "must be 0 (off) or more"),
-    "ref_model_mixup_alpha": (lambda x: 0 <= x <= 1, "must be in [0, 1]"),
-    "ref_model_sync_steps": (lambda x: x >= 1, "must be at least 1"),
-    "micro_batch_tokens": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
-    "logprob_chunk_size": (lambda x: x is None or x >= 1, "must be at least 1 token"),
-    "kv_cache_bytes": (lambda x: x is None or x > 0, "must be a number of bytes above 0"),
-    "pad_to_multiple_of": (lambda x: isinstance(x, int) and x >= 1, "must be a whole number of 1 or more"),
-    "num_completions_to_print": (lambda x: x is None or x >= 1, "must be at least 1"),
-    "per_device_eval_batch_size": (lambda x: x is None or x >= 1, "must be at least 1"),
-    "max_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
-    "success_threshold": (lambda x: x == x, "must be a number"),
-}
-
-
-def check_ranges(args: Any) -> None:
-    """ArgumentError for the first argument that is out of its range."""
-    names = {f.name for f in fields(args)}
-    for name, (fits, text) in RANGES.items():
-        if name in names and not fits(getattr(args, name)):
-            raise ArgumentError(f"{name}={getattr(args, name)!r} {text}.")

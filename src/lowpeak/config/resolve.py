@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
-from lowpeak.config.inapplicable import check_ranges, refuse_idle, refuse_inherited, require
+from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require
 from lowpeak.config.memory import MemorySettings
+from lowpeak.config.ranges import check_ranges
 from lowpeak.config.rollout import RolloutSettings, Sampling
 from lowpeak.errors import ArgumentError
 

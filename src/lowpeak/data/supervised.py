@@ -60,7 +60,7 @@ class SupervisedReader:
         text_field: str = "text",
     ) -> None:
         self._tokenizer = tokenizer
-        self._max_length = max_length
+        self.max_length = max_length
         self._completion_only = completion_only
         self._assistant_only = assistant_only
         self._template_defaults = dict(chat_template_kwargs or {})
@@ -70,7 +70,7 @@ class SupervisedReader:
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
         """The row as a record of group `serial`; None where no token of it counts."""
         ids, counted = self._tokenize(row, f"row {serial if index is None else index}")
-        return make_record(serial, ids, counted, self._max_length)
+        return make_record(serial, ids, counted, self.max_length)
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Record | None]:
         """`[read(row, first + i) for i, row in enumerate(rows)]`."""

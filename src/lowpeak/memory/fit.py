@@ -9,9 +9,8 @@ from typing import Any
 _CHUNK_SHARE = 16
 _ACTIVATION_SHARE = 4
 _CACHE_SHARE = 4
-_LAYER_FACTOR = (
-    34  # Korthikanti et al. 2022, eq. 2, without the attention scores: bytes per token and hidden, in 2 bytes
-)
+# Korthikanti et al. 2022, eq. 2, without the attention scores: bytes per token and hidden unit, at 2 bytes a number.
+_LAYER_FACTOR = 34
 
 
 @dataclass(frozen=True)

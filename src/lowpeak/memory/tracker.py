@@ -180,7 +180,9 @@ def free_bytes(device: torch.device | str) -> int:
     """Memory that can be taken now: the device's free bytes; on a CPU what the system and the cgroups both leave."""
     device = torch.device(device)
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch's allocator holds without using it is free as well.
+        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + idle
     return free_host_bytes(Path("/"))
 
 

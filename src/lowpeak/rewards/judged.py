@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from lowpeak.records import Metric, Record, merge_metrics
@@ -33,20 +34,25 @@ class Judged:
             tuple(self.prompts[i] for i in indices),
         )
 
-    def renumbered(self, group: int) -> Judged:
-        """The same rows as group `group`."""
-        return replace(self, records=tuple(replace(record, group=group) for record in self.records))
+    def renumbered(self, groups: Sequence[int]) -> Judged:
+        """The same rows, those of group g as group `groups[g]`."""
+        return replace(self, records=tuple(replace(record, group=groups[record.group]) for record in self.records))
 
-    def merge(self, other: Judged) -> Judged:
-        """These rows and then the other's; a column that one side lacks is None there."""
-        names = dict.fromkeys((*self.columns, *other.columns))
-        return Judged(
-            self.records + other.records,
-            merge_metrics(self.metrics, other.metrics),
-            {name: self._column(name) + other._column(name) for name in names},
-            self.texts + other.texts,
-            self.prompts + other.prompts,
-        )
 
-    def _column(self, name: str) -> list[Any]:
-        return self.columns.get(name) or [None] * len(self.records)
+def merge_judged(parts: Sequence[Judged]) -> Judged:
+    """The rows of several answers, one after another; a column that one of them lacks is None there."""
+    names = dict.fromkeys(name for part in parts for name in part.columns)
+    metrics: dict[str, Metric] = {}
+    for part in parts:
+        metrics = merge_metrics(metrics, part.metrics)
+    return Judged(
+        tuple(chain.from_iterable(part.records for part in parts)),
+        metrics,
+        {name: [value for part in parts for value in _column(part, name)] for name in names},
+        tuple(chain.from_iterable(part.texts for part in parts)),
+        tuple(chain.from_iterable(part.prompts for part in parts)),
+    )
+
+
+def _column(part: Judged, name: str) -> Sequence[Any]:
+    return part.columns.get(name) or [None] * len(part.records)

@@ -32,10 +32,10 @@ def make_rewards(
         ArgumentError: nothing is given, an item is none of these, or the processing classes are not one for each.
         ModelError: a reward model or its tokenizer cannot be loaded.
     """
-    items = _listed(reward_funcs)
+    items = listed(reward_funcs)
     if not items:
         raise ArgumentError("There is no reward: pass at least one in `reward_funcs`.")
-    tokenizers = [None] * len(items) if reward_processing_classes is None else _listed(reward_processing_classes)
+    tokenizers = [None] * len(items) if reward_processing_classes is None else listed(reward_processing_classes)
     if len(tokenizers) != len(items):
         raise ArgumentError(
             f"There are {len(tokenizers)} reward_processing_classes for {len(items)} reward_funcs; give one for each, "
@@ -59,7 +59,8 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(taken)
 
 
-def _listed(items: Any) -> list[Any]:
+def listed(items: Any) -> list[Any]:
+    """One item or a list of them as a list; None is none."""
     if items is None:
         return []
     return list(items) if isinstance(items, list | tuple) else [items]

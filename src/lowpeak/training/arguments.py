@@ -7,8 +7,7 @@ code works with and raises for what cannot act.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, fields
 
 import torch
 from transformers import TrainingArguments
@@ -163,9 +162,7 @@ class RLOOConfig(OnlineConfig):
     beta: float = argument(0.05, "algorithm", "Weight of the KL in the reward; 0 loads no reference model.")
     kl_estimator: str = argument("k1", "algorithm", "KL estimate per token: k1, k2 or k3.")
     normalize_advantages: bool = argument(False, "algorithm", "Centre and scale advantages over the rollout.")
-    reward_clip_range: tuple[float, float] | None = field(
-        default=None, metadata={"help": "Clip rewards to [low, high].", "group": "algorithm"}
-    )
+    reward_clip_range: tuple[float, float] | None = argument(None, "algorithm", "Clip rewards to [low, high].")
 
 
 @refuses_unknown
@@ -182,11 +179,3 @@ class SFTConfig(CommonConfig):
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )
     assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
-
-
-def is_default(args: Any, name: str) -> bool:
-    """Whether an argument still has the default of its own class."""
-    for f in fields(args):
-        if f.name == name:
-            return getattr(args, name) == f.default
-    raise KeyError(name)

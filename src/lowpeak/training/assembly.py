@@ -24,7 +24,7 @@ from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards.make import listed, make_rewards
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
@@ -70,10 +70,9 @@ def prepare_online(
     model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
-    rewards = reward_funcs if isinstance(reward_funcs, list | tuple) else [] if reward_funcs is None else [reward_funcs]
-    settings = resolve_online(args, args.world_size, len(rewards))
+    settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
     check_writable(Path(args.output_dir))
-    judges = make_rewards(list(rewards), reward_processing_classes)
+    judges = make_rewards(reward_funcs, reward_processing_classes)
     success = _success(args, judges)
     policy = load_policy(
         model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
@@ -84,7 +83,9 @@ def prepare_online(
             "policy without it: remove sync_ref_model, or train without an adapter."
         )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
-    reference = load_reference(policy, model, args.model_init_kwargs) if args.beta else None
+    reference = None
+    if args.beta:
+        reference = load_reference(policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code)
     upcast_trainable(policy)
     if args.disable_dropout:
         disable_dropout(policy)
@@ -117,7 +118,7 @@ def connect_online(
     maker = RolloutMaker(
         settings=settings,
         algorithm=algorithm,
-        engine=_engine(trainer, parts, strategy, run.sizes, tally, rollout_func),
+        engine=_engine(trainer, parts, strategy, run, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
         new_reader=new_reader,
@@ -139,7 +140,7 @@ def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, 
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
     checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
-    sizes = Sizes.of(memory, policy.config, device, bf16=bool(args.bf16), checkpointing=checkpointing)
+    sizes = Sizes.of(memory, policy, device, bf16=bool(args.bf16), checkpointing=checkpointing)
     return Run(
         algorithm=algorithm,
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),
@@ -162,7 +163,7 @@ def _engine(
     trainer: Any,
     parts: OnlineParts,
     strategy: Strategy,
-    sizes: Sizes,
+    run: Run,
     tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
@@ -171,7 +172,7 @@ def _engine(
 
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
-    return NativeEngine(hold, parts.tokenizer, sizes.kv_cache_bytes, tally.add)
+    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:

@@ -6,28 +6,15 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from lowpeak.batching.packing import cut
+from lowpeak.batching.packing import Budget, cut
 
 
 def describe_run(trainer: Any) -> dict[str, Any]:
     """Model, data, algorithm, rollout, sampling, sizes and the plan of micro-batches of an online trainer."""
     maker, settings = trainer.maker, trainer.maker.settings
-    parameters = list(trainer.model.parameters())
     return {
-        "model": {
-            "class": type(trainer.model).__name__,
-            "parameters": sum(p.numel() for p in parameters),
-            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-            "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
-            "device": str(trainer.args.device),
-            "bf16_compute": bool(trainer.args.bf16),
-            "reference": _reference(maker),
-        },
-        "data": {
-            "usable_prompts": maker.cursor.prompts_per_epoch,
-            "steps_per_epoch": trainer.num_steps_per_epoch(),
-            "columns": _columns(trainer.train_dataset),
-        },
+        "model": {**_model(trainer), "reference": _reference(maker)},
+        "data": {"usable_prompts": maker.cursor.prompts_per_epoch, **_data(trainer)},
         "rewards": dict(zip(maker.panel.names, settings.reward_weights, strict=True)),
         "algorithm": {
             "name": trainer.run.algorithm.name,
@@ -43,6 +30,35 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         "sizes": trainer.run.sizes.as_dict(),
         "micro_batches": _plan(trainer),
     }
+
+
+def describe_supervised(trainer: Any) -> dict[str, Any]:
+    """Model, data, sizes and the plan of micro-batches of a supervised trainer."""
+    length = trainer.reader.max_length
+    return {
+        "model": _model(trainer),
+        "data": {"usable_rows": trainer.cursor.prompts_per_epoch, **_data(trainer)},
+        "sizes": trainer.run.sizes.as_dict(),
+        "micro_batches": {"longest_row": length, **_cut(trainer, length, trainer.rows_per_step, trainer.budget)}
+        if length is not None
+        else {"rows_per_step": trainer.rows_per_step},
+    }
+
+
+def _model(trainer: Any) -> dict[str, Any]:
+    parameters = list(trainer.model.parameters())
+    return {
+        "class": type(trainer.model).__name__,
+        "parameters": sum(p.numel() for p in parameters),
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "dtypes": sorted({str(p.dtype).removeprefix("torch.") for p in parameters}),
+        "device": str(trainer.args.device),
+        "bf16_compute": bool(trainer.args.bf16),
+    }
+
+
+def _data(trainer: Any) -> dict[str, Any]:
+    return {"steps_per_epoch": trainer.num_steps_per_epoch(), "columns": _columns(trainer.train_dataset)}
 
 
 def _reference(maker: Any) -> str:
@@ -64,12 +80,15 @@ def _plan(trainer: Any) -> dict[str, Any]:
     rows = [reader.read(row, i) for i, row in enumerate(islice(iter(dataset), settings.rollout.num_prompts))]
     longest = max((len(prompt.ids) for prompt in rows if prompt is not None), default=0)
     length = longest + settings.sampling.max_new_tokens
-    batches = cut([length] * settings.rollout.rows_per_step, maker.budget)
+    cut_up = _cut(trainer, length, settings.rollout.rows_per_step, maker.budget)
+    return {"longest_prompt_seen": longest, "longest_row": length, **cut_up}
+
+
+def _cut(trainer: Any, length: int, num_rows: int, budget: Budget) -> dict[str, Any]:
+    batches = cut([length] * num_rows, budget)
     return {
-        "rows_per_step": settings.rollout.rows_per_step,
-        "longest_prompt_seen": longest,
-        "longest_row": length,
-        "micro_batch_tokens": maker.budget.max_tokens,
+        "rows_per_step": num_rows,
+        "micro_batch_tokens": budget.max_tokens,
         "micro_batches_at_most": len(batches),
         "rows_per_micro_batch_at_least": min((len(batch) for batch in batches), default=0),
         "logprob_chunk_size": trainer.run.core.chunk_size,

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowpeak.algorithms.select import rows_by_group
 from lowpeak.config.rollout import Sampling
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Prompt, Record
 from lowpeak.rewards.judged import Judged
-from lowpeak.training.rollouts import RolloutMaker, describe, length_metrics, merge_judged
+from lowpeak.training.rollouts import RolloutMaker, describe, length_metrics, whole
 
 _EVAL_SEED = 0x5EED
 
@@ -75,10 +76,10 @@ def _answers(maker: RolloutMaker, prompts: Sequence[Prompt], sampling: Sampling,
         len(prompts) if rows is None else max(1, rows * maker.strategy.ranks.world_size // sampling.num_generations)
     )
     parts = [
-        maker.judge(prompts[start : start + portion], sampling, state, start, Phase.EVALUATE)
+        maker.ask(prompts[start : start + portion], sampling, state, start, Phase.EVALUATE)
         for start in range(0, len(prompts), portion)
     ]
-    return merge_judged(parts)
+    return whole(parts, maker.panel.names)
 
 
 def _reward_metrics(prefix: str, records: Sequence[Record], success: Success) -> dict[str, float]:
@@ -91,12 +92,10 @@ def _reward_metrics(prefix: str, records: Sequence[Record], success: Success) ->
 
 def _pass_rates(records: Sequence[Record], success: Success) -> dict[int, float]:
     """pass@k for k = 1, 2, 4, ... and G: the mean over prompts of 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
-    groups: dict[int, list[bool]] = {}
-    for record in records:
-        groups.setdefault(record.group, []).append(success.of(record))
-    n = min(len(wins) for wins in groups.values())
-    sizes = sorted({*(1 << i for i in range(n.bit_length()) if 1 << i <= n), n})
-    return {k: sum(_pass_at(k, wins) for wins in groups.values()) / len(groups) for k in sizes}
+    groups = [[success.of(records[i]) for i in rows] for rows in rows_by_group(records).values()]
+    n = min(len(wins) for wins in groups)
+    sizes = sorted({*(1 << i for i in range(n.bit_length())), n})
+    return {k: sum(_pass_at(k, wins) for wins in groups) / len(groups) for k in sizes}
 
 
 def _pass_at(k: int, wins: Sequence[bool]) -> float:

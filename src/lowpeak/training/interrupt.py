@@ -13,6 +13,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from lowpeak.memory.phases import Phase
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,8 +64,6 @@ class StepCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's phase begins."""
-        from lowpeak.memory.phases import Phase
-
         self._optimizer = self._trainer.run.tracker.phase(Phase.OPTIMIZER)
         self._optimizer.__enter__()
 

@@ -36,8 +36,7 @@ def load_policy(
 ) -> nn.Module:
     """The model to train, by name, path or instance; with `peft_config`, under an adapter. See `upcast_trainable`."""
     if isinstance(model, str):
-        kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-        policy = from_pretrained(AutoModelForCausalLM, model, **kwargs)
+        policy = _load_causal(model, init_kwargs, trust_remote_code)
     elif init_kwargs or trust_remote_code:
         raise ArgumentError(
             "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
@@ -51,6 +50,11 @@ def load_policy(
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     return policy
+
+
+def _load_causal(name: str, init_kwargs: Mapping[str, Any] | None, trust_remote_code: bool) -> nn.Module:
+    kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
+    return from_pretrained(AutoModelForCausalLM, name, **kwargs)
 
 
 def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
@@ -85,7 +89,7 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
 
 
 def load_reference(
-    policy: nn.Module, origin: str | nn.Module, init_kwargs: Mapping[str, Any] | None
+    policy: nn.Module, origin: str | nn.Module, init_kwargs: Mapping[str, Any] | None, *, trust_remote_code: bool
 ) -> nn.Module | None:
     """The frozen reference as a model of its own; None under LoRA, where it is the policy with adapters off.
 
@@ -95,7 +99,7 @@ def load_reference(
     if is_peft(policy):
         return None
     if isinstance(origin, str):
-        return from_pretrained(AutoModelForCausalLM, origin, **{"dtype": "auto", **(init_kwargs or {})})
+        return _load_causal(origin, init_kwargs, trust_remote_code)
     return copy.deepcopy(policy)
 
 
@@ -114,10 +118,12 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0."""
+    """Set every dropout probability to 0: of dropout modules, and attention's, which transformers keeps as a number."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010
 
 
 def context_length(model: nn.Module) -> int | None:

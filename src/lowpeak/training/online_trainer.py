@@ -9,16 +9,12 @@ from typing import Any, ClassVar
 
 from transformers.trainer_utils import PredictionOutput
 
-from lowpeak.algorithms.algorithm import Algorithm, StepCounts
-from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import num_counted, pack
+from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
-from lowpeak.records import Record
-from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
@@ -29,7 +25,8 @@ from lowpeak.training.models import average_into
 from lowpeak.training.reference_state import load_average, save_average
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
+from lowpeak.training.step_trainer import StepTrainer, base_arguments
+from lowpeak.training.work import StepWork, step_batches
 
 
 class OnlineTrainer(StepTrainer):
@@ -96,25 +93,11 @@ class OnlineTrainer(StepTrainer):
 
     def next_step(self) -> StepWork:
         """Stations 1 to 10: a new rollout when the last one has served its steps, and this step's micro-batches."""
-        rollout = self._current_rollout()
-        step, maker, ranks = self.steps_used, self.maker, self.run.strategy.ranks
+        rollout, maker = self._current_rollout(), self.maker
+        step, self.steps_used = self.steps_used, self.steps_used + 1
         rows = rows_of_step(rollout, maker.settings.rollout, self.user_args.seed, step)
-        self.steps_used += 1
-        records = rollout.records
-        counts = StepCounts(len(rows), sum(num_counted(records[i]) for i in rows))
-        trained = [i for i in rows if not (self.run.algorithm.idle and _is_idle(records[i]))]
-        mine = assign([records[i].num_tokens for i in trained], ranks.world_size)[ranks.rank]
-        batches = pack(
-            records,
-            [trained[i] for i in mine],
-            maker.budget,
-            lambda record: self.run.algorithm.reduction(num_counted(record), counts),
-            per_sequence=self.run.algorithm.unit != "token",
-        )
-        if maker.settings.rollout.num_steps == 1:  # on-policy: old is the policy's own log-prob, whatever was scored
-            batches = [replace(b, tokens=replace(b.tokens, old_T=None)) for b in batches]
-        num_new = sum(record.num_tokens for record in records) if step == 0 else 0
-        return StepWork(tuple(maker.matched(batches, least=1)), num_new)
+        batches = step_batches(rollout.records, rows, self.run.algorithm, maker.budget, self.run.strategy.ranks)
+        return StepWork(batches, sum(record.num_tokens for record in rollout.records) if step == 0 else 0)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
@@ -150,12 +133,10 @@ class OnlineTrainer(StepTrainer):
             )
 
     def use_sizes(self, sizes: Sizes) -> None:
-        """Run every pass, and the engine, within these sizes."""
+        """Run every pass within these sizes; the engine asks for its own."""
         super().use_sizes(sizes)
         self.maker.core = self.run.core
         self.maker.budget = replace(self.maker.budget, max_tokens=sizes.micro_batch_tokens)
-        if isinstance(self.maker.engine, NativeEngine):
-            self.maker.engine.kv_cache_bytes = sizes.kv_cache_bytes
 
     def dry_run(self) -> dict[str, Any]:
         """What the arguments resolved to, without training: model, data, algorithm, rollout, sizes, micro-batch plan."""
@@ -207,8 +188,7 @@ class OnlineTrainer(StepTrainer):
         self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
-            made_at = state.policy_version - state.rollout.steps_used
-            self.rollout = Rollout(state.rollout.number, made_at, state.rollout.records)
+            self.rollout = Rollout(state.rollout.number, state.rollout.records)
             self.steps_used = state.rollout.steps_used
         if self.maker.settings.reference_sync is not None:
             load_average(checkpoint, self._reference_shards())
@@ -218,10 +198,6 @@ class OnlineTrainer(StepTrainer):
         assert reference is not None
         assert reference.model is not None, "the reference's average needs a reference of its own"
         return self.run.strategy.shards(reference.model)
-
-
-def _is_idle(record: Record) -> bool:
-    return record.advantages is not None and not bool(record.advantages.any())
 
 
 def _name_of(model: Any) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lowpeak.algorithms.select import rows_by_group
 from lowpeak.config.rollout import RolloutSettings
 from lowpeak.records import Metric, Record
 
@@ -18,7 +19,6 @@ class Rollout:
     """
 
     number: int
-    policy_version: int
     records: tuple[Record, ...]
     metrics: dict[str, Metric] = field(default_factory=dict)
     rows: tuple[dict[str, object], ...] = ()
@@ -37,9 +37,6 @@ def rows_of_step(rollout: Rollout, settings: RolloutSettings, seed: int, step: i
 
 
 def _shuffled_by_group(rollout: Rollout, seed: int) -> list[int]:
-    groups: dict[int, list[int]] = {}
-    for index, record in enumerate(rollout.records):
-        groups.setdefault(record.group, []).append(index)
+    groups = list(rows_by_group(rollout.records).values())
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rollout.number) % (1 << 63))
-    keys = list(groups)
-    return [i for k in torch.randperm(len(keys), generator=generator).tolist() for i in groups[keys[k]]]
+    return [i for g in torch.randperm(len(groups), generator=generator).tolist() for i in groups[g]]

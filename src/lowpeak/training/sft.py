@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import Budget, masked, num_counted, pack
+from lowpeak.batching.packing import Budget, num_counted
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
@@ -24,11 +22,13 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import detect_strategy
 from lowpeak.training.arguments import SFTConfig
 from lowpeak.training.assembly import make_run
+from lowpeak.training.describe import describe_supervised
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import score
-from lowpeak.training.step_trainer import StepTrainer, StepWork, base_arguments
+from lowpeak.training.step_trainer import StepTrainer, base_arguments
+from lowpeak.training.work import StepWork, step_batches
 
 
 class SFTTrainer(StepTrainer):
@@ -96,6 +96,10 @@ class SFTTrainer(StepTrainer):
         """The next rows as micro-batches."""
         return self._work(self.cursor.take(self.rows_per_step))
 
+    def dry_run(self) -> dict[str, Any]:
+        """What the arguments resolved to, without training: model, data, sizes, micro-batch plan."""
+        return describe_supervised(self)
+
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """`<prefix>_loss`: minus the mean log-prob of the counted tokens."""
         with keep_random(), self.run.tracker.phase(Phase.EVALUATE):
@@ -113,13 +117,9 @@ class SFTTrainer(StepTrainer):
         return {f"{prefix}_loss": -total / max(1, count), f"{prefix}_runtime": time.perf_counter() - start}
 
     def _work(self, records: list[Record]) -> StepWork:
-        ranks, algorithm = self.run.strategy.ranks, self.run.algorithm
-        counts = StepCounts(len(records), sum(num_counted(record) for record in records))
-        mine = assign([record.num_tokens for record in records], ranks.world_size)[ranks.rank]
-        batches = pack(records, mine, self.budget, lambda record: algorithm.reduction(num_counted(record), counts))
-        most = int(max(ranks.max([len(batches), 1])))
-        batches += [masked(self.budget)] * (most - len(batches))
-        return StepWork(tuple(batches), sum(record.num_tokens for record in records))
+        rows = range(len(records))
+        batches = step_batches(records, rows, self.run.algorithm, self.budget, self.run.strategy.ranks)
+        return StepWork(batches, sum(record.num_tokens for record in records))
 
     def run_state(self) -> RunState:
         """Cursor, generators, what `auto` became."""

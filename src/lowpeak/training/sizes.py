@@ -7,10 +7,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 from lowpeak.memory.tracker import free_bytes
+
+
+def training_bytes(model: nn.Module) -> int:
+    """Bytes that training will add to the weights: a gradient and AdamW's two states for each trainable parameter."""
+    return sum(3 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
 @dataclass(frozen=True)
@@ -22,9 +28,9 @@ class Sizes:
     kv_cache_bytes: int
 
     @classmethod
-    def of(cls, memory: MemorySettings, config: Any, device: torch.device, *, bf16: bool, checkpointing: bool) -> Sizes:
-        """What was asked for, and for `auto` what fits into the memory that is free now."""
-        shape, free = Shape.of(config, 2 if bf16 else 4), free_bytes(device)
+    def of(cls, memory: MemorySettings, policy: Any, device: torch.device, *, bf16: bool, checkpointing: bool) -> Sizes:
+        """What was asked for, and for `auto` what fits into the memory that training the policy leaves of the free."""
+        shape, free = Shape.of(policy.config, 2 if bf16 else 4), max(0, free_bytes(device) - training_bytes(policy))
         return cls(
             memory.micro_batch_tokens or fit_micro_batch(shape, free, checkpointing),
             memory.logprob_chunk_size or fit_chunk(shape, free),

@@ -30,36 +30,16 @@ from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
-from lowpeak.records import Metric, MicroBatch, merge_metrics
+from lowpeak.records import Metric, merge_metrics
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.checkpoints import save_checkpoint, without_reference
 from lowpeak.training.interrupt import Interrupts
 from lowpeak.training.readout import Readout, finite_or_raise, finite_weights_or_raise, phase_metrics, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import Core, run_step
+from lowpeak.training.work import StepWork
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One optimizer step: this rank's micro-batches, how many tokens of theirs are no padding, and how many are new.
-
-    `num_new` counts prompt and completion tokens of all ranks that no earlier step has seen (a rollout's, at its first).
-    """
-
-    micro_batches: tuple[MicroBatch, ...]
-    num_new: int
-
-    @property
-    def num_useful(self) -> int:
-        """Tokens of the forward that are no padding."""
-        return sum(batch.num_useful for batch in self.micro_batches)
-
-    @property
-    def num_computed(self) -> int:
-        """Tokens of the forward, padding included."""
-        return sum(batch.input_ids_BL.numel() for batch in self.micro_batches)
 
 
 @dataclass
@@ -77,7 +57,6 @@ class Run:
     journal: Journal
     coefficients: Mapping[str, float]
     sizes: Sizes
-    resume_from: Path | None = None
     resumed: RunState | None = None
     metrics: dict[str, Metric] = field(default_factory=dict)
     noted: dict[str, Metric] = field(default_factory=dict)
@@ -134,33 +113,33 @@ class StepTrainer(Trainer):
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
         output_dir = Path(self.args.output_dir)
         with only_run(output_dir):
-            self._start(output_dir, resume_from_checkpoint)
-            resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
+            checkpoint = self._start(output_dir, resume_from_checkpoint)
             try:
                 with self.run.interrupts.watched():
-                    result = super().train(resume, *args, **kwargs)
+                    result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
             except EngineError:
                 self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
                 raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
         return result
 
-    def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
-        """Forget what a run that was cut off left in this process, and take up the checkpoint if there is to be one."""
+    def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
+        """Forget what a run that was cut off left in this process; take up the checkpoint, and return it, if any."""
         sweep(output_dir)
         self.run.noted, self.run.metrics, self.run.readout = {}, {}, None
         self.run.tracker.take()
-        self.run.resume_from = find_resume(output_dir, resume_from_checkpoint)
+        checkpoint = find_resume(output_dir, resume_from_checkpoint)
         self.run.resumed = None
-        if self.run.resume_from is not None:
-            self.run.resumed = load_run_state(self.run.resume_from, self.args.process_index)
-            self.take_run_state(self.run.resumed, self.run.resume_from)
+        if checkpoint is not None:
+            self.run.resumed = load_run_state(checkpoint, self.args.process_index)
+            self.take_run_state(self.run.resumed, checkpoint)
         step = self.run.resumed.policy_version if self.run.resumed else 0
         aside = set_aside(output_dir, step)  # before the journal loses the steps that led to them
         if aside is not None:
             logger.warning("Checkpoints of another run stood in %s; they are now in %s.", output_dir, aside)
         if self.run.resumed is not None:
             self.run.journal.resume_at(step)
+        return checkpoint
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
@@ -196,9 +175,14 @@ class StepTrainer(Trainer):
                 model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.run.coefficients
             )
         self.run.readout = Readout(loss, metrics)
-        self.note({"useful_tokens/train": Metric(float(work.num_useful), float(work.num_computed))})
-        self.note({"step_time": Metric(time.perf_counter() - inputs["start"])})
-        self.note({"tokens_per_second": Metric(float(work.num_new), time.perf_counter() - inputs["start"])})
+        seconds = time.perf_counter() - inputs["start"]
+        self.note(
+            {
+                "useful_tokens/train": Metric(float(work.num_useful), float(work.num_computed)),
+                "step_time": Metric(seconds),
+                "tokens_per_second": Metric(float(work.num_new), seconds),
+            }
+        )
         return loss * self.run.strategy.ranks.world_size
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

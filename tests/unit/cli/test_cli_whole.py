@@ -66,6 +66,15 @@ def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, caps
     assert not (folder / "out/model.safetensors").exists()
 
 
+def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys):
+    assert main(["sft", *words(folder, "--max_length", "16", "--micro_batch_tokens", "32", "--dry-run")]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["data"]["usable_rows"] == 16
+    assert shown["micro_batches"]["longest_row"] == 16
+    assert shown["micro_batches"]["micro_batches_at_most"] == 8 // (32 // 16)
+    assert not (folder / "out/model.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "sentence"),
     [

@@ -49,7 +49,7 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"temperature": 0.0}, "above 0"),
         ({"epsilon": 1.5}, r"\[0, 1\)"),
         ({"max_completion_length": 0}, "at least 1 token"),
-        ({"loss_type": "ppo"}, "must be grpo, bnpo"),
+        ({"loss_type": "ppo"}, "must be one of 'grpo', 'bnpo'"),
         ({"epsilon": 0.1}, "ratio is exactly 1"),
         ({"epsilon_high": 0.28}, "ratio is exactly 1"),
         ({"kl_estimator": "k1"}, "beta is 0"),

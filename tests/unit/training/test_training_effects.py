@@ -10,7 +10,7 @@ from datasets import Dataset
 from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.algorithm import EntropyBonus
 from lowpeak.config.resolve import resolve_grpo, resolve_online
-from lowpeak.errors import DataError, ModelError, RewardTimeoutError
+from lowpeak.errors import DataError, EngineError, ModelError, RewardTimeoutError
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -60,7 +60,6 @@ def settings(tmp_path, num_rewards=1, **changes):
         ("top_k", 3, lambda run: run.maker.settings.sampling.top_k),
         ("min_p", 0.1, lambda run: run.maker.settings.sampling.min_p),
         ("repetition_penalty", 1.2, lambda run: run.maker.settings.sampling.repetition_penalty),
-        ("kv_cache_bytes", 123456, lambda run: run.maker.engine.kv_cache_bytes),
         ("reward_weights", [0.5], lambda run: list(run.maker.panel.settings.weights)),
     ],
 )
@@ -171,6 +170,11 @@ def test_without_shuffling_prompts_come_in_their_order(tmp_path):
     assert [prompt.source for prompt in shuffled] != order
 
 
+def test_the_engines_cache_keeps_to_its_bytes(tmp_path):
+    with pytest.raises(EngineError, match="raise kv_cache_bytes"):
+        grpo(tmp_path, kv_cache_bytes=100).train()
+
+
 def test_padding_to_a_multiple_reaches_the_micro_batches(tmp_path):
     work = grpo(tmp_path, pad_to_multiple_of=16, beta=0.1).next_step()
     assert {batch.input_ids_BL.shape[1] % 16 for batch in work.micro_batches} == {0}
@@ -211,7 +215,8 @@ def test_a_model_whose_code_is_its_own_needs_trust(tmp_path):
     (folder / "config.json").write_text(config.replace("{", auto, 1))
     with pytest.raises(ModelError, match="trust_remote_code"):
         grpo(tmp_path / "out", model=str(folder))
-    assert type(grpo(tmp_path / "out", model=str(folder), trust_remote_code=True).model).__name__ == "OwnModel"
+    run = grpo(tmp_path / "out", model=str(folder), trust_remote_code=True, beta=0.1)
+    assert type(run.model).__name__ == type(run.maker.reference.model).__name__ == "OwnModel"
 
 
 def test_supervised_arguments_reach_the_reader(tmp_path):

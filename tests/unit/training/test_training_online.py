@@ -365,10 +365,11 @@ def test_the_best_checkpoint_by_reward_is_loaded_at_the_end(tmp_path):
 
 def test_dropout_can_be_turned_off(tmp_path):
     model = tiny_model()
-    model.model.layers[0].self_attn.attention_dropout = 0.0
+    model.model.layers[0].self_attn.attention_dropout = 0.3
     model.model.extra = torch.nn.Dropout(0.5)
     grpo(tmp_path, model=model, disable_dropout=True)
     assert model.model.extra.p == 0.0
+    assert model.model.layers[0].self_attn.attention_dropout == 0.0
 
 
 def test_messages_are_asked_through_the_chat_template(tmp_path, caplog):

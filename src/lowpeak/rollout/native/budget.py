@@ -1,19 +1,13 @@
-"""What a KV cache takes: bytes per token from the model's config, and the bytes there are."""
+"""What a KV cache takes: bytes per token, from the model's config."""
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from lowpeak.errors import EngineError
-
-_SHARE = 4  # an automatic budget is one part in four of what is free
-_CGROUP = Path("/sys/fs/cgroup")
-_MEMINFO = Path("/proc/meminfo")
 
 
 def bytes_per_token(model: nn.Module) -> int:
@@ -55,25 +49,3 @@ def _attribute(config: Any, name: str) -> int | None:
 def _dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter: a quantized model's others are packed integers."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def automatic_budget(device: torch.device) -> int:
-    """A quarter of the memory that is free on `device`, or of the RAM this process may still use, in bytes."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # What torch's allocator holds without using it is free to the cache as well.
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (free + idle) // _SHARE
-    return _available_ram() // _SHARE
-
-
-def _available_ram() -> int:
-    """RAM that is available, and no more than the control group's limit leaves."""
-    amounts = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")]
-    if _MEMINFO.exists():
-        fields = dict(line.split(":", 1) for line in _MEMINFO.read_text().splitlines())
-        amounts = [int(fields["MemAvailable"].split()[0]) * 1024]
-    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        amounts.append(max(0, int(text) - int(used.read_text())))
-    return min(amounts)

@@ -13,7 +13,7 @@ from torch import nn
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Group, Prompt, WeightSlice
-from lowpeak.rollout.native.budget import automatic_budget, bytes_per_token, text_config
+from lowpeak.rollout.native.budget import bytes_per_token, text_config
 from lowpeak.rollout.native.decode import decode
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
 from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
@@ -26,22 +26,21 @@ class NativeEngine:
     """A rollout engine over a transformers causal language model, in waves under a KV-cache budget.
 
     `hold` gives the policy, ready to generate (eval mode, weights gathered, cache allowed), for as long as one call
-    of `generate` takes. `kv_cache_bytes` None is a quarter of the memory that is free at the first call, kept from
-    then on in `kv_cache_bytes`, so that a resumed run can be given the same waves. `on_tokens` hears of each forward
-    how many tokens it added to completions, and how many rows it computed. The greedy tokens are those of
-    `model.generate(do_sample=False)` on each prompt alone.
+    of `generate` takes. `kv_cache_bytes()` is asked each time waves are formed, since a resumed run has the bytes of
+    the run that it goes on with. `on_tokens` hears of each forward how many tokens it added to completions, and how
+    many rows it computed. The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
     """
 
     def __init__(
         self,
         hold: Callable[[], AbstractContextManager[nn.Module]],
         tokenizer: Any,
-        kv_cache_bytes: int | None = None,
+        kv_cache_bytes: Callable[[], int],
         on_tokens: Callable[[int, int], None] | None = None,
     ) -> None:
-        self.kv_cache_bytes = kv_cache_bytes
         self._hold = hold
         self._tokenizer = tokenizer
+        self._kv_cache_bytes = kv_cache_bytes
         self._on_tokens = on_tokens
         self._policy_version: int | None = None
         self._warned = False
@@ -83,9 +82,7 @@ class NativeEngine:
         """Nothing to do: the policy is always there."""
 
     def _waves(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Wave]:
-        if self.kv_cache_bytes is None:
-            self.kv_cache_bytes = automatic_budget(next(model.parameters()).device)
-        max_tokens = self.kv_cache_bytes // bytes_per_token(model)
+        max_tokens = self._kv_cache_bytes() // bytes_per_token(model)
         lengths = [len(prompt.ids) for prompt in prompts]
         return form_waves(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
 

@@ -29,8 +29,8 @@ def prompts() -> list[Prompt]:
     return [Prompt(10 + i, tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(TEXTS)]
 
 
-def engine(model: nn.Module, **settings) -> NativeEngine:
-    made = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), **settings)
+def engine(model: nn.Module, kv_cache_bytes: int = 1 << 24, **settings) -> NativeEngine:
+    made = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), lambda: kv_cache_bytes, **settings)
     made.load([], 0)
     return made
 
@@ -53,7 +53,7 @@ def recorded(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
 
 
 def test_the_native_engine_is_a_rollout_engine_that_shares_its_weights():
-    made = NativeEngine(lambda: contextlib.nullcontext(tiny_model()), char_tokenizer())
+    made = NativeEngine(lambda: contextlib.nullcontext(tiny_model()), char_tokenizer(), lambda: 1 << 24)
     assert isinstance(made, RolloutEngine)
     assert made.policy_version is None
     unread = iter([1, 2])
@@ -66,7 +66,7 @@ def test_the_native_engine_is_a_rollout_engine_that_shares_its_weights():
 
 
 def test_it_refuses_to_generate_before_the_first_load():
-    made = NativeEngine(lambda: contextlib.nullcontext(tiny_model()), char_tokenizer())
+    made = NativeEngine(lambda: contextlib.nullcontext(tiny_model()), char_tokenizer(), lambda: 1 << 24)
     with pytest.raises(EngineError, match="call load"):
         made.generate(prompts(), SAMPLING)
 
@@ -252,7 +252,7 @@ def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
     def interrupt(useful: int, computed: int) -> None:
         raise KeyboardInterrupt
 
-    made = NativeEngine(hold, char_tokenizer(), on_tokens=interrupt)
+    made = NativeEngine(hold, char_tokenizer(), lambda: 1 << 24, on_tokens=interrupt)
     made.load([], 0)
     with pytest.raises(KeyboardInterrupt):
         made.generate(prompts(), SAMPLING)
@@ -282,10 +282,18 @@ def test_a_budget_for_less_than_a_row_is_an_error():
         engine(tiny_model(), kv_cache_bytes=100).generate(prompts(), SAMPLING)
 
 
-def test_an_automatic_budget_is_kept_after_the_first_call():
-    made = engine(tiny_model())
-    assert made.kv_cache_bytes is None
+def test_waves_follow_the_budget_of_the_moment():
+    model, heard = tiny_model(), []
+    budgets = iter([1 << 24, (10 + 12) * bytes_per_token(model)])
+    made = NativeEngine(
+        lambda: contextlib.nullcontext(model),
+        char_tokenizer(),
+        lambda: next(budgets),
+        lambda _, rows: heard.append(rows),
+    )
+    made.load([], 0)
     made.generate(prompts()[:1], SAMPLING)
-    first = made.kv_cache_bytes
+    assert max(heard) == SAMPLING.num_generations
+    heard.clear()
     made.generate(prompts()[:1], SAMPLING)
-    assert first == made.kv_cache_bytes > 0
+    assert max(heard) < SAMPLING.num_generations

@@ -48,7 +48,7 @@ def _alibi() -> nn.Module:
 
 
 def _engine(model: nn.Module) -> NativeEngine:
-    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer())
+    engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), lambda: 1 << 24)
     engine.load([], 0)
     return engine
 

@@ -1,0 +1,63 @@
+"""What values an argument may have, whatever the others say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Literal, get_args
+
+from lowpeak.config.algorithm import Aggregation, GRPOLossType, ImportanceLevel, KLEstimator, RewardScale
+from lowpeak.errors import ArgumentError
+
+Range = tuple[Callable[[Any], bool], str]  # whether a value fits, and the end of the sentence that says so
+
+
+def _one_of(literal: Any, *unsaid: Any) -> Range:
+    """The values of a Literal; `unsaid` ones are taken too, for scripts that were written for TRL."""
+    values = get_args(literal)
+    return lambda x: x in (*values, *unsaid), f"must be one of {', '.join(map(repr, values))}"
+
+
+RANGES: dict[str, Range] = {
+    "temperature": (lambda x: x > 0, "must be above 0 in training (evaluation is greedy as well)"),
+    "top_p": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
+    "top_k": (lambda x: x >= 0, "must be 0 (all tokens) or more"),
+    "min_p": (lambda x: x is None or 0 <= x <= 1, "must be in [0, 1]"),
+    "repetition_penalty": (lambda x: x > 0, "must be above 0"),
+    "epsilon": (lambda x: 0 <= x < 1, "must be in [0, 1): the ratio is clipped to 1 - epsilon from below"),
+    "epsilon_high": (lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
+    "beta": (lambda x: x >= 0, "must be 0 or more"),
+    "num_generations": (lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group"),
+    "num_generations_eval": (lambda x: x is None or x >= 1, "must be at least 1"),
+    "max_completion_length": (lambda x: x >= 1, "must be at least 1 token"),
+    "num_iterations": (lambda x: x >= 1, "must be at least 1"),
+    "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
+    "entropy_coef": (lambda x: x >= 0, "must be 0 or more"),
+    "reward_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0"),
+    "reward_failures": _one_of(Literal["raise", "none"]),
+    "overlong_prompts": _one_of(Literal["error", "drop"]),
+    "kl_estimator": _one_of(KLEstimator),
+    "loss_type": _one_of(GRPOLossType),
+    "importance_sampling_level": _one_of(ImportanceLevel),
+    "scale_rewards": _one_of(RewardScale, True, False),
+    "multi_objective_aggregation": _one_of(Aggregation),
+    "dynamic_sampling_rounds": (lambda x: x >= 0, "must be 0 (off) or more"),
+    "ref_model_mixup_alpha": (lambda x: 0 <= x <= 1, "must be in [0, 1]"),
+    "ref_model_sync_steps": (lambda x: x >= 1, "must be at least 1"),
+    "micro_batch_tokens": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
+    "logprob_chunk_size": (lambda x: x is None or x >= 1, "must be at least 1 token"),
+    "kv_cache_bytes": (lambda x: x is None or x > 0, "must be a number of bytes above 0"),
+    "pad_to_multiple_of": (lambda x: isinstance(x, int) and x >= 1, "must be a whole number of 1 or more"),
+    "num_completions_to_print": (lambda x: x is None or x >= 1, "must be at least 1"),
+    "per_device_eval_batch_size": (lambda x: x is None or x >= 1, "must be at least 1"),
+    "max_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
+    "success_threshold": (lambda x: x == x, "must be a number"),
+}
+
+
+def check_ranges(args: Any) -> None:
+    """ArgumentError for the first argument that is out of its range."""
+    names = {f.name for f in fields(args)}
+    for name, (fits, text) in RANGES.items():
+        if name in names and not fits(getattr(args, name)):
+            raise ArgumentError(f"{name}={getattr(args, name)!r} {text}.")

@@ -1,0 +1,60 @@
+"""Station 10: the rows of one optimizer step as this rank's micro-batches, weighed by the counts of the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowpeak.algorithms.algorithm import Algorithm, StepCounts
+from lowpeak.batching.assign import assign
+from lowpeak.batching.packing import Budget, masked, num_counted, pack
+from lowpeak.ranks import Ranks
+from lowpeak.records import MicroBatch, Record
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """One optimizer step: this rank's micro-batches, how many tokens of theirs are no padding, and how many are new.
+
+    `num_new` counts prompt and completion tokens of all ranks that no earlier step has seen (a rollout's, at its first).
+    """
+
+    micro_batches: tuple[MicroBatch, ...]
+    num_new: int
+
+    @property
+    def num_useful(self) -> int:
+        """Tokens of the forward that are no padding."""
+        return sum(batch.num_useful for batch in self.micro_batches)
+
+    @property
+    def num_computed(self) -> int:
+        """Tokens of the forward, padding included."""
+        return sum(batch.input_ids_BL.numel() for batch in self.micro_batches)
+
+
+def step_batches(
+    records: Sequence[Record], rows: Sequence[int], algorithm: Algorithm, budget: Budget, ranks: Ranks
+) -> tuple[MicroBatch, ...]:
+    """This rank's micro-batches of `records[rows]`, at least one; idle rows count in the step and are left out."""
+    counts = StepCounts(len(rows), sum(num_counted(records[i]) for i in rows))
+    trained = [i for i in rows if not (algorithm.idle and _is_idle(records[i]))]
+    mine = assign([records[i].num_tokens for i in trained], ranks.world_size)[ranks.rank]
+    batches = pack(
+        records,
+        [trained[i] for i in mine],
+        budget,
+        lambda record: algorithm.reduction(num_counted(record), counts),
+        per_sequence=algorithm.unit != "token",
+    )
+    return tuple(matched(batches, budget, ranks, least=1))
+
+
+def matched(batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int = 0) -> list[MicroBatch]:
+    """As many micro-batches as the busiest rank has (and `least`), so that every forward is matched."""
+    most = int(ranks.max([max(len(batches), least)])[0])
+    return batches + [masked(budget)] * (most - len(batches))
+
+
+def _is_idle(record: Record) -> bool:
+    return record.advantages is not None and not bool(record.advantages.any())

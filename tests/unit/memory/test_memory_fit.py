@@ -1,0 +1,38 @@
+"""What `auto` resolves to: the largest power of two whose bytes keep to their share of free memory."""
+
+from __future__ import annotations
+
+import pytest
+from transformers import Qwen2Config
+
+from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
+
+GIB = 1 << 30
+SHAPE = Shape(hidden=1024, layers=24, intermediate=4096, vocab=150_000, itemsize=2)
+
+
+def test_a_shape_is_read_off_a_config():
+    config = Qwen2Config(hidden_size=64, num_hidden_layers=3, intermediate_size=96, vocab_size=11)
+    assert Shape.of(config, 2) == Shape(64, 3, 96, 11, 2)
+
+
+@pytest.mark.parametrize("gibibytes", [3, 8, 21, 30])
+def test_a_chunks_three_buffers_keep_to_a_sixteenth_and_nearly_fill_it(gibibytes):
+    taken = 3 * 4 * SHAPE.vocab * fit_chunk(SHAPE, gibibytes * GIB)
+    assert gibibytes * GIB / 32 < taken <= gibibytes * GIB / 16 or fit_chunk(SHAPE, gibibytes * GIB) == 1024
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_a_micro_batchs_activations_keep_to_a_quarter_and_nearly_fill_it(checkpointing):
+    layer = 2 * (17 * 1024 + 3 * 4096)
+    per_token = 24 * 2 * 1024 + layer if checkpointing else 24 * layer
+    taken = per_token * fit_micro_batch(SHAPE, 8 * GIB, checkpointing)
+    assert GIB < taken <= 2 * GIB
+
+
+def test_without_free_memory_the_least_sizes_remain():
+    assert (fit_chunk(SHAPE, 0), fit_micro_batch(SHAPE, 0, True), fit_kv_cache(0)) == (16, 512, 1 << 24)
+
+
+def test_a_cache_is_a_quarter_rounded_down():
+    assert fit_kv_cache(10 * GIB) == 2 * GIB

@@ -1,0 +1,30 @@
+"""Sizes left to `auto` follow the memory that training leaves."""
+
+from __future__ import annotations
+
+import torch
+
+from lowpeak.config.memory import MemorySettings
+from lowpeak.memory.tracker import free_bytes
+from lowpeak.training.sizes import Sizes, training_bytes
+from tiny import tiny_model
+
+
+def sizes(model: torch.nn.Module, **asked: int) -> Sizes:
+    return Sizes.of(MemorySettings(**asked), model, torch.device("cpu"), bf16=False, checkpointing=True)
+
+
+def test_training_adds_a_gradient_and_two_states_to_each_trainable_weight():
+    model = tiny_model()
+    assert training_bytes(model) == 12 * sum(p.numel() for p in model.parameters())
+    model.model.layers.requires_grad_(False)
+    assert training_bytes(model) == 12 * (13 * 32 + 32)  # the tied embedding and the last norm
+
+
+def test_what_gradients_and_states_will_take_is_not_given_to_caches():
+    model = tiny_model()
+    alone = sizes(model).kv_cache_bytes
+    # Nine tenths of what is free, without taking any of it: one number, expanded.
+    model.large = torch.nn.Parameter(torch.empty(1).expand(free_bytes("cpu") * 9 // 10 // 12))
+    assert sizes(model).kv_cache_bytes <= alone // 4
+    assert sizes(model, kv_cache_bytes=alone).kv_cache_bytes == alone
