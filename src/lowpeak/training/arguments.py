@@ -67,6 +67,11 @@ class CommonConfig(TrainingArguments):
         self._default_checkpointing()
         super().__post_init__()
 
+    @property
+    def checkpoints_activations(self) -> bool:
+        """Whether activations are recomputed, by whichever name the installed transformers has for it."""
+        return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
+
     def _default_checkpointing(self) -> None:
         """Activation checkpointing on by default, under the name that the installed transformers has for it."""
         if any(f.name == "activation_checkpointing" for f in fields(TrainingArguments)):

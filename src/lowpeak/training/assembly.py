@@ -72,7 +72,12 @@ def prepare_online(
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
     settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
     check_writable(Path(args.output_dir))
-    judges = make_rewards(reward_funcs, reward_processing_classes)
+    judges = make_rewards(
+        reward_funcs,
+        reward_processing_classes,
+        model_kwargs={"trust_remote_code": True} if args.trust_remote_code else {},
+        chat_template_kwargs=args.chat_template_kwargs,
+    )
     success = _success(args, judges)
     policy = load_policy(
         model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
@@ -139,8 +144,7 @@ def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, 
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
-    checkpointing = bool(getattr(args, "activation_checkpointing", None) or args.gradient_checkpointing)
-    sizes = Sizes.of(memory, policy, device, bf16=bool(args.bf16), checkpointing=checkpointing)
+    sizes = Sizes.of(memory, policy, device, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
     return Run(
         algorithm=algorithm,
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),

@@ -6,7 +6,7 @@ import logging
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -60,16 +60,16 @@ class StepCallback(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._optimizer: Any = None
+        self._optimizer = ExitStack()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's phase begins."""
-        self._optimizer = self._trainer.run.tracker.phase(Phase.OPTIMIZER)
-        self._optimizer.__enter__()
+        self._optimizer.close()  # open still when the last optimizer step raised
+        self._optimizer.enter_context(self._trainer.run.tracker.phase(Phase.OPTIMIZER))
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's phase ends."""
-        self._optimizer.__exit__(None, None, None)
+        self._optimizer.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The step is journaled; a run that was asked to stop saves and stops here."""

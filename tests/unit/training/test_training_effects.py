@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from datasets import Dataset
+from peft import LoraConfig
 
 from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.algorithm import EntropyBonus
@@ -101,25 +103,55 @@ def test_several_rewards_can_be_normalised_before_they_are_summed(tmp_path):
     assert changed.aggregation == "normalize_then_sum"
 
 
+REUSED = {"num_iterations": 2}
+WITH_KL = {"beta": 0.5, "num_iterations": 2}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("base", "changes"),
     [
-        {"loss_type": "grpo"},
-        {"loss_type": "cispo", "epsilon_high": 4.0},
-        {"importance_sampling_level": "sequence", "num_iterations": 2},
-        {"delta": 2.0, "num_iterations": 2},
-        {"top_entropy_quantile": 0.3},
-        {"entropy_coef": 0.01},
-        {"use_adaptive_entropy": True, "entropy_target": 2.5},
-        {"beta": 0.1, "kl_estimator": "k2", "steps_per_generation": 2},
-        {"scale_rewards": "batch"},
+        ({}, {"loss_type": "grpo"}),
+        ({}, {"loss_type": "dr_grpo"}),
+        ({}, {"scale_rewards": "batch"}),
+        ({}, {"scale_rewards": "none"}),
+        ({}, {"top_entropy_quantile": 0.3}),
+        ({}, {"entropy_coef": 0.1}),
+        ({}, {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.5}),
+        ({}, {"importance_sampling_level": "sequence"}),
+        ({}, {"mask_truncated_completions": True}),
+        ({}, {"temperature": 0.7}),
+        ({}, {"top_p": 0.5}),
+        ({}, {"top_k": 3}),
+        ({}, {"min_p": 0.3}),
+        ({}, {"repetition_penalty": 1.5}),
+        ({}, {"reward_weights": [-1.0]}),
+        (REUSED, {"loss_type": "cispo", "epsilon_high": 0.0}),
+        (REUSED, {"epsilon": 0.01}),
+        (REUSED, {"epsilon_high": 0.01}),
+        (REUSED, {"delta": 1.201}),
+        (WITH_KL, {"beta": 0.1}),
+        (WITH_KL, {"kl_estimator": "k1"}),
+        (WITH_KL, {"use_bias_correction_kl": False}),
     ],
     ids=str,
 )
-def test_every_member_of_the_family_trains(tmp_path, changes):
-    run = grpo(tmp_path, **changes)
+def test_each_member_of_the_family_trains_other_weights(tmp_path, base, changes):
+    changed, plain = trained(tmp_path / "a", **{**base, **changes}), trained(tmp_path / "b", **base)
+    assert any(not torch.equal(changed[name], weight) for name, weight in plain.items())
+
+
+@pytest.mark.parametrize("changes", [{"loss_type": "bnpo"}, {"loss_type": "cispo", "epsilon_high": 4.0}], ids=str)
+def test_what_is_the_same_on_policy_trains_the_same_weights(tmp_path, changes):
+    changed, plain = trained(tmp_path / "a", **changes), trained(tmp_path / "b")
+    for name, weight in plain.items():
+        torch.testing.assert_close(changed[name], weight, rtol=1e-5, atol=1e-6)
+
+
+def trained(tmp_path, **changes):
+    settings = {"per_device_train_batch_size": 32, "learning_rate": 1e-2, "max_steps": 2, **changes}
+    run = grpo(tmp_path, **settings)
     run.train()
-    assert run.state.global_step == 2
+    return {name: p.detach() for name, p in run.model.named_parameters()}
 
 
 def test_the_log_comes_every_logging_steps(tmp_path):
@@ -136,11 +168,20 @@ def test_entropy_is_logged_unless_turned_off(tmp_path):
 
 
 def test_the_head_can_run_in_fp32(tmp_path):
-    run = grpo(tmp_path, bf16=True, cast_lm_head_to_fp32=True)
-    seen = []
-    run.model.lm_head.register_forward_hook(lambda module, args, out: seen.append(out))
-    run.evaluate(rows(2))
-    assert {out.dtype for out in seen if not isinstance(out, dict)} == {run.model.lm_head.weight.dtype}
+    def head_dtypes(**changes):
+        args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
+        lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+        run = GRPOTrainer(
+            tiny_model(dtype=torch.bfloat16), ones, args, rows(), processing_class=TOKENIZER, peft_config=lora
+        )
+        seen = set()
+        head = run.model.get_base_model().lm_head
+        head.register_forward_hook(lambda module, inputs, out: seen.add(out.dtype) if torch.is_tensor(out) else None)
+        run.evaluate(rows(2))
+        return seen
+
+    assert head_dtypes() == {torch.bfloat16}
+    assert head_dtypes(cast_lm_head_to_fp32=True) == {torch.float32}
 
 
 def test_chat_template_kwargs_reach_the_template(tmp_path):
