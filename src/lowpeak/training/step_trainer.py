@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import set_aside
+from lowpeak.checkpoint.occupied import occupied
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, load_run_state
 from lowpeak.errors import DataError, EngineError
@@ -132,14 +134,15 @@ class StepTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
         output_dir = Path(self.args.output_dir)
-        self._start(output_dir, resume_from_checkpoint)
-        resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
-        try:
-            with self.run.interrupts.watched():
-                result = super().train(resume, *args, **kwargs)
-        except EngineError:
-            self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
-            raise
+        with occupied(output_dir) if self.is_world_process_zero() else nullcontext():
+            self._start(output_dir, resume_from_checkpoint)
+            resume = None if self.run.resume_from is None else os.fspath(self.run.resume_from)
+            try:
+                with self.run.interrupts.watched():
+                    result = super().train(resume, *args, **kwargs)
+            except EngineError:
+                self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
+                raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
         return result
 
