@@ -70,6 +70,8 @@ def refuse_inherited(args: Any) -> None:
     """ArgumentError for the first argument of transformers that is set and has no place in a step of ours."""
     given: frozenset[str] = getattr(args, "given", frozenset(f.name for f in fields(args)))
     for name, why in REFUSED_INHERITED.items():
+        if name == "dataloader_pin_memory" and args.use_cpu:
+            continue  # transformers turns it off itself there, and a copy by dataclasses.replace() gives it on
         if name in given and is_set(args, name):
             raise ArgumentError(f"{name}={getattr(args, name)!r} cannot act: {why}.")
 
@@ -101,6 +103,11 @@ RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_generations": (lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group"),
     "num_generations_eval": (lambda x: x is None or x >= 1, "must be at least 1"),
     "max_completion_length": (lambda x: x >= 1, "must be at least 1 token"),
+    "per_device_train_batch_size": (lambda x: x >= 1, "must be at least 1"),
+    "gradient_accumulation_steps": (lambda x: x >= 1, "must be at least 1"),
+    "steps_per_generation": (lambda x: x is None or x >= 1, "must be at least 1"),
+    "learning_rate": (lambda x: 0 <= x < float("inf"), "must be a finite number of 0 or more"),
+    "seed": (lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
     "num_iterations": (lambda x: x >= 1, "must be at least 1"),
     "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
     "entropy_coef": (lambda x: x >= 0, "must be 0 or more"),

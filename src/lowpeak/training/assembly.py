@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from torch import nn
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.batching.packing import Budget
 from lowpeak.checkpoint.atomic import check_writable, sweep
+from lowpeak.checkpoint.occupied import occupied
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
@@ -42,6 +43,7 @@ from lowpeak.training.models import (
     load_policy,
     load_reference,
     load_tokenizer,
+    num_embeddings,
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
@@ -105,6 +107,7 @@ def connect_online(
         max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
         limit_reason=f"the model's context less max_completion_length {args.max_completion_length}",
+        num_embeddings=num_embeddings(parts.policy),
     )
     cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     reference = _reference(parts, strategy) if args.beta else None
@@ -135,7 +138,8 @@ def connect_online(
 def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, policy: nn.Module, memory: Any) -> Run:
     """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes."""
     output_dir = Path(args.output_dir)
-    sweep(output_dir)
+    with occupied(output_dir) if trainer.is_world_process_zero() else nullcontext():
+        sweep(output_dir)
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
