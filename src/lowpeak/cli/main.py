@@ -42,8 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"lowpeak: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("lowpeak: stopped; --resume_from_checkpoint true goes on from the last checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as stop:
+        at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
+        print(f"lowpeak: {str(stop) or at_once}", file=sys.stderr)
         return 130
 
 

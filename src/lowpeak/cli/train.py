@@ -43,7 +43,12 @@ class Job:
 def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     """Train, or with `--dry_run` print what was resolved. `library` holds the configurations and trainers by name."""
     job = read_job(kind, argv, library)
-    trainer = make_trainer(job, library)
+    try:
+        trainer = make_trainer(job, library)
+    except LowpeakError:
+        raise
+    except (ImportError, RuntimeError, ValueError) as error:  # transformers' or peft's own words about an argument
+        raise ArgumentError(f"the run cannot be set up: {error}") from error
     if job.run.dry_run:
         print(dump({"arguments": job.given} | trainer.dry_run()), end="")
         return 0

@@ -51,6 +51,8 @@ def convert(hint: Any, value: Any) -> Any:
         raise ValueError("needs a value")
     if isinstance(value, list | tuple):
         return _convert_list(hint, value)
+    if dict in (get_origin(each) or each for each in alternatives):
+        _check_json(value)
     for alternative in sorted(alternatives, key=lambda each: 2 if list_item(each) else each is str):
         if alternative is str and choices(hint):
             continue  # `SomeEnum | str` is how transformers says SomeEnum
@@ -59,6 +61,15 @@ def convert(hint: Any, value: Any) -> Any:
         except (KeyError, TypeError, ValueError):
             continue
     raise ValueError(f"expects {expected(hint)}, not {str(value)!r}")
+
+
+def _check_json(value: Any) -> None:
+    """Text that begins as JSON must be a JSON object, also where other text could be a file's name."""
+    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
+        try:
+            _read_dict(value)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"expects a JSON object, not {value!r} ({error})") from None
 
 
 def _convert_list(hint: Any, values: list[Any] | tuple[Any, ...]) -> list[Any]:

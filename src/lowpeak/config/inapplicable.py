@@ -69,6 +69,8 @@ def refuse_inherited(args: Any) -> None:
     """ArgumentError for the first argument of transformers that is set and has no place in a step of ours."""
     given: frozenset[str] = getattr(args, "given", frozenset(f.name for f in fields(args)))
     for name, why in REFUSED_INHERITED.items():
+        if name == "dataloader_pin_memory" and args.use_cpu:
+            continue  # transformers turns it off itself there, and a copy by dataclasses.replace() gives it on
         if name in given and is_set(args, name):
             raise ArgumentError(f"{name}={getattr(args, name)!r} cannot act: {why}.")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
 from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require
+from lowpeak.config.kinds import check_kinds
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.ranges import check_ranges
 from lowpeak.config.rollout import RolloutSettings, Sampling
@@ -39,6 +41,7 @@ class ReferenceSync:
 
 def resolve_common(args: Any) -> MemorySettings:
     """What every trainer checks and takes: ranges, inherited arguments, memory sizes."""
+    check_kinds(args)
     check_ranges(args)
     refuse_inherited(args)
     return MemorySettings(
@@ -256,6 +259,10 @@ def _resolve_sampling(args: Any) -> Sampling:
 def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
     if args.reward_weights is None:
         return (1.0,) * num_rewards
+    require(
+        isinstance(args.reward_weights, Sequence) and not isinstance(args.reward_weights, str),
+        f"reward_weights={args.reward_weights!r} must be a list of numbers.",
+    )
     require(
         len(args.reward_weights) == num_rewards,
         f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; give one for each.",

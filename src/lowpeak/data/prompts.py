@@ -6,6 +6,7 @@ A row has a `prompt`, a string or a list of messages; all its other columns go t
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Literal, Protocol, TypeVar
@@ -62,7 +63,8 @@ class PromptReader:
 
     Strings are tokenized with the tokenizer's special tokens (a BOS where it adds one) and messages as the chat
     template writes them, both as in TRL. `max_prompt_tokens` None means no limit; `limit_reason` says in errors where
-    the limit comes from. Raises DataError, naming the row, on a row that cannot be used.
+    the limit comes from. `num_embeddings` is how many tokens the model knows (None: not checked). Raises DataError,
+    naming the row, on a row that cannot be used.
     """
 
     def __init__(
@@ -73,12 +75,14 @@ class PromptReader:
         max_prompt_tokens: int | None = None,
         overlong: Overlong = "error",
         limit_reason: str = "the limit",
+        num_embeddings: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template_defaults = dict(chat_template_kwargs or {})
         self._max_tokens = max_prompt_tokens
         self._overlong = overlong
         self._limit_reason = limit_reason
+        self._num_embeddings = num_embeddings
         self._conversational: bool | None = None
 
     @property
@@ -147,6 +151,7 @@ class PromptReader:
             raise DataError(
                 f"row {index}: the tokenizer makes no token of the prompt {row['prompt']!r:.80}; change it."
             )
+        check_ids(ids, self._num_embeddings, f"row {index}")
         if self._max_tokens is not None and len(ids) > self._max_tokens:
             if self._overlong == "drop":
                 return None
@@ -156,6 +161,15 @@ class PromptReader:
             )
         columns = {name: value for name, value in row.items() if name != "prompt"}
         return Prompt(serial, tuple(ids), row["prompt"], columns)
+
+
+def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> None:
+    """Raise DataError where a token has no embedding: a tokenizer that is not the model's crashes the device else."""
+    if num_embeddings is not None and ids and max(ids) >= num_embeddings:
+        raise DataError(
+            f"{where} has the token {max(ids)}, and the model embeds {num_embeddings} tokens: use the model's own "
+            "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+        )
 
 
 def check_columns(row: Any, where: str) -> None:
@@ -177,7 +191,12 @@ def _names(names: Any) -> str:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise ModelError where a tokenizer cannot be used: a processor of images, or nothing to pad with."""
+    """Raise ModelError where a tokenizer cannot be used: none at all, one of images, or nothing to pad with."""
+    if not hasattr(tokenizer, "eos_token_id") and not hasattr(tokenizer, "image_processor"):
+        raise ModelError(
+            f"processing_class is {tokenizer!r:.80}, a {type(tokenizer).__name__}; pass a tokenizer, as "
+            "AutoTokenizer.from_pretrained returns it."
+        )
     if hasattr(tokenizer, "image_processor"):
         raise ModelError("processing_class is an image processor; pass its .tokenizer: lowpeak trains on text only.")
     padding_id(tokenizer)
@@ -198,11 +217,24 @@ def num_rows(dataset: Dataset | IterableDataset) -> int | None:
     """Rows of a data set with random access; None for a stream. An empty one, or several in one, is a DataError."""
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise DataError(f"The data set has the splits {_names(dataset)}; pass one of them, as in dataset['train'].")
+    _refuse_other_tables(dataset)
     if not hasattr(dataset, "__len__"):
         return None
     if len(dataset) == 0:
         raise DataError("The data set is empty; check its file, its split or the filter that made it.")
     return len(dataset)
+
+
+def _refuse_other_tables(dataset: Any) -> None:
+    """DataError for what looks like a data set and has no rows: a path, a mapping of columns, a pandas table."""
+    ways = (
+        (isinstance(dataset, str | os.PathLike), "load_dataset('json', data_files=..., split='train')"),
+        (isinstance(dataset, Mapping), "Dataset.from_dict(...)"),
+        (hasattr(dataset, "iloc"), "Dataset.from_pandas(...)"),
+    )
+    for found, way in ways:
+        if found:
+            raise DataError(f"The data set is a {type(dataset).__name__}; make it one with datasets.{way}.")
 
 
 def read_rows(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> Iterator[tuple[int, Item_co | None]]:

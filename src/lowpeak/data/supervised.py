@@ -29,7 +29,7 @@ from lowpeak.data.chat import (
     template_options,
     turn_options,
 )
-from lowpeak.data.prompts import log_left_out, read_rows
+from lowpeak.data.prompts import check_ids, log_left_out, read_rows
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -58,6 +58,7 @@ class SupervisedReader:
         assistant_only: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         text_field: str = "text",
+        num_embeddings: int | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.max_length = max_length
@@ -65,11 +66,14 @@ class SupervisedReader:
         self._assistant_only = assistant_only
         self._template_defaults = dict(chat_template_kwargs or {})
         self._text_field = text_field
+        self._num_embeddings = num_embeddings
         self._warned = False
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
         """The row as a record of group `serial`; None where no token of it counts."""
-        ids, counted = self._tokenize(row, f"row {serial if index is None else index}")
+        where = f"row {serial if index is None else index}"
+        ids, counted = self._tokenize(row, where)
+        check_ids(ids, self._num_embeddings, where)
         return make_record(serial, ids, counted, self.max_length)
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Record | None]:

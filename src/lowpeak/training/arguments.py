@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from transformers import TrainingArguments
 
+from lowpeak.errors import ArgumentError
 from lowpeak.training.fields import argument, refuses_unknown
 
 _JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs")
@@ -184,3 +185,10 @@ class SFTConfig(CommonConfig):
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )
     assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
+
+
+def check_class(args: Any, config: type) -> None:
+    """Raise ArgumentError unless `args` is of the trainer's own configuration: TRL's has the same name."""
+    if not isinstance(args, config):
+        given = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
+        raise ArgumentError(f"args is a {given}; this trainer takes a lowpeak.{config.__name__}.")

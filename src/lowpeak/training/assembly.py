@@ -42,6 +42,7 @@ from lowpeak.training.models import (
     load_policy,
     load_reference,
     load_tokenizer,
+    num_embeddings,
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
@@ -111,6 +112,7 @@ def connect_online(
         max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
         limit_reason=f"the model's context less max_completion_length {args.max_completion_length}",
+        num_embeddings=num_embeddings(parts.policy),
     )
     cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     reference = _reference(parts, strategy) if args.beta else None

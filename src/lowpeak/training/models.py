@@ -42,6 +42,10 @@ def load_policy(
             "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
             "remove them."
         )
+    elif not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model is {model!r:.80}, a {type(model).__name__}; pass a name or path as a string, or a model."
+        )
     else:
         policy = model
     _keep_training_format(policy)
@@ -49,12 +53,27 @@ def load_policy(
         policy = _with_adapter(policy, peft_config)
     elif getattr(policy, "is_quantized", False) and not is_peft(policy):
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
+    _check_policy(policy)
     return policy
 
 
 def _load_causal(name: str, init_kwargs: Mapping[str, Any] | None, trust_remote_code: bool) -> nn.Module:
     kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
     return from_pretrained(AutoModelForCausalLM, name, **kwargs)
+
+
+def _check_policy(policy: nn.Module) -> None:
+    """Raise ModelError where training would silently do less than it seems to."""
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise ModelError(
+            "no weight of the model is trainable, so nothing would be learned: call requires_grad_(True) on what is to "
+            "train, or load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
+        )
+    if getattr(getattr(policy, "config", None), "output_router_logits", False):
+        raise ModelError(
+            "the model's config has output_router_logits=True, which adds a load-balancing loss that lowpeak does not "
+            "have: set it to False (model_init_kwargs={'output_router_logits': False}, or on the instance's config)."
+        )
 
 
 def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
@@ -131,6 +150,11 @@ def context_length(model: nn.Module) -> int | None:
     config = getattr(model, "config", None)
     text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
     return getattr(text, "max_position_embeddings", None)
+
+
+def num_embeddings(model: nn.Module) -> int | None:
+    """How many tokens the model embeds; None when its embedding does not say."""
+    return getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
 
 
 def average_into(reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], share: float) -> None:

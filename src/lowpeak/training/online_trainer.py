@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,9 @@ from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
-from lowpeak.training.arguments import OnlineConfig
+from lowpeak.errors import CheckpointError
+from lowpeak.records import Record
+from lowpeak.training.arguments import OnlineConfig, check_class
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
 from lowpeak.training.describe import describe_run
@@ -63,6 +66,7 @@ class OnlineTrainer(StepTrainer):
             if args is not None
             else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
         )
+        check_class(args, self.config_class)
         check_end(train_dataset, args.max_steps)
         parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
         super().__init__(
@@ -188,10 +192,24 @@ class OnlineTrainer(StepTrainer):
         self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
+            self._check_records(state.rollout.records, checkpoint)
             self.rollout = Rollout(state.rollout.number, state.rollout.records)
             self.steps_used = state.rollout.steps_used
         if self.maker.settings.reference_sync is not None:
             load_average(checkpoint, self._reference_shards())
+
+    def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:
+        """CheckpointError where the rollout in use was made by other settings than those that would train on it."""
+        missing = [need for need in sorted(self.run.algorithm.needs) if any(getattr(r, need) is None for r in records)]
+        sizes = set(Counter(record.group for record in records).values())
+        expected = self.maker.settings.rollout.num_generations
+        if not missing and sizes <= {expected}:
+            return
+        why = f"lacks {missing[0]} log-probs" if missing else f"has groups of {max(sizes)}, not of {expected}"
+        raise CheckpointError(
+            f"{checkpoint} is in the middle of a rollout, which {why}: resume with the arguments that it was made with, "
+            "or from a checkpoint between two rollouts."
+        )
 
     def _reference_shards(self) -> dict[str, Any]:
         reference = self.maker.reference

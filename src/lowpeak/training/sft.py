@@ -20,11 +20,18 @@ from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Record
 from lowpeak.strategies.detect import detect_strategy
-from lowpeak.training.arguments import SFTConfig
+from lowpeak.training.arguments import SFTConfig, check_class
 from lowpeak.training.assembly import make_run
 from lowpeak.training.describe import describe_supervised
 from lowpeak.training.interrupt import StepCallback
-from lowpeak.training.models import context_length, disable_dropout, load_policy, load_tokenizer, upcast_trainable
+from lowpeak.training.models import (
+    context_length,
+    disable_dropout,
+    load_policy,
+    load_tokenizer,
+    num_embeddings,
+    upcast_trainable,
+)
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.step import score
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
@@ -51,6 +58,7 @@ class SFTTrainer(StepTrainer):
         peft_config: Any = None,
     ) -> None:
         args = args if args is not None else SFTConfig(output_dir="sft-output")
+        check_class(args, SFTConfig)
         self.memory = resolve_common(args)
         check_writable(Path(args.output_dir))
         if train_dataset is None:
@@ -150,6 +158,7 @@ def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:
         assistant_only=args.assistant_only_loss,
         chat_template_kwargs=args.chat_template_kwargs,
         text_field=args.dataset_text_field,
+        num_embeddings=num_embeddings(policy),
     )
 
 

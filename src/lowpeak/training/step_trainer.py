@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,7 @@ class StepTrainer(Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
         output_dir = Path(self.args.output_dir)
-        with only_run(output_dir):
+        with only_run(output_dir) if self.is_world_process_zero() else nullcontext():
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             try:
                 with self.run.interrupts.watched():

@@ -82,6 +82,8 @@ def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys
         (["--num_generations", "3"], "3"),
         (["--reward", "nowhere.py:f"], "nowhere.py"),
         (["--temperature", "-1"], "temperature"),
+        (["--use_peft", "--lora_target_modules", "nope"], "the run cannot be set up: Target modules"),
+        (["--eval_strategy", "epoch"], "you didn't pass an `eval_dataset`"),
         (["--prompt_column", "question"], "question"),
     ],
 )
@@ -90,3 +92,15 @@ def test_what_the_user_got_wrong_is_one_sentence(more, sentence, folder, capsys)
     error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("lowpeak: error: ")]
     assert len(error) == 1
     assert sentence in error[0]
+
+
+def test_ctrl_c_says_where_everything_is_saved(folder, capsys):
+    """The trainer's own sentence, not one that promises a checkpoint whether there is one or not."""
+    (folder / "judge.py").write_text(
+        "import os, signal\n\n"
+        "def short(completions, **columns):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return [-len(x) for x in completions]\n"
+    )
+    assert main(["grpo", *rewarded(folder, "--num_generations", "4")]) == 130
+    assert f"lowpeak: stopped on request; everything is saved in {folder}/out/checkpoint-1" in capsys.readouterr().err
