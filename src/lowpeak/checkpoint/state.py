@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +27,14 @@ from torch import Tensor
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Completion, FinishReason, Record
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
 STATE_FILE = "lowpeak_state.json"
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
-_PLAIN = ("cursor", "algorithm_state", "resolved")
+_PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages")
 _OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
@@ -50,7 +53,8 @@ class RolloutInUse:
 class RunState:
     """A run after `policy_version` optimizer steps, besides weights, optimizer and schedule.
 
-    `cursor` and `resolved` (what `auto` became) are JSON: string keys, and tuples come back as lists.
+    `cursor`, `identity` (what the run was: its algorithm, rewards, the shape of its rollouts) and `resolved` (what `auto`
+    became) are JSON: string keys, and tuples come back as lists.
     `random` is `capture_random()` of one process.
     """
 
@@ -60,6 +64,25 @@ class RunState:
     rollout: RolloutInUse | None = None
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
     resolved: Mapping[str, int | float | str] = field(default_factory=dict)
+    identity: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def in_rollout(self) -> bool:
+        """Whether a rollout is in the middle of its use."""
+        return self.rollout is not None and bool(self.rollout.records)
+
+
+def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
+    """CheckpointError for another algorithm, or another rollout in the middle of one; a warning for what else changed."""
+    changed = [name for name in now if name in saved and saved[name] != now[name]]
+    told = ", ".join(f"{name} was {saved[name]!r} and is {now[name]!r}" for name in changed)
+    if "algorithm" in changed or (in_rollout and changed):
+        raise CheckpointError(
+            f"{checkpoint} is of another run: {told}; resume with the arguments that it was made with, or start a new run "
+            "from its weights (model=that folder)."
+        )
+    if changed:
+        logger.warning("%s is resumed with other arguments: %s.", checkpoint, told)
 
 
 def has_run_state(folder: Path) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -178,7 +177,20 @@ class OnlineTrainer(StepTrainer):
             rollout=in_use,
             algorithm_state=dict(self.run.coefficients),
             resolved=self.run.sizes.as_dict(),
+            identity=self.identity(),
         )
+
+    def identity(self) -> dict[str, Any]:
+        """The algorithm, its rewards and the shape of its rollouts."""
+        rollout = self.maker.settings.rollout
+        return {
+            **super().identity(),
+            "reward_funcs": list(self.maker.panel.names),
+            "num_generations": rollout.num_generations,
+            "completions of a rollout": rollout.num_rows,
+            "rows of a step": rollout.rows_per_step,
+            "num_iterations": rollout.num_iterations,
+        }
 
     def save_more(self, folder: Path) -> None:
         """The reference's average, where it moves."""
@@ -199,17 +211,13 @@ class OnlineTrainer(StepTrainer):
             load_average(checkpoint, self._reference_shards())
 
     def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:
-        """CheckpointError where the rollout in use was made by other settings than those that would train on it."""
+        """CheckpointError where the rollout in use lacks what the algorithm, as it is set now, trains on."""
         missing = [need for need in sorted(self.run.algorithm.needs) if any(getattr(r, need) is None for r in records)]
-        sizes = set(Counter(record.group for record in records).values())
-        expected = self.maker.settings.rollout.num_generations
-        if not missing and sizes <= {expected}:
-            return
-        why = f"lacks {missing[0]} log-probs" if missing else f"has groups of {max(sizes)}, not of {expected}"
-        raise CheckpointError(
-            f"{checkpoint} is in the middle of a rollout, which {why}: resume with the arguments that it was made with, "
-            "or from a checkpoint between two rollouts."
-        )
+        if missing:
+            raise CheckpointError(
+                f"{checkpoint} is in the middle of a rollout, which lacks {missing[0]} log-probs: resume with the arguments "
+                "that it was made with, or from a checkpoint between two rollouts."
+            )
 
     def _reference_shards(self) -> dict[str, Any]:
         reference = self.maker.reference

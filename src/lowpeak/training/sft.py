@@ -136,6 +136,7 @@ class SFTTrainer(StepTrainer):
             cursor=self.cursor.state_dict(),
             random=capture_random(),
             resolved=self.run.sizes.as_dict(),
+            identity=self.identity(),
         )
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:

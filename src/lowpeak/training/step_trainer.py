@@ -26,7 +26,7 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import set_aside, sweep
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.resume import find_resume, restore_random
-from lowpeak.checkpoint.state import RunState, load_run_state
+from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
 from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
@@ -101,6 +101,10 @@ class StepTrainer(Trainer):
         self.run.sizes = sizes
         self.run.core = replace(self.run.core, chunk_size=sizes.logprob_chunk_size)
 
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a resumed run to be the same run, as JSON."""
+        return {"algorithm": self.run.algorithm.name}
+
     def save_more(self, folder: Path) -> None:
         """Write what else a checkpoint needs into its (staged) folder."""
 
@@ -133,6 +137,7 @@ class StepTrainer(Trainer):
         self.run.resumed = None
         if checkpoint is not None:
             self.run.resumed = load_run_state(checkpoint, self.args.process_index)
+            check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
             self.take_run_state(self.run.resumed, checkpoint)
         step = self.run.resumed.policy_version if self.run.resumed else 0
         aside = set_aside(output_dir, step)  # before the journal loses the steps that led to them

@@ -141,7 +141,7 @@ def test_arguments_may_be_copied_with_a_change(tmp_path):
     ("changes", "words"),
     [
         ({"beta": 0.1}, "is in the middle of a rollout, which lacks reference log-probs: resume with the arguments"),
-        ({"num_generations": 8}, "is in the middle of a rollout, which has groups of 4, not of 8"),
+        ({"num_generations": 8}, "num_generations was 4 and is 8"),
     ],
 )
 def test_a_rollout_in_use_that_other_arguments_made_is_told(tmp_path, changes, words):
