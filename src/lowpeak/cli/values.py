@@ -45,7 +45,7 @@ def convert(hint: Any, value: Any) -> Any:
     Raises ValueError with what was expected.
     """
     alternatives = members(hint)
-    if value is None or (str not in alternatives and str(value).lower() in ("none", "null")):
+    if _says_none(alternatives, value):
         if type(None) in alternatives or hint is Any:
             return None
         raise ValueError("needs a value")
@@ -53,7 +53,15 @@ def convert(hint: Any, value: Any) -> Any:
         return _convert_list(hint, value)
     if dict in (get_origin(each) or each for each in alternatives):
         _check_json(value)
-    for alternative in sorted(alternatives, key=lambda each: 2 if list_item(each) else each is str):
+    return _first_that_reads(hint, value)
+
+
+def _says_none(alternatives: tuple[Any, ...], value: Any) -> bool:
+    return value is None or (str not in alternatives and str(value).lower() in ("none", "null"))
+
+
+def _first_that_reads(hint: Any, value: Any) -> Any:
+    for alternative in sorted(members(hint), key=lambda each: 2 if list_item(each) else each is str):
         if alternative is str and choices(hint):
             continue  # `SomeEnum | str` is how transformers says SomeEnum
         try:
