@@ -34,6 +34,7 @@ RANGES: dict[str, Range] = {
     "gradient_accumulation_steps": (lambda x: x >= 1, "must be at least 1"),
     "steps_per_generation": (lambda x: x is None or x >= 1, "must be at least 1"),
     "learning_rate": (lambda x: 0 <= x < float("inf"), "must be a finite number of 0 or more"),
+    "max_steps": (lambda x: x != 0, "must be at least 1 (or -1, to go by num_train_epochs)"),
     "seed": (lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
     "num_iterations": (lambda x: x >= 1, "must be at least 1"),
     "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),

@@ -12,6 +12,7 @@ from torch import nn
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.load import SHIPPED, load_reward
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 
@@ -71,6 +72,8 @@ def _reward(
 ) -> FunctionReward | ModelReward:
     if isinstance(item, FunctionReward | ModelReward):
         return copy.copy(item)  # it may get another name here
+    if isinstance(item, str) and item in SHIPPED:
+        item = load_reward(item)
     if isinstance(item, str | os.PathLike | nn.Module):
         return ModelReward(item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=template_kwargs)
     if callable(item):

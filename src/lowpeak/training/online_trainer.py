@@ -210,6 +210,14 @@ class OnlineTrainer(StepTrainer):
         if self.maker.settings.reference_sync is not None:
             load_average(checkpoint, self._reference_shards())
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.maker.weights_changed = True
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.maker.weights_changed = True
+
     def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:
         """CheckpointError where the rollout in use lacks what the algorithm, as it is set now, trains on."""
         missing = [need for need in sorted(self.run.algorithm.needs) if any(getattr(r, need) is None for r in records)]

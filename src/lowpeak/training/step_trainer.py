@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from lowpeak.checkpoint.atomic import set_aside, sweep
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.resume import find_resume, restore_random
 from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
-from lowpeak.errors import DataError, EngineError
+from lowpeak.errors import CheckpointError, DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
@@ -254,6 +254,21 @@ class StepTrainer(Trainer):
 
     # checkpoints
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The base's way; weights of another shape are told in one sentence."""
+        with _fitting(resume_from_checkpoint, "weights", "the model"):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """The base's way; states of another optimizer are told in one sentence."""
+        with _fitting(checkpoint, "optimizer states", "optim, its arguments and what is trained"):
+            super()._load_optimizer_and_scheduler(checkpoint)
+            missing = [
+                key for group in self.optimizer.param_groups for key in self.optimizer.defaults if key not in group
+            ]
+            if missing:  # torch takes another optimizer's groups and fails at its first step
+                raise KeyError(f"they have no {missing[0]}")
+
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
         self._check_weights()
@@ -270,3 +285,15 @@ class StepTrainer(Trainer):
         """The base's way, without the adapter that is only the reference."""
         with without_reference(self.model):
             super()._save(output_dir, state_dict)
+
+
+@contextmanager
+def _fitting(checkpoint: str | None, what: str, remedy: str) -> Iterator[None]:
+    """CheckpointError where torch finds that a checkpoint's tensors belong to something else."""
+    try:
+        yield
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"the {what} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
+        ) from error

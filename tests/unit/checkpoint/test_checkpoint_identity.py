@@ -50,3 +50,13 @@ def test_another_batch_size_does_not_go_on_in_the_middle_of_a_rollout(tmp_path):
     online(tmp_path, num_iterations=3).train()
     with pytest.raises(CheckpointError, match="rows of a step was 8 and is 16"):
         online(tmp_path, num_iterations=3, per_device_train_batch_size=16).train(resume_from_checkpoint=True)
+
+
+def test_another_optimizer_or_model_is_told_in_one_sentence(tmp_path):
+    online(tmp_path).train()
+    with pytest.raises(CheckpointError, match=r"optimizer states in .* do not fit this run"):
+        online(tmp_path, optim="sgd", optim_args="momentum=0.9", max_steps=3).train(resume_from_checkpoint=True)
+    args = GRPOConfig(output_dir=str(tmp_path), **SMALL, num_generations=4, max_completion_length=4)
+    wider = GRPOTrainer(tiny_model(hidden=64), ones, args, DATA, processing_class=char_tokenizer())
+    with pytest.raises(CheckpointError, match=r"weights in .* do not fit this run"):
+        wider.train(resume_from_checkpoint=True)

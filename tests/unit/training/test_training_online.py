@@ -359,6 +359,7 @@ def test_the_best_checkpoint_by_reward_is_loaded_at_the_end(tmp_path):
     scores = {row["step"]: row["eval_reward"] for row in run.state.log_history if "eval_reward" in row}
     best = max(scores, key=scores.get)
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert run.maker.weights_changed, "an engine with a copy of the weights has to get them again"
     saved = type(run.model).from_pretrained(run.state.best_model_checkpoint)
     assert all(torch.equal(weight, weights(run)[name]) for name, weight in saved.named_parameters())
 
