@@ -52,10 +52,11 @@ def _multiply(words: Tensor, factor: int) -> tuple[Tensor, Tensor]:
 def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, positions_K: Tensor) -> Tensor:
     """Float64 [N, K] in [0, 1): the draw of each row at each position of its completion, with 53 random bits.
 
-    All arguments are int64 on one device; a serial, completion or position has at most 32 bits.
+    All arguments are int64 on one device; a serial, completion or position has at most 32 bits. Positions may also be
+    [N, K], each row its own.
     """
     rollout = torch.full((), sampling.rollout & _LOW_32, dtype=torch.int64, device=serials_N.device)
-    counter = (positions_K[None, :], completions_N[:, None], serials_N[:, None], rollout)
+    counter = (positions_K, completions_N[:, None], serials_N[:, None], rollout)
     first, second, _, _ = philox(counter, (sampling.seed & _LOW_32, (sampling.seed >> 32) & _LOW_32))
     return ((first << 21) | (second >> 11)).double() * 2.0**-53
 

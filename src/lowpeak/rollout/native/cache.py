@@ -1,7 +1,7 @@
-"""The KV cache of a wave: layers with room to grow, filled from a prefill of each prompt, compacted as rows end.
+"""The KV cache of a batch: layers with room to grow, filled from a prefill of each prompt, rearranged as rows change.
 
 transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here a token is written into a
-buffer, and the buffer is copied once per `ROOM` tokens.
+buffer, and the buffer is copied once per `ROOM` tokens or where rows leave and enter.
 """
 
 from __future__ import annotations
@@ -38,17 +38,24 @@ class GrowingLayer(DynamicLayer):
         self._show(stop)
         return self.keys, self.values
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only the rows `indices`, in that order."""
-        self._move(self.get_seq_length(), indices)
-        self._show(self.get_seq_length())
+    def arrange(self, kept: Tensor, num_rows: int, length: int, capacity: int) -> None:
+        """The last `length` columns of the rows `kept`, in that order, and rows behind them for a maker to fill in."""
+        self._capacity = capacity
+        used = self.get_seq_length()
+        shared = min(used, length)
+        for i, old in enumerate(self._buffers):
+            new = self._buffer(old, num_rows, length)
+            new[: len(kept), :, : length - shared] = 0
+            new[: len(kept), :, length - shared : length] = old[kept, :, used - shared : used]
+            self._buffers[i] = new
+        self._show(length)
 
-    def _move(self, length: int, rows: Tensor | None = None) -> None:
+    def _move(self, length: int) -> None:
         """New buffers for `length` tokens and room, with the same content; keys, then values: never both twice."""
         used = self.get_seq_length()
         for i, old in enumerate(self._buffers):
-            new = self._buffer(old, old.shape[0] if rows is None else rows.shape[0], length)
-            new[..., :used, :] = old[..., :used, :] if rows is None else old[rows, :, :used]
+            new = self._buffer(old, old.shape[0], length)
+            new[..., :used, :] = old[..., :used, :]
             self._buffers[i] = new
 
     def _buffer(self, like: Tensor, num_rows: int, length: int) -> Tensor:
@@ -58,15 +65,26 @@ class GrowingLayer(DynamicLayer):
         self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
 
 
-class WaveCache(Cache):
-    """The cache of `num_rows` rows whose prompts take `length` columns, and prompts and completions `capacity`."""
+class SlotCache(Cache):
+    """The cache of the rows in the batch: all end in the same column, shorter ones have zeros before them."""
 
-    def __init__(self, num_rows: int, length: int, capacity: int) -> None:
+    def __init__(self) -> None:
         super().__init__(layers=[])
+        self._shape = (0, 0, 0)
+
+    def arrange(self, kept: Tensor, num_rows: int, length: int, capacity: int) -> None:
+        """Keep the last `length` columns of the rows `kept`, in that order, with `place` to fill those up to `num_rows`.
+
+        No layer holds more than `capacity` columns before the next time.
+        """
         self._shape = (num_rows, length, capacity)
+        if not len(kept):
+            self.layers = []
+        for layer in self.layers:
+            layer.arrange(kept, *self._shape)
 
     def place(self, prefilled: DynamicCache, rows: slice, prompts: Tensor) -> None:
-        """Copy prompts `prompts` of a prefill, one for each of `rows`, to the right end of the prompts' columns."""
+        """Copy prompts `prompts` of a prefill, one for each of `rows`, to the right end of the columns."""
         for i, layer in enumerate(prefilled.layers):
             if i == len(self.layers):
                 self.layers.append(GrowingLayer(layer, *self._shape))

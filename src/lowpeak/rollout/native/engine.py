@@ -16,17 +16,18 @@ from lowpeak.records import Completion, Group, Prompt, WeightSlice
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
 from lowpeak.rollout.native.decode import decode
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
+from lowpeak.rollout.native.slots import Waiting
 from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
-from lowpeak.rollout.native.waves import Row, Wave, form_waves
+from lowpeak.rollout.native.waves import Row, form_waves
 
 _logger = logging.getLogger(__name__)
 
 
 class NativeEngine:
-    """A rollout engine over a transformers causal language model, in waves under a KV-cache budget.
+    """A rollout engine over a transformers causal language model, in the slots that a KV-cache budget gives.
 
     `hold` gives the policy, ready to generate (eval mode, weights gathered, cache allowed), for as long as one call
-    of `generate` takes. `kv_cache_bytes()` is asked each time waves are formed, since a resumed run has the bytes of
+    of `generate` takes. `kv_cache_bytes()` is asked at each call, since a resumed run has the bytes of
     the run that it goes on with. `on_tokens` hears of each forward how many tokens it added to completions, and how
     many rows it computed. The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
     """
@@ -54,46 +55,48 @@ class NativeEngine:
         """One group per prompt, in order; EngineError before the first `load` or where a row cannot fit."""
         if self._policy_version is None:
             raise EngineError("The engine holds no known weights yet: call load() before generate().")
-        rows: dict[Row, Completion] = {}
         with self._hold() as model, torch.no_grad():
             _check_lengths(model, prompts, sampling)
-            run = self._choose_loop(model)
-            stops = StopStrings(self._tokenizer, sampling.stop)
-            end_ids = end_token_ids(model, self._tokenizer, sampling)
-            for wave in self._waves(model, prompts, sampling):
-                progress = Progress(len(wave), end_ids, stops, self._on_tokens)
-                run(model, wave, prompts, sampling, progress)
-                rows.update(zip(wave, progress.completions(), strict=True))
-        return [
-            Group(prompt, tuple(rows[Row(i, j)] for j in range(sampling.num_generations)))
-            for i, prompt in enumerate(prompts)
-        ]
+            completions = self._complete(model, prompts, sampling)
+        size = sampling.num_generations
+        return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
         """Hold `policy_version` from now on; no slice is read, the weights are shared."""
         self._policy_version = policy_version
 
     def sleep(self) -> None:
-        """Give back what torch's allocator kept of the last rollout's memory; a wave's cache ends with the wave."""
+        """Give back what torch's allocator kept of the last rollout's memory; a call's cache ends with the call."""
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Nothing to do: the policy is always there."""
 
-    def _waves(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Wave]:
+    def _complete(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
+        """All completions, group by group."""
         max_tokens = self._kv_cache_bytes() // bytes_per_token(model)
-        lengths = [len(prompt.ids) for prompt in prompts]
-        return form_waves(lengths, sampling.num_generations, sampling.max_new_tokens, max_tokens)
+        shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
+        ends = (end_token_ids(model, self._tokenizer, sampling), StopStrings(self._tokenizer, sampling.stop))
+        if self._is_driven(model):
+            num_rows = len(prompts) * sampling.num_generations
+            progress = Progress(num_rows, *ends, self._on_tokens, sampling.max_new_tokens)
+            decode(model, Waiting(*shape), prompts, sampling, progress)
+            return progress.completions()
+        rows: dict[Row, Completion] = {}
+        for wave in form_waves(*shape):
+            progress = Progress(len(wave), *ends, self._on_tokens)
+            decode_by_generate(model, wave, prompts, sampling, progress)
+            rows.update(zip(wave, progress.completions(), strict=True))
+        return [rows[row] for row in sorted(rows)]
 
-    def _choose_loop(self, model: nn.Module) -> Callable[..., None]:
+    def _is_driven(self, model: nn.Module) -> bool:
+        """Whether the engine's own loop drives the model; one warning where it does not."""
         reason = why_not_driven(model)
-        if reason is None:
-            return decode
-        if not self._warned:
+        if reason is not None and not self._warned:
             self._warned = True
             _logger.warning("%s generates through model.generate(), which is slower: %s.", type(model).__name__, reason)
-        return decode_by_generate
+        return reason is None
 
 
 def _check_lengths(model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> None:

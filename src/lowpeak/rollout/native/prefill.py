@@ -1,6 +1,6 @@
-"""Prefill: each prompt of a wave goes through the model once, and its cache and logits are copied to its rows.
+"""Prefill: each prompt that enters goes through the model once, and its cache and logits are copied to its rows.
 
-Shapes: P prompts of one forward, N rows of the wave, L columns that the longest of the prompts takes.
+Shapes: P prompts of one forward, N rows that enter, L columns that the longest of the prompts takes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from lowpeak.rollout.native.cache import WaveCache
+from lowpeak.rollout.native.cache import SlotCache
 from lowpeak.rollout.native.waves import Wave
 
 _MAX_TOKENS = 16_384  # padded prompt tokens of one forward: activations take more per token than the cache they leave
@@ -21,17 +21,15 @@ Ids = Sequence[Sequence[int]]
 
 
 def prefill(
-    model: nn.Module, wave: Wave, prompts: Ids, max_new_tokens: int, max_tokens: int = _MAX_TOKENS
-) -> tuple[Tensor, WaveCache]:
-    """Logits [N, V] of the first new token of each row, and the wave's cache.
+    model: nn.Module, wave: Wave, prompts: Ids, cache: SlotCache, first_row: int = 0, max_tokens: int = _MAX_TOKENS
+) -> Tensor:
+    """Logits [N, V] of the first new token of each row; keys and values go into rows `first_row` ... of `cache`.
 
-    `prompts` are the ids of all prompts that the wave's rows may name. Equal to a forward of each row's prompt; a
-    prompt is forwarded once, whatever the number of its rows, with others while `max_tokens` padded tokens allow.
+    `prompts` are the ids of all prompts that the rows may name. Equal to a forward of each row's prompt; a prompt is
+    forwarded once, whatever the number of its rows, with others while `max_tokens` padded tokens allow.
     """
-    length = max(len(prompts[row.prompt]) for row in wave)
-    cache = WaveCache(len(wave), length, length + max_new_tokens)
     logits = []
-    start = 0
+    start = first_row
     for counts in _forwards(wave, prompts, max_tokens):
         rows = slice(start, start + sum(counts.values()))
         logits_PV, prefilled = _forward(model, [prompts[i] for i in counts])
@@ -40,7 +38,7 @@ def prefill(
         cache.place(prefilled, rows, indices)
         logits.append(logits_PV[indices])
         start = rows.stop
-    return torch.cat(logits), cache
+    return torch.cat(logits)
 
 
 def _forwards(wave: Wave, prompts: Ids, max_tokens: int) -> Iterator[dict[int, int]]:

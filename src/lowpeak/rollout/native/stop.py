@@ -1,4 +1,4 @@
-"""When a completion ends: end-of-sequence tokens, stop strings, and what each row of a wave has written so far."""
+"""When a completion ends: end-of-sequence tokens, stop strings, and what each row has written so far."""
 
 from __future__ import annotations
 
@@ -61,11 +61,17 @@ class StopStrings:
 
 
 class Progress:
-    """What the rows of one wave have written, on the host; a row that has ended takes no more tokens."""
+    """What rows have written, on the host; one that has ended or is `max_new_tokens` long takes no more tokens."""
 
     def __init__(
-        self, num_rows: int, end_ids: frozenset[int], stops: StopStrings, on_tokens: Callable[[int, int], None] | None
+        self,
+        num_rows: int,
+        end_ids: frozenset[int],
+        stops: StopStrings,
+        on_tokens: Callable[[int, int], None] | None,
+        max_new_tokens: float = math.inf,
     ) -> None:
+        self._max_new_tokens = max_new_tokens
         self._end_ids = end_ids
         self._stops = stops
         self._on_tokens = on_tokens
@@ -80,15 +86,23 @@ class Progress:
                 "The model's logits are NaN or infinite while generating: the policy's weights are broken "
                 "(a diverged step or a checkpoint that was not loaded)."
             )
-        running = [row for row in rows if not self._ended[row]]
+        running = [row for row in rows if self.runs(row)]
         for row, token, logprob in zip(rows, tokens, logprobs, strict=True):
-            if not self._ended[row]:
+            if self.runs(row):
                 self._ids[row].append(token)
                 self._logprobs[row].append(logprob)
                 self._ended[row] = token in self._end_ids or self._stops.completed(self._ids[row])
         if self._on_tokens is not None:
             self._on_tokens(len(running), len(rows))
-        return [not self._ended[row] for row in rows]
+        return [self.runs(row) for row in rows]
+
+    def runs(self, row: int) -> bool:
+        """Whether the row takes another token."""
+        return not self._ended[row] and len(self._ids[row]) < self._max_new_tokens
+
+    def ids(self, row: int) -> Sequence[int]:
+        """The tokens of the row so far."""
+        return self._ids[row]
 
     @property
     def ended(self) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Forming waves: which rows generate together, so that their keys and values fit the budget."""
+"""Forming waves for `generate()`: which rows go together, so that their keys and values fit the budget."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int
             rest = num_generations - completion
             capacity = max_tokens // (lengths[prompt] + max_new_tokens)
             if room < min(rest, capacity) or room == 0:
-                _check_capacity(capacity, lengths[prompt], max_new_tokens, max_tokens)
+                check_capacity(capacity, lengths[prompt], max_new_tokens, max_tokens)
                 waves.append([])
                 room = capacity
             taken = min(rest, room)
@@ -42,7 +42,8 @@ def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int
     return waves
 
 
-def _check_capacity(capacity: int, length: int, max_new_tokens: int, max_tokens: int) -> None:
+def check_capacity(capacity: int, length: int, max_new_tokens: int, max_tokens: int) -> None:
+    """EngineError where a budget of `max_tokens` has no room for one row."""
     if capacity < 1:
         raise EngineError(
             f"One row of {length} prompt and {max_new_tokens} new tokens does not fit the rollout's KV cache of "

@@ -17,15 +17,19 @@ PROMPTS = [Prompt(serial, (1,), "") for serial in (30, 20)]
 WAVE = [Row(1, 0), Row(1, 1), Row(0, 0), Row(0, 1)]
 
 
-def test_each_position_has_its_own_uniforms_also_after_rows_have_left():
+def test_each_position_has_its_own_uniforms():
     draws = Draws(WAVE, PROMPTS, SAMPLING, torch.device("cpu"))
     expected = uniforms(SAMPLING, torch.tensor([20, 20, 30, 30]), torch.tensor([0, 1, 0, 1]), torch.arange(150))
-    kept = torch.arange(4)
     for position in range(150):
-        if position in (70, 140):
-            draws.keep(torch.tensor([0, 2]) if position == 70 else torch.tensor([1]))
-            kept = torch.tensor([0, 2]) if position == 70 else torch.tensor([2])
-        assert torch.equal(draws.at(position), expected[kept, position])
+        assert torch.equal(draws.at(position), expected[:, position])
+
+
+def test_rows_that_began_at_unlike_times_have_the_uniforms_of_their_own_positions():
+    starts = [0, 5, 77, 3]
+    draws = Draws(WAVE, PROMPTS, SAMPLING, torch.device("cpu"), starts)
+    expected = uniforms(SAMPLING, torch.tensor([20, 20, 30, 30]), torch.tensor([0, 1, 0, 1]), torch.arange(150))
+    for step in range(70):
+        assert torch.equal(draws.at(step), expected[range(4), [start + step for start in starts]])
 
 
 def test_greedy_needs_no_uniforms():

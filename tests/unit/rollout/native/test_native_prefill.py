@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+from lowpeak.rollout.native.cache import SlotCache
 from lowpeak.rollout.native.prefill import left_padded, prefill
 from lowpeak.rollout.native.waves import form_waves
 from tiny import tiny_model
@@ -23,7 +24,9 @@ def test_logits_and_cache_are_those_of_each_prompt_alone(max_tokens, forwards):
     model.register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
     (wave,) = form_waves([len(ids) for ids in PROMPTS], 3, 5, 1000)
     with torch.no_grad():
-        logits, cache = prefill(model, wave, PROMPTS, 5, max_tokens)
+        cache = SlotCache()
+        cache.arrange(torch.tensor([], dtype=torch.int64), len(wave), 7, 12)
+        logits = prefill(model, wave, PROMPTS, cache, max_tokens=max_tokens)
         assert shapes == forwards
         for i, row in enumerate(wave):
             alone = DynamicCache()
