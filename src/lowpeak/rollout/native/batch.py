@@ -38,6 +38,12 @@ class Batch:
         # A row that has ended and not left is fed at positions that the model may not have.
         self._last_position = max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens - 1
         self._num_columns = self._capacity = self._num_steps = 0
+        # Made by `_restart`, which follows every change of the rows.
+        self._tokens_N1: Tensor
+        self._positions_N1: Tensor
+        self._mask_NL: Tensor | None
+        self._history_NL: Tensor | None
+        self._draws: Draws
 
     def running(self) -> list[int]:
         """Which of the rows take another token."""

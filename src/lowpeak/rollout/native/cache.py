@@ -79,7 +79,7 @@ class SlotCache(Cache):
         """
         self._shape = (num_rows, length, capacity)
         if not len(kept):
-            self.layers = []
+            self.layers.clear()
         for layer in self.layers:
             layer.arrange(kept, *self._shape)
 

@@ -19,8 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.budget import text_config
 from lowpeak.rollout.native.batch import read
+from lowpeak.rollout.native.budget import text_config
 from lowpeak.rollout.native.draws import Draws
 from lowpeak.rollout.native.prefill import left_mask, left_padded
 from lowpeak.rollout.native.stop import Progress

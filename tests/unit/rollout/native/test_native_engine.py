@@ -297,3 +297,61 @@ def test_waves_follow_the_budget_of_the_moment():
     heard.clear()
     made.generate(prompts()[:1], SAMPLING)
     assert max(heard) < SAMPLING.num_generations
+
+
+@contextlib.contextmanager
+def recorded_cache(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
+    """Rows, and columns that they take in the cache with the new token, of each decoding forward."""
+    shapes: list[tuple[int, int]] = []
+
+    def note(module, args, kwargs) -> None:
+        if kwargs["input_ids"].shape[1] == 1:
+            shapes.append((kwargs["input_ids"].shape[0], kwargs["past_key_values"].get_seq_length() + 1))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    yield shapes
+    handle.remove()
+
+
+ENDING = replace(SAMPLING, max_new_tokens=40, num_generations=6, stop_token_ids=(3, 4))
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.3}, {"temperature": 0.0}, {"stop": ("77", "0")}])
+@pytest.mark.parametrize("slots", [1, 2, 5, 7, 13, 24])
+def test_rows_that_enter_later_have_the_same_tokens(slots, settings):
+    model, sampling = tiny_model(), replace(ENDING, **settings)
+    expected = engine(model).generate(prompts(), sampling)
+    made = engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(prompts(), sampling)
+    assert tokens(made) == tokens(expected)
+    for group, other in zip(made, expected, strict=True):
+        for mine, its in zip(group.completions, other.completions, strict=True):
+            assert mine.finish_reason == its.finish_reason
+            torch.testing.assert_close(mine.logprobs, its.logprobs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("slots", [1, 3, 8, 12])
+def test_rows_times_columns_never_exceed_the_budget(slots):
+    model = tiny_model()
+    many = [replace(prompt, serial=30 * i + prompt.serial) for i in range(3) for prompt in prompts()]
+    with recorded_cache(model) as shapes:
+        engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(many, ENDING)
+    assert max(rows * columns for rows, columns in shapes) <= slots * (10 + 40)
+    assert max(rows for rows, _ in shapes) >= slots
+
+
+def test_the_batch_stays_full_while_rows_wait():
+    model, sampling = tiny_model(), replace(ENDING, num_generations=4)
+    same_length = [replace(prompts()[1], serial=i) for i in range(40)]
+    with recorded_cache(model) as shapes:
+        groups = engine(model, kv_cache_bytes=16 * (10 + 40) * bytes_per_token(model)).generate(same_length, sampling)
+    useful = sum(len(c) - 1 for group in groups for c in group.completions)
+    longest = max(len(c) for group in groups for c in group.completions)
+    assert len(shapes) < 1.5 * useful / 16 + longest
+    assert sum(rows for rows, _ in shapes) < 1.25 * useful
+
+
+def test_a_group_that_fits_into_half_of_the_slots_has_its_prompt_forwarded_once():
+    model = tiny_model()
+    with recorded(model) as shapes:
+        engine(model, kv_cache_bytes=12 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
+    assert sum(rows for rows, columns in shapes if columns > 1) == len(TEXTS)
