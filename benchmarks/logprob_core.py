@@ -1,4 +1,4 @@
-"""The log-prob core beside naive and TRL's: `python -m benchmarks.logprob_core [--quick]`.
+"""The log-prob core beside naive and TRL's: `python -m benchmarks.logprob_core [--quick] [--dtype DTYPE]`.
 
 Log-probs of T tokens from hidden [T, 1024] and a head [151936, 1024], and the gradients of both, T = 4,096 (quick:
 512), one thread, a fresh process each: memory above the inputs at its peak, CPU seconds of forward and backward, and
@@ -23,7 +23,7 @@ Rows = dict[str, dict[str, dict[str, Any]]]  # dtype -> way -> what was measured
 
 
 def main() -> None:
-    num_tokens, chunk_size = parse(sys.argv[1:])
+    num_tokens, chunk_size, dtypes = parse(sys.argv[1:])
     # Without it glibc keeps freed blocks of tens of MB resident, and they look like somebody's peak.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     ways = ["products", "naive", *OURS]
@@ -31,7 +31,7 @@ def main() -> None:
         print("trl is not installed: its rows are left out")
     else:
         ways.append(PEER)
-    rows = measure(ways, num_tokens, chunk_size)
+    rows = measure(ways, num_tokens, chunk_size, dtypes)
     print_result(
         {
             "benchmark": "logprob_core",
@@ -48,21 +48,22 @@ def main() -> None:
     )
 
 
-def parse(arguments: Sequence[str]) -> tuple[int, int]:
-    """Tokens of the case, and lowpeak's tokens of a chunk."""
+def parse(arguments: Sequence[str]) -> tuple[int, int, tuple[str, ...]]:
+    """Tokens of the case, lowpeak's tokens of a chunk, and the dtypes."""
     parser = argparse.ArgumentParser(description="Peak memory and CPU seconds of log-probs and their gradients.")
     parser.add_argument("--quick", action="store_true", help="512 tokens in place of 4,096")
     parser.add_argument("--chunk_size", type=int, default=256, help="lowpeak's tokens of a chunk")
+    parser.add_argument("--dtype", choices=DTYPES, help="one dtype in place of both")
     found = parser.parse_args(arguments)
-    return 512 if found.quick else 4096, found.chunk_size
+    return 512 if found.quick else 4096, found.chunk_size, (found.dtype,) if found.dtype else DTYPES
 
 
-def measure(ways: Sequence[str], num_tokens: int, chunk_size: int) -> Rows:
+def measure(ways: Sequence[str], num_tokens: int, chunk_size: int, dtypes: Sequence[str]) -> Rows:
     """Each way in each dtype, one after the other; a table row is printed as it is known."""
     print("| dtype | way | peak MB | forward s | backward s | CPU s | of three products | of naive |")
     print("|---|---|---|---|---|---|---|---|")
     rows: Rows = {}
-    for dtype in DTYPES:
+    for dtype in dtypes:
         found = rows[dtype] = {}
         for way in ways:
             request = {"way": way, "num_tokens": num_tokens, "dtype": dtype, "chunk_size": chunk_size}
