@@ -19,7 +19,7 @@ from benchmarks.harness.report import OURS, print_result, ratio, versions
 PEER = "transformers"
 SHAPES = {
     "quick": {"hidden": 256, "layers": 2, "vocab_size": 2048, "num_prompts": 4, "max_new_tokens": 64, "slots": 8},
-    "small": {"hidden": 256, "layers": 4, "vocab_size": 8192, "num_prompts": 8, "max_new_tokens": 256, "slots": 16},
+    "small": {"hidden": 256, "layers": 4, "vocab_size": 8192, "num_prompts": 8, "max_new_tokens": 128, "slots": 16},
     "w2": {"hidden": 512, "layers": 8, "vocab_size": 151936, "num_prompts": 8, "max_new_tokens": 256, "slots": 16},
 }
 GROUP = {"num_generations": 8, "prompt_length": 64}
@@ -29,9 +29,6 @@ def main() -> None:
     shape, draws = parse(sys.argv[1:])
     kinds = {"skewed": [measure(shape, True, seed) for seed in range(draws)], "equal": [measure(shape, False, 0)]}
     ours, peer, ratios = ({kind: median(runs, name) for kind, runs in kinds.items()} for name in ("ours", "peer", "x"))
-    for kind, runs in kinds.items():
-        for run in runs:
-            print(f"{kind}: ours {run['ours']:.1f}, generate() {run['peer']:.1f} tokens per CPU-second, x {run['x']}")
     print_result(
         {
             "benchmark": "rollout",
@@ -65,7 +62,7 @@ def measure(shape: str, skewed: bool, seed: int) -> dict[str, Any]:
     ours = run_apart(module, {**request, "library": OURS})
     peer = run_apart(module, {**request, "library": PEER, "lengths": ours["lengths"]})
     assert ours["lengths"] == peer["lengths"], "both sides write completions of the same lengths"
-    return {
+    found = {
         "seed": seed,
         "tokens": ours["tokens"],
         "ours": rate(ours),
@@ -73,6 +70,8 @@ def measure(shape: str, skewed: bool, seed: int) -> dict[str, Any]:
         "x": ratio(rate(ours), rate(peer)),
         "peak_rss_mb": {"ours": ours["peak_rss_mb"], "peer": peer["peak_rss_mb"]},
     }
+    print(f"{'skewed' if skewed else 'equal'}: {found}", file=sys.stderr, flush=True)
+    return found
 
 
 def rate(run: Mapping[str, Any]) -> float:

@@ -73,7 +73,7 @@ def choose(
     The log-prob is `log_softmax(logits / temperature)` over the full vocabulary, before penalty and filters; greedy
     (temperature 0) takes `argmax` after the penalty and the log-prob at temperature 1. `uniforms_N` may be None when
     greedy, `history_NL` (see `penalize`) when there is no penalty. Rows go in slices of at most `max_elements` scores,
-    so that a large wave over a large vocabulary needs bounded memory beside its logits.
+    so that a large batch over a large vocabulary needs bounded memory beside its logits.
     """
     num_rows = max(1, max_elements // logits_NV.shape[-1])
     parts = []
