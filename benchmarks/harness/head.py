@@ -51,7 +51,11 @@ def make_case(request: HeadRequest, vocabulary: int = VOCABULARY, width: int = W
     torch.manual_seed(0)
     dtype = getattr(torch, request.dtype)
     hidden_TD = torch.empty(request.num_tokens, width, dtype=dtype).normal_().requires_grad_()
-    weight_VD = torch.empty(vocabulary, width, dtype=dtype).normal_(std=width**-0.5).requires_grad_()
+    weight_VD = torch.empty(vocabulary, width, dtype=dtype)
+    block_RD = torch.empty(4096, width, dtype=dtype).normal_(std=width**-0.5)
+    for rows in weight_VD.split(len(block_RD)):  # repeated: drawing them all would take longer than some measurements
+        rows.copy_(block_RD[: len(rows)])
+    weight_VD.requires_grad_()
     targets_T = torch.randint(vocabulary, (request.num_tokens,))
     return HeadCase(hidden_TD, weight_VD, targets_T, torch.randn(request.num_tokens), ChunkSettings(request.chunk_size))
 

@@ -30,6 +30,6 @@ def test_a_peak_is_counted_above_the_inputs_and_ratios_are_to_naive_and_to_the_p
     assert found == {"peak_of_naive": 0.125, "cpu_of_naive": 0.5, "cpu_of_products": 1.5}
 
 
-def test_a_quick_run_has_512_tokens_and_both_dtypes():
-    assert logprob_core.parse(["--quick"]) == (512, 256, ("float32", "bfloat16"))
+def test_a_quick_run_has_256_tokens_and_both_dtypes():
+    assert logprob_core.parse(["--quick"]) == (256, 256, ("float32", "bfloat16"))
     assert logprob_core.parse(["--dtype", "bfloat16"]) == (4096, 256, ("bfloat16",))
