@@ -53,7 +53,7 @@ def watch_phases(trainer: Any, library: str, clock: PhaseClock) -> None:
     What remains of a run is the optimizer, advantages, logs and the loop itself.
     """
     if library == "lowpeak":
-        clock.watch(trainer.maker, "generate", "rollout")
+        clock.watch(trainer.maker.engine, "generate", "rollout")
         clock.watch(trainer.maker.panel, "judge", "reward")
         clock.watch(trainer, "training_step", "train")
     else:
