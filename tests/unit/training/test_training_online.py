@@ -9,7 +9,7 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import TrainerCallback
+from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.errors import ModelError
@@ -140,6 +140,42 @@ def test_an_iterable_data_set_trains_to_max_steps(tmp_path):
     run = grpo(tmp_path, data=data, max_steps=4)
     run.train()
     assert run.state.global_step == 4
+
+
+@pytest.mark.parametrize("by", ["instance", "path"])
+def test_a_reward_model_judges_beside_a_function(tmp_path, by):
+    config = Qwen2Config(
+        vocab_size=len(TOKENIZER),
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        intermediate_size=32,
+        num_labels=1,
+        pad_token_id=0,
+    )
+    judge = Qwen2ForSequenceClassification(config).eval()
+    judge.save_pretrained(tmp_path / "judge")
+    TOKENIZER.save_pretrained(tmp_path / "judge")
+    judge.config.pad_token_id = 0
+    args = GRPOConfig(output_dir=str(tmp_path / "out"), **{**SMALL, "num_generations": 4, "reward_weights": [1.0, 0.5]})
+    run = GRPOTrainer(
+        tiny_model(),
+        [ones, judge if by == "instance" else str(tmp_path / "judge")],
+        args,
+        rows(),
+        processing_class=TOKENIZER,
+        reward_processing_classes=[None, TOKENIZER] if by == "instance" else None,
+    )
+    run.train()
+    record = run.rollout.records[0]
+    ids = torch.tensor([[*record.prompt_ids, *TOKENIZER(completion_text(record)).input_ids]])
+    assert record.rewards[1] == pytest.approx(judge(input_ids=ids).logits.item(), abs=1e-5)
+    assert record.reward == pytest.approx(record.rewards[0] + 0.5 * record.rewards[1])
+
+
+def completion_text(record):
+    return TOKENIZER.decode(record.completion.ids.tolist(), skip_special_tokens=True)
 
 
 def test_several_evaluation_sets_are_reported_under_their_names(tmp_path):
