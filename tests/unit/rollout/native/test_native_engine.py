@@ -355,3 +355,16 @@ def test_a_group_that_fits_into_half_of_the_slots_has_its_prompt_forwarded_once(
     with recorded(model) as shapes:
         engine(model, kv_cache_bytes=12 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
     assert sum(rows for rows, columns in shapes if columns > 1) == len(TEXTS)
+
+
+@pytest.mark.parametrize("tokens_of_budget", [100, 150, 200, 330])
+def test_short_prompts_beside_a_long_one_stay_within_the_budget(tokens_of_budget):
+    """The long row's columns are everybody's: as it grows, fewer short rows may stand beside it."""
+    model = tiny_model()
+    lengths = [60, 2, 3, 60, 2, 2, 4, 3, 2, 40]
+    uneven = [Prompt(i, tuple(2 + (i * k) % 10 for k in range(1, n + 1)), "") for i, n in enumerate(lengths)]
+    sampling = replace(SAMPLING, max_new_tokens=40, num_generations=2, stop_token_ids=(3,))
+    with recorded_cache(model) as shapes:
+        made = engine(model, kv_cache_bytes=tokens_of_budget * bytes_per_token(model)).generate(uneven, sampling)
+    assert max(rows * columns for rows, columns in shapes) <= tokens_of_budget
+    assert tokens(made) == tokens(engine(model).generate(uneven, sampling))
