@@ -364,7 +364,15 @@ def test_short_prompts_beside_a_long_one_stay_within_the_budget(tokens_of_budget
     lengths = [60, 2, 3, 60, 2, 2, 4, 3, 2, 40]
     uneven = [Prompt(i, tuple(2 + (i * k) % 10 for k in range(1, n + 1)), "") for i, n in enumerate(lengths)]
     sampling = replace(SAMPLING, max_new_tokens=40, num_generations=2, stop_token_ids=(3,))
-    with recorded_cache(model) as shapes:
-        made = engine(model, kv_cache_bytes=tokens_of_budget * bytes_per_token(model)).generate(uneven, sampling)
-    assert max(rows * columns for rows, columns in shapes) <= tokens_of_budget
+    held: list[int] = []
+
+    def note(module, args, kwargs) -> None:
+        layers = getattr(kwargs["past_key_values"], "layers", [])
+        if kwargs["input_ids"].shape[1] == 1:
+            held.append(sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values)))
+
+    handle = model.register_forward_pre_hook(note, with_kwargs=True)
+    made = engine(model, kv_cache_bytes=tokens_of_budget * bytes_per_token(model)).generate(uneven, sampling)
+    handle.remove()
+    assert 0 < max(held) <= tokens_of_budget * bytes_per_token(model)
     assert tokens(made) == tokens(engine(model).generate(uneven, sampling))
