@@ -10,7 +10,7 @@ micro-batch, N rows of a rollout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -126,12 +126,44 @@ class TokenBatch:
 
 
 @dataclass(frozen=True)
+class Tree:
+    """A prompt and the completions that continue it, one after another in a row: [prompt, c1, ..., cG].
+
+    A token sees the prompt's tokens up to itself and its own completion's up to itself, and no other completion. A
+    sequence on its own is a tree with an empty prompt and one completion. All are numbers of tokens; none may be read
+    off a device.
+    """
+
+    start: int  # where in the row it begins
+    prompt: int
+    completions: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row that the tree takes."""
+        return self.prompt + sum(self.completions)
+
+
+@dataclass(frozen=True)
+class Forest:
+    """What one row without padding between its sequences holds: trees one after another, which do not see each other.
+
+    `position_ids_1L` restart at 0 with each tree, and with each completion at its prompt's length. Tokens after the
+    last tree are padding; nothing sees them.
+    """
+
+    trees: tuple[Tree, ...]
+    position_ids_1L: Tensor  # int64 [1, L]
+
+
+@dataclass(frozen=True)
 class MicroBatch:
     """One forward and backward: B rows padded on the right to L, and the T positions that predict counted tokens.
 
-    `positions_T` index the flattened [B*L] hidden states; position i predicts the token at i + 1, which is
-    `targets_T`. With right padding and causal attention no real token sees a pad, so there is no attention mask.
-    A rank with nothing left gets a micro-batch of one counted token of weight 0.
+    `positions_T` index the flattened [B*L] hidden states; position i predicts `targets_T` (several where completions
+    share a prompt). With right padding and causal attention no real token sees a pad, so there is no attention mask.
+    With a `forest`, B is 1 and the row holds several sequences. A rank with nothing left gets a micro-batch of one
+    counted token of weight 0.
     """
 
     input_ids_BL: Tensor  # int64
@@ -140,6 +172,7 @@ class MicroBatch:
     tokens: TokenBatch
     record_indices: tuple[int, ...]  # which records of the rollout its rows are, in order; empty when masked
     num_useful: int  # tokens of the forward that are not padding
+    forest: Forest | None = None  # None: padded rows
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same micro-batch on `device`, without waiting for the copies."""
@@ -150,6 +183,8 @@ class MicroBatch:
             self.tokens.to(device),
             self.record_indices,
             self.num_useful,
+            self.forest
+            and replace(self.forest, position_ids_1L=self.forest.position_ids_1L.to(device, non_blocking=True)),
         )
 
 
