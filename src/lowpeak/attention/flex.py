@@ -58,19 +58,18 @@ def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device) -> An
 
 def _segments(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
     """`segment` and `root` of each token, int32 [L]; the padding is a segment of its own, so that no row is empty."""
-    tokens, roots = [], []
+    tokens: list[int] = []
+    roots: list[int] = []
     for tree in trees:
         root = len(tokens)
-        tokens.append(tree.prompt)
-        roots.append(root)
-        for completion in tree.completions:
-            roots.append(root if tree.prompt else len(tokens))
-            tokens.append(completion)
+        for number, part in enumerate((tree.prompt, *tree.completions)):
+            roots.append(root if tree.prompt else root + number)
+            tokens.append(part)
+    roots.append(len(tokens))
     tokens.append(length - sum(tokens))
-    roots.append(len(roots))
-    counts = torch.tensor(tokens)
-    segments = torch.arange(len(tokens), dtype=torch.int32)
-    return tuple(x.repeat_interleave(counts) for x in (segments, torch.tensor(roots, dtype=torch.int32)))  # type: ignore
+    counts_S, roots_S = torch.tensor(tokens), torch.tensor(roots, dtype=torch.int32)
+    segments_S = torch.arange(len(tokens), dtype=torch.int32)
+    return segments_S.repeat_interleave(counts_S), roots_S.repeat_interleave(counts_S)
 
 
 def _blocks(segments_L: Tensor, roots_L: Tensor) -> tuple[Tensor, Tensor]:
