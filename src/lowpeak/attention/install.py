@@ -1,0 +1,116 @@
+"""An unmodified transformers causal LM that takes forests, through the library's registry of attention functions.
+
+`install_attention` names "lowpeak" as the model's attention. Without a `forest` it is sdpa, argument for argument, so
+that generation, verification and padded rows are what they were; with one, every layer attends as the forest says.
+The forest travels as a keyword argument from the model's forward to each layer's attention; activation checkpointing
+keeps it for the recomputation. The dummy mask of four dimensions is what transformers passes on as it is: it keeps it
+from building a mask of its own, and from looking for packed sequences in the position ids, which reads the device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lowpeak.attention.flex import flex_attention_row
+from lowpeak.attention.layout import ForestLayout
+from lowpeak.attention.merged import merged_attention
+from lowpeak.attention.support import NAME, REPLACED, why_not
+from lowpeak.errors import ModelError
+from lowpeak.logprobs.head import causal_lm
+from lowpeak.records import Forest
+
+# What a layer may pass on to its attention that does not change what the attention means.
+_WITHOUT_MEANING = {
+    "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache",
+}  # fmt: skip
+
+
+def install_attention(model: nn.Module) -> None:
+    """Let a causal LM, plain or wrapped, take `model(input_ids, **forward_arguments(forest, device))`.
+
+    Its saved config does not change, and a deep copy takes forests too. Raises ModelError where `why_not` has a reason.
+    """
+    reason = why_not(model)
+    if reason is not None:
+        raise ModelError(f"cannot run several sequences in one row: {reason}")
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[REPLACED])
+    causal_lm(model).set_attn_implementation(NAME)
+
+
+def uninstall_attention(model: nn.Module) -> None:
+    """Give a model back the attention it had; nothing happens where none was installed."""
+    causal = causal_lm(model)
+    if causal.config._attn_implementation == NAME:
+        causal.set_attn_implementation(REPLACED)
+
+
+def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, Any]:
+    """What to add to `model(input_ids=ids_1L, ...)` for a row that holds `forest`."""
+    device = torch.device(device)
+    return {
+        "position_ids": forest.position_ids_1L.to(device, non_blocking=True),
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+        "forest": ForestLayout(forest, device),
+    }
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    forest: ForestLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of transformers' registry."""
+    if forest is None:
+        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
+    _check(module, query, attention_mask, kwargs)
+    scale = kwargs.get("scaling")
+    query, key, value = _autocast(query, key, value)
+    return attend_forest(query, key, value, forest, query.shape[-1] ** -0.5 if scale is None else scale), None
+
+
+def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scale: float) -> Tensor:
+    """[1, L, H, F]: attention as the forest says, the way of the tensors' device."""
+    if forest.block_mask is not None:
+        return flex_attention_row(query, key, value, forest.block_mask, scale)
+    width = value.shape[-1]
+    # The CPU kernel takes one width for queries and values; latent attention has narrower values.
+    padded = F.pad(value, (0, query.shape[-1] - width))
+    return merged_attention(query, key, padded, forest.trees, scale)[..., :width]
+
+
+def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Raise ModelError for what a layer asks of its attention that would be ignored."""
+    name = type(module).__name__
+    if mask is None or mask.shape != (1, 1, 1, 1) or query.shape[0] != 1:
+        raise ModelError(f"{name} changes its attention mask, which a row of several sequences does not have")
+    if kwargs.get("dropout"):
+        raise ModelError(f"{name} has attention dropout, which a row of several sequences cannot have: set it to 0")
+    if kwargs.get("is_causal") is False:
+        raise ModelError(f"{name} is not causal, so its sequences cannot share a row")
+    known = _WITHOUT_MEANING | {"scaling", "dropout", "is_causal"}
+    unknown = [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
+    if unknown:
+        raise ModelError(f"{name} passes {', '.join(unknown)} to its attention, which lowpeak does not know")
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """As autocast does for scaled_dot_product_attention, which a function of our own is not listed beside."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]

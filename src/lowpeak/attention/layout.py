@@ -1,0 +1,22 @@
+"""What a forward pass carries to its attention layers: a forest's trees, and what is built of them once for all layers."""
+
+from __future__ import annotations
+
+import torch
+
+from lowpeak.attention.flex import block_mask
+from lowpeak.records import Forest, Tree
+
+
+class ForestLayout:
+    """The keyword argument `forest` of a model's forward.
+
+    Neither a tuple nor a dataclass, because wrappers (DDP, FSDP) take those apart to move and cast tensors.
+    """
+
+    __slots__ = ("block_mask", "trees")
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.trees: tuple[Tree, ...] = forest.trees
+        length = forest.position_ids_1L.shape[1]
+        self.block_mask = block_mask(forest.trees, length, device) if device.type == "cuda" else None
