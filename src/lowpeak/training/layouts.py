@@ -11,7 +11,6 @@ from torch import nn
 
 from lowpeak.attention.install import install_attention
 from lowpeak.attention.support import why_not
-from lowpeak.attention.verify import forests_agree
 from lowpeak.batching.prefix import Layout
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
@@ -82,5 +81,4 @@ def _obstacle(models: Sequence[Any]) -> str | None:
         return found
     for model in models:
         install_attention(model)
-        forests_agree(model)
     return None
