@@ -41,19 +41,19 @@ class _MergedAttention(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, trees: tuple[Tree, ...], scale: float
     ) -> Tensor:
-        out_1LHE = torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        lse_dtype = torch.promote_types(query.dtype, torch.float32)
-        folded, keys, values = _fold(query, key.shape[1]), _share(key, query), _share(value, query)
-        out = _fold(out_1LHE.transpose(1, 2), key.shape[1])
-        lse = torch.zeros(out.shape[0], out.shape[2], out.shape[1], dtype=lse_dtype, device=out.device).transpose(1, 2)
-        for rows, columns, causal in _parts(trees):
+        num_kv = key.shape[1]
+        folded, keys, values = _fold(query, num_kv), _share(key, query), _share(value, query)
+        out_1HLE = _fresh(query, trees)
+        out, lse = _fold(out_1HLE, num_kv), _fresh_lse(folded)
+        for rows, columns, own in _parts(trees):
             part, part_lse = _flash(
-                folded[:, :, rows], keys[:, :, columns], values[:, :, columns], 0.0, causal, scale=scale
+                folded[:, :, rows], keys[:, :, columns], values[:, :, columns], 0.0, own, scale=scale
             )
-            if causal:
+            if own:
                 out[:, :, rows], lse[:, :, rows] = part, part_lse
             else:
                 _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+        out_1LHE = out_1HLE.transpose(1, 2)
         ctx.save_for_backward(query, key, value, out_1LHE, lse)
         ctx.trees, ctx.scale = trees, scale  # type: ignore[attr-defined]
         return out_1LHE
@@ -65,21 +65,21 @@ class _MergedAttention(torch.autograd.Function):
         num_kv = key.shape[1]
         folded, keys, values = _fold(query, num_kv), _share(key, query), _share(value, query)
         out, grad = _fold(out_1LHE.transpose(1, 2), num_kv), _fold(grad_1LHE.contiguous().transpose(1, 2), num_kv)
-        grad_query, grad_key, grad_value = _zeros(query), _zeros(key), _zeros(value)
-        grad_folded = _fold(grad_query, num_kv)
-        for rows, columns, causal in _parts(ctx.trees):
+        grads = [_fresh(x, ctx.trees) for x in (query, key, value)]
+        grad_folded, grad_key, grad_value = _fold(grads[0], num_kv), grads[1][0], grads[2][0]
+        for rows, columns, own in _parts(ctx.trees):
             part_query, part_key, part_value = _flash_backward(
                 grad[:, :, rows], folded[:, :, rows], keys[:, :, columns], values[:, :, columns],
-                out[:, :, rows], lse[:, :, rows], 0.0, causal, scale=ctx.scale,
+                out[:, :, rows], lse[:, :, rows], 0.0, own, scale=ctx.scale,
             )  # fmt: skip
-            grad_folded[:, :, rows] += part_query
-            grad_key[0, :, columns] += part_key.sum(0)
-            grad_value[0, :, columns] += part_value.sum(0)
-        return grad_query, grad_key, grad_value, None, None
+            _put(grad_folded[:, :, rows], part_query, own)
+            _put(grad_key[:, columns], _over_shares(part_key), own)
+            _put(grad_value[:, columns], _over_shares(part_value), own)
+        return *grads, None, None
 
 
 def _parts(trees: tuple[Tree, ...]) -> Iterator[tuple[slice, slice, bool]]:
-    """Rows and columns of the mask's blocks that are not empty, and whether a block is causal; own blocks first."""
+    """Rows and columns of the mask's blocks that are not empty, and whether it is a token's own (causal) block."""
     for tree in trees:
         start = tree.start
         for tokens in (tree.prompt, *tree.completions):
@@ -110,6 +110,28 @@ def _share(heads: Tensor, query: Tensor) -> Tensor:
     return heads.expand(query.shape[1] // heads.shape[1], -1, -1, -1)
 
 
-def _zeros(heads: Tensor) -> Tensor:
-    """Zeros [1, H, L, E] laid out as the projections are, [1, L, H, E]."""
-    return torch.zeros_like(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+def _over_shares(grad: Tensor) -> Tensor:
+    """[R, K, L, E] summed to [K, L, E]."""
+    return grad[0] if grad.shape[0] == 1 else grad.sum(0)
+
+
+def _put(target: Tensor, part: Tensor, own: bool) -> None:
+    """Every token has one own block, which comes before what is added to it."""
+    if own:
+        target.copy_(part)
+    else:
+        target.add_(part)
+
+
+def _fresh(heads: Tensor, trees: tuple[Tree, ...]) -> Tensor:
+    """Memory for [1, H, L, E] laid out as projections are, [1, L, H, E]; zeros where there is padding to leave out."""
+    filled = sum(tree.num_tokens for tree in trees) == heads.shape[2]
+    new = torch.empty_like if filled else torch.zeros_like
+    return new(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+
+
+def _fresh_lse(folded: Tensor) -> Tensor:
+    """Memory for [R, K, L], laid out as the kernel writes it, [R, L, K]."""
+    repeats, num_kv, length, _ = folded.shape
+    dtype = torch.promote_types(folded.dtype, torch.float32)
+    return torch.zeros(repeats, length, num_kv, dtype=dtype, device=folded.device).transpose(1, 2)

@@ -1,0 +1,133 @@
+"""The start-up check: a small forest through the model against the same rows run one by one, and the kernel's gradient.
+
+It is what finds a model whose layers look at more than their attention's answer (state, windows, positions), and a
+device whose kernel does not do what its tests on another one promise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.attention.agreement import kernel_differs, precision
+from lowpeak.attention.install import forward_arguments
+from lowpeak.errors import ModelError
+from lowpeak.logprobs.head import backbone_of, causal_lm
+from lowpeak.records import Forest, Tree
+
+# Two completions behind a prompt, a sequence on its own, two completions behind another prompt; then padding.
+_TREES = (Tree(0, 5, (4, 3)), Tree(12, 0, (6,)), Tree(18, 2, (1, 5)))
+_LENGTH = 29
+
+
+def forests_agree(model: nn.Module, device: torch.device | str) -> str | None:
+    """None where a forest gives the hidden states of plain rows; else a sentence that says what went wrong.
+
+    `model` as it will be called, wrapped or not, with `install_attention` done; it runs in eval mode without gradients
+    and is left as it was. The kernel's gradient is checked on its own, in the model's dtype. What is tolerated is the
+    rounding of hidden states in the dtype that the model computes in. Every rank of a sharded model calls it.
+    """
+    device = torch.device(device)
+    causal = causal_lm(model)
+    try:
+        with _evaluated(model):
+            largest, dtype = _largest_difference(model, causal, device)
+        allowed = _rounding(precision(dtype, device), causal.config.get_text_config().num_hidden_layers)
+        if not largest <= allowed:
+            return (
+                f"{type(causal).__name__} gives other hidden states for several sequences in one row than for each on "
+                f"its own: they differ by {largest:.2g} of their size, where rounding explains {allowed:.2g}"
+            )
+        return kernel_differs(dtype, device)
+    except torch.OutOfMemoryError:
+        raise
+    except (ModelError, TypeError, RuntimeError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        return f"{type(causal).__name__} cannot run several sequences in one row: {reason}"
+
+
+@dataclass
+class _Watch:
+    """The backbone's hidden states in the dtype it computes in, which wrappers may change on the way out."""
+
+    hidden: Tensor
+    dtype: torch.dtype
+
+
+def _largest_difference(model: nn.Module, causal: Any, device: torch.device) -> tuple[float, torch.dtype]:
+    """The largest distance between a token's two hidden states, relative to its size; and the dtype computed in."""
+    num_ids = causal.config.get_text_config().vocab_size
+    ids_1L = (torch.arange(_LENGTH, device=device) * 7919 + 3).remainder(num_ids)[None]
+    forest = _forest()
+    with _watched(causal) as watch:
+        model(input_ids=ids_1L, **forward_arguments(forest, device))
+        together = watch.hidden
+        largest = 0.0
+        for row in _rows(forest):
+            model(input_ids=ids_1L[:, row])
+            alone = watch.hidden.float()
+            distance = (together[:, row].float() - alone).norm(dim=-1) / alone.norm(dim=-1)
+            largest = max(largest, float(distance.max()))
+    return largest, watch.dtype
+
+
+@contextmanager
+def _watched(causal: Any) -> Iterator[_Watch]:
+    watch = _Watch(torch.empty(0), torch.float32)
+
+    def look(module: nn.Module, args: Any, output: Any) -> None:
+        watch.hidden = output[0]
+        kind = watch.hidden.device.type
+        watch.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else watch.hidden.dtype
+
+    handle = backbone_of(causal).register_forward_hook(look)
+    try:
+        yield watch
+    finally:
+        handle.remove()
+
+
+@contextmanager
+def _evaluated(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; every module's own mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _forest() -> Forest:
+    positions = torch.zeros(1, _LENGTH, dtype=torch.int64)
+    for tree in _TREES:
+        start = tree.start
+        for begin, tokens in ((0, tree.prompt), *((tree.prompt, tokens) for tokens in tree.completions)):
+            positions[0, start : start + tokens] = torch.arange(begin, begin + tokens)
+            start += tokens
+    return Forest(_TREES, positions)
+
+
+def _rows(forest: Forest) -> Iterator[list[int]]:
+    """Where in the forest's row the tokens of each plain row are."""
+    for tree in forest.trees:
+        start = tree.start + tree.prompt
+        for tokens in tree.completions:
+            yield [*range(tree.start, tree.start + tree.prompt), *range(start, start + tokens)]
+            start += tokens
+
+
+def _rounding(eps: float, num_layers: int) -> float:
+    """What rounding does to a token's hidden state, relative to its size.
+
+    Measured on models of 2 to 32 layers with small and with large weights: at most a fifth of this in fp32, and 0.16 in
+    bf16, where tokens that see what they should not are off by 0.6 to 1.6.
+    """
+    return min(0.25, 256 * eps * num_layers**0.5)
