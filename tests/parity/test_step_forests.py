@@ -7,17 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget, counted_positions, num_counted, pack
-from lowpeak.batching.prefix import Costs
-from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
-from lowpeak.logprobs.head import install_head
-from lowpeak.training.step import Core, score
 from step_cases import (
     BASE,
     TEMPERATURE,
@@ -29,6 +18,17 @@ from step_cases import (
     plain_rloo_loss,
     streamed_loss,
 )
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.packing import Budget, counted_positions, num_counted, pack
+from lowpeak.batching.prefix import Costs
+from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
+from lowpeak.logprobs.head import install_head
+from lowpeak.training.step import Core, score
 from tiny import tiny_model
 
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from step_cases import BASE, assert_same_gradients, plain_grpo_loss, plain_rloo_loss, ragged_records, streamed_loss
 
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.config.algorithm import RLOOSettings
 from lowpeak.logprobs.head import install_head
-from step_cases import BASE, assert_same_gradients, plain_grpo_loss, plain_rloo_loss, ragged_records, streamed_loss
 from tiny import tiny_model
 
 

@@ -158,7 +158,8 @@ def make_run(
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
-    choice = prepare_layout(memory, [policy] if reference is None else [policy, reference])
+    with trainer.accelerator.autocast():  # as the passes will compute
+        choice = prepare_layout(memory, [policy] if reference is None else [policy, reference], device)
     sizes = Sizes.of(memory, policy, device, choice, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
     return Run(
         algorithm=algorithm,

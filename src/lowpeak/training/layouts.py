@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+import torch
 from torch import nn
 
-from lowpeak.attention.install import install_attention
+from lowpeak.attention.install import install_attention, uninstall_attention
 from lowpeak.attention.support import why_not
+from lowpeak.attention.verify import forests_agree
 from lowpeak.batching.prefix import Layout
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
@@ -65,20 +66,25 @@ def choose_layout(settings: MemorySettings, obstacle: str | None) -> LayoutChoic
     return LayoutChoice("shared", "the model's attention can", ("shared", "rows", *padded))
 
 
-def prepare_layout(settings: MemorySettings, models: Sequence[nn.Module]) -> LayoutChoice:
+def prepare_layout(settings: MemorySettings, models: Sequence[nn.Module], device: torch.device) -> LayoutChoice:
     """The layout of a run of these models, whose attention is made to take forests; one line in the log says it."""
-    obstacle = None if settings.padding_free is False else _obstacle(models)
+    obstacle = None if settings.padding_free is False else _obstacle(models, device)
     choice = choose_layout(settings, obstacle)
     logger.log(logging.WARNING if obstacle else logging.INFO, "%s", f"Layout: {choice}.")
     return choice
 
 
-def _obstacle(models: Sequence[Any]) -> str | None:
-    """Why one of the models takes no forest; None where all do, shown on a few tokens."""
+def _obstacle(models: Sequence[nn.Module], device: torch.device) -> str | None:
+    """Why one of the models takes no forest, all left as they were; None where all do, shown on a few tokens."""
     reasons = (why_not(model) for model in models)
     found = next((reason for reason in reasons if reason is not None), None)
     if found is not None:
         return found
     for model in models:
         install_attention(model)
-    return None
+    reasons = (forests_agree(model, device) for model in models)
+    found = next((reason for reason in reasons if reason is not None), None)
+    if found is not None:
+        for model in models:
+            uninstall_attention(model)
+    return found
