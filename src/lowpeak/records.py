@@ -171,7 +171,7 @@ class MicroBatch:
     targets_T: Tensor  # int64
     tokens: TokenBatch
     record_indices: tuple[int, ...]  # which records of the rollout its rows are, in order; empty when masked
-    num_useful: int  # tokens of the forward that are not padding
+    num_useful: int  # tokens of the forward that are neither padding nor a prompt that its pass had before
     forest: Forest | None = None  # None: padded rows
 
     def to(self, device: torch.device | str) -> MicroBatch:

@@ -35,6 +35,7 @@ SHOWN_BY = {
     "micro_batch_tokens": "test_micro_batches_and_chunks_change_no_weight",
     "logprob_chunk_size": "test_each_value_that_is_ours_reaches_what_it_is_for",
     "pad_to_multiple_of": "test_padding_to_a_multiple_reaches_the_micro_batches",
+    "padding_free": "test_every_layout_trains_the_same_weights",
     "log_entropy": "test_entropy_is_logged_unless_turned_off",
     # online
     "num_generations": "test_a_rollout_holds_what_trls_does_and_serves_as_many_steps",
@@ -49,6 +50,7 @@ SHOWN_BY = {
     "repetition_penalty": "test_each_member_of_the_family_trains_other_weights",
     "generation_kwargs": "test_json_on_the_command_line_becomes_a_mapping",
     "kv_cache_bytes": "test_the_engines_cache_keeps_to_its_bytes",
+    "share_prompt": "test_what_was_asked_decides_the_layout",
     "overlong_prompts": "test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop",
     "beta": "test_rloo_trains",
     "kl_estimator": "test_each_member_of_the_family_trains_other_weights",

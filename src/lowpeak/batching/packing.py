@@ -1,4 +1,4 @@
-"""Micro-batches: rows under a token budget, sorted by length, padded only inside the micro-batch.
+"""Micro-batches: rows under a token budget, as forests (no padding, prompts shared) or padded side by side.
 
 Cutting never changes the result, because every unit of a loss carries its weight from the whole step's counts.
 """
@@ -7,20 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
 
-from lowpeak.records import MicroBatch, Record, TokenBatch
+from lowpeak.batching.assign import assign
+from lowpeak.batching.forest import Sprout, plant
+from lowpeak.batching.prefix import Costs, Layout, assign_rows, fill, shared_parts, single_parts
+from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How micro-batches are cut: rows times padded length at most `max_tokens`, lengths rounded up to `multiple`."""
+    """How micro-batches are cut: at most `max_tokens` tokens, padding included, lengths rounded up to `multiple`.
+
+    `layout` "shared" is forests with a prompt once for the rows that have it, where `costs` says that it pays (None:
+    always); "rows" is forests of plain rows; "padded" is rows side by side, for models that take no forest.
+    """
 
     max_tokens: int
     multiple: int = 1
     pad_id: int = 0
+    layout: Layout = "padded"
+    costs: Costs | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that are still within `max_tokens` when rounded up."""
+        return self.max_tokens // self.multiple * self.multiple
 
     def padded(self, length: int) -> int:
         """`length` rounded up to the multiple."""
@@ -68,32 +83,97 @@ def pack(
     Rows without a counted token are left out: nothing of them reaches a loss or a score.
     """
     kept = [i for i in indices if num_counted(records[i]) > 0]
-    batches = cut([records[i].num_tokens for i in kept], budget)
-    return [_build(records, [kept[j] for j in batch], budget, unit_weight, per_sequence) for batch in batches]
+    batches = arrange(*_sizes(records, kept, budget), budget)
+    seen: set[tuple[int, ...]] = set()
+    return [
+        _build(records, [[kept[j] for j in part] for part in parts], budget, seen, unit_weight, per_sequence)
+        for parts in batches
+    ]
+
+
+def arrange(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], budget: Budget
+) -> list[list[tuple[int, ...]]]:
+    """The parts of each micro-batch, for rows of these prompts that need so many tokens after them."""
+    if budget.layout == "padded":
+        lengths = [len(prompt) + length for prompt, length in zip(prompts, completions, strict=True)]
+        return [[(row,) for row in batch] for batch in cut(lengths, budget)]
+    if budget.layout == "shared":
+        trees = shared_parts(prompts, completions, budget.capacity, budget.costs)
+    else:
+        trees = single_parts(prompts, completions)
+    return [[trees[t].rows for t in batch] for batch in fill([tree.num_tokens for tree in trees], budget.capacity)]
+
+
+def share(records: Sequence[Record], indices: Sequence[int], budget: Budget, num_ranks: int) -> list[tuple[int, ...]]:
+    """`indices` for each rank, balanced by the tokens that it forwards, the same answer on every rank."""
+    prompts, completions = _sizes(records, indices, budget)
+    if budget.layout == "shared":
+        shares = assign_rows(prompts, completions, num_ranks, budget.costs)
+    else:
+        shares = assign([len(p) + length for p, length in zip(prompts, completions, strict=True)], num_ranks)
+    return [tuple(indices[j] for j in mine) for mine in shares]
 
 
 def masked(budget: Budget) -> MicroBatch:
-    """A micro-batch for a rank with nothing left: one row of two tokens, one counted token, weight 0."""
+    """A micro-batch for a rank with nothing left: one row of two tokens, one counted token, weight 0.
+
+    Its layout is that of the others, so that all ranks run the same kind of forward.
+    """
     one = torch.zeros(1, dtype=torch.int64)
     tokens = TokenBatch(rows_T=one, num_rows=1, weights_U=torch.zeros(1), advantages_T=torch.zeros(1))
     ids = torch.full((1, 2), budget.pad_id, dtype=torch.int64)
-    return MicroBatch(ids, one, one, tokens, (), 0)
+    forest = None if budget.layout == "padded" else Forest((Tree(0, 0, (2,)),), torch.arange(2)[None])
+    return MicroBatch(ids, one, one, tokens, (), 0, forest)
+
+
+def _sizes(
+    records: Sequence[Record], indices: Sequence[int], budget: Budget
+) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Prompts, and how many tokens after them each row needs: all where it is padded, else see `Sprout.num_needed`."""
+    rows = [records[i] for i in indices]
+    if budget.layout == "padded":
+        return [row.prompt_ids for row in rows], [len(row.completion) for row in rows]
+    return [row.prompt_ids for row in rows], [Sprout(row, counted_positions(row)).num_needed for row in rows]
 
 
 def _build(
     records: Sequence[Record],
-    indices: Sequence[int],
+    parts: Sequence[Sequence[int]],
     budget: Budget,
+    seen: set[tuple[int, ...]],
     unit_weight: Callable[[Record], float] | None,
     per_sequence: bool,
 ) -> MicroBatch:
+    """The micro-batch of these parts; `seen` are the prompts that the pass has had before, and grows by its own."""
+    indices = [i for part in parts for i in part]
     rows = [records[i] for i in indices]
     counted = [counted_positions(row) for row in rows]
-    ids, positions = _layout(rows, counted, budget)
     targets = torch.cat([row.completion.ids[where] for row, where in zip(rows, counted, strict=True)])
     tokens = _constants_of(rows, counted, unit_weight, per_sequence)
-    useful = sum(row.num_tokens for row in rows)
-    return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful)
+    ids, positions, forest, num_tokens = _laid(rows, counted, [len(part) for part in parts], budget)
+    useful = num_tokens - _forwarded_again([records[part[0]].prompt_ids for part in parts], seen)
+    return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful, forest)
+
+
+def _forwarded_again(prompts: Sequence[tuple[int, ...]], seen: set[tuple[int, ...]]) -> int:
+    """Tokens of prompts that the pass has forwarded before: they change no result."""
+    again = 0
+    for prompt in prompts:
+        again += len(prompt) if prompt in seen else 0
+        seen.add(prompt)
+    return again
+
+
+def _laid(
+    rows: Sequence[Record], counted: Sequence[Tensor], part_sizes: Sequence[int], budget: Budget
+) -> tuple[Tensor, Tensor, Forest | None, int]:
+    """Ids, positions that predict the counted tokens, the forest if it is one, and tokens that are no padding."""
+    if budget.layout == "padded":
+        return *_layout(rows, counted, budget), None, sum(row.num_tokens for row in rows)
+    sprouts = iter([Sprout(row, where) for row, where in zip(rows, counted, strict=True)])
+    planted = plant([list(islice(sprouts, size)) for size in part_sizes], budget.padded, budget.pad_id)
+    return planted.input_ids_1L, planted.positions_T, planted.forest, planted.num_tokens
 
 
 def _layout(rows: Sequence[Record], counted: Sequence[Tensor], budget: Budget) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Sizes that bound memory; None is `auto`, resolved from free memory once and then checkpointed."""
+"""Sizes that bound memory, and how rows are laid out; None is `auto`, resolved once and then checkpointed."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Bounds of a run: tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache."""
+    """Bounds of a run: tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache.
+
+    `padding_free` False pads rows side by side; `share_prompt` True forwards a prompt once wherever rows have the same.
+    """
 
     micro_batch_tokens: int | None = None
     logprob_chunk_size: int | None = None
     kv_cache_bytes: int | None = None
     pad_to_multiple_of: int = 1
+    padding_free: bool | None = None
+    share_prompt: bool | None = None

@@ -54,7 +54,6 @@ REJECTED: dict[str, str] = {
     "packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
     "packing_strategy": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
     "eval_packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "padding_free": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
     "dataset_kwargs": "prepare the data set before it is passed in; remove it",
     "chat_template_path": "set the tokenizer's chat_template and pass it as processing_class; remove it",
     "eos_token": "set it on the tokenizer and pass that as processing_class; remove it",

@@ -44,11 +44,19 @@ def resolve_common(args: Any) -> MemorySettings:
     check_kinds(args)
     check_ranges(args)
     refuse_inherited(args)
+    share_prompt = getattr(args, "share_prompt", False)  # supervised rows have prompts of their own
+    require(
+        not (share_prompt and args.padding_free is False),
+        "share_prompt=True with padding_free=False: rows that share a prompt stand in one row without padding; remove "
+        "padding_free=False, or share_prompt=True.",
+    )
     return MemorySettings(
         micro_batch_tokens=args.micro_batch_tokens,
         logprob_chunk_size=args.logprob_chunk_size,
         kv_cache_bytes=getattr(args, "kv_cache_bytes", None),
         pad_to_multiple_of=args.pad_to_multiple_of,
+        padding_free=args.padding_free,
+        share_prompt=share_prompt,
     )
 
 

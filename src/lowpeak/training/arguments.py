@@ -57,6 +57,9 @@ class CommonConfig(TrainingArguments):
         None, "memory", "Tokens whose logits exist at a time (None: from free memory)."
     )
     pad_to_multiple_of: int = argument(1, "memory", "Round a micro-batch's padded length up to a multiple of this.")
+    padding_free: bool | None = argument(
+        None, "memory", "Rows one after another without padding (None: where the model's attention can)."
+    )
     log_entropy: bool = argument(True, "logging", "Compute and log the policy's entropy.")
 
     def __post_init__(self) -> None:
@@ -109,6 +112,9 @@ class OnlineConfig(CommonConfig):
         None, "generation", "More of generation: stop_strings, stop_token_ids, seed (JSON)."
     )
     kv_cache_bytes: int | None = argument(None, "memory", "Bytes of the engine's KV cache (None: from free memory).")
+    share_prompt: bool | None = argument(
+        None, "memory", "Forward a prompt once for all of its completions (None: where it pays)."
+    )
     overlong_prompts: str = argument("error", "data", "A prompt longer than fits: 'error', or 'drop' and count.")
     beta: float = argument(0.0, "algorithm", "KL coefficient; 0 loads no reference model.")
     kl_estimator: str = argument("k3", "algorithm", "KL estimate per token: k1, k2 or k3.")

@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.batching.packing import Budget
 from lowpeak.checkpoint.atomic import check_writable
+from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
@@ -33,6 +33,7 @@ from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.detect import detect_strategy
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.evaluation import Success
+from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
     Reference,
     adapter_reference,
@@ -119,8 +120,8 @@ def connect_online(
     for judge in parts.rewards:
         if isinstance(judge, ModelReward):
             judge.model = strategy.prepare_frozen(judge.model)
-    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory)
-    budget = Budget(run.sizes.micro_batch_tokens, settings.memory.pad_to_multiple_of, padding_id(parts.tokenizer))
+    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, parts.reference_model)
+    budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
     maker = RolloutMaker(
         settings=settings,
@@ -140,13 +141,26 @@ def connect_online(
     return run, maker
 
 
-def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, policy: nn.Module, memory: Any) -> Run:
-    """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes."""
+def make_run(
+    trainer: Any,
+    args: Any,
+    algorithm: Algorithm,
+    strategy: Strategy,
+    policy: nn.Module,
+    memory: MemorySettings,
+    reference: nn.Module | None = None,
+) -> Run:
+    """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes.
+
+    `reference` is a reference model of its own, whose rows are laid out as the policy's.
+    """
     output_dir = Path(args.output_dir)
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
-    sizes = Sizes.of(memory, policy, device, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
+    with trainer.accelerator.autocast():  # as the passes will compute
+        choice = prepare_layout(memory, [policy] if reference is None else [policy, reference], device)
+    sizes = Sizes.of(memory, policy, device, choice, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
     return Run(
         algorithm=algorithm,
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),

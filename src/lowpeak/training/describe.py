@@ -6,7 +6,7 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from lowpeak.batching.packing import Budget, cut
+from lowpeak.batching.packing import Budget, arrange
 
 
 def describe_run(trainer: Any) -> dict[str, Any]:
@@ -28,20 +28,25 @@ def describe_run(trainer: Any) -> dict[str, Any]:
         },
         "sampling": asdict(settings.sampling),
         "sizes": trainer.run.sizes.as_dict(),
+        "layout": str(trainer.run.sizes.choice),
         "micro_batches": _plan(trainer),
     }
 
 
 def describe_supervised(trainer: Any) -> dict[str, Any]:
     """Model, data, sizes and the plan of micro-batches of a supervised trainer."""
-    length = trainer.reader.max_length
+    length, rows = trainer.reader.max_length, trainer.rows_per_step
     return {
         "model": _model(trainer),
         "data": {"usable_rows": trainer.cursor.prompts_per_epoch, **_data(trainer)},
         "sizes": trainer.run.sizes.as_dict(),
-        "micro_batches": {"longest_row": length, **_cut(trainer, length, trainer.rows_per_step, trainer.budget)}
+        "layout": str(trainer.run.sizes.choice),
+        "micro_batches": {
+            "longest_row": length,
+            **_cut(trainer, [(i,) for i in range(rows)], length - 1, trainer.budget),
+        }
         if length is not None
-        else {"rows_per_step": trainer.rows_per_step},
+        else {"rows_per_step": rows},
     }
 
 
@@ -79,17 +84,18 @@ def _plan(trainer: Any) -> dict[str, Any]:
     reader = maker.new_reader()
     rows = [reader.read(row, i) for i, row in enumerate(islice(iter(dataset), settings.rollout.num_prompts))]
     longest = max((len(prompt.ids) for prompt in rows if prompt is not None), default=0)
-    length = longest + settings.sampling.max_new_tokens
-    cut_up = _cut(trainer, length, settings.rollout.rows_per_step, maker.budget)
-    return {"longest_prompt_seen": longest, "longest_row": length, **cut_up}
+    length = settings.sampling.max_new_tokens
+    prompts = [(i // settings.rollout.num_generations,) * longest for i in range(settings.rollout.rows_per_step)]
+    cut_up = _cut(trainer, prompts, length, maker.budget)
+    return {"longest_prompt_seen": longest, "longest_row": longest + length, **cut_up}
 
 
-def _cut(trainer: Any, length: int, num_rows: int, budget: Budget) -> dict[str, Any]:
-    batches = cut([length] * num_rows, budget)
+def _cut(trainer: Any, prompts: list[tuple[int, ...]], completion: int, budget: Budget) -> dict[str, Any]:
+    batches = arrange(prompts, [completion] * len(prompts), budget)
     return {
-        "rows_per_step": num_rows,
+        "rows_per_step": len(prompts),
         "micro_batch_tokens": budget.max_tokens,
         "micro_batches_at_most": len(batches),
-        "rows_per_micro_batch_at_least": min((len(batch) for batch in batches), default=0),
+        "rows_per_micro_batch_at_least": min((sum(map(len, parts)) for parts in batches), default=0),
         "logprob_chunk_size": trainer.run.core.chunk_size,
     }

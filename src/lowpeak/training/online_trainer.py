@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -139,7 +138,7 @@ class OnlineTrainer(StepTrainer):
         """Run every pass within these sizes; the engine asks for its own."""
         super().use_sizes(sizes)
         self.maker.core = self.run.core
-        self.maker.budget = replace(self.maker.budget, max_tokens=sizes.micro_batch_tokens)
+        self.maker.budget = sizes.within(self.maker.budget)
 
     def dry_run(self) -> dict[str, Any]:
         """What the arguments resolved to, without training: model, data, algorithm, rollout, sizes, micro-batch plan."""

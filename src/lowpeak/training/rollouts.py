@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.select import loss_mask
 from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import Budget, pack, scatter
+from lowpeak.batching.packing import Budget, pack, scatter, share
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.cursor import PromptCursor
@@ -142,7 +142,7 @@ class RolloutMaker:
         if not needs:
             return records, {}
         ranks = self.strategy.ranks
-        mine = assign([record.num_tokens for record in records], ranks.world_size)[ranks.rank]
+        mine = share(records, range(len(records)), self.budget, ranks.world_size)[ranks.rank]
         batches = matched(pack(records, mine, self.budget), self.budget, ranks)
         self.model().eval()
         with self.tracker.phase(Phase.SCORE):
@@ -195,7 +195,7 @@ def _note(
 
 
 def _useful(batches: Sequence[MicroBatch]) -> Metric:
-    """The share of a pass's tokens that are no padding."""
+    """The share of a pass's tokens that change its result: no padding, and a prompt once."""
     return Metric(float(sum(b.num_useful for b in batches)), float(sum(b.input_ids_BL.numel() for b in batches)))
 
 

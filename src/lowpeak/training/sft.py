@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.packing import Budget, num_counted
+from lowpeak.batching.packing import num_counted
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
@@ -84,7 +83,7 @@ class SFTTrainer(StepTrainer):
         self.user_args = args
         strategy = detect_strategy(self.accelerator)
         self.run = make_run(self, args, make_supervised(), strategy, policy, self.memory)
-        self.budget = Budget(self.run.sizes.micro_batch_tokens, self.memory.pad_to_multiple_of, padding_id(tokenizer))
+        self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
         self.reader = _reader(args, policy, tokenizer)
         self.cursor = _cursor(train_dataset, self.reader, args)
         self.add_callback(StepCallback(self))
@@ -147,7 +146,7 @@ class SFTTrainer(StepTrainer):
     def use_sizes(self, sizes: Sizes) -> None:
         """Run every pass within these sizes."""
         super().use_sizes(sizes)
-        self.budget = replace(self.budget, max_tokens=sizes.micro_batch_tokens)
+        self.budget = sizes.within(self.budget)
 
 
 def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:

@@ -1,17 +1,20 @@
-"""The sizes that bound memory, with `auto` resolved; checkpointed, so that a resumed run does the same sums."""
+"""The sizes that bound memory and the rows' layout, with `auto` resolved; checkpointed: a resumed run does the same sums."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowpeak.batching.packing import Budget
+from lowpeak.batching.prefix import Costs
 from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 from lowpeak.memory.tracker import free_bytes
+from lowpeak.training.layouts import LayoutChoice
 
 
 def training_bytes(model: nn.Module) -> int:
@@ -19,28 +22,56 @@ def training_bytes(model: nn.Module) -> int:
     return sum(3 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
 
+_NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
+
+
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache."""
+    """Tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache, how rows are laid out."""
 
     micro_batch_tokens: int
     logprob_chunk_size: int
     kv_cache_bytes: int
+    choice: LayoutChoice
 
     @classmethod
-    def of(cls, memory: MemorySettings, policy: Any, device: torch.device, *, bf16: bool, checkpointing: bool) -> Sizes:
+    def of(
+        cls,
+        memory: MemorySettings,
+        policy: Any,
+        device: torch.device,
+        choice: LayoutChoice,
+        *,
+        bf16: bool,
+        checkpointing: bool,
+    ) -> Sizes:
         """What was asked for, and for `auto` what fits into the memory that training the policy leaves of the free."""
         shape, free = Shape.of(policy.config, 2 if bf16 else 4), max(0, free_bytes(device) - training_bytes(policy))
         return cls(
             memory.micro_batch_tokens or fit_micro_batch(shape, free, checkpointing),
             memory.logprob_chunk_size or fit_chunk(shape, free),
             memory.kv_cache_bytes or fit_kv_cache(free),
+            choice,
         )
 
-    def as_dict(self) -> dict[str, int]:
-        """As plain numbers, for the checkpoint."""
-        return asdict(self)
+    def as_dict(self) -> dict[str, int | str]:
+        """As plain numbers and words, for the checkpoint."""
+        return {**{name: getattr(self, name) for name in _NUMBERS}, "layout": self.choice.layout}
 
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
-        """These sizes with `auto` ones as they were when the run was saved; explicit ones stay."""
-        return replace(self, **{n: int(v) for n, v in saved.items() if getattr(memory, n, 0) is None})
+        """These sizes with `auto` ones as they were when the run was saved; explicit ones stay.
+
+        A checkpoint that says no layout is of a version that padded.
+        """
+        numbers = {name: int(saved[name]) for name in _NUMBERS if name in saved and getattr(memory, name) is None}
+        return replace(self, **numbers, choice=self.choice.resumed(saved.get("layout", "padded")))
+
+    def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
+        """How micro-batches of the policy with this config are cut."""
+        shape = Shape.of(config, 4)
+        costs = None if memory.share_prompt else Costs.of(shape.hidden, shape.intermediate)
+        return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.choice.layout, costs)
+
+    def within(self, budget: Budget) -> Budget:
+        """The budget with its size and layout as they are here."""
+        return replace(budget, max_tokens=self.micro_batch_tokens, layout=self.choice.layout)

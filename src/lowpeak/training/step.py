@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.attention.install import forward_arguments
 from lowpeak.logprobs.head import HeadRequest
 from lowpeak.records import Metric, MicroBatch, merge_metrics
 from lowpeak.strategies.strategy import Strategy
@@ -105,7 +106,8 @@ def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) 
         chunk_size=core.chunk_size,
         **wishes,  # type: ignore[arg-type]
     )
-    return model(input_ids=batch.input_ids_BL, head_request=request)
+    seen = {} if batch.forest is None else forward_arguments(batch.forest, core.device)
+    return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
 
 
 def _scored(out: Mapping[str, Tensor]) -> Scored:

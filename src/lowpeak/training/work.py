@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
-from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import Budget, masked, num_counted, pack
+from lowpeak.batching.packing import Budget, masked, num_counted, pack, share
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Record
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """One optimizer step: this rank's micro-batches, how many tokens of theirs are no padding, and how many are new.
+    """One optimizer step: this rank's micro-batches, and how many tokens of the step are new.
 
     `num_new` counts prompt and completion tokens of all ranks that no earlier step has seen (a rollout's, at its first).
     """
@@ -24,7 +23,7 @@ class StepWork:
 
     @property
     def num_useful(self) -> int:
-        """Tokens of the forward that are no padding."""
+        """Tokens of the forward that change the result: no padding, and a prompt once."""
         return sum(batch.num_useful for batch in self.micro_batches)
 
     @property
@@ -39,10 +38,9 @@ def step_batches(
     """This rank's micro-batches of `records[rows]`, at least one; idle rows count in the step and are left out."""
     counts = StepCounts(len(rows), sum(num_counted(records[i]) for i in rows))
     trained = [i for i in rows if not (algorithm.idle and _is_idle(records[i]))]
-    mine = assign([records[i].num_tokens for i in trained], ranks.world_size)[ranks.rank]
     batches = pack(
         records,
-        [trained[i] for i in mine],
+        share(records, trained, budget, ranks.world_size)[ranks.rank],
         budget,
         lambda record: algorithm.reduction(num_counted(record), counts),
         per_sequence=algorithm.unit != "token",

@@ -12,6 +12,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
 from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
 from lowpeak.logprobs.head import install_head
@@ -64,7 +65,7 @@ class LocalStrategy:
         loss.backward()
 
 
-def micro_batches(length=512, rows=8):
+def micro_batches(length=512, rows=8, layout="padded"):
     values = torch.zeros(length)
     record = Record(
         0,
@@ -76,18 +77,21 @@ def micro_batches(length=512, rows=8):
         reference=values,
         advantages=values,
     )
-    return pack([record] * rows, range(rows), Budget(4 * (length + 64)), lambda row: 1.0 / length)
+    budget = Budget(4 * (length + 64), layout=layout)
+    return pack([record] * rows, range(rows), budget, lambda row: 1.0 / length)
 
 
 def fake_model():
     model = Qwen2ForCausalLM(SEVEN_B)
     install_head(model)
+    install_attention(model)
     return model.train()
 
 
+@pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
 @pytest.mark.parametrize("algorithm", [make_grpo(GRPO), make_rloo(RLOO)], ids=["grpo", "rloo"])
-def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm):
-    batches = micro_batches()
+def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
+    batches = micro_batches(layout=layout)
     core = Core(1.0, 256, torch.device("cpu"))
     if algorithm.unit == "sequence":
         batches = [replace(b, tokens=replace(b.tokens, weights_U=torch.ones(b.tokens.num_rows))) for b in batches]

@@ -1,0 +1,90 @@
+"""How rows are laid out, chosen once at the start from what was asked and what the models' attention can."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from lowpeak.attention.install import install_attention, uninstall_attention
+from lowpeak.attention.support import why_not
+from lowpeak.attention.verify import forests_agree
+from lowpeak.batching.prefix import Layout
+from lowpeak.config.memory import MemorySettings
+from lowpeak.errors import ArgumentError
+
+logger = logging.getLogger(__name__)
+
+_WORDS: dict[Layout, str] = {
+    "shared": "rows stand one after another without padding, and a prompt is forwarded once for its completions where it pays",
+    "rows": "rows stand one after another without padding",
+    "padded": "rows are padded side by side",
+}
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout, the reason where it is not the best there is, and the layouts that could be run instead.
+
+    Policy, old and reference passes have the same: in bf16 their ratios would differ from 1 by the layout alone.
+    """
+
+    layout: Layout
+    why: str
+    possible: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.layout]} ({self.why})"
+
+    def resumed(self, saved: Layout) -> LayoutChoice:
+        """The layout that the run had when it was saved, where the arguments and the models still allow it."""
+        if saved == self.layout or saved not in self.possible:
+            return self
+        return LayoutChoice(saved, "as the checkpoint's run had it", self.possible)
+
+
+def choose_layout(settings: MemorySettings, obstacle: str | None) -> LayoutChoice:
+    """The layout of a run; `obstacle` is why a model's attention takes no forest, None where it does.
+
+    Raises ArgumentError where the arguments ask for what a model cannot.
+    """
+    if settings.padding_free is False:
+        return LayoutChoice("padded", "padding_free=False", ("padded",))
+    asked = [name for name in ("padding_free", "share_prompt") if getattr(settings, name)]
+    if obstacle is not None:
+        if asked:
+            raise ArgumentError(f"{asked[0]}=True cannot act: {obstacle}; remove it.")
+        return LayoutChoice("padded", obstacle, ("padded",))
+    padded: tuple[Layout, ...] = () if asked else ("padded",)
+    if settings.share_prompt:
+        return LayoutChoice("shared", "share_prompt=True, whether it pays or not", ("shared",))
+    if settings.share_prompt is False:
+        return LayoutChoice("rows", "prompts are not shared", ("rows", *padded))
+    return LayoutChoice("shared", "the model's attention can", ("shared", "rows", *padded))
+
+
+def prepare_layout(settings: MemorySettings, models: Sequence[nn.Module], device: torch.device) -> LayoutChoice:
+    """The layout of a run of these models, whose attention is made to take forests; one line in the log says it."""
+    obstacle = None if settings.padding_free is False else _obstacle(models, device)
+    choice = choose_layout(settings, obstacle)
+    logger.log(logging.WARNING if obstacle else logging.INFO, "%s", f"Layout: {choice}.")
+    return choice
+
+
+def _obstacle(models: Sequence[nn.Module], device: torch.device) -> str | None:
+    """Why one of the models takes no forest, all left as they were; None where all do, shown on a few tokens."""
+    reasons = (why_not(model) for model in models)
+    found = next((reason for reason in reasons if reason is not None), None)
+    if found is not None:
+        return found
+    for model in models:
+        install_attention(model)
+    reasons = (forests_agree(model, device) for model in models)
+    found = next((reason for reason in reasons if reason is not None), None)
+    if found is not None:
+        for model in models:
+            uninstall_attention(model)
+    return found

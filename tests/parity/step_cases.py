@@ -1,0 +1,170 @@
+"""A step the plain way: all rows in one batch, padded on the left, full logits, log_softmax, the paper's normalisation."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.batching.packing import Budget, num_counted, pack
+from lowpeak.config.algorithm import GRPOSettings
+from lowpeak.ranks import Ranks
+from lowpeak.records import Completion, Record
+from lowpeak.training.step import Core, run_step
+
+TEMPERATURE = 0.8
+MAX_LENGTH = 9
+BASE = GRPOSettings(
+    loss_type="grpo",
+    importance_level="token",
+    clip_low=0.2,
+    clip_high=0.28,
+    delta=None,
+    scale_rewards="group",
+    aggregation="sum_then_normalize",
+    reward_weights=(1.0,),
+    beta=0.0,
+    kl_estimator="k3",
+    bias_corrected_kl=False,
+    entropy_bonus=None,
+    top_entropy_quantile=1.0,
+    mask_truncated=False,
+    max_completion_length=MAX_LENGTH,
+    drop_equal_groups=False,
+    score_old=True,
+)
+
+
+class LocalStrategy:
+    ranks = Ranks()
+
+    def accumulate(self, model, last):
+        return nullcontext()
+
+    def backward(self, loss, last):
+        loss.backward()
+
+
+def make_record(model, prompt, length, generator, mask):
+    """A row after `prompt` whose old log-probs are near the policy's, so that some ratios clip."""
+    ids = torch.cat([prompt, torch.randint(2, 13, (length,), generator=generator)])
+    with torch.no_grad():
+        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+    exact = logits.log_softmax(-1).gather(1, ids[len(prompt) :, None]).squeeze(1).float()
+    noise = torch.randn(length, generator=generator)
+    advantage = torch.randn(1, generator=generator).item()
+    return Record(
+        0,
+        tuple(prompt.tolist()),
+        Completion(ids[len(prompt) :].int(), exact, mask, "stop"),
+        (0.0,),
+        0.0,
+        old=exact + 0.25 * noise,
+        reference=exact + 0.5 * noise.flip(0),
+        advantages=torch.full((length,), advantage),
+    )
+
+
+def ragged_records(model, seed=0):
+    """Rows of uneven lengths with masked tokens, each with a prompt of its own."""
+    generator = torch.Generator().manual_seed(seed)
+    records = []
+    for prompt_length, length in [(3, 9), (5, 2), (2, 6), (4, 1), (1, 7), (6, 4)]:
+        mask = torch.ones(length, dtype=torch.bool)
+        mask[1:2] = length < 3
+        prompt = torch.randint(2, 13, (prompt_length,), generator=generator)
+        records.append(make_record(model, prompt, length, generator, mask))
+    return records
+
+
+def grouped_records(model, seed=0):
+    """Groups of mixed prompt lengths in mixed order: completions of one token, holes in masks, a prompt overridden."""
+    generator = torch.Generator().manual_seed(seed)
+    records = []
+    for prompt_length, lengths in [(7, (9, 1, 5, 3, 8, 6, 4)), (3, (2, 6, 4)), (1, (1, 1)), (5, (4,)), (6, (1, 7))]:
+        prompt = torch.randint(2, 13, (prompt_length,), generator=generator)
+        for number, length in enumerate(lengths):
+            mask = torch.rand(length, generator=generator) < 0.8
+            mask[torch.randint(length, (1,), generator=generator)] = True
+            own = prompt.flip(0) if (prompt_length, number) == (7, 3) else prompt
+            records.append(make_record(model, own, length, generator, mask))
+    order = torch.randperm(len(records), generator=generator).tolist()
+    return [records[i] for i in order]
+
+
+def plain_logprobs(model, records):
+    """Each row's log-probs over its completion, from one left-padded batch of full logits."""
+    width = max(record.num_tokens for record in records)
+    ids = torch.zeros(len(records), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for b, record in enumerate(records):
+        row = torch.tensor([*record.prompt_ids, *record.completion.ids.tolist()])
+        ids[b, width - len(row) :], mask[b, width - len(row) :] = row, 1
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits / TEMPERATURE
+    logprobs = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).squeeze(2)
+    return [logprobs[b, -len(record.completion) :] for b, record in enumerate(records)]
+
+
+def plain_grpo_loss(settings, model, records):
+    total, num_tokens = 0.0, sum(num_counted(record) for record in records)
+    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
+        mask = record.completion.loss_mask
+        p, old, reference, advantage = (x[mask] for x in (logprobs, record.old, record.reference, record.advantages))
+        ratio = (p - old).exp()
+        if settings.importance_level == "sequence":
+            ratio = (p - old).mean().exp().expand_as(p)
+        if settings.loss_type == "cispo":
+            losses = -ratio.detach().clamp(max=1 + settings.clip_high) * advantage * p
+        else:
+            clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+            losses = -torch.minimum(ratio * advantage, clipped * advantage)
+        if settings.beta:
+            gap = reference - p
+            losses = losses + settings.beta * (gap.exp() - gap - 1)
+        scale = {"grpo": 1 / (len(p) * len(records)), "dr_grpo": 1 / (len(records) * MAX_LENGTH)}
+        total = total + losses.sum() * scale.get(settings.loss_type, 1 / num_tokens)
+    return total
+
+
+def plain_rloo_loss(model, records):
+    total = 0.0
+    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
+        mask = record.completion.loss_mask
+        ratio, advantage = (logprobs - record.old)[mask].sum().exp(), record.advantages[0]
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+    return total / len(records)
+
+
+def micro_batches(algorithm, records, budget):
+    counts = StepCounts(len(records), sum(num_counted(record) for record in records))
+    return pack(
+        records,
+        range(len(records)),
+        budget,
+        lambda record: algorithm.reduction(num_counted(record), counts),
+        per_sequence=algorithm.unit != "token",
+    )
+
+
+def streamed_loss(algorithm, model, records, budget):
+    budget = Budget(budget) if isinstance(budget, int) else budget
+    batches = micro_batches(algorithm, records, budget)
+    core = Core(TEMPERATURE, 5, torch.device("cpu"))
+    loss, _ = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.state)
+    return loss, len(batches)
+
+
+def assert_same_gradients(model, naive, streamed, loss_close=(1e-5, 1e-6), gradients_close=(1e-4, 1e-6)):
+    """Loss and every parameter's gradient, the tied embedding's included, within (relative, absolute) tolerances."""
+    plain = naive(model)
+    plain.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    loss = streamed(model)
+    rtol, atol = loss_close
+    torch.testing.assert_close(loss, plain.detach(), rtol=rtol, atol=atol, check_dtype=False)
+    rtol, atol = gradients_close
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=rtol, atol=atol, msg=name)

@@ -1,0 +1,211 @@
+"""A step over forests, prompts shared or not, has the loss and gradients of the plain padded way; so have scores."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from step_cases import (
+    BASE,
+    TEMPERATURE,
+    assert_same_gradients,
+    grouped_records,
+    micro_batches,
+    plain_grpo_loss,
+    plain_logprobs,
+    plain_rloo_loss,
+    streamed_loss,
+)
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.packing import Budget, counted_positions, num_counted, pack
+from lowpeak.batching.prefix import Costs
+from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
+from lowpeak.logprobs.head import install_head
+from lowpeak.training.step import Core, score
+from tiny import tiny_model
+
+SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
+SOME = Budget(1000, layout="shared", costs=Costs(token=1.0, pair=0.0, merge=0.0, tree=4.0))
+# The group of prompt 7 does not fit 28, nor a row of 15 tokens 12.
+CUT = [SHARED, replace(SHARED, max_tokens=28), replace(SHARED, max_tokens=12, multiple=4)]
+CUT += [ROWS, replace(ROWS, max_tokens=28, multiple=8), SOME]
+# The step's weights and its sum are fp32 whatever the model is; gradients are as exact as their weights are the same.
+FLOAT64 = {"loss_close": (1e-6, 1e-8), "gradients_close": (1e-9, 1e-11)}
+
+
+def ready(model):
+    install_head(model)
+    install_attention(model)
+    return model
+
+
+def name_of(budget):
+    return f"{budget.layout}-{budget.max_tokens}-{budget.multiple}" + ("-where-it-pays" if budget.costs else "")
+
+
+def algorithm_of(loss_type, level, beta):
+    clip_low = None if loss_type == "cispo" else 0.2
+    settings = replace(BASE, loss_type=loss_type, importance_level=level, beta=beta, clip_low=clip_low)
+    return settings, make_grpo(settings)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+@pytest.mark.parametrize("beta", [0.0, 0.04])
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+def test_a_grpo_step_over_forests_equals_the_plain_padded_way(loss_type, level, beta, budget, tied):
+    model = ready(tiny_model(tied=tied))
+    records = grouped_records(model)
+    settings, algorithm = algorithm_of(loss_type, level, beta)
+    assert_same_gradients(
+        model,
+        lambda m: plain_grpo_loss(settings, m, records),
+        lambda m: streamed_loss(algorithm, m, records, budget)[0],
+    )
+
+
+def double_model(seed=0, layers=2):
+    """A model that is float64 throughout, where Qwen's norms are fp32 whatever it is cast to."""
+    torch.manual_seed(seed)
+    config = GPTNeoXConfig(
+        vocab_size=13, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64,
+        initializer_range=0.2, max_position_embeddings=64, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    return GPTNeoXForCausalLM(config).double().eval()
+
+
+def padded(algorithm, records):
+    """The step in padded rows, as something to call backward on; its gradients are formed already."""
+    return lambda model: streamed_loss(algorithm, model, records, 1000)[0].requires_grad_()
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_in_float64_a_forests_gradients_are_those_of_padded_rows_to_nine_digits(level, seed):
+    model = ready(double_model(seed, layers=1 + seed % 3))
+    records = grouped_records(model, seed)
+    _, algorithm = algorithm_of("dapo", level, 0.04)
+    for budget in CUT:
+        model.zero_grad(set_to_none=True)
+        assert_same_gradients(
+            model,
+            padded(algorithm, records),
+            lambda m, budget=budget: streamed_loss(algorithm, m, records, budget)[0],
+            **FLOAT64,
+        )
+
+
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+def test_an_rloo_step_over_forests_equals_the_plain_padded_way(budget):
+    model = ready(double_model())
+    records = grouped_records(model)
+    algorithm = make_rloo(RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True))
+    assert_same_gradients(
+        model,
+        lambda m: plain_rloo_loss(m, records),
+        lambda m: streamed_loss(algorithm, m, records, budget)[0],
+        loss_close=(1e-6, 1e-7),
+        gradients_close=(1e-6, 1e-7),
+    )
+
+
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+def test_a_supervised_step_over_forests_is_the_mean_of_all_counted_tokens(budget):
+    model = ready(tiny_model())
+    records = grouped_records(model)
+    scaled = [replace(record, advantages=None) for record in records]
+    count = sum(num_counted(record) for record in records)
+
+    def naive(m):
+        rows = zip(plain_logprobs(m, records), records, strict=True)
+        return -sum(logprobs[record.completion.loss_mask].sum() for logprobs, record in rows) / count
+
+    assert_same_gradients(model, naive, lambda m: streamed_loss(make_supervised(), m, scaled, budget)[0])
+
+
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+def test_an_entropy_bonus_has_the_gradients_of_padded_rows(budget):
+    model = ready(double_model())
+    records = grouped_records(model)
+    algorithm = make_grpo(replace(BASE, entropy_bonus=EntropyBonus(0.05)))
+    assert_same_gradients(
+        model, padded(algorithm, records), lambda m: streamed_loss(algorithm, m, records, budget)[0], **FLOAT64
+    )
+
+
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+def test_scores_of_forests_are_those_of_the_plain_padded_way(budget):
+    model = ready(tiny_model())
+    records = grouped_records(model)
+    with torch.no_grad():
+        expected = plain_logprobs(model, records)
+    batches = pack(records, range(len(records)), budget)
+    seen = []
+    for batch, scored in zip(batches, score(model, batches, core(), entropy=True), strict=True):
+        for row, index in enumerate(batch.record_indices):
+            mine = batch.tokens.rows_T == row
+            where = counted_positions(records[index])
+            torch.testing.assert_close(scored.logprobs_T[mine], expected[index][where], rtol=1e-5, atol=1e-6)
+            seen.append(index)
+    assert sorted(seen) == list(range(len(records)))
+
+
+def core():
+    return Core(TEMPERATURE, 5, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+def test_activation_checkpointing_changes_no_gradient_of_a_forest(budget):
+    model = ready(tiny_model())
+    records = grouped_records(model)
+    algorithm = make_grpo(BASE)
+    streamed_loss(algorithm, model, records, budget)
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    streamed_loss(algorithm, model, records, budget)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
+@pytest.mark.parametrize("budget", CUT, ids=name_of)
+def test_an_adapters_gradients_are_those_of_padded_rows(budget):
+    torch.manual_seed(0)
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    model = ready(get_peft_model(tiny_model(), lora))
+    records = grouped_records(tiny_model())
+    algorithm = make_grpo(replace(BASE, beta=0.04))
+    found = []
+    for each in (Budget(1000), budget):
+        model.zero_grad(set_to_none=True)
+        loss, _ = streamed_loss(algorithm, model, records, each)
+        found.append((loss, {n: p.grad.clone() for n, p in model.named_parameters() if p.requires_grad}))
+    (padded, expected), (loss, gradients) = found
+    torch.testing.assert_close(loss, padded, rtol=1e-5, atol=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_these_budgets_share_cut_and_decline_to_share():
+    model = tiny_model()
+    records = grouped_records(model)
+    trees = [
+        [tree for batch in micro_batches(make_grpo(BASE), records, budget) for tree in batch.forest.trees]
+        for budget in CUT
+    ]
+    prompts = [sorted(tree.prompt for tree in each if tree.prompt) for each in trees]
+    assert prompts[0] == [3, 7]
+    assert prompts[1] == [3, 7, 7]
+    assert prompts[2] == [3]
+    assert prompts[3] == prompts[4] == []
+    assert prompts[5] == [3, 7]
+    assert len(trees[2]) > len(trees[0])

@@ -1,0 +1,169 @@
+"""Rows laid out as forests: every token where its position says, nothing that no result needs."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from lowpeak.batching.packing import Budget, counted_positions, masked, num_counted, pack, share
+from lowpeak.records import Completion, Record, Tree
+
+SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")
+
+
+def row(prompt, ids, mask=None, **values):
+    ids = torch.tensor(ids, dtype=torch.int32)
+    mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
+    return Record(0, tuple(prompt), Completion(ids, torch.zeros(len(ids)), mask, "stop"), (0.0,), 0.0, **values)
+
+
+def draw(seed):
+    """A rollout of groups and strays: mixed prompts, completions of length 1, holes in the masks, rows without any."""
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(2, 50) for _ in range(rng.randint(1, 12))] for _ in range(4)]
+    records = []
+    for prompt in prompts:
+        for _ in range(rng.randint(1, 6)):
+            ids = [rng.randrange(2, 50) for _ in range(rng.choice([1, 1, 2, 5, 11]))]
+            records.append(row(prompt, ids, [rng.random() < 0.8 for _ in ids]))
+    rng.shuffle(records)
+    return records
+
+
+def predicted(batch):
+    """Of each counted token of a forest: what is before it in its own sequence, and what stands at its position."""
+    (forest, ids) = (batch.forest, batch.input_ids_BL[0].tolist())
+    sequences = []
+    for tree in forest.trees:
+        prompt, start = ids[tree.start : tree.start + tree.prompt], tree.start + tree.prompt
+        for length in tree.completions:
+            where = [*range(tree.start, tree.start + tree.prompt), *range(start, start + length)]
+            sequences.append((prompt + ids[start : start + length], where))
+            start += length
+    return sequences
+
+
+def test_a_prompt_stands_once_and_predicts_every_completions_first_token():
+    records = [row([7, 8], [3, 4, 5]), row([7, 8], [6, 9])]
+    (batch,) = pack(records, [0, 1], SHARED)
+    assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 6]]
+    assert batch.forest.trees == (Tree(0, 2, (2, 1)),)
+    assert batch.forest.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
+    assert batch.positions_T.tolist() == [1, 2, 3, 1, 4]
+    assert batch.targets_T.tolist() == [3, 4, 5, 6, 9]
+    assert batch.tokens.rows_T.tolist() == [0, 0, 0, 1, 1]
+    assert batch.record_indices == (0, 1)
+
+
+def test_plain_rows_stand_one_after_another():
+    records = [row([7, 8], [3, 4, 5]), row([7, 8], [6, 9])]
+    (batch,) = pack(records, [0, 1], ROWS)
+    assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 7, 8, 6]]
+    assert batch.forest.trees == (Tree(0, 0, (4,)), Tree(4, 0, (3,)))
+    assert batch.positions_T.tolist() == [1, 2, 3, 5, 6]
+    assert batch.num_useful == 7 - 2
+
+
+def test_completions_of_one_token_are_no_branches():
+    (batch,) = pack([row([7], [3]), row([7], [4]), row([7], [5, 6])], [0, 1, 2], SHARED)
+    assert batch.input_ids_BL.tolist() == [[7, 5]]
+    assert batch.forest.trees == (Tree(0, 0, (2,)),)
+    assert batch.positions_T.tolist() == [0, 0, 0, 1]
+    (batch,) = pack([row([7, 8], [3]), row([7, 8], [4])], [0, 1], SHARED)
+    assert batch.forest.trees == (Tree(0, 0, (2,)),)
+    assert batch.positions_T.tolist() == [1, 1]
+
+
+def test_what_stands_after_the_last_counted_token_is_left_out():
+    (batch,) = pack([row([7], [3, 4, 5, 6], mask=[0, 1, 0, 0])], [0], ROWS)
+    assert batch.input_ids_BL.tolist() == [[7, 3]]
+    assert batch.targets_T.tolist() == [4]
+
+
+def test_padding_stands_at_the_end_and_is_not_useful():
+    (batch,) = pack([row([7, 8], [3, 4])], [0], Budget(64, 8, 5, "rows"))
+    assert batch.input_ids_BL.tolist() == [[7, 8, 3, 5, 5, 5, 5, 5]]
+    assert batch.forest.position_ids_1L.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0]]
+    assert batch.num_useful == 3
+
+
+def test_a_prompt_of_its_own_keeps_a_row_out_of_the_tree():
+    records = [row([7, 8], [3, 4]), row([7, 9], [3, 4]), row([7, 8], [5, 6])]
+    (batch,) = pack(records, range(3), SHARED)
+    assert sorted(tree.prompt for tree in batch.forest.trees) == [0, 2]
+
+
+def test_a_group_larger_than_the_budget_is_cut_into_parts_with_the_prompt_in_each():
+    records = [row([7] * 6, [3] * 5) for _ in range(8)]
+    batches = pack(records, range(8), Budget(20, layout="shared"))
+    assert [tree.prompt for batch in batches for tree in batch.forest.trees] == [6, 6, 6]
+    assert sum(batch.num_useful for batch in batches) == 6 + 8 * 4
+    assert all(batch.input_ids_BL.numel() <= 20 for batch in batches)
+
+
+def test_a_prompt_without_a_token_is_refused():
+    with pytest.raises(AssertionError, match="at least one token"):
+        pack([row([], [3, 4])], [0], ROWS)
+
+
+@pytest.mark.parametrize("layout", ["shared", "rows"])
+@pytest.mark.parametrize(("max_tokens", "multiple"), [(8, 1), (40, 1), (40, 16), (500, 8)])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_counted_token_is_predicted_from_its_own_sequence(seed, max_tokens, multiple, layout):
+    records = draw(seed)
+    budget = Budget(max_tokens, multiple, 0, layout)
+    batches = pack(records, range(len(records)), budget, num_counted)
+    seen = sorted(i for batch in batches for i in batch.record_indices)
+    assert seen == [i for i, record in enumerate(records) if num_counted(record)]
+    for batch in batches:
+        length = batch.input_ids_BL.numel()
+        assert length <= max_tokens or len(batch.record_indices) == 1
+        assert length % multiple == 0
+        sequences = predicted(batch)
+        for index, mine in zip(batch.record_indices, range(batch.tokens.num_rows), strict=True):
+            record, where = records[index], counted_positions(records[index])
+            positions = batch.positions_T[batch.tokens.rows_T == mine]
+            ids = [*record.prompt_ids, *record.completion.ids.tolist()]
+            for position, place in zip(positions.tolist(), where.tolist(), strict=True):
+                before = ids[: len(record.prompt_ids) + place]
+                assert batch.forest.position_ids_1L[0, position] == len(before) - 1
+                assert any(
+                    tokens[: len(before)] == before and at[len(before) - 1] == position for tokens, at in sequences
+                )
+
+
+@pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
+def test_packing_is_deterministic(layout):
+    records = draw(3)
+    once, again = (pack(records, range(len(records)), Budget(40, layout=layout)) for _ in range(2))
+    assert [batch.record_indices for batch in once] == [batch.record_indices for batch in again]
+
+
+@pytest.mark.parametrize("layout", ["shared", "rows"])
+def test_on_skewed_lengths_nearly_every_token_of_a_forest_is_useful(layout):
+    rng = random.Random(0)
+    prompts = [[group + 2] * 64 for group in range(8)] if layout == "shared" else [[i + 2] * 64 for i in range(64)]
+    records = [row(prompts[i % len(prompts)], [3] * min(256, 1 + int(rng.expovariate(1 / 60)))) for i in range(64)]
+    batches = pack(records, range(64), Budget(4096, 8, 0, layout))
+    computed = sum(batch.input_ids_BL.numel() for batch in batches)
+    assert sum(batch.num_useful for batch in batches) >= 0.95 * computed
+    padded = pack(records, range(64), Budget(4096, 8))
+    assert sum(batch.input_ids_BL.numel() for batch in padded) > 1.2 * computed
+
+
+def test_a_rank_with_nothing_left_runs_a_forest_where_the_others_do():
+    assert masked(Budget(8)).forest is None
+    for layout in ("shared", "rows"):
+        batch = masked(Budget(8, pad_id=5, layout=layout))
+        assert batch.forest.trees == (Tree(0, 0, (2,)),)
+        assert batch.forest.position_ids_1L.shape == batch.input_ids_BL.shape
+        assert batch.tokens.weights_U.sum() == 0
+
+
+@pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
+def test_ranks_share_rows_in_every_layout(layout):
+    records = draw(1)
+    shares = share(records, range(2, len(records)), Budget(64, layout=layout), 3)
+    assert sorted(i for mine in shares for i in mine) == list(range(2, len(records)))
