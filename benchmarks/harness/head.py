@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class HeadCase:
     weights_T: Tensor
     settings: ChunkSettings
 
+    def step(self) -> ChunkSettings:
+        """As a training step on one device asks: gradients go into `.grad` where they are formed."""
+        return replace(self.settings, promised_scale=1.0)
+
     def loss(self, logprobs_C: Tensor, start: int, stop: int) -> Tensor:
         """The weighted sum of the log-probs of tokens [start, stop)."""
         return -(logprobs_C * self.weights_T[start:stop]).sum()
@@ -70,12 +74,12 @@ def naive(case: HeadCase) -> Tensor:
 def visited(case: HeadCase) -> Tensor:
     """lowpeak's one visit."""
     inputs = (case.hidden_TD, case.weight_VD, None, case.targets_T)
-    return one_visit(*inputs, lambda x, _, start, stop: case.loss(x, start, stop), case.settings)[0]
+    return one_visit(*inputs, lambda x, _, start, stop: case.loss(x, start, stop), case.step())[0]
 
 
 def recomputed(case: HeadCase) -> Tensor:
     """lowpeak's second visit in backward."""
-    logprobs_T, _ = chunked_logprobs(case.hidden_TD, case.weight_VD, None, case.targets_T, case.settings)
+    logprobs_T, _ = chunked_logprobs(case.hidden_TD, case.weight_VD, None, case.targets_T, case.step())
     return case.loss(logprobs_T, 0, len(case.targets_T))
 
 

@@ -48,6 +48,8 @@ BASE = GRPOSettings(
 class LocalStrategy:
     ranks = Ranks()
 
+    promised_scale = 1.0
+
     def accumulate(self, model, last):
         return nullcontext()
 
