@@ -1,6 +1,6 @@
 """A pass with vocabulary stripes outermost: bf16 on a CPU that has units for it, where it takes less of everything.
 
-There the products run on widened operands. Stripe by stripe the head is widened once a pass instead of once a chunk, and
+There products run on widened operands. Stripe by stripe the head is widened once a pass instead of once a chunk, and
 a stripe of its gradient is finished (and rounded) before the next begins, so that no fp32 sum of the head's size stands
 beside a bf16 gradient. The price is a second product for the logits: a loss's derivative needs all stripes' statistics.
 At most `chunk_size` x V logits exist at a time, as in `visit.py`.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowpeak.logprobs import rows as passes
 from lowpeak.logprobs.definition import ChunkSettings
-from lowpeak.logprobs.products import bf16_units, runs_in_bf16_units
+from lowpeak.logprobs.products import bf16_units, runs_in_bf16_units, wide_dtype
 from lowpeak.logprobs.rows import RowDerivatives, RowStatistics, chosen_logits
 
 _MOST_CHUNKS = 16  # in a block of tokens: stripes are at least a sixteenth of the vocabulary wide
@@ -30,7 +30,7 @@ class StripedGradients:
     """Gradients of hidden (a wide sum), weight (finished stripe by stripe; with `direct` in `.grad`) and bias."""
 
     def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, wanted: tuple[bool, bool, bool], direct: bool) -> None:
-        wide = torch.float32
+        wide = wide_dtype(hidden_TD.dtype)
         self.hidden_TD = torch.zeros_like(hidden_TD, dtype=wide) if wanted[0] else None
         self.bias_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=wide) if wanted[2] else None
         self._parameter, self._direct, self._added = weight_VD, direct, direct and weight_VD.grad is not None
@@ -79,7 +79,7 @@ class StripedHead:
         self, hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
     ) -> None:
         self._weight_VD, self._bias_V, self._targets_T, self._settings = weight_VD, bias_V, targets_T, settings
-        self._dtype, self._wide_TD = hidden_TD.dtype, hidden_TD.float()
+        self._dtype, self._wide_TD = hidden_TD.dtype, hidden_TD.to(wide_dtype(hidden_TD.dtype))
         num_tokens, num_ids = len(hidden_TD), len(weight_VD)
         self._block = min(num_tokens, _MOST_CHUNKS * settings.chunk_size)
         self._width = max(1, settings.chunk_size * num_ids // self._block)
