@@ -19,6 +19,8 @@ from benchmarks.harness.report import PEER, print_result, ratio, versions
 
 DTYPES = ("float32", "bfloat16")
 OURS = ("one visit", "recompute", "no-grad")
+ENTROPY = ", entropy"  # after the name of a way that gives entropies as well
+WITH_ENTROPY = ("naive", *OURS, PEER)
 Rows = dict[str, dict[str, dict[str, Any]]]  # dtype -> way -> what was measured
 
 
@@ -31,6 +33,7 @@ def main() -> None:
         print("trl is not installed: its rows are left out")
     else:
         ways.append(PEER)
+    ways += [way + ENTROPY for way in WITH_ENTROPY if way in ways]
     rows = measure(ways, num_tokens, chunk_size, dtypes)
     print_result(
         {
@@ -38,7 +41,7 @@ def main() -> None:
             "num_tokens": num_tokens,
             "chunk_size": chunk_size,
             "unit": "CPU seconds; MB above the inputs",
-            "ours": {dtype: {way: found[way] for way in OURS} for dtype, found in rows.items()},
+            "ours": {dtype: {way: found[way] for way in found if way.startswith(OURS)} for dtype, found in rows.items()},
             "peer": {dtype: found.get(PEER) for dtype, found in rows.items()},
             "naive": {dtype: found["naive"] for dtype, found in rows.items()},
             "products": {dtype: found["products"] for dtype, found in rows.items()},
@@ -66,7 +69,8 @@ def measure(ways: Sequence[str], num_tokens: int, chunk_size: int, dtypes: Seque
     for dtype in dtypes:
         found = rows[dtype] = {}
         for way in ways:
-            request = {"way": way, "num_tokens": num_tokens, "dtype": dtype, "chunk_size": chunk_size}
+            request = {"way": way.removesuffix(ENTROPY), "num_tokens": num_tokens, "dtype": dtype}
+            request |= {"chunk_size": chunk_size, "entropy": way.endswith(ENTROPY)}
             found[way] = summary(run_apart("benchmarks.harness.head", request))
             show(dtype, way, found)
     return rows

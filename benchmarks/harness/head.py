@@ -6,7 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,13 @@ PEER_CHUNK = 32_768  # ids of a chunk with which TRL 1.16's trainers call their 
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """The way by name, how many tokens, in which dtype, and lowpeak's tokens of a chunk."""
+    """The way by name, how many tokens, in which dtype, lowpeak's tokens of a chunk, and whether entropies as well."""
 
     way: str
     num_tokens: int
     dtype: str
     chunk_size: int
+    entropy: bool = False
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,10 @@ class HeadCase:
     targets_T: Tensor
     weights_T: Tensor
     settings: ChunkSettings
+
+    def step(self) -> ChunkSettings:
+        """As a training step on one device asks: gradients go into `.grad` where they are formed."""
+        return replace(self.settings, promised_scale=1.0)
 
     def loss(self, logprobs_C: Tensor, start: int, stop: int) -> Tensor:
         """The weighted sum of the log-probs of tokens [start, stop)."""
@@ -57,25 +62,29 @@ def make_case(request: HeadRequest, vocabulary: int = VOCABULARY, width: int = W
         rows.copy_(block_RD[: len(rows)])
     weight_VD.requires_grad_()
     targets_T = torch.randint(vocabulary, (request.num_tokens,))
-    return HeadCase(hidden_TD, weight_VD, targets_T, torch.randn(request.num_tokens), ChunkSettings(request.chunk_size))
+    settings = ChunkSettings(request.chunk_size, entropy=request.entropy)
+    return HeadCase(hidden_TD, weight_VD, targets_T, torch.randn(request.num_tokens), settings)
 
 
 def naive(case: HeadCase) -> Tensor:
     """All logits, a log-softmax in fp32, one gather."""
     logits_TV = torch.nn.functional.linear(case.hidden_TD, case.weight_VD)
     logprobs_TV = torch.log_softmax(logits_TV, -1, dtype=torch.float32)
+    if case.settings.entropy:
+        with torch.no_grad():
+            -(logprobs_TV.exp() * logprobs_TV).sum(-1)
     return case.loss(logprobs_TV.gather(-1, case.targets_T[:, None])[:, 0], 0, len(case.targets_T))
 
 
 def visited(case: HeadCase) -> Tensor:
     """lowpeak's one visit."""
     inputs = (case.hidden_TD, case.weight_VD, None, case.targets_T)
-    return one_visit(*inputs, lambda x, _, start, stop: case.loss(x, start, stop), case.settings)[0]
+    return one_visit(*inputs, lambda x, _, start, stop: case.loss(x, start, stop), case.step())[0]
 
 
 def recomputed(case: HeadCase) -> Tensor:
     """lowpeak's second visit in backward."""
-    logprobs_T, _ = chunked_logprobs(case.hidden_TD, case.weight_VD, None, case.targets_T, case.settings)
+    logprobs_T, _ = chunked_logprobs(case.hidden_TD, case.weight_VD, None, case.targets_T, case.step())
     return case.loss(logprobs_T, 0, len(case.targets_T))
 
 
@@ -89,18 +98,22 @@ def peer(case: HeadCase) -> Tensor:
     """TRL's chunked function."""
     from trl.kernels.chunked_logprob import ChunkedLogProbFunction
 
-    inputs = (case.hidden_TD, case.weight_VD, None, case.targets_T, 1.0, PEER_CHUNK, None, 1.0, ())
+    outputs = ("entropy",) if case.settings.entropy else ()
+    inputs = (case.hidden_TD, case.weight_VD, None, case.targets_T, 1.0, PEER_CHUNK, None, 1.0, outputs)
     return case.loss(ChunkedLogProbFunction.apply(*inputs)[0], 0, len(case.targets_T))
 
 
 @torch.no_grad()
 def products(case: HeadCase) -> Tensor:
-    """The three head products in the inputs' dtype and nothing else: logits, and the gradients of both inputs."""
-    weight_VD = case.weight_VD
-    for hidden_CD in case.hidden_TD.split(case.settings.chunk_size):
-        logits_CV = hidden_CD @ weight_VD.T
-        logits_CV @ weight_VD
-        logits_CV.T @ hidden_CD
+    """The three head products in the inputs' dtype and nothing else, into buffers that stand: the arithmetic alone."""
+    weight_VD, size = case.weight_VD, case.settings.chunk_size
+    logits_CV, by_hidden_CD = weight_VD.new_empty(size, len(weight_VD)), case.hidden_TD[:size].clone()
+    by_weight_VD = torch.empty_like(weight_VD)
+    for hidden_CD in case.hidden_TD.split(size):
+        rows = slice(0, len(hidden_CD))
+        torch.mm(hidden_CD, weight_VD.T, out=logits_CV[rows])
+        torch.mm(logits_CV[rows], weight_VD, out=by_hidden_CD[rows])
+        torch.mm(logits_CV[rows].T, hidden_CD, out=by_weight_VD)
     return weight_VD.new_zeros(())
 
 

@@ -38,6 +38,7 @@ BASE = GRPOSettings(
 
 class LocalStrategy:
     ranks = Ranks()
+    promised_scale = 1.0
 
     def accumulate(self, model, last):
         return nullcontext()

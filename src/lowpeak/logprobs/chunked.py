@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowpeak.logprobs.definition import ChunkSettings
+from lowpeak.logprobs.direct import takes_direct
 from lowpeak.logprobs.products import HeadGradients, wide_dtype
+from lowpeak.logprobs.striped import StripedGradients, StripedHead, pays
 from lowpeak.logprobs.visit import HeadVisit
 
 # (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop)
@@ -28,7 +30,8 @@ def chunked_logprobs(
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probs [T] and entropies [T] (None unless asked), both differentiable, the entropy where `entropy_grad` says.
 
-    Computed in hidden's dtype (autocast's, where it is on, as a linear layer would be), returned in fp32.
+    Computed in hidden's dtype (autocast's, where it is on, as a linear layer would be), returned in fp32. With a
+    `promised_scale` backward adds the head's gradient to its `.grad`.
     """
     hidden_TD = autocast_hidden(hidden_TD)
     with no_autocast(hidden_TD.device):
@@ -49,6 +52,10 @@ def one_visit(
 
     Gradients of hidden, weight and bias are formed with the logits and only scaled in backward, which can run once.
     `loss` must be a sum over its tokens; it may depend on nothing differentiable but what it is given.
+
+    With a `promised_scale` the head's gradient is in its `.grad` when this returns, times that scale, and backward
+    raises RuntimeError where it is given another. What fails before backward has run leaves it there: whoever catches
+    that zeroes the gradients, as after any step that was cut off between two micro-batches.
     """
     hidden_TD = autocast_hidden(hidden_TD)
     with no_autocast(hidden_TD.device):
@@ -102,15 +109,11 @@ class _Recomputed(torch.autograd.Function):
             if grad_entropy_T is None:
                 return None, None, None, None, None
             grad_logprobs_T = torch.zeros_like(grad_entropy_T)
-        sums = HeadGradients.zeros(hidden_TD, weight_VD, ctx.needs_input_grad[:3])
+        direct = ctx.settings.promised_scale is not None and takes_direct(weight_VD)
+        head, wanted = (hidden_TD, weight_VD, bias_V, targets_T, ctx.settings), ctx.needs_input_grad[:3]
         with no_autocast(hidden_TD.device):
-            visit = _visit(hidden_TD, weight_VD, bias_V, ctx.settings, for_gradients=True)
-            for start, stop in ctx.settings.spans(len(targets_T)):
-                visit.values(hidden_TD[start:stop], targets_T[start:stop])
-                visit.gradients(
-                    grad_logprobs_T[start:stop], _cut(grad_entropy_T, start, stop), sums, slice(start, stop)
-                )
-            del visit  # its buffers need not stand beside the finished gradients
+            revisit = _revisit_stripes if pays(hidden_TD, ctx.settings) else _revisit_chunks
+            sums = revisit(head, grad_logprobs_T, grad_entropy_T, wanted, direct)
         return *sums.scaled(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
 
 
@@ -127,20 +130,16 @@ class _Visited(torch.autograd.Function):
         loss: TokenLoss,
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        sums = HeadGradients.zeros(hidden_TD, weight_VD, ctx.needs_input_grad[:3])
-        visit = _visit(hidden_TD, weight_VD, bias_V, settings, for_gradients=True)
-        logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
-        total = logprobs_T.new_zeros(())
-        for start, stop in settings.spans(len(targets_T)):
-            logprobs_C, entropy_C = visit.values(hidden_TD[start:stop], targets_T[start:stop])
-            loss_C, by_logprobs_C, by_entropy_C = _loss_derivatives(
-                loss, logprobs_C, entropy_C, start, stop, settings.entropy_grad
-            )
-            visit.gradients(by_logprobs_C, by_entropy_C, sums, slice(start, stop))
-            total += loss_C
-            _keep(logprobs_T, entropy_T, logprobs_C, entropy_C, start, stop)
+        scale = settings.promised_scale if takes_direct(weight_VD) else None
+        head, wanted = (hidden_TD, weight_VD, bias_V, targets_T, settings), ctx.needs_input_grad[:3]
+        # A finished stripe of a bf16 gradient would be rounded again by a scale that is known only in backward.
+        exact = scale is not None or weight_VD.dtype == torch.float32 or not wanted[1]
+        visit = _visit_stripes if exact and pays(hidden_TD, settings) else _visit_chunks
+        (total, logprobs_T, entropy_T), sums = visit(head, loss, wanted, scale)
         # Kept on ctx, not as saved tensors: they are used next, so nothing should offload them or check their versions.
-        ctx.sums, ctx.dtypes = sums, _dtypes(hidden_TD, weight_VD, bias_V)
+        ctx.sums, ctx.dtypes, ctx.scale = sums, _dtypes(hidden_TD, weight_VD, bias_V), scale
+        if scale is not None:
+            sums.settle()
         ctx.mark_non_differentiable(*(x for x in (logprobs_T, entropy_T) if x is not None))
         return total, logprobs_T, entropy_T
 
@@ -150,44 +149,104 @@ class _Visited(torch.autograd.Function):
         if ctx.sums is None:
             raise RuntimeError("the gradients of a one-visit loss were used up by its first backward; visit again")
         sums, ctx.sums = ctx.sums, None
-        return *sums.scaled(grad_loss, ctx.dtypes), None, None, None
+        if ctx.scale is None:
+            return *sums.scaled(grad_loss, ctx.dtypes), None, None, None
+        kept = (grad_loss - ctx.scale).abs() <= 1e-6 * abs(ctx.scale)
+        torch._assert_async(kept, f"a loss whose head gradient was formed to be scaled by {ctx.scale} was not")
+        return *sums.scaled(None, ctx.dtypes), None, None, None
+
+
+Head = tuple[Tensor, Tensor, Tensor | None, Tensor, ChunkSettings]  # hidden, weight, bias, targets, settings
+Wanted = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
+Seen = tuple[Tensor, Tensor, Tensor | None]  # the summed loss, log-probs and entropies [T]
+
+
+def _visit_chunks(head: Head, loss: TokenLoss, wanted: Wanted, scale: float | None) -> tuple[Seen, HeadGradients]:
+    hidden_TD, weight_VD, bias_V, targets_T, settings = head
+    sums = HeadGradients(hidden_TD, weight_VD, wanted, direct=scale is not None)
+    visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
+    logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
+    total = logprobs_T.new_zeros(())
+    for start, stop in settings.spans(len(targets_T)):
+        values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
+        loss_C, derivatives = _loss_derivatives(loss, values, (start, stop), settings, scale)
+        visit.gradients(*derivatives, sums, slice(start, stop))
+        total += loss_C
+        _keep(logprobs_T, entropy_T, *values, start, stop)
+    return (total, logprobs_T, entropy_T), sums
+
+
+def _visit_stripes(head: Head, loss: TokenLoss, wanted: Wanted, scale: float | None) -> tuple[Seen, StripedGradients]:
+    hidden_TD, weight_VD, _, targets_T, settings = head
+    sums = StripedGradients(hidden_TD, weight_VD, wanted, direct=scale is not None)
+    visit = StripedHead(*head)
+    logprobs_T, entropy_T = visit.values()
+    total, by_logprobs_T = logprobs_T.new_zeros(()), torch.empty_like(logprobs_T)
+    by_entropy_T = torch.zeros_like(logprobs_T) if settings.entropy_grad else None
+    for start, stop in settings.spans(len(targets_T)):
+        values = logprobs_T[start:stop], _cut(entropy_T, start, stop)
+        loss_C, derivatives = _loss_derivatives(loss, values, (start, stop), settings, scale)
+        total += loss_C
+        _keep(by_logprobs_T, by_entropy_T, *derivatives, start, stop)
+    visit.gradients(by_logprobs_T, by_entropy_T, sums)
+    return (total, logprobs_T, entropy_T), sums
+
+
+def _revisit_chunks(
+    head: Head, by_logprobs_T: Tensor, by_entropy_T: Tensor | None, wanted: Wanted, direct: bool
+) -> HeadGradients:
+    hidden_TD, weight_VD, bias_V, targets_T, settings = head
+    sums = HeadGradients(hidden_TD, weight_VD, wanted, direct)
+    visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
+    for start, stop in settings.spans(len(targets_T)):
+        visit.values(hidden_TD[start:stop], targets_T[start:stop])
+        visit.gradients(by_logprobs_T[start:stop], _cut(by_entropy_T, start, stop), sums, slice(start, stop))
+    return sums
+
+
+def _revisit_stripes(
+    head: Head, by_logprobs_T: Tensor, by_entropy_T: Tensor | None, wanted: Wanted, direct: bool
+) -> StripedGradients:
+    sums = StripedGradients(head[0], head[1], wanted, direct)
+    visit = StripedHead(*head)
+    visit.values()
+    visit.gradients(by_logprobs_T, by_entropy_T, sums)
+    return sums
 
 
 def _loss_derivatives(
-    loss: TokenLoss, logprobs_C: Tensor, entropy_C: Tensor | None, start: int, stop: int, entropy_grad: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The chunk's loss and its derivative by each log-prob and, where wanted, each entropy."""
+    loss: TokenLoss,
+    values: tuple[Tensor, Tensor | None],
+    span: tuple[int, int],
+    settings: ChunkSettings,
+    scale: float | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
+    """The chunk's loss, and its derivatives times `scale` by each log-prob and, where wanted, each entropy."""
     with torch.enable_grad():
-        logprobs_C = logprobs_C.detach().requires_grad_()
+        logprobs_C, entropy_C = values[0].detach().requires_grad_(), values[1]
         if entropy_C is not None:
-            entropy_C = entropy_C.detach().requires_grad_(entropy_grad)
-        value = loss(logprobs_C, entropy_C, start, stop)
-        leaves = [logprobs_C] + ([entropy_C] if entropy_grad and entropy_C is not None else [])
+            entropy_C = entropy_C.detach().requires_grad_(settings.entropy_grad)
+        value = loss(logprobs_C, entropy_C, *span)
+        leaves = [logprobs_C] + ([entropy_C] if settings.entropy_grad and entropy_C is not None else [])
         if not value.requires_grad:  # a constant: every token of the chunk is masked or clipped away
-            return value, torch.zeros_like(logprobs_C), None
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
+            return value, (torch.zeros_like(logprobs_C), None)
+        found = torch.autograd.grad(value if scale is None else value * scale, leaves, allow_unused=True)
     by_logprobs_C = found[0] if found[0] is not None else torch.zeros_like(logprobs_C)
-    return value.detach(), by_logprobs_C, found[1] if len(found) == 2 else None
+    return value.detach(), (by_logprobs_C, found[1] if len(found) == 2 else None)
 
 
 @torch.no_grad()
 def _values(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
 ) -> tuple[Tensor, Tensor | None]:
-    visit = _visit(hidden_TD, weight_VD, bias_V, settings, for_gradients=False)
+    if pays(hidden_TD, settings):
+        return StripedHead(hidden_TD, weight_VD, bias_V, targets_T, settings).values()
+    visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=False)
     logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
     for start, stop in settings.spans(len(targets_T)):
-        logprobs_C, entropy_C = visit.values(hidden_TD[start:stop], targets_T[start:stop])
-        _keep(logprobs_T, entropy_T, logprobs_C, entropy_C, start, stop)
+        values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
+        _keep(logprobs_T, entropy_T, *values, start, stop)
     return logprobs_T, entropy_T
-
-
-def _visit(
-    hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, settings: ChunkSettings, for_gradients: bool
-) -> HeadVisit:
-    # The head is cast once per pass, into hidden's dtype.
-    num_rows = min(settings.chunk_size, len(hidden_TD))
-    return HeadVisit(weight_VD.to(hidden_TD.dtype), bias_V, settings, num_rows, for_gradients)
 
 
 def _empty_values(hidden_TD: Tensor, settings: ChunkSettings) -> tuple[Tensor, Tensor | None]:
@@ -196,12 +255,11 @@ def _empty_values(hidden_TD: Tensor, settings: ChunkSettings) -> tuple[Tensor, T
 
 
 def _keep(
-    logprobs_T: Tensor, entropy_T: Tensor | None, logprobs_C: Tensor, entropy_C: Tensor | None, start: int, stop: int
+    first_T: Tensor, second_T: Tensor | None, first_C: Tensor, second_C: Tensor | None, start: int, stop: int
 ) -> None:
-    logprobs_T[start:stop] = logprobs_C
-    if entropy_T is not None:
-        assert entropy_C is not None
-        entropy_T[start:stop] = entropy_C
+    first_T[start:stop] = first_C
+    if second_T is not None and second_C is not None:
+        second_T[start:stop] = second_C
 
 
 def _dtypes(*inputs: Tensor | None) -> list[torch.dtype | None]:

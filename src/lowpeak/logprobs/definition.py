@@ -27,13 +27,23 @@ class HeadScale:
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """How one pass is made: C = `chunk_size` tokens at a time. `entropy_grad` lets a gradient through the entropy."""
+    """How one pass is made: C = `chunk_size` tokens at a time. `entropy_grad` lets a gradient through the entropy.
+
+    `promised_scale` is what backward will multiply the loss by, if that is known and the head's gradient may be added
+    to its `.grad` where it is formed (see `direct.py`).
+    """
 
     chunk_size: int
     temperature: float = 1.0
     scale: HeadScale = HeadScale()
     entropy: bool = False
     entropy_grad: bool = False
+    promised_scale: float | None = None
+
+    @property
+    def gain(self) -> float:
+        """What a logit is multiplied by where nothing caps it."""
+        return self.scale.logit_scale / self.temperature
 
     def __post_init__(self) -> None:
         assert self.chunk_size >= 1, f"a chunk holds at least one token, got {self.chunk_size}"

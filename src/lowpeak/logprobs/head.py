@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
+from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
 from lowpeak.logprobs.general import module_logprobs, module_loss
 
 # What a causal LM's forward takes and its backbone does not, or what a request decides.
@@ -40,6 +41,8 @@ class HeadRequest:
 
     `loss(logprobs_C, entropy_C, start, stop)` is the summed loss of tokens [start, stop): with it the answer has a
     differentiable "loss", and log-probs and entropies come detached. Without it the log-probs are differentiable.
+    `promised_scale` is what backward will multiply the loss by: with it a plain head and plain embeddings add their
+    gradients to `.grad` themselves (`direct.py`), which a strategy allows where nothing has to see them on their way.
     """
 
     positions_T: Tensor
@@ -49,6 +52,7 @@ class HeadRequest:
     entropy: bool = False
     entropy_grad: bool = False
     loss: TokenLoss | None = None
+    promised_scale: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,9 @@ def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Mod
                 f"{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
             )
         _replace(part, _head_forward, scale, cast_head_to_fp32)
+    embeddings = causal.get_input_embeddings()
+    if type(embeddings) is nn.Embedding and (_MARK in embeddings.__dict__ or "forward" not in embeddings.__dict__):
+        _replace(embeddings, _embedding_forward, scale, in_fp32=False)
     _replace(causal, _causal_forward, scale, cast_head_to_fp32)
     return model
 
@@ -130,8 +137,13 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
         raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
     # Wrappers pass arguments on as None that not every backbone knows.
     inputs = {name: value for name, value in kwargs.items() if value is not None and name not in _NOT_FOR_BACKBONE}
-    outputs = backbone_of(self)(*args, **inputs, use_cache=False)
+    with direct_lookups(head_request.promised_scale is not None):
+        outputs = backbone_of(self)(*args, **inputs, use_cache=False)
     return head(outputs[0], head_request=head_request)
+
+
+def _embedding_forward(self: Any, input: Tensor) -> Tensor:
+    return lookup(self, input) if looks_up_directly(self) else getattr(self, _MARK).forward(input)
 
 
 def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
@@ -150,7 +162,12 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
 
 def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     settings = ChunkSettings(
-        request.chunk_size, request.temperature, installed.scale, request.entropy, request.entropy_grad
+        request.chunk_size,
+        request.temperature,
+        installed.scale,
+        request.entropy,
+        request.entropy_grad,
+        request.promised_scale,
     )
     targets_T, loss = request.targets_T, None
     if _is_linear(module):

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
@@ -24,6 +25,14 @@ class Replicated:
     def ranks(self) -> Ranks:
         """The processes of the run."""
         return self._ranks
+
+    @property
+    def promised_scale(self) -> float | None:
+        """One over accelerate's accumulation on one device; None for several ranks, or where fp16 scales the loss."""
+        alone = self._accelerator.distributed_type == DistributedType.NO
+        if not alone or self._ranks.world_size != 1 or self._accelerator.scaler is not None:
+            return None
+        return 1.0 / self._accelerator.gradient_accumulation_steps
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""

@@ -22,6 +22,14 @@ class Strategy(Protocol):
         """The processes of the run."""
         ...
 
+    @property
+    def promised_scale(self) -> float | None:
+        """What `backward` multiplies a loss's gradients by, where the head may add its own to `.grad` itself; else None.
+
+        None wherever something must see a gradient on its way: a reduction over ranks, hooks, a loss scale.
+        """
+        ...
+
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""
         ...

@@ -54,7 +54,7 @@ def run_step(
     """Forward and backward of a step's micro-batches: this rank's share of the loss, and its metrics: station 11.
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
-    their number.
+    their number. What fails on its way leaves gradients of a part of the step: whoever goes on zeroes them first.
     """
     total = torch.zeros((), device=core.device)
     metrics: dict[str, Metric] = {}
@@ -62,15 +62,20 @@ def run_step(
         last = number == len(micro_batches) - 1
         batch = _with_coefficients(batch.to(core.device), coefficients)
         with strategy.accumulate(model, last):
-            loss, measured = loss_of(model, batch, algorithm, core)
+            loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
         metrics = merge_metrics(metrics, measured)
     return total, metrics
 
 
-def loss_of(model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core) -> tuple[Tensor, dict[str, Metric]]:
-    """The weighted loss of one micro-batch and its metrics: in one visit of the head where the unit is a token."""
+def loss_of(
+    model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core, promised_scale: float | None = None
+) -> tuple[Tensor, dict[str, Metric]]:
+    """The weighted loss of one micro-batch and its metrics: in one visit of the head where the unit is a token.
+
+    With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see HeadRequest).
+    """
     tokens = batch.tokens
 
     def weighted(logprobs: Tensor, entropy: Tensor | None, start: int, stop: int) -> Tensor:
@@ -86,6 +91,7 @@ def loss_of(model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Cor
         entropy=algorithm.loss_entropy or core.log_entropy,
         entropy_grad=algorithm.loss_entropy,
         loss=weighted if one_visit else None,
+        promised_scale=promised_scale,
     )
     logprobs_T, entropy_T = out["logprobs"], out.get("entropy")
     if one_visit:

@@ -17,9 +17,16 @@ def test_a_shape_is_read_off_a_config():
 
 
 @pytest.mark.parametrize("gibibytes", [3, 8, 21, 30])
-def test_a_chunks_three_buffers_keep_to_a_sixteenth_and_nearly_fill_it(gibibytes):
-    taken = 3 * 4 * SHAPE.vocab * fit_chunk(SHAPE, gibibytes * GIB)
-    assert gibibytes * GIB / 32 < taken <= gibibytes * GIB / 16 or fit_chunk(SHAPE, gibibytes * GIB) == 1024
+def test_a_chunks_logits_keep_to_a_sixty_fourth_and_nearly_fill_it(gibibytes):
+    taken = 4 * SHAPE.vocab * fit_chunk(SHAPE, gibibytes * GIB)
+    assert gibibytes * GIB / 128 < taken <= gibibytes * GIB / 64
+
+
+def test_a_chunk_and_the_heads_gradient_are_an_eighth_of_what_all_logits_take():
+    tokens, free = 4096, 16 * GIB
+    gradient, logits = 4 * SHAPE.vocab * SHAPE.hidden, 4 * SHAPE.vocab * tokens
+    naive = 3 * logits  # logits, log-softmax, its gradient
+    assert gradient + 4 * SHAPE.vocab * fit_chunk(SHAPE, free) <= naive / 8
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

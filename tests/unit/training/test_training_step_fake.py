@@ -58,6 +58,8 @@ class LocalStrategy:
 
     ranks = Ranks()
 
+    promised_scale = 1.0
+
     def accumulate(self, model, last):
         return nullcontext()
 

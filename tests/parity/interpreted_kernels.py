@@ -1,0 +1,68 @@
+"""The Triton kernels against the torch passes, on a CPU: run with TRITON_INTERPRET=1; prints one line a case."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import torch
+
+from lowpeak.logprobs import rows, triton_kernels
+from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.logprobs.rows import RowDerivatives, chosen_logits
+
+SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest one, relative to the greatest number."""
+    assert ours.shape == theirs.shape
+    return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-30))
+
+
+def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: bool, narrow: bool) -> float:
+    """The largest relative difference between kernels, torch passes and, in fp64, the definition's gradients."""
+    torch.manual_seed(num_rows + num_ids)
+    settings = ChunkSettings(num_rows, 0.7, scale, entropy=entropy, entropy_grad=entropy)
+    logits = torch.randn(num_rows, num_ids) * 4
+    bias = torch.randn(num_ids) if biased else None
+    targets = torch.randint(num_ids, (num_rows,))
+    by_logprobs, by_entropy = torch.randn(num_rows), torch.randn(num_rows) if entropy else None
+    found = []
+    for passes in (triton_kernels, rows):
+        raw = logits.clone()
+        chosen = chosen_logits(raw, bias, targets, settings)
+        statistics = passes.row_statistics(raw, bias, settings)
+        assert torch.equal(raw, logits), "the statistics are a read"
+        derivatives = RowDerivatives(by_logprobs, by_entropy, statistics.entropy())
+        half = torch.zeros(num_rows, num_ids, dtype=torch.bfloat16) if narrow else None
+        passes.row_gradient_(raw, bias, settings, targets, statistics, derivatives, half)
+        if half is not None:
+            torch.testing.assert_close(half.float(), raw, rtol=2**-7, atol=1e-30)  # the interpreter may cut, not round
+        values = [statistics.logprobs(chosen), raw]
+        found.append(values + ([statistics.entropy()] if entropy else []))
+    leaf = logits.double().requires_grad_()
+    identity = torch.eye(num_ids, dtype=torch.float64)
+    wide_bias = None if bias is None else bias.double()
+    logprobs, entropies = naive_logprobs(leaf, identity, wide_bias, targets, 0.7, scale)
+    loss = (logprobs * by_logprobs).sum()
+    loss = loss if by_entropy is None else loss + (entropies * by_entropy).sum()
+    (truth,) = torch.autograd.grad(loss, leaf)
+    exact = [logprobs.detach(), truth, entropies.detach()]
+    ours, theirs = found
+    pairs = [*zip(ours, theirs, strict=True), *zip(ours, exact, strict=False)]
+    return max(difference(one, other) for one, other in pairs)
+
+
+def main() -> None:
+    """Every combination at shapes below, at and beyond the kernels' block."""
+    assert os.environ.get("TRITON_INTERPRET") == "1", "kernels run without a GPU only in Triton's interpreter"
+    worst = 0.0
+    for shape in ((3, 37), (2, 4096), (2, 4133)):
+        for scale, biased, entropy in itertools.product(SCALES, (False, True), (False, True)):
+            worst = max(worst, case(*shape, scale, biased, entropy, narrow=biased))
+    print(f"worst {worst:.3e}")
+
+
+if __name__ == "__main__":
+    main()

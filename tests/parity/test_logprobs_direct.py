@@ -1,0 +1,213 @@
+"""Gradients added to `.grad` where they are formed, beside autograd's way: heads, embeddings, whole steps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
+from lowpeak.logprobs.definition import ChunkSettings
+from lowpeak.logprobs.direct import takes_direct
+from lowpeak.logprobs.head import HeadRequest, install_head
+from lowpeak.strategies.replicated import Replicated
+from tiny import tiny_model
+
+NUM_IDS, PADDING = 37, 0
+
+
+def token_loss(logprobs, entropy, start, stop):
+    return (logprobs.exp() * torch.arange(start + 1, stop + 1)).sum() + (0 if entropy is None else entropy.sum())
+
+
+def rows(seed):
+    """Two rows with padding at the end of the second, the positions that count, and their targets."""
+    torch.manual_seed(seed)
+    ids = torch.randint(2, NUM_IDS, (2, 9))
+    ids[1, 6:] = PADDING
+    positions = torch.tensor([2, 3, 4, 5, 6, 9, 10, 11, 12])
+    return ids, positions, ids.flatten().roll(-1)[positions]
+
+
+def run(model, data, promised, *, visits, temperature=0.9, scale=1.0, entropy=True):
+    """Forward and backward of one micro-batch, its loss times `scale`."""
+    ids, positions, targets = data
+    wishes = {"loss": token_loss} if visits else {}
+    request = HeadRequest(
+        positions, targets, temperature, 4, entropy=entropy, entropy_grad=entropy, promised_scale=promised, **wishes
+    )
+    answer = model(input_ids=ids, head_request=request)
+    loss = answer["loss"] if visits else token_loss(answer["logprobs"], answer.get("entropy"), 0, len(targets))
+    (loss * scale).backward()
+    return loss.detach()
+
+
+def twins(**shape):
+    model = install_head(tiny_model(NUM_IDS, dtype=torch.float64, **shape)).train()
+    return model, copy.deepcopy(model)
+
+
+def assert_same_gradients(ours, theirs, **tolerance):
+    for (name, mine), (_, other) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("visits", [True, False], ids=["visited", "recomputed"])
+@pytest.mark.parametrize("to_none", [True, False], ids=["set to none", "zeroed"])
+def test_steps_of_several_micro_batches_train_as_by_autograd(tied, visits, to_none):
+    ours, theirs = twins(tied=tied)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (ours, theirs)]
+    for step in range(3):
+        for model, optimizer, promised in zip((ours, theirs), optimizers, (1.0, None), strict=True):
+            optimizer.zero_grad(set_to_none=to_none)
+            for number in range(2):
+                run(model, rows(2 * step + number), promised, visits=visits)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert_same_gradients(ours, theirs, rtol=1e-12, atol=1e-14)
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("visits", [True, False], ids=["visited", "recomputed"])
+def test_a_promised_scale_other_than_one_and_activation_checkpointing_change_nothing(visits):
+    ours, theirs = twins()
+    for model in (ours, theirs):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for number in range(2):
+        run(ours, rows(number), 0.25, visits=visits, scale=0.25)
+        run(theirs, rows(number), None, visits=visits, scale=0.25)
+    assert_same_gradients(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+def test_padding_ids_get_no_gradient_as_embeddings_have_none():
+    ours, theirs = twins(tied=False)
+    assert ours.model.embed_tokens.padding_idx == PADDING
+    run(ours, rows(0), 1.0, visits=True)
+    run(theirs, rows(0), None, visits=True)
+    assert (ours.model.embed_tokens.weight.grad[PADDING] == 0).all()
+    assert (ours.model.embed_tokens.weight.grad != 0).any()
+    assert_same_gradients(ours, theirs)
+
+
+@pytest.mark.parametrize("visits", [True, False], ids=["visited", "recomputed"])
+@pytest.mark.parametrize(
+    ("hidden_dtype", "weight_dtype"),
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_a_head_with_a_bias_sums_two_micro_batches_as_by_autograd(visits, hidden_dtype, weight_dtype):
+    torch.manual_seed(0)
+    hidden = torch.randn(11, 6).to(hidden_dtype).requires_grad_()
+    weight, bias = torch.randn(NUM_IDS, 6).to(weight_dtype), torch.randn(NUM_IDS).to(weight_dtype)
+    targets, found = torch.randint(NUM_IDS, (11,)), []
+    for promised in (1.0, None):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+        settings = ChunkSettings(4, 0.9, promised_scale=promised)
+        for _ in range(2):
+            if visits:
+                loss = one_visit(*leaves, targets, token_loss, settings)[0]
+            else:
+                loss = token_loss(*chunked_logprobs(*leaves, targets, settings), 0, 11)
+            loss.backward()
+        found.append([x.grad for x in leaves])
+    for mine, other, leaf in zip(*found, (hidden, weight, bias), strict=True):
+        assert mine.dtype == leaf.dtype
+        torch.testing.assert_close(mine, other)
+
+
+def test_no_second_matrix_of_the_heads_size_is_made_once_a_gradient_stands():
+    model, _ = twins()
+    run(model, rows(0), 1.0, visits=True)
+    grad = model.lm_head.weight.grad
+    before = grad.clone()
+    run(model, rows(1), 1.0, visits=True)
+    assert model.lm_head.weight.grad is grad
+    assert not torch.equal(grad, before)
+
+
+def test_a_broken_promise_fails():
+    model, _ = twins()
+    with pytest.raises(RuntimeError, match=r"formed to be scaled by 1.0 was not"):
+        run(model, rows(0), 1.0, visits=True, scale=0.5)
+
+
+def test_without_gradients_none_is_added():
+    model, _ = twins()
+    ids, positions, targets = rows(0)
+    with torch.no_grad():
+        request = HeadRequest(positions, targets, 1.0, 4, loss=token_loss, promised_scale=1.0)
+        model(input_ids=ids, head_request=request)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def hook(parameter):
+    parameter.register_hook(lambda grad: 3 * grad)
+
+
+def hook_after(parameter):
+    def triple(leaf):
+        leaf.grad.mul_(3)
+
+    parameter.register_post_accumulate_grad_hook(triple)
+
+
+@pytest.mark.parametrize("register", [hook, hook_after])
+def test_a_hook_on_the_parameter_sees_the_whole_gradient_as_ever(register):
+    ours, theirs = twins()
+    for model in (ours, theirs):
+        register(model.lm_head.weight)
+    run(ours, rows(0), 1.0, visits=True)
+    run(theirs, rows(0), None, visits=True)
+    assert_same_gradients(ours, theirs)
+    assert not takes_direct(ours.lm_head.weight)
+
+
+@pytest.mark.parametrize("change", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}], ids=str)
+def test_embeddings_that_do_more_than_look_up_are_left_alone(change):
+    ours, theirs = twins(tied=False)
+    for model in (ours, theirs):
+        for name, value in change.items():
+            setattr(model.model.embed_tokens, name, value)
+    for number in range(2):
+        run(ours, rows(number), 1.0, visits=True)
+        run(theirs, rows(number), None, visits=True)
+    assert_same_gradients(ours, theirs)
+
+
+def test_a_frozen_head_and_trained_embeddings_get_what_they_should():
+    ours, theirs = twins(tied=False)
+    for model in (ours, theirs):
+        model.lm_head.weight.requires_grad_(False)
+    run(ours, rows(0), 1.0, visits=True)
+    run(theirs, rows(0), None, visits=True)
+    assert ours.lm_head.weight.grad is None
+    assert_same_gradients(ours, theirs)
+
+
+def test_generation_and_plain_calls_keep_autograds_way():
+    ours, theirs = tiny_model(NUM_IDS), tiny_model(NUM_IDS)
+    install_head(ours)
+    for model in (ours, theirs):
+        model(input_ids=rows(0)[0]).logits.square().sum().backward()
+    assert_same_gradients(ours, theirs, rtol=0, atol=0)
+
+
+def test_one_device_promises_the_scale_that_accelerates_backward_applies():
+    for accumulation in (1, 4):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation)
+        strategy = Replicated(accelerator)
+        leaf = torch.ones((), requires_grad=True)
+        strategy.backward(leaf * 1.0, last=True)
+        assert float(leaf.grad) == pytest.approx(strategy.promised_scale)
