@@ -69,7 +69,12 @@ def _segments(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
     tokens.append(length - sum(tokens))
     counts_S, roots_S = torch.tensor(tokens), torch.tensor(roots, dtype=torch.int32)
     segments_S = torch.arange(len(tokens), dtype=torch.int32)
-    return segments_S.repeat_interleave(counts_S), roots_S.repeat_interleave(counts_S)
+    return _each(segments_S, counts_S, length), _each(roots_S, counts_S, length)
+
+
+def _each(values_S: Tensor, counts_S: Tensor, length: int) -> Tensor:
+    """Each value as often as its count says; the length is given, so that the counts need not be read."""
+    return values_S.repeat_interleave(counts_S, output_size=length)
 
 
 def _blocks(segments_L: Tensor, roots_L: Tensor) -> tuple[Tensor, Tensor]:
