@@ -99,7 +99,8 @@ def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[s
         raise ModelError(f"{name} changes its attention mask, which a row of several sequences does not have")
     if kwargs.get("dropout"):
         raise ModelError(f"{name} has attention dropout, which a row of several sequences cannot have: set it to 0")
-    if kwargs.get("is_causal") is False:
+    causal = kwargs.get("is_causal")
+    if (getattr(module, "is_causal", True) if causal is None else causal) is False:
         raise ModelError(f"{name} is not causal, so its sequences cannot share a row")
     known = _WITHOUT_MEANING | {"scaling", "dropout", "is_causal"}
     unknown = [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]

@@ -1,0 +1,64 @@
+"""FlexAttention's block mask is the definition's; uncompiled, its forward is too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import scaled_dot_product_attention
+
+from forests import forest_of, length_of
+from lowpeak.attention.definition import forest_mask
+from lowpeak.attention.flex import block_mask, flex_attention_row
+
+FORESTS = {
+    "less than a block": forest_of((5, (3, 1, 4)), (0, (6,)), padding=2),
+    "several blocks": forest_of((5, (3, 1)), (0, (6,)), (300, (600, 33, 200)), (1, (1,))),
+    "whole blocks, then padding": forest_of((256, (128, 128)), (0, (128,)), padding=140),
+    "plain sequences": forest_of((0, (200,)), (0, (300,)), (0, (12,))),
+}
+CPU = torch.device("cpu")
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", FORESTS)
+def test_the_forward_is_the_definitions(name):
+    forest = FORESTS[name]
+    length = length_of(forest)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, h, length, w) for h, w in ((6, 16), (2, 16), (2, 12)))
+    out = flex_attention_row(query, key, value, block_mask(forest.trees, length, CPU), 0.3, compiled=False)
+    mask = forest_mask(forest, length)
+    real = mask.any(1)
+    mask = mask | ~real[:, None]
+    meant = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out[:, real], meant[:, real], rtol=1e-4, atol=1e-5)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_blocks_hold_every_pair_that_sees_and_few_that_do_not(name):
+    forest = FORESTS[name]
+    length = length_of(forest)
+    mask = forest_mask(forest, length)
+    ours = block_mask(forest.trees, length, CPU)
+    meant = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, length, length, device="cpu")
+    ours_NN, meant_NN = ours.to_dense()[0, 0].bool(), meant.to_dense()[0, 0].bool()
+    assert (ours_NN | ~meant_NN).all()
+    extra = (ours_NN & ~meant_NN).sum()
+    assert extra <= len(ours_NN)  # padding sees its own block, so that no row of scores is empty
+
+
+@pytest.mark.parametrize("name", FORESTS)
+def test_blocks_said_to_be_full_are(name):
+    forest = FORESTS[name]
+    length = length_of(forest)
+    mask = forest_mask(forest, length)
+    ours = block_mask(forest.trees, length, CPU)
+    meant = create_block_mask(lambda b, h, i, j: mask[i, j], None, None, length, length, device="cpu")
+    assert ours.full_kv_num_blocks.sum() >= 0.7 * meant.full_kv_num_blocks.sum()
+    for row, count in enumerate(ours.full_kv_num_blocks[0, 0].tolist()):
+        for column in ours.full_kv_indices[0, 0, row, :count].tolist():
+            rows, columns = (slice(128 * x, 128 * (x + 1)) for x in (row, column))
+            real = mask[rows].any(1)
+            assert mask[rows, columns][real].all()

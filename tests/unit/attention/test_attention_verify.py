@@ -1,0 +1,81 @@
+"""The start-up check lets right models pass and finds what why_not does not know of."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from forests import MODELS, model_of
+from lowpeak.attention.agreement import kernel_differs
+from lowpeak.attention.install import install_attention
+from lowpeak.attention.verify import forests_agree
+from lowpeak.logprobs.head import install_head
+from tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_plain_attention_agree(name, dtype):
+    model = model_of(name, dtype)
+    install_attention(model)
+    assert forests_agree(model, CPU) is None
+
+
+def test_a_model_under_autocast_with_the_core_in_its_head_agrees():
+    model = install_head(tiny_model())
+    install_attention(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert forests_agree(model, CPU) is None
+
+
+def test_every_modules_mode_and_gradients_are_left_as_they_were():
+    model = tiny_model().train()
+    model.model.layers[1].eval()
+    install_attention(model)
+    modes = [module.training for module in model.modules()]
+    forests_agree(model, CPU)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_that_looks_at_the_token_before_it_is_found(dtype):
+    """As a convolution or a state would: its first completion's neighbour in the row is not its neighbour in text."""
+    model = tiny_model(dtype=dtype)
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
+    install_attention(model)
+    assert "other hidden states" in forests_agree(model, CPU)
+
+
+def test_positions_that_count_through_the_row_are_found():
+    model = tiny_model()
+    count = lambda module, args, kwargs: (args, kwargs | {"position_ids": torch.arange(29)[None]})  # noqa: E731
+    install_attention(model)
+    handle = model.model.rotary_emb.register_forward_pre_hook(count, with_kwargs=True)
+    reason = forests_agree(model, CPU)
+    handle.remove()
+    assert reason is not None
+    assert forests_agree(model, CPU) is None
+
+
+def test_a_model_that_does_not_pass_the_forest_on_is_found():
+    model = tiny_model()
+    assert "other hidden states" in forests_agree(model, CPU)  # nothing installed: sdpa drops what it does not know
+
+
+def test_a_model_that_cannot_run_says_why():
+    model = tiny_model()
+    install_attention(model)
+    other = copy.deepcopy(model)
+    other.model.layers[0].self_attn.is_causal = False
+    assert "is not causal" in forests_agree(other, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_of_this_device_agrees_with_the_definition(dtype):
+    assert kernel_differs(dtype, CPU) is None
