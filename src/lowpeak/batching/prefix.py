@@ -96,7 +96,7 @@ def _together(prompt: int, rows: Sequence[int], completions: Sequence[int], cost
 
 
 def cut_group(prompt: int, completions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """The fewest parts of a group, balanced in tokens, that fit `capacity` with the prompt in each of them.
+    """A group as few parts, balanced in tokens, that fit `capacity` with the prompt in each of them.
 
     A completion is never cut: one that does not fit beside its prompt is a part of its own.
     """

@@ -117,3 +117,8 @@ def test_a_prompts_rows_stay_on_one_rank_while_that_is_balanced():
 def test_one_group_is_cut_among_ranks_where_it_would_leave_one_idle():
     shares = assign_rows([(1,) * 5] * 8, [20] * 8, 2, None)
     assert [len(share) for share in shares] == [4, 4]
+
+
+def test_a_little_imbalance_cuts_no_group():
+    prompts, completions = [(1,)] * 4 + [(2,)] * 4, [100] * 4 + [103] * 4
+    assert assign_rows(prompts, completions, 2, None) == ((4, 5, 6, 7), (0, 1, 2, 3))
