@@ -27,6 +27,7 @@ def rows(seed):
     """Two rows with padding at the end of the second, the positions that count, and their targets."""
     torch.manual_seed(seed)
     ids = torch.randint(2, NUM_IDS, (2, 9))
+    ids[1, 1] = PADDING  # seen by what is predicted after it
     ids[1, 6:] = PADDING
     positions = torch.tensor([2, 3, 4, 5, 6, 9, 10, 11, 12])
     return ids, positions, ids.flatten().roll(-1)[positions]
