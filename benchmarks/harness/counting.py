@@ -39,6 +39,8 @@ class CountingRequest:
     prompt_length: int
     max_new_tokens: int
     slots: int
+    heads: int = 0
+    kv_heads: int = 0
     lengths: tuple[int, ...] = ()
 
     @property
@@ -54,8 +56,8 @@ def make_model(request: CountingRequest) -> Qwen2ForCausalLM:
         vocab_size=request.vocab_size,
         hidden_size=request.hidden,
         num_hidden_layers=request.layers,
-        num_attention_heads=request.hidden // 64,
-        num_key_value_heads=max(1, request.hidden // 256),
+        num_attention_heads=request.heads or request.hidden // 64,
+        num_key_value_heads=request.kv_heads or max(1, request.hidden // 256),
         intermediate_size=4 * request.hidden,
         max_position_embeddings=request.prompt_length + request.max_new_tokens,
         tie_word_embeddings=True,

@@ -9,10 +9,10 @@ Shapes: N rows, V vocabulary, K positions, L tokens seen so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowpeak.config.rollout import Sampling
 
@@ -23,7 +23,10 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 _BLOCK = 512  # tokens of the vocabulary whose probabilities are added before the search looks inside
-_MAX_ELEMENTS = 1 << 25  # fp32 scores worked on at once: 128 MiB
+# Scores worked on at once: on a CPU what its second-level cache holds (larger temporaries are also fresh pages of the
+# system each time: 64 rows of 151,936 took three times as long in one piece), elsewhere 128 MiB of fp32.
+_MAX_ELEMENTS = {"cpu": 1 << 18}
+_MAX_ELEMENTS_ELSEWHERE = 1 << 25
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,26 +65,30 @@ def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, posit
 
 
 def choose(
-    logits_NV: Tensor,
+    logits_MV: Tensor,
     sampling: Sampling,
     uniforms_N: Tensor | None,
     history_NL: Tensor | None,
-    max_elements: int = _MAX_ELEMENTS,
+    sources_N: Tensor | None = None,
+    max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, int64 [N], and its log-prob, float32 [N].
 
     The log-prob is `log_softmax(logits / temperature)` over the full vocabulary, before penalty and filters; greedy
     (temperature 0) takes `argmax` after the penalty and the log-prob at temperature 1. `uniforms_N` may be None when
-    greedy, `history_NL` (see `penalize`) when there is no penalty. Rows go in slices of at most `max_elements` scores,
-    so that a large batch over a large vocabulary needs bounded memory beside its logits.
+    greedy, `history_NL` (see `penalize`) when there is no penalty. Row n has the logits of row `sources_N[n]`, or of row
+    n where that is None. Rows go in slices of at most `max_elements` scores, so that a large batch over a large vocabulary
+    needs bounded memory beside its logits.
     """
-    num_rows = max(1, max_elements // logits_NV.shape[-1])
+    max_elements = max_elements or _MAX_ELEMENTS.get(logits_MV.device.type, _MAX_ELEMENTS_ELSEWHERE)
+    num_slice = max(1, max_elements // logits_MV.shape[-1])
     parts = []
-    for start in range(0, logits_NV.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
+    for start in range(0, len(logits_MV if sources_N is None else sources_N), num_slice):
+        rows = slice(start, start + num_slice)
+        logits_nV = logits_MV[rows] if sources_N is None else logits_MV[sources_N[rows]]
         uniforms_n = None if uniforms_N is None else uniforms_N[rows]
         history_nL = None if history_NL is None else history_NL[rows]
-        parts.append(_choose(logits_NV[rows].float(), sampling, uniforms_n, history_nL))
+        parts.append(_choose(logits_nV.float(), sampling, uniforms_n, history_nL))
     return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
 
 
@@ -94,12 +101,23 @@ def _choose(
         scores_NV = penalize(logits_NV, history_NL, sampling.repetition_penalty)
     if sampling.temperature == 0:
         tokens_N = scores_NV.argmax(dim=-1)
-    else:
-        assert uniforms_N is not None, "sampling needs one uniform per row"
-        tokens_N = draw(keep_likely(scores_NV, sampling), uniforms_N)
-        logits_NV = _divide(logits_NV, sampling.temperature)
-    chosen_N = logits_NV.gather(-1, tokens_N[:, None])[:, 0]
-    return tokens_N, chosen_N - logits_NV.logsumexp(dim=-1)
+        return tokens_N, _logprobs(logits_NV, tokens_N, Weights.of(logits_NV))
+    assert uniforms_N is not None, "sampling needs one uniform per row"
+    scaled_NV = _divide(logits_NV, sampling.temperature)
+    weights = Weights.of(scaled_NV)
+    likely_NV = keep_likely(scores_NV, sampling) if _filters(sampling) else scaled_NV
+    tokens_N = (weights if likely_NV is scaled_NV else Weights.of(likely_NV)).draw(uniforms_N)
+    return tokens_N, _logprobs(scaled_NV, tokens_N, weights)
+
+
+def _filters(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from anything but the full softmax."""
+    return sampling.repetition_penalty != 1 or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+
+
+def _logprobs(scores_NV: Tensor, tokens_N: Tensor, weights: Weights) -> Tensor:
+    chosen_N1 = scores_NV.gather(-1, tokens_N[:, None])
+    return (chosen_N1 - weights.largest_N1 - weights.sums_NM.sum(dim=-1, keepdim=True).log()).float()[:, 0]
 
 
 def penalize(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
@@ -159,19 +177,42 @@ def _keep_top_p(scores_NV: Tensor, top_p: float, top_k: int) -> Tensor:
 def draw(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """One token per row from softmax(scores): the first whose cumulative probability exceeds the uniform.
 
-    `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`, in two levels: blocks of the vocabulary, then the
-    tokens of one block. Sums over blocks are float64, so that rare tokens at the end of a large vocabulary keep their
-    probability, at the price of an fp32 running sum. A score of minus infinity is never drawn.
+    `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`. A score of minus infinity is never drawn.
     """
-    weights_NV = torch.exp(scores_NV - scores_NV.amax(dim=-1, keepdim=True))
-    vocab_size = weights_NV.shape[-1]
-    block = min(_BLOCK, vocab_size)
-    blocks_NMB = F.pad(weights_NV, (0, -vocab_size % block)).unflatten(-1, (-1, block))
-    sums_NM = blocks_NMB.sum(dim=-1).double()
-    chosen_N1, rest_N1 = _search(sums_NM, uniforms_N[:, None])
-    inside_NB = blocks_NMB.gather(1, chosen_N1[:, :, None].expand(-1, -1, block))[:, 0].double()
-    token_N1, _ = _search(inside_NB, rest_N1)
-    return (chosen_N1 * block + token_N1).clamp(max=vocab_size - 1)[:, 0]
+    return Weights.of(scores_NV).draw(uniforms_N)
+
+
+class Weights(NamedTuple):
+    """`exp(scores - largest)`, and its sums over blocks of the vocabulary: one visit serves the draw and the log-prob.
+
+    Sums over blocks are added in float64, so that rare tokens at the end of a large vocabulary keep their probability,
+    at the price of an fp32 running sum.
+    """
+
+    weights_NV: Tensor
+    largest_N1: Tensor
+    sums_NM: Tensor
+
+    @classmethod
+    def of(cls, scores_NV: Tensor) -> Weights:
+        """The weights of these scores."""
+        largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
+        weights_NV = (scores_NV - largest_N1).exp_()
+        whole = weights_NV.shape[-1] // _BLOCK * _BLOCK
+        sums = [weights_NV[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if whole else []
+        if whole < weights_NV.shape[-1]:
+            sums.append(weights_NV[:, whole:].sum(dim=-1, keepdim=True))
+        return cls(weights_NV, largest_N1, torch.cat(sums, dim=-1).double())
+
+    def draw(self, uniforms_N: Tensor) -> Tensor:
+        """The token [N] that each uniform falls on, searched in two levels: blocks, then the tokens of one block."""
+        vocab_size = self.weights_NV.shape[-1]
+        block_N1, rest_N1 = _search(self.sums_NM, uniforms_N[:, None])
+        tokens_NB = block_N1 * _BLOCK + torch.arange(min(_BLOCK, vocab_size), device=block_N1.device)
+        inside_NB = self.weights_NV.gather(-1, tokens_NB.clamp(max=vocab_size - 1)).double()
+        inside_NB = inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0)
+        token_N1, _ = _search(inside_NB, rest_N1)
+        return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
 
 
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:

@@ -29,7 +29,7 @@ def bytes_per_token(model: nn.Module) -> int:
     width = _attribute(config, "head_dim") or hidden // heads
     latent = (_attribute(config, "qk_nope_head_dim") or 0) + (_attribute(config, "qk_rope_head_dim") or 0)
     keys_and_values = (latent or width) + (_attribute(config, "v_head_dim") or width)
-    return layers * kv_heads * keys_and_values * _dtype(model).itemsize
+    return layers * kv_heads * keys_and_values * parameter_dtype(model).itemsize
 
 
 def text_config(model: nn.Module) -> Any:
@@ -46,6 +46,6 @@ def _attribute(config: Any, name: str) -> int | None:
         return max((getattr(layer, name, None) or 0 for layer in config.per_layer_config), default=None)
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
+def parameter_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter: a quantized model's others are packed integers."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
