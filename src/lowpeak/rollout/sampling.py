@@ -23,6 +23,7 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 _BLOCK = 512  # tokens of the vocabulary whose probabilities are added before the search looks inside
+_LOG2_E = 1.4426950408889634
 # Scores worked on at once: on a CPU what its second-level cache holds (larger temporaries are also fresh pages of the
 # system each time: 64 rows of 151,936 took three times as long in one piece), elsewhere 128 MiB of fp32.
 _MAX_ELEMENTS = {"cpu": 1 << 18}
@@ -80,44 +81,63 @@ def choose(
     n where that is None. Rows go in slices of at most `max_elements` scores, so that a large batch over a large vocabulary
     needs bounded memory beside its logits.
     """
+    scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
     max_elements = max_elements or _MAX_ELEMENTS.get(logits_MV.device.type, _MAX_ELEMENTS_ELSEWHERE)
     num_slice = max(1, max_elements // logits_MV.shape[-1])
-    parts = []
-    for start in range(0, len(logits_MV if sources_N is None else sources_N), num_slice):
+    is_plain = _is_plain(sampling)
+    sums, tokens = [], []
+    for start in range(0, len(scores), num_slice):
         rows = slice(start, start + num_slice)
-        logits_nV = logits_MV[rows] if sources_N is None else logits_MV[sources_N[rows]]
-        uniforms_n = None if uniforms_N is None else uniforms_N[rows]
-        history_nL = None if history_NL is None else history_NL[rows]
-        parts.append(_choose(logits_nV.float(), sampling, uniforms_n, history_nL))
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+        raw_nV = scores.raw(rows)
+        sums.append(BlockSums.of(_divide(raw_nV, scores.temperature)))
+        if not is_plain:
+            uniforms_n = None if uniforms_N is None else uniforms_N[rows]
+            tokens.append(_choose(raw_nV, sampling, uniforms_n, None if history_NL is None else history_NL[rows]))
+    all_sums = BlockSums(torch.cat([x.largest_N1 for x in sums]), torch.cat([x.sums_NM for x in sums]))
+    if is_plain:
+        assert uniforms_N is not None, "sampling needs one uniform per row"
+        tokens.append(all_sums.draw(scores, uniforms_N))
+    tokens_N = torch.cat(tokens)
+    return tokens_N, all_sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
 
 
-def _choose(
-    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _is_plain(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from the full softmax."""
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature > 0 and sampling.repetition_penalty == 1 and not filters
+
+
+def _choose(logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None) -> Tensor:
+    """The tokens [N] of greedy or filtered rows."""
     scores_NV = logits_NV
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
         scores_NV = penalize(logits_NV, history_NL, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        tokens_N = scores_NV.argmax(dim=-1)
-        return tokens_N, _logprobs(logits_NV, tokens_N, Weights.of(logits_NV))
+        return scores_NV.argmax(dim=-1)
     assert uniforms_N is not None, "sampling needs one uniform per row"
-    scaled_NV = _divide(logits_NV, sampling.temperature)
-    weights = Weights.of(scaled_NV)
-    likely_NV = keep_likely(scores_NV, sampling) if _filters(sampling) else scaled_NV
-    tokens_N = (weights if likely_NV is scaled_NV else Weights.of(likely_NV)).draw(uniforms_N)
-    return tokens_N, _logprobs(scaled_NV, tokens_N, weights)
+    return draw(keep_likely(scores_NV, sampling), uniforms_N)
 
 
-def _filters(sampling: Sampling) -> bool:
-    """Whether tokens are drawn from anything but the full softmax."""
-    return sampling.repetition_penalty != 1 or sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+class Scores(NamedTuple):
+    """Logits over the temperature, in fp32, as they are asked for: row n is row `sources_N[n]` of the logits."""
 
+    logits_MV: Tensor
+    sources_N: Tensor | None
+    temperature: float
 
-def _logprobs(scores_NV: Tensor, tokens_N: Tensor, weights: Weights) -> Tensor:
-    chosen_N1 = scores_NV.gather(-1, tokens_N[:, None])
-    return (chosen_N1 - weights.largest_N1 - weights.sums_NM.sum(dim=-1, keepdim=True).log()).float()[:, 0]
+    def __len__(self) -> int:
+        return len(self.logits_MV if self.sources_N is None else self.sources_N)
+
+    def raw(self, rows: slice) -> Tensor:
+        """The logits [n, V] of some rows, in fp32, not over the temperature."""
+        return self.logits_MV[rows if self.sources_N is None else self.sources_N[rows]].float()
+
+    def at(self, tokens_NK: Tensor) -> Tensor:
+        """The scores [N, K] of some tokens of each row."""
+        if self.sources_N is None:
+            return _divide(self.logits_MV.gather(-1, tokens_NK).float(), self.temperature)
+        return _divide(self.logits_MV[self.sources_N[:, None], tokens_NK].float(), self.temperature)
 
 
 def penalize(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
@@ -179,40 +199,49 @@ def draw(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
     `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`. A score of minus infinity is never drawn.
     """
-    return Weights.of(scores_NV).draw(uniforms_N)
+    return BlockSums.of(scores_NV).draw(Scores(scores_NV, None, 1.0), uniforms_N)
 
 
-class Weights(NamedTuple):
-    """`exp(scores - largest)`, and its sums over blocks of the vocabulary: one visit serves the draw and the log-prob.
+class BlockSums(NamedTuple):
+    """Sums of `exp(scores - largest)` over blocks of the vocabulary: one visit serves the draw and the log-prob.
 
-    Sums over blocks are added in float64, so that rare tokens at the end of a large vocabulary keep their probability,
-    at the price of an fp32 running sum.
+    They are added in float64, so that rare tokens at the end of a large vocabulary keep their probability, at the price of
+    an fp32 running sum. The exponential is a power of two, since exp itself is thirty times slower on a CPU where
+    it underflows, and of a filtered vocabulary most does.
     """
 
-    weights_NV: Tensor
     largest_N1: Tensor
     sums_NM: Tensor
 
     @classmethod
-    def of(cls, scores_NV: Tensor) -> Weights:
-        """The weights of these scores."""
+    def of(cls, scores_NV: Tensor) -> BlockSums:
+        """The sums of these scores."""
         largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
-        weights_NV = (scores_NV - largest_N1).exp_()
+        weights_NV = _weights(scores_NV, largest_N1)
         whole = weights_NV.shape[-1] // _BLOCK * _BLOCK
         sums = [weights_NV[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if whole else []
         if whole < weights_NV.shape[-1]:
             sums.append(weights_NV[:, whole:].sum(dim=-1, keepdim=True))
-        return cls(weights_NV, largest_N1, torch.cat(sums, dim=-1).double())
+        return cls(largest_N1, torch.cat(sums, dim=-1).double())
 
-    def draw(self, uniforms_N: Tensor) -> Tensor:
+    def draw(self, scores: Scores, uniforms_N: Tensor) -> Tensor:
         """The token [N] that each uniform falls on, searched in two levels: blocks, then the tokens of one block."""
-        vocab_size = self.weights_NV.shape[-1]
-        block_N1, rest_N1 = _search(self.sums_NM, uniforms_N[:, None])
+        vocab_size = scores.logits_MV.shape[-1]
+        block_N1, rest_N1 = torch.zeros_like(uniforms_N, dtype=torch.int64)[:, None], uniforms_N[:, None]
+        if vocab_size > _BLOCK:
+            block_N1, rest_N1 = _search(self.sums_NM, rest_N1)
         tokens_NB = block_N1 * _BLOCK + torch.arange(min(_BLOCK, vocab_size), device=block_N1.device)
-        inside_NB = self.weights_NV.gather(-1, tokens_NB.clamp(max=vocab_size - 1)).double()
-        inside_NB = inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0)
-        token_N1, _ = _search(inside_NB, rest_N1)
+        inside_NB = _weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1).double()
+        token_N1, _ = _search(inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0), rest_N1)
         return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
+
+    def logprobs(self, scores_NK: Tensor) -> Tensor:
+        """The log-probs [N, K] of tokens with these scores."""
+        return (scores_NK - self.largest_N1 - self.sums_NM.sum(dim=-1, keepdim=True).log()).float()
+
+
+def _weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:
+    return (scores_NV - largest_N1).mul_(_LOG2_E).exp2_()
 
 
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:

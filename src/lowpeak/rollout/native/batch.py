@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
+from lowpeak.rollout.native.budget import bytes_per_token
 from lowpeak.rollout.native.cache import SlotCache
 from lowpeak.rollout.native.draws import Draws
 from lowpeak.rollout.native.feed import Feed
@@ -24,6 +25,7 @@ from lowpeak.rollout.native.slots import Waiting
 from lowpeak.rollout.native.stop import Progress
 from lowpeak.rollout.native.waves import Row
 from lowpeak.rollout.sampling import choose
+
 
 class Running(NamedTuple):
     """A row in a slot: its number, its prompt, and the column of its newest token less the steps of the batch so far."""
@@ -37,10 +39,17 @@ class Batch:
     """Rows in the slots of a cache that never holds more than the budget's tokens."""
 
     def __init__(
-        self, model: nn.Module, waiting: Waiting, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress
+        self,
+        model: nn.Module,
+        waiting: Waiting,
+        kv_cache_bytes: int,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        progress: Progress,
     ) -> None:
         self._model = model
         self._waiting = waiting
+        self._kv_cache_bytes = kv_cache_bytes
         self._prompts = prompts
         self._sampling = sampling
         self._progress = progress
@@ -49,7 +58,8 @@ class Batch:
         self._begun: deque[tuple[int, int]] = deque()  # numbers and prompts of rows that have begun and have no slot
         self._over: list[bool] = []
         self._num_steps = 0
-        self._cache = SlotCache(waiting.max_tokens)
+        longest = max(waiting.lengths, default=0)
+        self._cache = SlotCache(waiting.max_tokens, longest + sampling.max_new_tokens)
         self._draws = Draws(len(prompts) * sampling.num_generations, sampling, self._device)
         self._feed = Feed(model, [prompt.ids for prompt in prompts], sampling, progress)
 
@@ -58,7 +68,8 @@ class Batch:
         changed = any(self._over)
         if changed:
             self._arrange()
-        while prompts := self._waiting.take(self._num_slots() - len(self._rows)):
+        # One group at most has rows without a slot, so that one of its rows has the prompt in a slot all the time.
+        while not self._begun and (prompts := self._waiting.take(self._num_slots() - len(self._rows))):
             changed = True
             for part in share(prompts, self._waiting.lengths):
                 self._begin(part)
@@ -72,8 +83,9 @@ class Batch:
         self._cache.reserve(self._cache.num_slots, num_columns, len(self._rows))
         logits_NV = self._feed.forward(self._cache, num_columns)
         uniforms_N = self._draws.at(self._feed.rows_N, self._feed.written_N)
-        chosen = choose(logits_NV, self._sampling, uniforms_N, self._feed.history(num_columns))
-        self._over = self._progress.add(self._feed.rows_N, *chosen, len(self._rows))
+        history_NL = self._feed.history(num_columns)
+        chosen = choose(logits_NV[: len(self._rows)], self._sampling, uniforms_N, history_NL)
+        self._over = self._progress.add(self._feed.rows_N, *chosen, len(logits_NV))
         self._feed.advance(chosen[0])
         self._num_steps += 1
 
@@ -111,6 +123,8 @@ class Batch:
     def _begin(self, prompts: Sequence[int]) -> None:
         """Prefill prompts, draw the first tokens of their groups, and give slots to as many rows as there are."""
         logits_PV, prefilled = prefill(self._model, [self._prompts[i].ids for i in prompts])
+        if not self._cache.layers:
+            self._count(prefilled.layers[0].values.dtype)
         going = self._first_tokens(prompts, logits_PV)
         num_held, num_slots = len(self._rows), self._num_slots(prompts)
         taken = going[: num_slots - num_held]
@@ -118,8 +132,15 @@ class Batch:
         self._begun.extend(going[len(taken) :])
         if taken:
             self._reserve(num_slots, num_held)
-            places = [prompts.index(prompt) for _, prompt in taken]
+            place = {prompt: i for i, prompt in enumerate(prompts)}
+            places = [place[prompt] for _, prompt in taken]
             self._cache.place(prefilled, places, [len(self._prompts[i].ids) for i in prompts], num_held)
+
+    def _count(self, dtype: torch.dtype) -> None:
+        """Count the budget in tokens as the cache will store them: under autocast in fewer bytes than parameters."""
+        max_tokens = self._kv_cache_bytes // bytes_per_token(self._model, dtype)
+        self._waiting.set_budget(max_tokens)
+        self._cache.max_tokens = max_tokens
 
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
         """Choose the first token of each row of these groups; numbers and prompts of those that go on."""
@@ -140,5 +161,5 @@ class Batch:
 
     def _reserve(self, num_slots: int, num_held: int) -> None:
         """Room for as many rows as may ever run, and for the newest tokens of those that run now."""
-        most = len(self._prompts) * self._sampling.num_generations
-        self._cache.reserve(min(num_slots, most), self._num_columns(), num_held)
+        most = len(self._rows) + len(self._begun) + self._waiting.num_rows
+        self._cache.reserve(min(num_slots, max(most, self._feed.num_slots)), self._num_columns(), num_held)

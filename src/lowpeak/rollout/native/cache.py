@@ -13,17 +13,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = 64  # columns by which a buffer grows
+_MAX_COPIED = 1 << 22  # numbers that are copied at once into slots: their temporary is no part of the cache
+
+
+class PromptLayer(DynamicLayer):
+    """One layer's keys and values of prompts, [P, K, L, W], as the model gives them: written once, never added to."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Keep them; keys in the values' dtype.
+
+        Under autocast rotary embedding leaves keys wide, and attention rounds them to the values' dtype. (DynamicLayer widens
+        the values instead, and takes twice the bytes.)
+        """
+        self.keys, self.values = key_states.to(value_states.dtype), value_states
+        self.dtype, self.device, self.is_initialized = self.values.dtype, self.values.device, True
+        return self.keys, self.values
 
 
 class SlotLayer(DynamicLayer):
     """One layer's keys and values in two buffers [S, C, K, W]: a row's newest token is one contiguous piece."""
 
-    def __init__(self, like: DynamicLayer, num_slots: int, num_columns: int) -> None:
+    def __init__(self, like: PromptLayer, num_slots: int, num_columns: int) -> None:
         super().__init__()
-        # Under autocast rotary embedding leaves keys wide; attention would round them to the values' dtype.
         self.dtype, self.device, self.is_initialized = like.values.dtype, like.values.device, True
         shapes = [(num_slots, num_columns, x.shape[1], x.shape[3]) for x in (like.keys, like.values)]
         self.buffers = [like.values.new_zeros(shape) for shape in shapes]
@@ -57,11 +71,12 @@ class SlotLayer(DynamicLayer):
 
 
 class SlotCache(Cache):
-    """The slots of a batch, which never hold more than `max_tokens` tokens."""
+    """The slots of a batch, which never hold more than `max_tokens` tokens, nor more columns than `max_columns`."""
 
-    def __init__(self, max_tokens: int) -> None:
+    def __init__(self, max_tokens: int, max_columns: int) -> None:
         super().__init__(layers=[])
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
+        self._max_columns = max_columns
         self._num_slots = self._num_columns = 0
 
     @property
@@ -74,7 +89,7 @@ class SlotCache(Cache):
         if num_slots <= self._num_slots and num_columns <= self._num_columns:
             return
         self._num_slots = max(num_slots, self._num_slots)
-        most = self._max_tokens // self._num_slots
+        most = min(self._max_columns, self.max_tokens // self._num_slots)
         wanted = max(num_columns, self._num_columns)
         self._num_columns = min(most, -(-wanted // ROOM) * ROOM)
         assert num_columns <= self._num_columns, "whoever asks for slots leaves room for their columns"
@@ -97,24 +112,26 @@ class SlotCache(Cache):
                 pair = torch.tensor([targets, sources]).to(buffer.device, non_blocking=True)
                 buffer[pair[0], :num_columns] = buffer[pair[1], :num_columns]
 
-    def place(self, prefilled: DynamicCache, prompts: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
-        """Copy prompts of a prefill, right-aligned there, to the left of the slots from `first_slot` on."""
+    def place(self, prefilled: Cache, prompts: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
+        """Copy prompts of a prefill, right-aligned there, to the left of the slots from `first_slot` on.
+
+        What follows a prompt that is shorter than others in its slot is masked until it is written over.
+        """
+        longest, device = max(lengths), prefilled.layers[0].keys.device
+        padding = torch.tensor([longest - lengths[prompt] for prompt in prompts])[:, None]
+        columns_NL = (torch.arange(longest) + padding).clamp(max=longest - 1)
+        where_NL = (torch.tensor(prompts)[:, None] * longest + columns_NL).to(device, non_blocking=True)
         for i, layer in enumerate(prefilled.layers):
             if i == len(self.layers):
                 self.layers.append(SlotLayer(layer, self._num_slots, self._num_columns))
             for buffer, states in zip(self.layers[i].buffers, (layer.keys, layer.values), strict=True):
-                _place(buffer, states.transpose(1, 2), prompts, lengths, first_slot)
+                _place(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), where_NL)
 
 
-def _place(
-    buffer: Tensor, states_PLKW: Tensor, prompts: Sequence[int], lengths: Sequence[int], first_slot: int
-) -> None:
-    """One copy for each run of rows of one prompt."""
-    start = 0
-    while start < len(prompts):
-        prompt, stop = prompts[start], start + 1
-        while stop < len(prompts) and prompts[stop] == prompt:
-            stop += 1
-        length = lengths[prompt]
-        buffer[first_slot + start : first_slot + stop, :length] = states_PLKW[prompt, -length:]
-        start = stop
+def _place(slots_SCKW: Tensor, states_TKW: Tensor, where_NL: Tensor) -> None:
+    """Copy the tokens `where_NL` of a prefill, laid end to end, to the left of the first slots."""
+    num_columns = where_NL.shape[1]
+    num_rows = max(1, _MAX_COPIED // (num_columns * states_TKW[0].numel()))
+    for start, part in zip(range(0, len(where_NL), num_rows), where_NL.split(num_rows), strict=True):
+        copied = states_TKW.index_select(0, part.flatten()).unflatten(0, part.shape)
+        slots_SCKW[start : start + len(part), :num_columns] = copied

@@ -17,9 +17,14 @@ from lowpeak.rollout.native.stop import Progress
 
 
 def decode(
-    model: nn.Module, waiting: Waiting, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress
+    model: nn.Module,
+    waiting: Waiting,
+    kv_cache_bytes: int,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    progress: Progress,
 ) -> None:
     """Generate all rows of `waiting` into `progress`, whose row of completion c of prompt p is `p x generations + c`."""
-    batch = Batch(model, waiting, prompts, sampling, progress)
+    batch = Batch(model, waiting, kv_cache_bytes, prompts, sampling, progress)
     while batch.fill():
         batch.step()

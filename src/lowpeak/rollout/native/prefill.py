@@ -9,7 +9,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
+
+from lowpeak.rollout.native.cache import PromptLayer
 
 _MAX_TOKENS = 16_384  # padded prompt tokens of one forward: activations take more per token than the cache they leave
 
@@ -29,13 +31,13 @@ def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX
         yield part
 
 
-def prefill(model: nn.Module, prompts: Ids) -> tuple[Tensor, DynamicCache]:
+def prefill(model: nn.Module, prompts: Ids) -> tuple[Tensor, Cache]:
     """Logits [P, V] of the first new token of each prompt, and keys and values, right-aligned."""
     device = next(model.parameters()).device
     lengths = [len(ids) for ids in prompts]
     mask_PL = left_mask(lengths, max(lengths), device)
     positions_PL = None if mask_PL is None else (mask_PL.cumsum(dim=-1) - 1).clamp(min=0)
-    cache = DynamicCache()
+    cache = Cache(layer_class_to_replicate=PromptLayer)
     output = model(
         input_ids=left_padded(prompts, device),
         attention_mask=mask_PL,

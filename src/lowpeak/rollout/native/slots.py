@@ -17,19 +17,28 @@ class Waiting:
 
     def __init__(self, lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> None:
         self.lengths = lengths
-        self.max_tokens = max_tokens
         self._max_new_tokens = max_new_tokens
         self._num_generations = num_generations
         self._prompts = deque(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
-        if self._prompts:
-            longest = lengths[self._prompts[0]]
-            check_capacity(max_tokens // (longest + max_new_tokens), longest, max_new_tokens, max_tokens)
+        self.set_budget(max_tokens)
+
+    def set_budget(self, max_tokens: int) -> None:
+        """Hold at most so many tokens from now on."""
+        self.max_tokens = max_tokens
+        if self.lengths:
+            longest, new = max(self.lengths), self._max_new_tokens
+            check_capacity(max_tokens // (longest + new), longest, new, max_tokens)
 
     def num_slots(self, live: Sequence[int]) -> int:
         """Slots that the budget holds while rows of the prompts `live` and the next one that waits are in them."""
         prompts = (*live, *list(self._prompts)[:1])
         longest = max((self.lengths[prompt] for prompt in prompts), default=0)
         return self.max_tokens // (longest + self._max_new_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the prompts that wait."""
+        return len(self._prompts) * self._num_generations
 
     def take(self, num_rows: int) -> list[int]:
         """The prompts that begin when `num_rows` rows may: as few as have so many; the last may have more."""

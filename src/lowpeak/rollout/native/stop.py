@@ -140,14 +140,11 @@ class Progress:
 
     def completions(self) -> list[Completion]:
         """The rows as completions; one that has not ended was cut off by its length."""
-        ids_RC, logprobs_RC = self._ids_RC.cpu(), self._logprobs_RC.cpu()
-        states = zip(self._written_R.tolist(), self._ended_R.tolist(), strict=True)
-        return [
-            Completion(
-                ids=ids_RC[row, :written].clone(),
-                logprobs=logprobs_RC[row, :written].clone(),
-                loss_mask=torch.ones(written, dtype=torch.bool),
-                finish_reason="stop" if ended else "length",
-            )
-            for row, (written, ended) in enumerate(states)
-        ]
+        written_R, ended_R = self._written_R.cpu(), self._ended_R.tolist()
+        is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
+        # One tensor with all rows, of which each has a part: a tensor a row is a thousand small copies.
+        ids, logprobs = (x.cpu()[is_written_RC] for x in (self._ids_RC, self._logprobs_RC))
+        counts = written_R.tolist()
+        masks = torch.ones_like(ids, dtype=torch.bool).split(counts)
+        parts = zip(ids.split(counts), logprobs.split(counts), masks, ended_R, strict=True)
+        return [Completion(i, p, mask, "stop" if ended else "length") for i, p, mask, ended in parts]
