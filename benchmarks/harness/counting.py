@@ -8,10 +8,11 @@ tokens from the asked distribution, each row of a group its own; the peer's rows
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.harness.clock import PhaseClock
 from benchmarks.harness.report import OURS, print_result
 
 CERTAIN = 1e4  # added to the score of the only token that may come
@@ -39,6 +41,9 @@ class CountingRequest:
     prompt_length: int
     max_new_tokens: int
     slots: int
+    heads: int = 0  # 0: one for each 64 of the width
+    kv_heads: int = 0  # 0: one for each 256 of the width
+    repeats: int = 1  # where one call is too short to be timed
     lengths: tuple[int, ...] = ()
 
     @property
@@ -54,8 +59,8 @@ def make_model(request: CountingRequest) -> Qwen2ForCausalLM:
         vocab_size=request.vocab_size,
         hidden_size=request.hidden,
         num_hidden_layers=request.layers,
-        num_attention_heads=request.hidden // 64,
-        num_key_value_heads=max(1, request.hidden // 256),
+        num_attention_heads=request.heads or request.hidden // 64,
+        num_key_value_heads=request.kv_heads or max(1, request.hidden // 256),
         intermediate_size=4 * request.hidden,
         max_position_embeddings=request.prompt_length + request.max_new_tokens,
         tie_word_embeddings=True,
@@ -111,13 +116,25 @@ def make_prompts(request: CountingRequest) -> list[tuple[int, ...]]:
     return [(*row, request.start) for row in rows]
 
 
+class Tally:
+    """Tokens of completions that a side wrote, and rows that it computed for them."""
+
+    def __init__(self) -> None:
+        self.useful = self.computed = 0
+
+    def add(self, useful: int, computed: int) -> None:
+        """One forward more."""
+        self.useful += useful
+        self.computed += computed
+
+
 class NoText:
     """A tokenizer for tokens that stand for nothing."""
 
     eos_token_id = 1
 
 
-def generate_ours(model: Qwen2ForCausalLM, request: CountingRequest) -> list[int]:
+def generate_ours(model: Qwen2ForCausalLM, request: CountingRequest, tally: Tally | None = None) -> list[int]:
     """Lengths, group by group, from the native engine under a KV-cache budget of `slots` full rows."""
     from lowpeak.config.rollout import Sampling
     from lowpeak.records import Prompt
@@ -125,7 +142,7 @@ def generate_ours(model: Qwen2ForCausalLM, request: CountingRequest) -> list[int
     from lowpeak.rollout.native.engine import NativeEngine
 
     budget = request.slots * (request.prompt_length + request.max_new_tokens) * bytes_per_token(model)
-    engine = NativeEngine(lambda: contextlib.nullcontext(model), NoText(), lambda: budget)
+    engine = NativeEngine(lambda: contextlib.nullcontext(model), NoText(), lambda: budget, tally and tally.add)
     engine.load([], 0)
     prompts = [Prompt(i, ids, "") for i, ids in enumerate(make_prompts(request))]
     sampling = Sampling(
@@ -134,8 +151,10 @@ def generate_ours(model: Qwen2ForCausalLM, request: CountingRequest) -> list[int
     return [len(completion) for group in engine.generate(prompts, sampling) for completion in group.completions]
 
 
-def generate_peer(model: Qwen2ForCausalLM, request: CountingRequest, counting: Counting) -> list[int]:
-    """Lengths from transformers' generate(), `slots` rows at a time."""
+def generate_peer(
+    model: Qwen2ForCausalLM, request: CountingRequest, counting: Counting, tally: Tally | None = None
+) -> list[int]:
+    """Lengths from transformers' generate() (SDPA, its dynamic cache), `slots` rows at a time."""
     rows = [ids for ids in make_prompts(request) for _ in range(request.num_generations)]
     lengths: list[int] = []
     for first in range(0, len(rows), request.slots):
@@ -149,7 +168,10 @@ def generate_peer(model: Qwen2ForCausalLM, request: CountingRequest, counting: C
             do_sample=True,
             top_k=0,
         )
-        lengths += written(output[:, request.prompt_length :].tolist())
+        found = written(output[:, request.prompt_length :].tolist())
+        if tally is not None:
+            tally.add(sum(found), len(found) * max(found))
+        lengths += found
     return lengths
 
 
@@ -159,15 +181,63 @@ def written(rows: Sequence[Sequence[int]]) -> list[int]:
 
 
 def run_side(request: CountingRequest) -> dict[str, Any]:
-    """Generate, and tell the lengths and CPU seconds."""
+    """Generate, and tell the lengths, CPU seconds of a call and of its forwards, and how far that is from the peak."""
     model, counting = make_model(request), Counting(request)
+    forwards, tally = PhaseClock(), Tally()
+    forwards.watch(model, "forward", "forward")
     model.register_forward_hook(counting, with_kwargs=True)
     with torch.no_grad():
         model(input_ids=torch.tensor([[2, 3]]))  # the first forward of a process pays for more than itself
+        generate = _generate(model, request, counting, tally)
+        if request.repeats > 1:
+            generate()
+        peak = matmul_flops()
+        forwards.seconds.clear()
+        tally.useful = tally.computed = 0
         start = time.process_time()
-        lengths = generate_ours(model, request) if request.library == OURS else generate_peer(model, request, counting)
-        seconds = time.process_time() - start
-    return {"cpu_seconds": round(seconds, 3), "tokens": sum(lengths), "lengths": lengths}
+        for _ in range(request.repeats):
+            lengths = generate()
+        seconds = (time.process_time() - start) / request.repeats
+    return {
+        "cpu_seconds": round(seconds, 4),
+        "forward_seconds": round(forwards.seconds["forward"] / request.repeats, 4),
+        "useful": round(tally.useful / tally.computed, 4),
+        "of_peak": round(needed_flops(model, request, sum(lengths)) / seconds / peak, 4),
+        "peak_gflops": round(peak / 1e9, 1),
+        "tokens": sum(lengths),
+        "lengths": lengths,
+    }
+
+
+def _generate(
+    model: Qwen2ForCausalLM, request: CountingRequest, counting: Counting, tally: Tally
+) -> Callable[[], list[int]]:
+    if request.library == OURS:
+        return functools.partial(generate_ours, model, request, tally)
+    return functools.partial(generate_peer, model, request, counting, tally)
+
+
+def needed_flops(model: Qwen2ForCausalLM, request: CountingRequest, num_tokens: int) -> int:
+    """Multiplications and additions with the weights for what must be computed: prompts once, and each token once.
+
+    The newest token of a completion is never fed; attention's own products are left out.
+    """
+    head = request.vocab_size * request.hidden
+    body = sum(p.numel() for p in model.parameters()) - head
+    num_prompt_tokens = request.num_prompts * request.prompt_length
+    num_fed = num_tokens - request.num_prompts * request.num_generations
+    return 2 * (body * (num_prompt_tokens + num_fed) + head * (request.num_prompts + num_fed))
+
+
+def matmul_flops(size: int = 2048, repeats: int = 5) -> float:
+    """Operations a CPU-second in a large product of fp32 matrices: the arithmetic peak, best of a few."""
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    best = 0.0
+    for _ in range(repeats):
+        start = time.process_time()
+        torch.mm(left, right)
+        best = max(best, 2 * size**3 / (time.process_time() - start))
+    return best
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ Shapes: N rows, V vocabulary, K positions, L tokens seen so far.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowpeak.config.rollout import Sampling
 
@@ -23,7 +23,11 @@ _WEYL = (0x9E3779B9, 0xBB67AE85)
 _ROUNDS = 10
 
 _BLOCK = 512  # tokens of the vocabulary whose probabilities are added before the search looks inside
-_MAX_ELEMENTS = 1 << 25  # fp32 scores worked on at once: 128 MiB
+_LOG2_E = 1.4426950408889634
+# Scores worked on at once: on a CPU what its second-level cache holds (larger temporaries are also fresh pages of the
+# system each time: 64 rows of 151,936 took three times as long in one piece), elsewhere 128 MiB of fp32.
+_MAX_ELEMENTS = {"cpu": 1 << 18}
+_MAX_ELEMENTS_ELSEWHERE = 1 << 25
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -62,44 +66,78 @@ def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, posit
 
 
 def choose(
-    logits_NV: Tensor,
+    logits_MV: Tensor,
     sampling: Sampling,
     uniforms_N: Tensor | None,
     history_NL: Tensor | None,
-    max_elements: int = _MAX_ELEMENTS,
+    sources_N: Tensor | None = None,
+    max_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The next token of each row, int64 [N], and its log-prob, float32 [N].
 
     The log-prob is `log_softmax(logits / temperature)` over the full vocabulary, before penalty and filters; greedy
     (temperature 0) takes `argmax` after the penalty and the log-prob at temperature 1. `uniforms_N` may be None when
-    greedy, `history_NL` (see `penalize`) when there is no penalty. Rows go in slices of at most `max_elements` scores,
-    so that a large batch over a large vocabulary needs bounded memory beside its logits.
+    greedy, `history_NL` (see `penalize`) when there is no penalty. Row n has the logits of row `sources_N[n]`, or of row
+    n where that is None. Rows go in slices of at most `max_elements` scores, so that a large batch over a large vocabulary
+    needs bounded memory beside its logits.
     """
-    num_rows = max(1, max_elements // logits_NV.shape[-1])
-    parts = []
-    for start in range(0, logits_NV.shape[0], num_rows):
-        rows = slice(start, start + num_rows)
-        uniforms_n = None if uniforms_N is None else uniforms_N[rows]
-        history_nL = None if history_NL is None else history_NL[rows]
-        parts.append(_choose(logits_NV[rows].float(), sampling, uniforms_n, history_nL))
-    return torch.cat([tokens for tokens, _ in parts]), torch.cat([logprobs for _, logprobs in parts])
+    scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
+    max_elements = max_elements or _MAX_ELEMENTS.get(logits_MV.device.type, _MAX_ELEMENTS_ELSEWHERE)
+    num_slice = max(1, max_elements // logits_MV.shape[-1])
+    is_plain = _is_plain(sampling)
+    sums, tokens = [], []
+    for start in range(0, len(scores), num_slice):
+        rows = slice(start, start + num_slice)
+        raw_nV = scores.raw(rows)
+        sums.append(BlockSums.of(_divide(raw_nV, scores.temperature)))
+        if not is_plain:
+            uniforms_n = None if uniforms_N is None else uniforms_N[rows]
+            tokens.append(_choose(raw_nV, sampling, uniforms_n, None if history_NL is None else history_NL[rows]))
+    all_sums = BlockSums(torch.cat([x.largest_N1 for x in sums]), torch.cat([x.sums_NM for x in sums]))
+    if is_plain:
+        assert uniforms_N is not None, "sampling needs one uniform per row"
+        tokens.append(all_sums.draw(scores, uniforms_N))
+    tokens_N = torch.cat(tokens)
+    return tokens_N, all_sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
 
 
-def _choose(
-    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _is_plain(sampling: Sampling) -> bool:
+    """Whether tokens are drawn from the full softmax."""
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return sampling.temperature > 0 and sampling.repetition_penalty == 1 and not filters
+
+
+def _choose(logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None) -> Tensor:
+    """The tokens [N] of greedy or filtered rows."""
     scores_NV = logits_NV
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
         scores_NV = penalize(logits_NV, history_NL, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        tokens_N = scores_NV.argmax(dim=-1)
-    else:
-        assert uniforms_N is not None, "sampling needs one uniform per row"
-        tokens_N = draw(keep_likely(scores_NV, sampling), uniforms_N)
-        logits_NV = _divide(logits_NV, sampling.temperature)
-    chosen_N = logits_NV.gather(-1, tokens_N[:, None])[:, 0]
-    return tokens_N, chosen_N - logits_NV.logsumexp(dim=-1)
+        return scores_NV.argmax(dim=-1)
+    assert uniforms_N is not None, "sampling needs one uniform per row"
+    return draw(keep_likely(scores_NV, sampling), uniforms_N)
+
+
+class Scores(NamedTuple):
+    """Logits over the temperature, in fp32, as they are asked for: row n is row `sources_N[n]` of the logits."""
+
+    logits_MV: Tensor
+    sources_N: Tensor | None
+    temperature: float
+
+    def __len__(self) -> int:
+        return len(self.logits_MV if self.sources_N is None else self.sources_N)
+
+    def raw(self, rows: slice) -> Tensor:
+        """The logits [n, V] of some rows, in fp32, not over the temperature."""
+        return self.logits_MV[rows if self.sources_N is None else self.sources_N[rows]].float()
+
+    def at(self, tokens_NK: Tensor) -> Tensor:
+        """The scores [N, K] of some tokens of each row."""
+        if self.sources_N is None:
+            return _divide(self.logits_MV.gather(-1, tokens_NK).float(), self.temperature)
+        return _divide(self.logits_MV[self.sources_N[:, None], tokens_NK].float(), self.temperature)
 
 
 def penalize(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
@@ -159,19 +197,51 @@ def _keep_top_p(scores_NV: Tensor, top_p: float, top_k: int) -> Tensor:
 def draw(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """One token per row from softmax(scores): the first whose cumulative probability exceeds the uniform.
 
-    `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`, in two levels: blocks of the vocabulary, then the
-    tokens of one block. Sums over blocks are float64, so that rare tokens at the end of a large vocabulary keep their
-    probability, at the price of an fp32 running sum. A score of minus infinity is never drawn.
+    `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`. A score of minus infinity is never drawn.
     """
-    weights_NV = torch.exp(scores_NV - scores_NV.amax(dim=-1, keepdim=True))
-    vocab_size = weights_NV.shape[-1]
-    block = min(_BLOCK, vocab_size)
-    blocks_NMB = F.pad(weights_NV, (0, -vocab_size % block)).unflatten(-1, (-1, block))
-    sums_NM = blocks_NMB.sum(dim=-1).double()
-    chosen_N1, rest_N1 = _search(sums_NM, uniforms_N[:, None])
-    inside_NB = blocks_NMB.gather(1, chosen_N1[:, :, None].expand(-1, -1, block))[:, 0].double()
-    token_N1, _ = _search(inside_NB, rest_N1)
-    return (chosen_N1 * block + token_N1).clamp(max=vocab_size - 1)[:, 0]
+    return BlockSums.of(scores_NV).draw(Scores(scores_NV, None, 1.0), uniforms_N)
+
+
+class BlockSums(NamedTuple):
+    """Sums of `exp(scores - largest)` over blocks of the vocabulary: one visit serves the draw and the log-prob.
+
+    They are added in float64, so that rare tokens at the end of a large vocabulary keep their probability, at the price of
+    an fp32 running sum. The exponential is a power of two, since exp itself is thirty times slower on a CPU where
+    it underflows, and of a filtered vocabulary most does.
+    """
+
+    largest_N1: Tensor
+    sums_NM: Tensor
+
+    @classmethod
+    def of(cls, scores_NV: Tensor) -> BlockSums:
+        """The sums of these scores."""
+        largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
+        weights_NV = _weights(scores_NV, largest_N1)
+        whole = weights_NV.shape[-1] // _BLOCK * _BLOCK
+        sums = [weights_NV[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if whole else []
+        if whole < weights_NV.shape[-1]:
+            sums.append(weights_NV[:, whole:].sum(dim=-1, keepdim=True))
+        return cls(largest_N1, torch.cat(sums, dim=-1).double())
+
+    def draw(self, scores: Scores, uniforms_N: Tensor) -> Tensor:
+        """The token [N] that each uniform falls on, searched in two levels: blocks, then the tokens of one block."""
+        vocab_size = scores.logits_MV.shape[-1]
+        block_N1, rest_N1 = torch.zeros_like(uniforms_N, dtype=torch.int64)[:, None], uniforms_N[:, None]
+        if vocab_size > _BLOCK:
+            block_N1, rest_N1 = _search(self.sums_NM, rest_N1)
+        tokens_NB = block_N1 * _BLOCK + torch.arange(min(_BLOCK, vocab_size), device=block_N1.device)
+        inside_NB = _weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1).double()
+        token_N1, _ = _search(inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0), rest_N1)
+        return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
+
+    def logprobs(self, scores_NK: Tensor) -> Tensor:
+        """The log-probs [N, K] of tokens with these scores."""
+        return (scores_NK - self.largest_N1 - self.sums_NM.sum(dim=-1, keepdim=True).log()).float()
+
+
+def _weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:
+    return (scores_NV - largest_N1).mul_(_LOG2_E).exp2_()
 
 
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:

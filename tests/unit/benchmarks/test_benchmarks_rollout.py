@@ -27,5 +27,6 @@ def test_equal_lengths_are_all_the_longest():
 
 
 def test_a_quick_run_is_one_draw_of_the_smallest_shape():
-    assert rollout.parse(["--quick"]) == ("quick", 1)
-    assert rollout.parse(["--shape", "w2"]) == ("w2", 3)
+    assert rollout.parse(["--quick"]) == ("quick", 1, 0)
+    assert rollout.parse(["--shape", "w2"]) == ("w2", 3, 0)
+    assert rollout.parse(["--shape", "w2", "--draws", "1", "--slots", "16"]) == ("w2", 1, 16)

@@ -208,8 +208,26 @@ def test_a_large_batch_is_chosen_in_slices_with_the_same_result(max_elements):
     sampling = replace(PLAIN, **FILTERS["all"])
     rows = (torch.rand(16, generator=torch.Generator().manual_seed(0)).double(), torch.arange(48).view(16, 3))
     expected = choose(_scores(), sampling, *rows)
-    for mine, other in zip(choose(_scores(), sampling, *rows, max_elements), expected, strict=True):
+    for mine, other in zip(choose(_scores(), sampling, *rows, max_elements=max_elements), expected, strict=True):
         assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", ["none", "all"])
+def test_rows_may_share_logits_that_stand_there_once(name):
+    sampling, sources = replace(PLAIN, **FILTERS[name]), torch.tensor([3, 3, 0, 15, 3])
+    rows = (torch.rand(5, generator=torch.Generator().manual_seed(1)).double(), torch.arange(15).view(5, 3))
+    expected = choose(_scores()[sources], sampling, *rows)
+    for mine, other in zip(choose(_scores(), sampling, *rows, sources), expected, strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_the_logprob_of_a_token_that_nobody_would_draw_is_finite_and_right():
+    scores = torch.ones(1, 700)
+    scores[0, 3] = 500.0
+    penalized = replace(PLAIN, temperature=0.0, repetition_penalty=1e6)
+    tokens, logprobs = choose(scores, penalized, None, torch.tensor([[3]]))
+    assert tokens.tolist() != [3]
+    assert logprobs.tolist() == [-499.0]
 
 
 def test_arguments_are_left_as_they_were():

@@ -1,137 +1,165 @@
 """The rows that generate together, each at its own position, and what the model is fed for each.
 
-All rows end in the same column of the cache; one with a shorter history is padded on the left. When rows leave or
-enter, everything but the cache is made anew from what the host knows, and leading columns that nobody needs are dropped.
+A group begins with one prefill of its prompt, after which the first tokens of all its completions are drawn at once.
+Its rows then take slots as there are free ones; one that finds no slot yet copies the prompt's keys and values later,
+from a row of its group. The rows that run are always the first slots, so that no forward computes any other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
+from lowpeak.rollout.native.budget import bytes_per_token
 from lowpeak.rollout.native.cache import SlotCache
 from lowpeak.rollout.native.draws import Draws
-from lowpeak.rollout.native.prefill import left_mask, left_padded, prefill
+from lowpeak.rollout.native.feed import Feed
+from lowpeak.rollout.native.prefill import prefill, share
+from lowpeak.rollout.native.slots import Waiting
 from lowpeak.rollout.native.stop import Progress
-from lowpeak.rollout.native.waves import Row, Wave
+from lowpeak.rollout.native.waves import Row
 from lowpeak.rollout.sampling import choose
 
 
+class Running(NamedTuple):
+    """A row in a slot: its number, its prompt, and the column of its newest token less the steps of the batch so far."""
+
+    number: int
+    prompt: int
+    offset: int
+
+
 class Batch:
-    """Rows in the cache; `rows x columns` of it never exceed `max_tokens`."""
+    """Rows in the slots of a cache that never holds more than the budget's tokens."""
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress, max_tokens: int
+        self,
+        model: nn.Module,
+        waiting: Waiting,
+        kv_cache_bytes: int,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        progress: Progress,
     ) -> None:
-        self.rows: Wave = []
         self._model = model
+        self._waiting = waiting
+        self._kv_cache_bytes = kv_cache_bytes
         self._prompts = prompts
         self._sampling = sampling
         self._progress = progress
-        self._max_tokens = max_tokens
         self._device = next(model.parameters()).device
-        self._cache = SlotCache()
-        # A row that has ended and not left is fed at positions that the model may not have.
-        self._last_position = max((len(p.ids) for p in prompts), default=0) + sampling.max_new_tokens - 1
-        self._num_columns = self._capacity = self._num_steps = 0
-        # Made by `_restart`, which follows every change of the rows.
-        self._tokens_N1: Tensor
-        self._positions_N1: Tensor
-        self._mask_NL: Tensor | None
-        self._history_NL: Tensor | None
-        self._draws: Draws
+        self._rows: list[Running] = []
+        self._begun: deque[tuple[int, int]] = deque()  # numbers and prompts of rows that have begun and have no slot
+        self._over: list[bool] = []
+        self._num_steps = 0
+        longest = max(waiting.lengths, default=0)
+        self._cache = SlotCache(waiting.max_tokens, longest + sampling.max_new_tokens)
+        self._draws = Draws(len(prompts) * sampling.num_generations, sampling, self._device)
+        self._feed = Feed(model, [prompt.ids for prompt in prompts], sampling, progress)
 
-    def running(self) -> list[int]:
-        """Which of the rows take another token."""
-        return [i for i, row in enumerate(self.rows) if self._progress.runs(self._number(row))]
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is no column for another token: `keep` makes room."""
-        return self._num_columns == self._capacity
-
-    def enter(self, kept: Sequence[int], entering: Wave) -> None:
-        """Drop the rows but `kept`, prefill those that are `entering` behind them, and choose their first tokens."""
-        self._arrange(kept, entering)
-        ids = [prompt.ids for prompt in self._prompts]
-        logits_NV = prefill(self._model, entering, ids, self._cache, first_row=len(kept))
-        draws = Draws(entering, self._prompts, self._sampling, self._device)
-        self._add(entering, *choose(logits_NV, self._sampling, draws.at(0), self._history(entering)))
-        self._restart()
-
-    def keep(self, kept: Sequence[int]) -> None:
-        """Drop the other rows, and the columns that only they needed."""
-        self._arrange(kept, [])
-        self._restart()
+    def fill(self) -> bool:
+        """Drop rows that have ended and let others enter; whether any row runs now."""
+        changed = any(self._over)
+        if changed:
+            self._arrange()
+        # One group at most has rows without a slot, so that one of its rows has the prompt in a slot all the time.
+        while not self._begun and (prompts := self._waiting.take(self._num_slots() - len(self._rows))):
+            changed = True
+            for part in share(prompts, self._waiting.lengths):
+                self._begin(part)
+        if changed and self._rows:
+            self._feed.restart([row.number for row in self._rows])
+        return bool(self._rows)
 
     def step(self) -> None:
         """Feed each row its newest token and choose the next."""
-        self._num_columns += 1
-        output = self._model(
-            input_ids=self._tokens_N1,
-            attention_mask=None if self._mask_NL is None else self._mask_NL[:, : self._num_columns],
-            position_ids=self._positions_N1,
-            past_key_values=self._cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        uniforms_N = self._draws.at(self._num_steps)
-        tokens_N, logprobs_N = choose(output.logits[:, -1], self._sampling, uniforms_N, self._history_NL)
-        self._add(self.rows, tokens_N, logprobs_N)
-        self._tokens_N1 = tokens_N[:, None]
-        self._positions_N1 = (self._positions_N1 + 1).clamp(max=self._last_position)
+        num_columns = self._num_columns()
+        self._cache.reserve(self._cache.num_slots, num_columns, len(self._rows))
+        logits_NV = self._feed.forward(self._cache, num_columns)
+        uniforms_N = self._draws.at(self._feed.rows_N, self._feed.written_N)
+        history_NL = self._feed.history(num_columns)
+        chosen = choose(logits_NV[: len(self._rows)], self._sampling, uniforms_N, history_NL)
+        self._over = self._progress.add(self._feed.rows_N, *chosen, len(logits_NV))
+        self._feed.advance(chosen[0])
         self._num_steps += 1
-        if self._history_NL is not None:
-            self._history_NL = torch.cat([self._history_NL, self._tokens_N1], dim=-1)
 
-    def _arrange(self, kept: Sequence[int], entering: Wave) -> None:
-        """Make the rows `kept` and then `entering`, with as many columns as the longest of them has in the cache."""
-        self.rows = [self.rows[i] for i in kept] + entering
-        self._num_columns = max(self._cached(row) for row in self.rows)
-        rest = max(self._sampling.max_new_tokens - self._num_written(row) for row in self.rows)
-        self._capacity = min(self._num_columns + rest, self._max_tokens // len(self.rows))
-        indices = torch.tensor(kept, dtype=torch.int64).to(self._device)
-        self._cache.arrange(indices, len(self.rows), self._num_columns, self._capacity)
+    def _num_columns(self) -> int:
+        """Columns that the rows take with their newest token."""
+        return self._num_steps + max(row.offset for row in self._rows) + 1
 
-    def _restart(self) -> None:
-        """Make what the model is fed from what the rows have written, each of them one token at least."""
-        lengths = [self._cached(row) for row in self.rows]
-        newest = [self._progress.ids(self._number(row))[-1] for row in self.rows]
-        self._tokens_N1 = torch.tensor(newest)[:, None].to(self._device)
-        self._positions_N1 = torch.tensor(lengths)[:, None].to(self._device)
-        room = self._capacity - self._num_columns
-        self._mask_NL = left_mask(lengths, self._num_columns, self._device, room)
-        self._history_NL = self._history(self.rows)
-        starts = [self._num_written(row) for row in self.rows]
-        self._draws = Draws(self.rows, self._prompts, self._sampling, self._device, starts)
-        self._num_steps = 0
+    def _num_slots(self, entering: Sequence[int] = ()) -> int:
+        """Slots that the budget holds with rows of the prompts that have begun and those that are `entering`."""
+        begun = [row.prompt for row in self._rows] + [prompt for _, prompt in self._begun]
+        return self._waiting.num_slots([*begun, *entering])
 
-    def _add(self, rows: Wave, tokens_N: Tensor, logprobs_N: Tensor) -> None:
-        self._progress.add([self._number(row) for row in rows], *read(tokens_N, logprobs_N))
+    def _arrange(self) -> None:
+        """Rows that have begun take the slots of those that have ended; the last rows move into what is left."""
+        num_held = len(self._rows)
+        holder = {row.prompt: slot for slot, row in enumerate(self._rows)}
+        free = deque(slot for slot, over in enumerate(self._over) if over)
+        rows = {slot: row for slot, row in enumerate(self._rows) if not self._over[slot]}
+        self._rows, self._over = list(rows.values()), []
+        num_slots = self._num_slots()
+        sources: dict[int, int] = {}  # of each slot that is written
+        while self._begun and len(rows) < num_slots:
+            number, prompt = self._begun.popleft()
+            slot = free.popleft() if free else len(rows)
+            rows[slot], sources[slot] = self._entering(number, prompt), holder[prompt]
+        for slot in free:
+            last = max(rows, default=-1)
+            if slot < last:
+                rows[slot], sources[slot] = rows.pop(last), last
+        self._rows = [rows[slot] for slot in range(len(rows))]
+        if sources:
+            self._reserve(num_slots, num_held)
+            self._cache.move(list(sources), list(sources.values()), self._num_columns())
 
-    def _history(self, rows: Wave) -> Tensor | None:
-        """The tokens [N, L] that a repetition penalty knows."""
-        if self._sampling.repetition_penalty == 1:
-            return None
-        ids = [[*self._prompts[row.prompt].ids, *self._progress.ids(self._number(row))] for row in rows]
-        return left_padded(ids, self._device)
+    def _begin(self, prompts: Sequence[int]) -> None:
+        """Prefill prompts, draw the first tokens of their groups, and give slots to as many rows as there are."""
+        logits_PV, prefilled = prefill(self._model, [self._prompts[i].ids for i in prompts])
+        if not self._cache.layers:
+            self._count(prefilled.layers[0].values.dtype)
+        going = self._first_tokens(prompts, logits_PV)
+        num_held, num_slots = len(self._rows), self._num_slots(prompts)
+        taken = going[: num_slots - num_held]
+        self._rows += [self._entering(number, prompt) for number, prompt in taken]
+        self._begun.extend(going[len(taken) :])
+        if taken:
+            self._reserve(num_slots, num_held)
+            place = {prompt: i for i, prompt in enumerate(prompts)}
+            places = [place[prompt] for _, prompt in taken]
+            self._cache.place(prefilled, places, [len(self._prompts[i].ids) for i in prompts], num_held)
 
-    def _number(self, row: Row) -> int:
-        return row.prompt * self._sampling.num_generations + row.completion
+    def _count(self, dtype: torch.dtype) -> None:
+        """Count the budget in tokens as the cache will store them: under autocast in fewer bytes than parameters."""
+        max_tokens = self._kv_cache_bytes // bytes_per_token(self._model, dtype)
+        self._waiting.set_budget(max_tokens)
+        self._cache.max_tokens = max_tokens
 
-    def _num_written(self, row: Row) -> int:
-        return len(self._progress.ids(self._number(row)))
+    def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
+        """Choose the first token of each row of these groups; numbers and prompts of those that go on."""
+        size = self._sampling.num_generations
+        wave = [Row(prompt, completion) for prompt in prompts for completion in range(size)]
+        numbers = [row.prompt * size + row.completion for row in wave]
+        self._draws.make(numbers, wave, self._prompts)
+        self._feed.restart(numbers)
+        rows_N, written_N = self._feed.rows_N, self._feed.written_N
+        sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
+        uniforms_N = self._draws.at(rows_N, written_N)
+        chosen = choose(logits_PV, self._sampling, uniforms_N, self._feed.history(0), sources_N)
+        over = self._progress.add(rows_N, *chosen, len(numbers))
+        return [(n, row.prompt) for n, row, ended in zip(numbers, wave, over, strict=True) if not ended]
 
-    def _cached(self, row: Row) -> int:
-        """Tokens of the row in the cache: all but the newest that it has written."""
-        return len(self._prompts[row.prompt].ids) + max(0, self._num_written(row) - 1)
+    def _entering(self, number: int, prompt: int) -> Running:
+        return Running(number, prompt, len(self._prompts[prompt].ids) - self._num_steps)
 
-
-def read(tokens_N: Tensor, logprobs_N: Tensor) -> tuple[list[int], list[float]]:
-    """Tokens and log-probs on the host, in one copy: float64 holds both exactly."""
-    tokens, logprobs = torch.stack([tokens_N.double(), logprobs_N.double()]).tolist()
-    return [int(token) for token in tokens], logprobs
+    def _reserve(self, num_slots: int, num_held: int) -> None:
+        """Room for as many rows as may ever run, and for the newest tokens of those that run now."""
+        most = len(self._rows) + len(self._begun) + self._waiting.num_rows
+        self._cache.reserve(min(num_slots, max(most, self._feed.num_slots)), self._num_columns(), num_held)

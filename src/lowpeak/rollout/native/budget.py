@@ -10,8 +10,10 @@ from torch import nn
 from lowpeak.errors import EngineError
 
 
-def bytes_per_token(model: nn.Module) -> int:
+def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Bytes that one token's keys and values take over all layers: `layers x KV heads x (key + value width) x dtype`.
+
+    `dtype` is what they are stored in, the parameters' where it is None: under autocast it is narrower.
 
     Where a config does not name its KV heads or their width, they are the attention heads and hidden size over heads;
     without attention heads (recurrent models) it is keys and values of the hidden size.
@@ -29,7 +31,7 @@ def bytes_per_token(model: nn.Module) -> int:
     width = _attribute(config, "head_dim") or hidden // heads
     latent = (_attribute(config, "qk_nope_head_dim") or 0) + (_attribute(config, "qk_rope_head_dim") or 0)
     keys_and_values = (latent or width) + (_attribute(config, "v_head_dim") or width)
-    return layers * kv_heads * keys_and_values * _dtype(model).itemsize
+    return layers * kv_heads * keys_and_values * (dtype or parameter_dtype(model)).itemsize
 
 
 def text_config(model: nn.Module) -> Any:
@@ -46,6 +48,6 @@ def _attribute(config: Any, name: str) -> int | None:
         return max((getattr(layer, name, None) or 0 for layer in config.per_layer_config), default=None)
 
 
-def _dtype(model: nn.Module) -> torch.dtype:
+def parameter_dtype(model: nn.Module) -> torch.dtype:
     """The dtype of the first floating-point parameter: a quantized model's others are packed integers."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

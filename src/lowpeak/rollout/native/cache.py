@@ -1,95 +1,137 @@
-"""The KV cache of a batch: layers with room to grow, filled from a prefill of each prompt, rearranged as rows change.
+"""The KV cache of a batch: one slot a row, written in place, one token a row at a time.
 
-transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here a token is written into a
-buffer, and the buffer is copied once per `ROOM` tokens or where rows leave and enter.
+transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here each row's tokens stand from
+the left of its slot, so that rows at any positions go together; a row that enters writes over one that has ended, and
+nothing else moves but the last row, into a slot that nobody took. Buffers are copied once per `ROOM` columns.
+Shapes: S slots, C columns, K KV heads, W width of a head, N rows that run (the first slots), L columns they use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
-ROOM = 64  # tokens that a buffer is longer than what it must hold, where it may still grow by so many
+ROOM = 64  # columns by which a buffer grows
+_MAX_COPIED = 1 << 22  # numbers that are copied at once into slots: their temporary is no part of the cache
 
 
-class GrowingLayer(DynamicLayer):
-    """One layer's keys and values, `[rows, heads, tokens, width]`: views of buffers that may be longer.
-
-    It starts with `length` tokens, to be filled in by its maker, and never holds more than `capacity`.
-    """
-
-    def __init__(self, like: DynamicLayer, num_rows: int, length: int, capacity: int) -> None:
-        super().__init__()
-        self.dtype, self.device, self.is_initialized = like.keys.dtype, like.keys.device, True
-        self._capacity = capacity
-        self._buffers = [self._buffer(states, num_rows, length) for states in (like.keys, like.values)]
-        self._show(length)
+class PromptLayer(DynamicLayer):
+    """One layer's keys and values of prompts, [P, K, L, W], as the model gives them: written once, never added to."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write the new tokens behind the others; all keys and values."""
-        start = self.get_seq_length()
-        stop = start + key_states.shape[-2]
-        if stop > self._buffers[0].shape[-2]:
-            self._move(stop)
-        for buffer, states in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[..., start:stop, :] = states
-        self._show(stop)
+        """Keep them; keys in the values' dtype.
+
+        Under autocast rotary embedding leaves keys wide, and attention rounds them to the values' dtype. (DynamicLayer widens
+        the values instead, and takes twice the bytes.)
+        """
+        self.keys, self.values = key_states.to(value_states.dtype), value_states
+        self.dtype, self.device, self.is_initialized = self.values.dtype, self.values.device, True
         return self.keys, self.values
 
-    def arrange(self, kept: Tensor, num_rows: int, length: int, capacity: int) -> None:
-        """The last `length` columns of the rows `kept`, in that order, and rows behind them for a maker to fill in."""
-        self._capacity = capacity
-        used = self.get_seq_length()
-        shared = min(used, length)
-        for i, old in enumerate(self._buffers):
-            new = self._buffer(old, num_rows, length)
-            new[: len(kept), :, : length - shared] = 0
-            new[: len(kept), :, length - shared : length] = old[kept, :, used - shared : used]
-            self._buffers[i] = new
-        self._show(length)
 
-    def _move(self, length: int) -> None:
-        """New buffers for `length` tokens and room, with the same content; keys, then values: never both twice."""
-        used = self.get_seq_length()
-        for i, old in enumerate(self._buffers):
-            new = self._buffer(old, old.shape[0], length)
-            new[..., :used, :] = old[..., :used, :]
-            self._buffers[i] = new
+class SlotLayer(DynamicLayer):
+    """One layer's keys and values in two buffers [S, C, K, W]: a row's newest token is one contiguous piece."""
 
-    def _buffer(self, like: Tensor, num_rows: int, length: int) -> Tensor:
-        return like.new_empty(num_rows, like.shape[1], min(length + ROOM, self._capacity), like.shape[3])
+    def __init__(self, like: PromptLayer, num_slots: int, num_columns: int) -> None:
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = like.values.dtype, like.values.device, True
+        shapes = [(num_slots, num_columns, x.shape[1], x.shape[3]) for x in (like.keys, like.values)]
+        self.buffers = [like.values.new_zeros(shape) for shape in shapes]
+        self.show(num_slots, 0, None)
 
-    def _show(self, length: int) -> None:
-        self.keys, self.values = (buffer[..., :length, :] for buffer in self._buffers)
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write one token [N, K, 1, W] of each row where `show` said; all keys and values [N, K, L, W]."""
+        assert self._where_N is not None, "the cache knows where the tokens go"
+        for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
+            buffer.flatten(0, 1).index_copy_(0, self._where_N, states[:, :, 0].to(buffer.dtype))
+        return self.keys, self.values
+
+    def show(self, num_rows: int, num_columns: int, where_N: Tensor | None) -> None:
+        """Of the buffers, the first rows and columns; `where_N` counts through slots and columns."""
+        self._where_N = where_N
+        # A masked column is multiplied by a probability of zero, which is why a buffer begins with zeros.
+        self.keys, self.values = (buffer[:num_rows, :num_columns].transpose(1, 2) for buffer in self.buffers)
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        """Columns that are filled before the newest one."""
+        return max(0, self.keys.shape[-2] - 1)
+
+    def resize(self, num_slots: int, num_columns: int, num_rows: int) -> None:
+        """Buffers of another size with the same first rows; keys, then values: never both twice."""
+        for i, old in enumerate(self.buffers):
+            kept = min(num_columns, old.shape[1])
+            new = old.new_zeros(num_slots, num_columns, *old.shape[2:])
+            new[:num_rows, :kept] = old[:num_rows, :kept]
+            self.buffers[i] = new
+            del old
 
 
 class SlotCache(Cache):
-    """The cache of the rows in the batch: all end in the same column, shorter ones have zeros before them."""
+    """The slots of a batch, which never hold more than `max_tokens` tokens, nor more columns than `max_columns`."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_tokens: int, max_columns: int) -> None:
         super().__init__(layers=[])
-        self._shape = (0, 0, 0)
+        self.max_tokens = max_tokens
+        self._max_columns = max_columns
+        self._num_slots = self._num_columns = 0
 
-    def arrange(self, kept: Tensor, num_rows: int, length: int, capacity: int) -> None:
-        """Keep the last `length` columns of the rows `kept`, in that order, with `place` to fill those up to `num_rows`.
+    @property
+    def num_slots(self) -> int:
+        """Slots that there are."""
+        return self._num_slots
 
-        No layer holds more than `capacity` columns before the next time.
-        """
-        self._shape = (num_rows, length, capacity)
-        if not len(kept):
-            self.layers.clear()
+    def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:
+        """Have at least so many slots and columns; the first `num_rows` slots keep what they hold."""
+        if num_slots <= self._num_slots and num_columns <= self._num_columns:
+            return
+        self._num_slots = max(num_slots, self._num_slots)
+        most = min(self._max_columns, self.max_tokens // self._num_slots)
+        wanted = max(num_columns, self._num_columns)
+        self._num_columns = min(most, -(-wanted // ROOM) * ROOM)
+        assert num_columns <= self._num_columns, "whoever asks for slots leaves room for their columns"
         for layer in self.layers:
-            layer.arrange(kept, *self._shape)
+            layer.resize(self._num_slots, self._num_columns, num_rows)
 
-    def place(self, prefilled: DynamicCache, rows: slice, prompts: Tensor) -> None:
-        """Copy prompts `prompts` of a prefill, one for each of `rows`, to the right end of the columns."""
+    def begin(self, columns_N: Tensor, num_columns: int) -> None:
+        """Before a forward: its token of row n goes to column `columns_N[n]`; no row has more than `num_columns`."""
+        num_rows = len(columns_N)
+        where_N = torch.arange(num_rows, device=columns_N.device) * self._num_columns + columns_N
+        for layer in self.layers:
+            layer.show(num_rows, num_columns, where_N)
+
+    def move(self, targets: Sequence[int], sources: Sequence[int], num_columns: int) -> None:
+        """Copy slots onto others, all read before any is written."""
+        if not targets:
+            return
+        for layer in self.layers:
+            for buffer in layer.buffers:
+                pair = torch.tensor([targets, sources]).to(buffer.device, non_blocking=True)
+                buffer[pair[0], :num_columns] = buffer[pair[1], :num_columns]
+
+    def place(self, prefilled: Cache, prompts: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
+        """Copy prompts of a prefill, right-aligned there, to the left of the slots from `first_slot` on.
+
+        What follows a prompt that is shorter than others in its slot is masked until it is written over.
+        """
+        longest, device = max(lengths), prefilled.layers[0].keys.device
+        padding = torch.tensor([longest - lengths[prompt] for prompt in prompts])[:, None]
+        columns_NL = (torch.arange(longest) + padding).clamp(max=longest - 1)
+        where_NL = (torch.tensor(prompts)[:, None] * longest + columns_NL).to(device, non_blocking=True)
         for i, layer in enumerate(prefilled.layers):
             if i == len(self.layers):
-                self.layers.append(GrowingLayer(layer, *self._shape))
-            for target, states in ((self.layers[i].keys, layer.keys), (self.layers[i].values, layer.values)):
-                first = target.shape[-2] - states.shape[-2]
-                target[rows, :, first:] = states[prompts]
-                # A masked column is multiplied by a probability of zero, which only what is finite survives.
-                target[rows, :, :first] = 0
+                self.layers.append(SlotLayer(layer, self._num_slots, self._num_columns))
+            for buffer, states in zip(self.layers[i].buffers, (layer.keys, layer.values), strict=True):
+                _place(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), where_NL)
+
+
+def _place(slots_SCKW: Tensor, states_TKW: Tensor, where_NL: Tensor) -> None:
+    """Copy the tokens `where_NL` of a prefill, laid end to end, to the left of the first slots."""
+    num_columns = where_NL.shape[1]
+    num_rows = max(1, _MAX_COPIED // (num_columns * states_TKW[0].numel()))
+    for start, part in zip(range(0, len(where_NL), num_rows), where_NL.split(num_rows), strict=True):
+        copied = states_TKW.index_select(0, part.flatten()).unflatten(0, part.shape)
+        slots_SCKW[start : start + len(part), :num_columns] = copied

@@ -1,4 +1,4 @@
-"""The hashed uniforms of a batch, some positions ahead: their making costs a hundred small operations each time."""
+"""The hashed uniforms of rows, made a whole group ahead: their making costs a hundred small operations each time."""
 
 from __future__ import annotations
 
@@ -12,34 +12,29 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.waves import Wave
 from lowpeak.rollout.sampling import uniforms
 
-_AHEAD = 64  # positions made together
+_MAX_DRAWS = 1 << 18  # made at once: philox keeps about ten int64 words for each
 
 
 class Draws:
-    """The uniforms of rows at the positions of their completions, from `starts` (one a row, 0 where it is missing)."""
+    """The uniforms of `num_rows` rows at all positions of their completions, 8 bytes each; none when greedy."""
 
-    def __init__(
-        self,
-        wave: Wave,
-        prompts: Sequence[Prompt],
-        sampling: Sampling,
-        device: torch.device,
-        starts: Sequence[int] | None = None,
-    ) -> None:
+    def __init__(self, num_rows: int, sampling: Sampling, device: torch.device) -> None:
         self._sampling = sampling
-        self._serials_N = torch.tensor([prompts[row.prompt].serial for row in wave]).to(device)
-        self._completions_N = torch.tensor([row.completion for row in wave]).to(device)
-        self._starts_N1 = torch.tensor(starts or [0] * len(wave))[:, None].to(device)
-        self._uniforms_NK = torch.empty(len(wave), 0, device=device)
+        self._is_greedy = sampling.temperature == 0
+        shape = (0, 0) if self._is_greedy else (num_rows, sampling.max_new_tokens)
+        self._uniforms_RC = torch.empty(shape, dtype=torch.float64, device=device)
 
-    def at(self, position: int) -> Tensor | None:
-        """The uniforms [N] of `position` after the rows' starts, asked for in order from 0; None when greedy."""
-        if self._sampling.temperature == 0:
-            return None
-        if position % _AHEAD == 0:
-            stop = min(position + _AHEAD, self._sampling.max_new_tokens)
-            positions_K = torch.arange(position, stop, device=self._serials_N.device)
-            self._uniforms_NK = uniforms(
-                self._sampling, self._serials_N, self._completions_N, self._starts_N1 + positions_K
-            )
-        return self._uniforms_NK[:, position % _AHEAD]
+    def make(self, rows: Sequence[int], wave: Wave, prompts: Sequence[Prompt]) -> None:
+        """Draw for `rows`, which are the `wave`'s of these prompts."""
+        if self._is_greedy:
+            return
+        device, num_positions = self._uniforms_RC.device, self._uniforms_RC.shape[1]
+        serials = [prompts[row.prompt].serial for row in wave]
+        named = torch.tensor([rows, serials, [row.completion for row in wave]]).to(device)
+        positions_C = torch.arange(num_positions, device=device)
+        for part in named.split(max(1, _MAX_DRAWS // num_positions), dim=1):
+            self._uniforms_RC[part[0]] = uniforms(self._sampling, part[1], part[2], positions_C)
+
+    def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor | None:
+        """The uniforms [N] of these rows, each at its own position; None when greedy."""
+        return None if self._is_greedy else self._uniforms_RC[rows_N, positions_N]

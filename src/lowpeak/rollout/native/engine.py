@@ -75,17 +75,19 @@ class NativeEngine:
 
     def _complete(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
         """All completions, group by group."""
-        max_tokens = self._kv_cache_bytes() // bytes_per_token(model)
+        kv_cache_bytes = self._kv_cache_bytes()
+        max_tokens = kv_cache_bytes // bytes_per_token(model)
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
         ends = (end_token_ids(model, self._tokenizer, sampling), StopStrings(self._tokenizer, sampling.stop))
+        device = next(model.parameters()).device
         if self._is_driven(model):
             num_rows = len(prompts) * sampling.num_generations
-            progress = Progress(num_rows, *ends, self._on_tokens, sampling.max_new_tokens)
-            decode(model, Waiting(*shape), prompts, sampling, progress)
+            progress = Progress(num_rows, sampling.max_new_tokens, *ends, self._on_tokens, device)
+            decode(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress)
             return progress.completions()
         rows: dict[Row, Completion] = {}
         for wave in form_waves(*shape):
-            progress = Progress(len(wave), *ends, self._on_tokens)
+            progress = Progress(len(wave), sampling.max_new_tokens, *ends, self._on_tokens, device)
             decode_by_generate(model, wave, prompts, sampling, progress)
             rows.update(zip(wave, progress.completions(), strict=True))
         return [rows[row] for row in sorted(rows)]

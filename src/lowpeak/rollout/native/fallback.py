@@ -19,7 +19,6 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.batch import read
 from lowpeak.rollout.native.budget import text_config
 from lowpeak.rollout.native.draws import Draws
 from lowpeak.rollout.native.prefill import left_mask, left_padded
@@ -50,40 +49,53 @@ def decode_by_generate(
     lengths = [len(x) for x in ids]
     mask_NL = left_mask(lengths, max(lengths), device)
     driver = _transformers_model(model)
-    chooser = _Choose(sampling, Draws(wave, prompts, sampling, device), progress)
+    draws = Draws(len(wave), sampling, device)
+    draws.make(range(len(wave)), wave, prompts)
+    chooser = _Choose(sampling, draws, progress, len(wave))
     with _generation_config(driver, _plain_config(sampling)):
         driver.generate(
             input_ids=(input_ids := left_padded(ids, device)),
             attention_mask=torch.ones_like(input_ids) if mask_NL is None else mask_NL,
             logits_processor=LogitsProcessorList([chooser]),
-            stopping_criteria=StoppingCriteriaList([_Ended(progress)]),
+            stopping_criteria=StoppingCriteriaList([_Ended(chooser)]),
         )
 
 
 class _Choose(LogitsProcessor):
     """Chooses each row's token as the decode loop does, and leaves it as the only one with a finite score."""
 
-    def __init__(self, sampling: Sampling, draws: Draws, progress: Progress) -> None:
+    def __init__(self, sampling: Sampling, draws: Draws, progress: Progress, num_rows: int) -> None:
         self._sampling = sampling
         self._draws = draws
         self._progress = progress
         self._position = 0
+        self.over = [False] * num_rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        tokens_N, logprobs_N = choose(scores, self._sampling, self._draws.at(self._position), input_ids)
+        rows_N = torch.arange(len(scores), device=scores.device)
+        uniforms_N = self._draws.at(rows_N, torch.full_like(rows_N, self._position))
+        tokens_N, logprobs_N = choose(scores, self._sampling, uniforms_N, input_ids)
         self._position += 1
-        self._progress.add(range(len(tokens_N)), *read(tokens_N, logprobs_N))
+        self._write(tokens_N, logprobs_N)
         return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
+
+    def _write(self, tokens_N: Tensor, logprobs_N: Tensor) -> None:
+        """Give the tokens to the rows that run; the others stay in the batch until all have ended."""
+        running = [row for row, over in enumerate(self.over) if not over]
+        rows_n = torch.tensor(running).to(tokens_N.device)
+        over = self._progress.add(rows_n, tokens_N[rows_n], logprobs_N[rows_n], len(tokens_N))
+        for row, ended in zip(running, over, strict=True):
+            self.over[row] = ended
 
 
 class _Ended(StoppingCriteria):
     """True for the rows that have ended."""
 
-    def __init__(self, progress: Progress) -> None:
-        self._progress = progress
+    def __init__(self, chooser: _Choose) -> None:
+        self._chooser = chooser
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.tensor(self._progress.ended, device=input_ids.device)
+        return torch.tensor(self._chooser.over, device=input_ids.device)
 
 
 def _transformers_model(model: nn.Module) -> Any:

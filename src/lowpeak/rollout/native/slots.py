@@ -1,17 +1,15 @@
-"""Slots: how many rows the KV-cache budget holds at once, and which waiting rows enter those that are free."""
+"""Slots: how many rows the KV-cache budget holds at once, and which prompts begin when some are free."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 
-from lowpeak.rollout.native.waves import Row, Wave, check_capacity
-
-REFILL_ONE_IN = 4  # waiting rows enter when one slot in so many is free
+from lowpeak.rollout.native.waves import check_capacity
 
 
 class Waiting:
-    """The rows of a call that have not begun, longest prompts first: `slots x (longest prompt + new) <= max_tokens`.
+    """The prompts of a call that have not begun, longest first: `slots x (longest prompt + new) <= max_tokens`.
 
     Prompts of like lengths are in the batch together, and the number of slots grows as prompts get shorter. EngineError
     when not even one row fits.
@@ -19,34 +17,30 @@ class Waiting:
 
     def __init__(self, lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> None:
         self.lengths = lengths
-        self.max_tokens = max_tokens
         self._max_new_tokens = max_new_tokens
         self._num_generations = num_generations
-        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-        self._rows = deque(Row(prompt, i) for prompt in order for i in range(num_generations))
-        if order:
-            longest = lengths[order[0]]
-            check_capacity(max_tokens // (longest + max_new_tokens), longest, max_new_tokens, max_tokens)
+        self._prompts = deque(sorted(range(len(lengths)), key=lambda i: -lengths[i]))
+        self.set_budget(max_tokens)
 
-    def enter(self, live: Sequence[int]) -> Wave:
-        """Take the rows that enter beside rows of the prompts `live` (one entry a row); none while few slots are free.
+    def set_budget(self, max_tokens: int) -> None:
+        """Hold at most so many tokens from now on."""
+        self.max_tokens = max_tokens
+        if self.lengths:
+            longest, new = max(self.lengths), self._max_new_tokens
+            check_capacity(max_tokens // (longest + new), longest, new, max_tokens)
 
-        A group stays whole (its prompt is forwarded once) where it fits into half of the slots.
-        """
-        if not self._rows:
-            return []
-        longest = max(self.lengths[prompt] for prompt in (*live, self._rows[0].prompt))
-        num_slots = self.max_tokens // (longest + self._max_new_tokens)
-        free = num_slots - len(live)
-        if free < 1 or free * REFILL_ONE_IN < num_slots:
-            return []
-        entering: Wave = []
-        while self._rows and (part := self._part(free, num_slots)):
-            entering += [self._rows.popleft() for _ in range(part)]
-            free -= part
-        return entering
+    def num_slots(self, live: Sequence[int]) -> int:
+        """Slots that the budget holds while rows of the prompts `live` and the next one that waits are in them."""
+        prompts = (*live, *list(self._prompts)[:1])
+        longest = max((self.lengths[prompt] for prompt in prompts), default=0)
+        return self.max_tokens // (longest + self._max_new_tokens)
 
-    def _part(self, free: int, num_slots: int) -> int:
-        """How many rows of the next group enter `free` slots."""
-        rest = self._num_generations - self._rows[0].completion
-        return min(rest, free) if rest <= free or 2 * rest > num_slots else 0
+    @property
+    def num_rows(self) -> int:
+        """Rows of the prompts that wait."""
+        return len(self._prompts) * self._num_generations
+
+    def take(self, num_rows: int) -> list[int]:
+        """The prompts that begin when `num_rows` rows may: as few as have so many; the last may have more."""
+        num_prompts = min(len(self._prompts), -(-max(0, num_rows) // self._num_generations))
+        return [self._prompts.popleft() for _ in range(num_prompts)]

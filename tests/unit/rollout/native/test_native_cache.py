@@ -1,95 +1,120 @@
-"""The growing cache holds what transformers' concatenating cache holds."""
+"""Slots hold what transformers' concatenating cache holds, for rows at any positions."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
 
 from lowpeak.rollout.native import cache as module
-from lowpeak.rollout.native.cache import SlotCache
+from lowpeak.rollout.native.cache import PromptLayer, SlotCache
 
 
-def _states(num_rows: int, length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _states(num_rows: int, length: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    # Keys and values of unlike width, as models with latent attention have them.
-    return (
-        torch.randn(num_rows, 2, length, 4, generator=generator),
-        torch.randn(num_rows, 2, length, 3, generator=generator),
-    )
+    # Keys and values of unlike width, as models with latent attention have them, and keys that autocast left wide.
+    keys = torch.randn(num_rows, 2, length, 4, generator=generator)
+    return keys, torch.randn(num_rows, 2, length, 3, generator=generator).to(dtype)
 
 
-def _prefilled(num_rows: int, length: int) -> DynamicCache:
-    cache = DynamicCache()
-    for layer in range(2):
-        cache.update(*_states(num_rows, length, layer), layer)
+def _prefilled(num_prompts: int, length: int, dtype: torch.dtype = torch.float32, layer: type = DynamicLayer) -> Cache:
+    cache = Cache(layer_class_to_replicate=layer)
+    for i in range(2):
+        cache.update(*_states(num_prompts, length, i, dtype), i)
     return cache
 
 
-def _arranged(*shape: int) -> SlotCache:
-    cache = SlotCache()
-    cache.arrange(torch.tensor([], dtype=torch.int64), *shape)
-    return cache
-
-
-def _filled() -> tuple[SlotCache, DynamicCache]:
-    """A cache of 5 rows of 2 prompts, and the same by transformers' own means."""
-    ours, theirs = _arranged(5, 6, 6 + 200), _prefilled(2, 6)
-    rows = torch.tensor([0, 0, 0, 1, 1])
-    ours.place(theirs, slice(0, 5), rows)
-    theirs.batch_select_indices(rows)
+def _filled(num_rows: int = 5, length: int = 6, max_columns: int = 206) -> tuple[SlotCache, Cache]:
+    """Rows of two prompts, three of the first, and the same by transformers' own means."""
+    ours, theirs = SlotCache(num_rows * max_columns, max_columns), _prefilled(2, length)
+    rows = [0, 0, 0, 1, 1][:num_rows]
+    ours.reserve(num_rows, length, 0)
+    ours.place(theirs, rows, [length, length], 0)
+    theirs.batch_select_indices(torch.tensor(rows))
     return ours, theirs
 
 
 def test_tokens_are_added_behind_the_prompts_through_several_growths():
     ours, theirs = _filled()
-    for step in range(2 * module.ROOM + 5):
+    for column in range(6, 2 * module.ROOM + 11):
+        ours.reserve(5, column + 1, 5)
+        ours.begin(torch.full((5,), column), column + 1)
         for layer in range(2):
-            states = _states(5, 1, 100 + step)
+            states = _states(5, 1, 100 + column)
             for mine, other in zip(ours.update(*states, layer), theirs.update(*states, layer), strict=True):
                 assert torch.equal(mine, other)
-    assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.get_seq_length() == column
 
 
-def test_compacting_keeps_the_chosen_rows():
+def test_rows_write_at_their_own_columns_and_leave_the_others():
     ours, theirs = _filled()
-    kept = torch.tensor([1, 4])
-    ours.arrange(kept, 2, 6, 206)
-    theirs.batch_select_indices(kept)
-    states = _states(2, 1, 7)
-    for mine, other in zip(ours.update(*states, 1), theirs.update(*states, 1), strict=True):
-        assert torch.equal(mine, other)
+    ours.reserve(5, 11, 5)
+    columns = torch.tensor([6, 10, 3])
+    ours.begin(columns, 11)
+    new = _states(3, 1, 7)
+    keys, values = ours.update(*new, 1)
+    assert keys.shape == (3, 2, 11, 4)
+    for row, column in enumerate(columns.tolist()):
+        for mine, old, added in zip((keys, values), (theirs.layers[1].keys, theirs.layers[1].values), new, strict=True):
+            kept = [c for c in range(6) if c != column]
+            assert torch.equal(mine[row, :, kept], old[row, :, kept])
+            assert torch.equal(mine[row, :, column], added[row, :, 0])
 
 
-def test_rows_enter_behind_those_that_stay_and_columns_that_nobody_needs_are_dropped():
+def test_slots_that_are_moved_are_read_before_any_is_written():
     ours, theirs = _filled()
-    kept, entered = torch.tensor([1, 4]), _prefilled(1, 3)
-    ours.arrange(kept, 4, 5, 20)
-    ours.place(entered, slice(2, 4), torch.tensor([0, 0]))
-    keys, values = ours.layers[0].keys, ours.layers[0].values
-    assert torch.equal(keys[:2], theirs.layers[0].keys[kept, :, 1:])
-    assert torch.equal(values[:2], theirs.layers[0].values[kept, :, 1:])
-    assert torch.equal(keys[3, :, 2:], entered.layers[0].keys[0])
-    assert not keys[2:, :, :2].any()
+    ours.move([0, 4, 1], [4, 0, 3], 6)
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        expected = other.keys[torch.tensor([4, 3, 2, 3, 0])]
+        assert torch.equal(layer.buffers[0][:, :6].transpose(1, 2), expected)
 
 
-def test_a_shorter_prefill_is_placed_to_the_right_with_zeros_before_it():
-    cache = _arranged(3, 6, 10)
-    long, short = _prefilled(1, 6), _prefilled(2, 4)
-    cache.place(long, slice(0, 1), torch.tensor([0]))
-    cache.place(short, slice(1, 3), torch.tensor([0, 1]))
-    keys = cache.layers[0].keys
-    assert torch.equal(keys[1:, :, 2:], short.layers[0].keys)
-    assert not keys[1:, :, :2].any()
-    assert torch.equal(keys[:1], long.layers[0].keys)
+def test_slots_that_are_added_keep_what_the_first_ones_hold():
+    ours, theirs = _filled(num_rows=4, max_columns=100)
+    ours.max_tokens = 400
+    ours.reserve(10, 20, 4)
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert layer.buffers[1].shape == (10, 40, 2, 3)
+        assert torch.equal(layer.buffers[1][:4, :6].transpose(1, 2), other.values)
+        assert not layer.buffers[1][4:].any()
 
 
 @pytest.mark.parametrize("num_new", [1, 7, 90])
-def test_buffers_never_hold_more_tokens_than_prompt_and_completion(num_new):
-    cache = _arranged(2, 6, 6 + num_new)
-    cache.place(_prefilled(2, 6), slice(0, 2), torch.tensor([0, 1]))
-    for step in range(num_new):
-        cache.update(*_states(2, 1, step), 0)
-        keys = cache.layers[0].keys
-        stored = keys.untyped_storage().nbytes() // (keys.element_size() * 2 * 2 * 4)
-        assert keys.shape[-2] <= stored <= 6 + num_new
+def test_buffers_never_hold_more_columns_than_prompt_and_completion(num_new):
+    ours, _ = _filled(max_columns=6 + num_new)
+    ours.reserve(5, 6 + num_new, 5)
+    assert ours.layers[0].buffers[0].shape[1] == 6 + num_new
+
+
+def test_a_shorter_prompt_stands_at_the_left_of_its_slot():
+    ours = SlotCache(40, 10)
+    prefilled = _prefilled(2, 6)  # right-aligned: the second prompt's first two columns are padding
+    ours.reserve(4, 6, 0)
+    ours.place(prefilled, [0, 1], [6, 4], 1)
+    keys = ours.layers[0].buffers[0].transpose(1, 2)
+    assert torch.equal(keys[1, :, :6], prefilled.layers[0].keys[0])
+    assert torch.equal(keys[2, :, :4], prefilled.layers[0].keys[1, :, 2:])
+    assert not keys[0].any()
+    assert keys.isfinite().all()
+
+
+def test_rows_that_are_too_many_to_be_copied_at_once_go_in_parts():
+    many = module._MAX_COPIED // (6 * 2 * 4) + 3
+    rows = [i % 2 for i in range(many)]
+    ours, theirs = SlotCache(many * 6, 6), _prefilled(2, 6)
+    ours.reserve(many, 6, 0)
+    ours.place(theirs, rows, [6, 6], 0)
+    assert torch.equal(ours.layers[1].buffers[0][:, :6].transpose(1, 2), theirs.layers[1].keys[torch.tensor(rows)])
+
+
+def test_keys_that_autocast_left_wide_are_stored_as_their_values():
+    ours, theirs = SlotCache(20, 10), _prefilled(1, 6, torch.bfloat16, PromptLayer)
+    assert theirs.layers[0].keys.dtype == torch.bfloat16
+    ours.reserve(2, 6, 0)
+    ours.place(theirs, [0, 0], [6], 0)
+    ours.reserve(2, 7, 2)
+    ours.begin(torch.tensor([6, 6]), 7)
+    keys, values = ours.update(*_states(2, 1, 5, torch.bfloat16), 0)
+    assert keys.dtype == values.dtype == torch.bfloat16
+    assert torch.equal(keys[0, :, :6], _states(1, 6, 0)[0][0].bfloat16())

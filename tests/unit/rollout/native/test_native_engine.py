@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.native.budget import bytes_per_token
+from lowpeak.rollout.native.cache import SlotCache
 from lowpeak.rollout.native.engine import NativeEngine
 from tiny import char_tokenizer, tiny_model
 
@@ -129,11 +133,12 @@ def test_no_forward_has_more_rows_than_the_budget_allows(budget_rows):
 def test_each_prompt_is_forwarded_once_and_then_one_token_per_row():
     model = tiny_model()
     with recorded(model) as shapes:
-        engine(model).generate(prompts(), replace(SAMPLING, max_new_tokens=3, stop_token_ids=()))
-    assert shapes[0] == (6, 10)
-    assert all(columns == 1 for _, columns in shapes[1:])
-    assert shapes[1] == (24, 1)
-    assert len(shapes) == 3
+        groups = engine(model).generate(prompts(), replace(SAMPLING, max_new_tokens=3, stop_token_ids=()))
+    lengths = [len(completion) for group in groups for completion in group.completions]
+    # The first token comes of the prefill, and the last one is not fed.
+    fed = [sum(length > i for length in lengths) for i in (1, 2)]
+    assert shapes == [(6, 10), (fed[0], 1), (fed[1], 1)]
+    assert 24 > fed[0] >= fed[1] > 12
 
 
 def test_rows_that_have_ended_leave_the_batch():
@@ -145,7 +150,8 @@ def test_rows_that_have_ended_leave_the_batch():
     decoded = sum(rows for rows, columns in shapes if columns == 1)
     longest = max(len(c) for group in groups for c in group.completions)
     assert useful < 0.5 * 96 * longest
-    assert decoded < 1.35 * useful + 4 * longest
+    assert decoded == useful
+    assert len(shapes) == longest
 
 
 def test_logprobs_are_those_of_a_plain_forward():
@@ -293,10 +299,16 @@ def test_waves_follow_the_budget_of_the_moment():
     )
     made.load([], 0)
     made.generate(prompts()[:1], SAMPLING)
-    assert max(heard) == SAMPLING.num_generations
+    assert max(heard[1:]) == SAMPLING.num_generations
     heard.clear()
     made.generate(prompts()[:1], SAMPLING)
-    assert max(heard) < SAMPLING.num_generations
+    assert heard[0] == SAMPLING.num_generations  # the first tokens of a group are drawn together
+    assert max(heard[1:]) == 1
+
+
+def stored_bytes(cache: SlotCache) -> int:
+    """What the cache's tensors take, used or not."""
+    return sum(states.untyped_storage().nbytes() for layer in cache.layers for states in (layer.keys, layer.values))
 
 
 @contextlib.contextmanager
@@ -346,14 +358,15 @@ def test_the_batch_stays_full_while_rows_wait():
         groups = engine(model, kv_cache_bytes=16 * (10 + 40) * bytes_per_token(model)).generate(same_length, sampling)
     useful = sum(len(c) - 1 for group in groups for c in group.completions)
     longest = max(len(c) for group in groups for c in group.completions)
-    assert len(shapes) < 1.5 * useful / 16 + longest
-    assert sum(rows for rows, _ in shapes) < 1.25 * useful
+    assert len(shapes) < useful / 16 + longest
+    assert sum(rows for rows, _ in shapes) == useful
 
 
-def test_a_group_that_fits_into_half_of_the_slots_has_its_prompt_forwarded_once():
+@pytest.mark.parametrize("slots", [1, 2, 5, 12])
+def test_each_prompt_is_forwarded_once_however_few_of_its_rows_find_a_slot(slots):
     model = tiny_model()
     with recorded(model) as shapes:
-        engine(model, kv_cache_bytes=12 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
+        engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
     assert sum(rows for rows, columns in shapes if columns > 1) == len(TEXTS)
 
 
@@ -367,12 +380,78 @@ def test_short_prompts_beside_a_long_one_stay_within_the_budget(tokens_of_budget
     held: list[int] = []
 
     def note(module, args, kwargs) -> None:
-        layers = getattr(kwargs["past_key_values"], "layers", [])
-        if kwargs["input_ids"].shape[1] == 1:
-            held.append(sum(x.untyped_storage().nbytes() for layer in layers for x in (layer.keys, layer.values)))
+        if isinstance(kwargs["past_key_values"], SlotCache):
+            held.append(stored_bytes(kwargs["past_key_values"]))
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
     made = engine(model, kv_cache_bytes=tokens_of_budget * bytes_per_token(model)).generate(uneven, sampling)
     handle.remove()
     assert 0 < max(held) <= tokens_of_budget * bytes_per_token(model)
     assert tokens(made) == tokens(engine(model).generate(uneven, sampling))
+
+
+class _Autocast(nn.Module):
+    """A model under bf16 autocast with fp32 weights, as accelerate prepares it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.config, self.generation_config, self.inner = model.config, model.generation_config, model
+
+    def get_base_model(self) -> nn.Module:
+        return self.inner
+
+    def forward(self, **inputs):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return self.inner(**inputs)
+
+
+def test_under_autocast_the_budget_is_counted_in_the_bytes_that_are_stored():
+    model = _Autocast(tiny_model())
+    same_length = [replace(prompts()[1], serial=i) for i in range(9)]
+    budget = 8 * (10 + 12) * bytes_per_token(model)
+    held: list[int] = []
+    rows: list[int] = []
+
+    def note(module, args, kwargs) -> None:
+        if isinstance(kwargs["past_key_values"], SlotCache):
+            held.append(stored_bytes(kwargs["past_key_values"]))
+            rows.append(kwargs["input_ids"].shape[0])
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    made = engine(model, kv_cache_bytes=budget).generate(same_length, SAMPLING)
+    assert max(rows) == 16  # of bf16 keys and values the budget holds twice as many as of fp32
+    assert max(held) == budget
+    assert tokens(made) == tokens(engine(model).generate(same_length, SAMPLING))
+
+
+def test_attention_that_makes_its_own_mask_gives_the_same_tokens():
+    AttentionInterface.register("own_mask", sdpa_attention_forward)
+    AttentionMaskInterface.register("own_mask", sdpa_mask)
+    expected = engine(tiny_model()).generate(prompts(), ENDING)
+    model = tiny_model()
+    model.config._attn_implementation = "own_mask"
+    masks: list[int] = []
+
+    def note(module, args, kwargs) -> None:
+        if isinstance(kwargs["past_key_values"], SlotCache):
+            masks.append(kwargs["attention_mask"].ndim)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    made = engine(model, kv_cache_bytes=7 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
+    assert set(masks) == {2}
+    assert tokens(made) == tokens(expected)
+
+
+def test_a_few_rows_before_a_large_head_are_fed_as_sixteen_with_the_same_tokens():
+    model = tiny_model(vocab_size=1 << 19)
+    sampling = replace(ENDING, num_generations=20, max_new_tokens=6, stop_token_ids=tuple(range(200_000)))
+    asked, heard = prompts()[:1], []
+    room = 40 * bytes_per_token(model)
+    with recorded(model) as shapes:
+        padded = engine(model, kv_cache_bytes=20 * room, on_tokens=lambda *counts: heard.append(counts))
+        made = padded.generate(asked, sampling)
+    fed = [rows for rows, columns in shapes if columns == 1]
+    assert 16 in fed
+    assert not set(fed) & set(range(7, 16))
+    assert any(useful < computed == 16 for useful, computed in heard)
+    assert tokens(made) == tokens(engine(model, kv_cache_bytes=6 * room).generate(asked, sampling))

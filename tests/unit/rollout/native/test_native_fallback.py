@@ -83,7 +83,8 @@ def test_the_fallback_draws_what_the_decode_loop_draws(changed):
     model, sampling = tiny_model(), replace(SAMPLING, **changed)
     rows = [Row(i, j) for i in range(3) for j in range(3)]
     tokenizer = char_tokenizer()
-    progress = Progress(9, end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop), None)
+    ends = (end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop))
+    progress = Progress(9, sampling.max_new_tokens, *ends, None, torch.device("cpu"))
     decode_by_generate(model, rows, PROMPTS, sampling, progress)
     driven = [c for group in _engine(model).generate(PROMPTS, sampling) for c in group.completions]
     for ours, other in zip(progress.completions(), driven, strict=True):

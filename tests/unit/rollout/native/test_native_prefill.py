@@ -1,4 +1,4 @@
-"""A wave's prefill equals a forward of each prompt alone, however it is cut."""
+"""The prefill of several prompts equals a forward of each alone, also in the slots that it is copied to."""
 
 from __future__ import annotations
 
@@ -7,35 +7,37 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from lowpeak.rollout.native.cache import SlotCache
-from lowpeak.rollout.native.prefill import left_padded, prefill
-from lowpeak.rollout.native.waves import form_waves
+from lowpeak.rollout.native.prefill import left_padded, prefill, share
 from tiny import tiny_model
 
 PROMPTS = [(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6), (3, 2, 4), (12,)]
 
 
 @pytest.mark.parametrize(
-    ("max_tokens", "forwards"),
-    [(1, [(1, 7), (1, 3), (1, 3), (1, 2), (1, 1)]), (8, [(1, 7), (2, 3), (2, 2)]), (1000, [(5, 7)])],
+    ("max_tokens", "parts"),
+    [(1, [[0], [2], [3], [1], [4]]), (8, [[0], [2, 3], [1, 4]]), (1000, [[0, 2, 3, 1, 4]])],
 )
-def test_logits_and_cache_are_those_of_each_prompt_alone(max_tokens, forwards):
-    model = tiny_model()
-    shapes: list[tuple[int, ...]] = []
-    model.register_forward_pre_hook(lambda _, args, kw: shapes.append(tuple(kw["input_ids"].shape)), with_kwargs=True)
-    (wave,) = form_waves([len(ids) for ids in PROMPTS], 3, 5, 1000)
+def test_prompts_share_a_forward_while_its_padded_tokens_allow(max_tokens, parts):
+    assert list(share([0, 2, 3, 1, 4], [len(ids) for ids in PROMPTS], max_tokens)) == parts
+
+
+def test_logits_and_slots_are_those_of_each_prompt_alone():
+    model, lengths = tiny_model(), [len(ids) for ids in PROMPTS]
+    rows = [0, 0, 1, 2, 2, 2, 3, 4]
+    cache = SlotCache(10 * 12, 12)
     with torch.no_grad():
-        cache = SlotCache()
-        cache.arrange(torch.tensor([], dtype=torch.int64), len(wave), 7, 12)
-        logits = prefill(model, wave, PROMPTS, cache, max_tokens=max_tokens)
-        assert shapes == forwards
-        for i, row in enumerate(wave):
+        logits, prefilled = prefill(model, PROMPTS)
+        cache.reserve(10, 7, 0)
+        cache.place(prefilled, rows, lengths, 2)
+        for prompt, ids in enumerate(PROMPTS):
             alone = DynamicCache()
-            ids = torch.tensor([PROMPTS[row.prompt]])
-            expected = model(input_ids=ids, past_key_values=alone, use_cache=True).logits[0, -1]
-            torch.testing.assert_close(logits[i], expected, atol=1e-5, rtol=1e-5)
-            for mine, other in zip(cache.layers, alone.layers, strict=True):
-                torch.testing.assert_close(mine.keys[i, :, 7 - ids.shape[1] :], other.keys[0], atol=1e-5, rtol=1e-5)
-                torch.testing.assert_close(mine.values[i, :, 7 - ids.shape[1] :], other.values[0], atol=1e-5, rtol=1e-5)
+            expected = model(input_ids=torch.tensor([ids]), past_key_values=alone, use_cache=True).logits[0, -1]
+            torch.testing.assert_close(logits[prompt], expected, atol=1e-5, rtol=1e-5)
+            for slot in [2 + i for i, row in enumerate(rows) if row == prompt]:
+                for mine, other in zip(cache.layers, alone.layers, strict=True):
+                    for buffer, states in zip(mine.buffers, (other.keys, other.values), strict=True):
+                        placed = buffer[slot, : len(ids)].transpose(0, 1)
+                        torch.testing.assert_close(placed, states[0], atol=1e-5, rtol=1e-5)
 
 
 def test_a_prompt_is_padded_with_its_own_token_so_that_no_penalty_meets_another():

@@ -1,4 +1,4 @@
-"""Which rows enter free slots."""
+"""How many rows there is room for, and which prompts begin."""
 
 from __future__ import annotations
 
@@ -6,32 +6,32 @@ import pytest
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.native.slots import Waiting
-from lowpeak.rollout.native.waves import Row
 
 
-def test_whole_groups_enter_longest_prompts_first_until_the_slots_are_taken():
-    waiting = Waiting([3, 5, 4], num_generations=2, max_new_tokens=5, max_tokens=50)
-    assert waiting.enter([]) == [Row(1, 0), Row(1, 1), Row(2, 0), Row(2, 1)]
+def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():
+    waiting = Waiting([3, 5, 4, 2], num_generations=2, max_new_tokens=5, max_tokens=50)
+    assert waiting.num_slots([]) == 5
+    assert waiting.take(3) == [1, 2]
+    assert waiting.take(0) == []
+    assert waiting.take(-1) == []
+    assert waiting.take(100) == [0, 3]
+    assert waiting.take(1) == []
 
 
-def test_nothing_enters_while_fewer_than_a_quarter_of_the_slots_are_free():
-    waiting = Waiting([5] * 12, num_generations=1, max_new_tokens=5, max_tokens=80)
-    assert len(waiting.enter([])) == 8
-    assert waiting.enter([0] * 7) == []
-    assert waiting.enter([0] * 6) == [Row(8, 0), Row(9, 0)]
-
-
-def test_a_group_of_more_than_half_of_the_slots_enters_in_parts():
-    waiting = Waiting([5, 5], num_generations=3, max_new_tokens=5, max_tokens=40)
-    assert waiting.enter([]) == [Row(0, 0), Row(0, 1), Row(0, 2), Row(1, 0)]
-    assert waiting.enter([0, 0, 0, 1]) == []
-    assert waiting.enter([0, 1]) == [Row(1, 1), Row(1, 2)]
-
-
-def test_shorter_prompts_have_more_slots():
+def test_shorter_prompts_have_more_slots_once_no_longer_one_runs():
     waiting = Waiting([15, 5, 5, 5], num_generations=1, max_new_tokens=5, max_tokens=40)
-    assert len(waiting.enter([])) == 2
-    assert len(waiting.enter([1])) == 2
+    assert waiting.num_slots([]) == 2
+    assert waiting.take(2) == [0, 1]
+    assert waiting.num_slots([0, 1]) == 2
+    assert waiting.num_slots([1]) == 4
+
+
+def test_a_budget_that_is_counted_anew_has_other_slots():
+    waiting = Waiting([5, 5], num_generations=2, max_new_tokens=5, max_tokens=20)
+    waiting.set_budget(40)
+    assert waiting.num_slots([]) == 4
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
+        waiting.set_budget(9)
 
 
 def test_a_row_that_cannot_fit_is_an_error():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -82,37 +83,52 @@ def test_end_tokens_come_from_config_tokenizer_and_sampling():
     assert end_token_ids(model, tokenizer, SAMPLING) == frozenset()
 
 
-def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None) -> Progress:
+def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None, max_new_tokens: int = 9) -> Progress:
     on_tokens = None if counted is None else lambda *counts: counted.append(counts)
-    return Progress(num_rows, frozenset({1}), StopStrings(char_tokenizer(), ["44"]), on_tokens)
+    stops = StopStrings(char_tokenizer(), ["44"])
+    return Progress(num_rows, max_new_tokens, frozenset({1}), stops, on_tokens, torch.device("cpu"))
 
 
-def test_rows_end_by_token_or_string_and_keep_what_ended_them():
-    progress = _progress(3)
+def _add(
+    progress: Progress, rows: list[int], tokens: list[int], logprob: float = -1.0, computed: int = 3
+) -> list[bool]:
+    return progress.add(torch.tensor(rows), torch.tensor(tokens), torch.full((len(rows),), logprob), computed)
+
+
+def test_rows_end_by_token_or_string_or_length_and_keep_what_ended_them():
+    progress = _progress(4, max_new_tokens=3)
     four = char_tokenizer().convert_tokens_to_ids("4")
-    assert progress.add([0, 1, 2], [four, four, four], [-1.0, -1.0, -1.0]) == [True, True, True]
-    assert progress.add([0, 1, 2], [1, four, 3], [-2.0, -2.0, -2.0]) == [False, False, True]
-    # A row that has ended may still be in the batch: its tokens are ignored.
-    assert progress.add([1, 2], [3, 3], [-3.0, -3.0]) == [False, True]
-    first, second, third = progress.completions()
+    assert _add(progress, [0, 1, 2], [four, four, four]) == [False, False, False]
+    assert _add(progress, [2, 0, 1], [3, 1, four], -2.0) == [False, True, True]
+    assert _add(progress, [3, 2], [1, 3], -3.0) == [True, True]
+    first, second, third, fourth = progress.completions()
     assert first.ids.tolist() == [four, 1]
     assert second.ids.tolist() == [four, four]
     assert third.ids.tolist() == [four, 3, 3]
-    assert [c.finish_reason for c in (first, second, third)] == ["stop", "stop", "length"]
+    assert fourth.ids.tolist() == [1]
+    assert [c.finish_reason for c in (first, second, third, fourth)] == ["stop", "stop", "length", "stop"]
     assert third.logprobs.tolist() == [-1.0, -2.0, -3.0]
     assert all(c.loss_mask.all() and len(c.loss_mask) == len(c) for c in (first, second, third))
 
 
-def test_tokens_of_rows_that_go_on_are_counted_beside_what_was_computed():
+def test_the_newest_tokens_are_those_that_rows_wrote_last():
+    progress, rows = _progress(3), torch.tensor([2, 0])
+    _add(progress, [0, 2], [5, 6])
+    _add(progress, [2], [7])
+    assert progress.written(rows).tolist() == [2, 1]
+    assert progress.newest(rows, progress.written(rows)).tolist() == [7, 5]
+    assert progress.tokens(rows, 2).tolist() == [[6, 7], [5, 0]]
+
+
+def test_tokens_are_counted_beside_the_rows_that_were_computed():
     counted: list[tuple[int, int]] = []
     progress = _progress(2, counted)
-    progress.add([0, 1], [1, 3], [0.0, 0.0])
-    progress.add([0, 1], [3, 1], [0.0, 0.0])
-    progress.add([0, 1], [3, 3], [0.0, 0.0])
-    assert counted == [(2, 2), (1, 2), (0, 2)]
+    _add(progress, [0, 1], [1, 3], computed=2)
+    _add(progress, [1], [3], computed=16)
+    assert counted == [(2, 2), (1, 16)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
 def test_logits_that_are_not_finite_are_an_error(bad):
     with pytest.raises(EngineError, match="NaN or infinite"):
-        _progress(1).add([0], [3], [bad])
+        _add(_progress(2), [1], [3], bad)
