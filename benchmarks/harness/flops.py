@@ -12,9 +12,7 @@ def useful_tokens(lengths: Sequence[int], prompt_length: int, num_generations: i
     return len(lengths) // num_generations * prompt_length + sum(lengths)
 
 
-def forward_flops(
-    model: Mapping[str, int], lengths: Sequence[int], prompt_length: int, num_generations: int
-) -> float:
+def forward_flops(model: Mapping[str, int], lengths: Sequence[int], prompt_length: int, num_generations: int) -> float:
     """Operations of one forward of a step's groups: 2 a weight and token, causal attention, the head on completions."""
     body = 2 * model["body"] * useful_tokens(lengths, prompt_length, num_generations)
     head = 2 * model["head"] * sum(lengths)

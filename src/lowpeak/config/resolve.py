@@ -49,6 +49,7 @@ def resolve_common(args: Any) -> MemorySettings:
         logprob_chunk_size=args.logprob_chunk_size,
         kv_cache_bytes=getattr(args, "kv_cache_bytes", None),
         pad_to_multiple_of=args.pad_to_multiple_of,
+        activation_offloading=args.activation_offloading,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
+from lowpeak.memory.offload import activation_offload
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
@@ -146,10 +147,11 @@ def make_run(trainer: Any, args: Any, algorithm: Algorithm, strategy: Strategy, 
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     verify_head(policy)
+    saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     sizes = Sizes.of(memory, policy, device, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
     return Run(
         algorithm=algorithm,
-        core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),
+        core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
         journal=Journal(output_dir / "journal"),
