@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,8 @@ def run_apart(module: str, request: Mapping[str, Any], limit_s: float = 3600) ->
     """What `python -m module REQUEST` prints last, with `peak_rss_mb`: the most memory resident while it ran.
 
     Memory is sampled every 10 ms and not read from the kernel's high-water mark, which a side may reset; it is None
-    where there is no /proc. SideError where the process fails or prints no JSON object.
+    where there is no /proc. A side that tells its `events` (see PhaseClock) gets `peak_rss_mb_by_phase` in their place.
+    SideError where the process fails or prints no JSON object.
     """
     command = [sys.executable, "-m", module, json.dumps(request)]
     process = subprocess.Popen(command, cwd=ROOT, env=one_thread(os.environ), stdout=subprocess.PIPE, text=True)
@@ -39,8 +42,26 @@ def run_apart(module: str, request: Mapping[str, Any], limit_s: float = 3600) ->
         output, _ = process.communicate(timeout=limit_s)
     if process.returncode:
         raise SideError(f"{module} ended with status {process.returncode}; its messages stand above.")
-    peak = watch.peak_bytes
-    return {**last_object(output, module), "peak_rss_mb": None if peak is None else round(peak / 2**20, 1)}
+    found, peak = last_object(output, module), watch.peak_bytes
+    if "events" in found:
+        found["peak_rss_mb_by_phase"] = peaks_by_phase(found.pop("events"), watch.samples)
+    return {**found, "peak_rss_mb": None if peak is None else in_mb(peak)}
+
+
+def in_mb(num_bytes: int) -> float:
+    """Bytes in MiB, with one digit."""
+    return round(num_bytes / 2**20, 1)
+
+
+def peaks_by_phase(events: Sequence[tuple[float, str]], samples: Sequence[tuple[float, int]]) -> dict[str, float]:
+    """The most MB resident in each phase: `events` are its beginnings, `samples` times with bytes, both in order."""
+    starts, peaks = [when for when, _ in events], {}
+    for when, seen in samples:
+        number = bisect_right(starts, when) - 1
+        if number >= 0:
+            name = events[number][1]
+            peaks[name] = max(seen, peaks.get(name, 0))
+    return {name: in_mb(peak) for name, peak in peaks.items()}
 
 
 def one_thread(environment: Mapping[str, str]) -> dict[str, str]:
@@ -74,10 +95,14 @@ def resident_bytes(pid: int | str = "self", proc: Path = Path("/proc")) -> int |
 
 
 class MemoryWatch:
-    """Samples `read` in a thread while the context is open; `peak_bytes` is the most that was seen."""
+    """Samples `read` in a thread while the context is open; `peak_bytes` is the most that was seen.
+
+    `samples` are the looks at it, with the time of the system's monotonic clock.
+    """
 
     def __init__(self, read: Callable[[], int | None]) -> None:
         self.peak_bytes: int | None = None
+        self.samples: list[tuple[float, int]] = []
         self._read = read
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -95,5 +120,6 @@ class MemoryWatch:
             seen = self._read()
             if seen is not None:
                 self.peak_bytes = max(seen, self.peak_bytes or 0)
+                self.samples.append((time.monotonic(), seen))
             if self._done.wait(_SECONDS_BETWEEN_LOOKS):
                 return

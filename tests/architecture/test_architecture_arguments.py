@@ -26,6 +26,7 @@ SHOWN_BY = {
     "remove_unused_columns": "test_what_cannot_act_raises_with_the_remedy",
     "per_device_eval_batch_size": "test_evaluation_in_portions_gives_the_same_rewards",
     "gradient_checkpointing": "test_activation_checkpointing_is_on_unless_turned_off_and_nothing_warns",
+    "activation_offloading": "test_activation_offloading_is_refused_where_activations_are_in_host_memory_already",
     "model_init_kwargs": "test_quantization_config_in_model_init_kwargs_loads_a_4_bit_base",
     "trust_remote_code": "test_a_model_whose_code_is_its_own_needs_trust",
     "disable_dropout": "test_dropout_can_be_turned_off",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """Bounds of a run: tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache.
+    """Bounds of a run: tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache; and where
+    activations wait.
 
     `padding_free` False pads rows side by side; `share_prompt` True forwards a prompt once wherever rows have the same.
     """
@@ -18,3 +19,4 @@ class MemorySettings:
     pad_to_multiple_of: int = 1
     padding_free: bool | None = None
     share_prompt: bool | None = None
+    activation_offloading: bool = False

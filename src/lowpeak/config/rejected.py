@@ -59,5 +59,4 @@ REJECTED: dict[str, str] = {
     "eos_token": "set it on the tokenizer and pass that as processing_class; remove it",
     "pad_token": "set it on the tokenizer and pass that as processing_class; remove it",
     "truncation_mode": "rows longer than max_length are cut at their end; remove it",
-    "activation_offloading": "use activation_checkpointing_kwargs={'offload': True}",
 }

@@ -57,6 +57,7 @@ def resolve_common(args: Any) -> MemorySettings:
         pad_to_multiple_of=args.pad_to_multiple_of,
         padding_free=args.padding_free,
         share_prompt=share_prompt,
+        activation_offloading=args.activation_offloading,
     )
 
 

@@ -40,6 +40,9 @@ class CommonConfig(TrainingArguments):
     per_device_eval_batch_size: int | None = argument(
         None, "evaluation", "Rows generated together in evaluation (None: as many as the KV cache budget allows)."
     )
+    activation_offloading: bool = argument(
+        False, "memory", "Keep what the backward pass needs in host memory until it is used (GPUs)."
+    )
     model_init_kwargs: dict | str | None = argument(
         None,
         "model",

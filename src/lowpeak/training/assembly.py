@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
+from lowpeak.memory.offload import activation_offload
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
@@ -161,9 +162,10 @@ def make_run(
     with trainer.accelerator.autocast():  # as the passes will compute
         choice = prepare_layout(memory, [policy] if reference is None else [policy, reference], device)
     sizes = Sizes.of(memory, policy, device, choice, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
+    saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,
-        core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy),
+        core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
         journal=Journal(output_dir / "journal"),

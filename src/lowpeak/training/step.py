@@ -6,7 +6,8 @@ tensors, so a phase can be rehearsed on fake tensors. Models, strategies and alg
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +28,7 @@ class Core:
     chunk_size: int
     device: torch.device
     log_entropy: bool = True
+    saving: Callable[[], AbstractContextManager[None]] = nullcontext  # around a forward whose activations are kept
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,8 @@ def run_step(
         last = number == len(micro_batches) - 1
         batch = _with_coefficients(batch.to(core.device), coefficients)
         with strategy.accumulate(model, last):
-            loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale)
+            with core.saving():
+                loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
         metrics = merge_metrics(metrics, measured)

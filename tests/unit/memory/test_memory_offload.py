@@ -1,0 +1,180 @@
+"""Activations wait in host memory between forward and backward, and nothing else changes."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowpeak.errors import ArgumentError
+from lowpeak.memory.offload import ActivationOffload, activation_offload
+from tiny import char_tokenizer, tiny_model
+
+
+class CountingMover:
+    """Copies within the CPU's memory; it knows what is away and what has come back, and poisons nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.went: list[int] = []
+        self.came = 0
+        self.here: list[weakref.ref[Tensor]] = []
+        self.most_here = 0
+
+    def away(self, flat: Tensor) -> Tensor:
+        self.went.append(flat.numel())
+        return flat.clone()
+
+    def back(self, host: Tensor) -> Tensor:
+        self.came += 1
+        flat = host.clone()
+        self.here = [*(ref for ref in self.here if ref() is not None), weakref.ref(flat)]
+        self.most_here = max(self.most_here, len(self.here))
+        return flat
+
+    def wait(self, flat: Tensor) -> None:
+        pass
+
+
+def offload_of(model: nn.Module, least_bytes: int = 1) -> tuple[ActivationOffload, CountingMover]:
+    mover = CountingMover()
+    return ActivationOffload(model, mover, least_bytes), mover
+
+
+def gradients(model: nn.Module, offload: ActivationOffload | None) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    ids = torch.arange(2, 12).reshape(2, 5)
+    if offload is None:
+        loss = model(input_ids=ids, labels=ids).loss
+    else:
+        with offload.saving():
+            loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_loss_and_gradients_are_the_same_bits(checkpointing):
+    model = tiny_model().train()
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    offload, mover = offload_of(model)
+    plain_loss, plain = gradients(model, None)
+    loss, found = gradients(model, offload)
+    assert loss.equal(plain_loss)
+    assert all(found[name].equal(grad) for name, grad in plain.items())
+    assert offload.bytes_away == sum(mover.went) > 0
+
+
+def test_with_checkpointing_each_layers_input_goes_away_once():
+    model = tiny_model(layers=4, hidden=32).train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    inputs = 2 * 5 * 32 * 4  # rows x tokens x hidden x bytes
+    offload, mover = offload_of(model, least_bytes=inputs)
+    gradients(model, offload)
+    layers = [size for size in mover.went if size == inputs]
+    assert 4 <= len(layers) <= 4 + 4  # the layers' inputs; the last norm, which is not checkpointed, saves a few
+
+
+class Squares(nn.Module):
+    """A chain of products, each of which saves its input; `width` numbers each."""
+
+    def __init__(self, depth: int = 6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((64,), 1.01))
+        self.depth = depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.depth):
+            x = (x * self.scale).sin()
+        return x.sum()
+
+
+def test_parameters_and_their_views_and_small_tensors_stay():
+    model = nn.Linear(8, 8)
+    offload, mover = offload_of(model)
+    with offload.saving():
+        loss = (model(torch.ones(1, 8)) @ model.weight.t()[:, :2]).sum()
+    loss.backward()
+    assert mover.went == [8 * 4, 8 * 4]  # the two products' inputs: neither the weight nor its transpose
+    offload, mover = offload_of(model, least_bytes=8 * 4 + 1)
+    with offload.saving():
+        model(torch.ones(1, 8)).sum().backward()
+    assert mover.went == []
+
+
+def test_views_of_one_storage_are_copied_once():
+    model = nn.Linear(1, 1)
+    offload, mover = offload_of(model)
+    x = torch.rand(4, 6, requires_grad=True)
+    with offload.saving():
+        y = x * 1.0
+        loss = (y.t() @ y).sum() + (y[1:] * y[:-1]).sum()
+    plain = torch.autograd.grad((x.t() @ x).sum() + (x[1:] * x[:-1]).sum(), x)[0]
+    assert torch.autograd.grad(loss, x)[0].equal(plain)
+    assert mover.went == [4 * 6 * 4]
+
+
+def test_a_storage_that_was_written_to_in_between_is_copied_again():
+    model = nn.Linear(1, 1)
+    offload, mover = offload_of(model)
+    x, w = torch.full((8,), 3.0), torch.ones(8, requires_grad=True)
+    with offload.saving():
+        first = w * x
+        x.add_(1.0)  # autograd would refuse the saved x; its copy was made before
+        second = w * x
+    assert torch.autograd.grad(first.sum() + second.sum(), w)[0].tolist() == [7.0] * 8
+    assert len(mover.went) == 2
+
+
+def test_no_more_than_two_storages_are_back_at_a_time():
+    model = Squares(depth=12)
+    offload, mover = offload_of(model)
+    with offload.saving():
+        loss = model(torch.rand(64))
+    assert mover.came == 0
+    loss.backward(retain_graph=True)  # so that the graph holds on to all that it saved
+    assert mover.came >= len(mover.went) > 12
+    assert mover.most_here <= 3  # the one of the node that runs, the one just asked for, the one ahead
+
+
+def test_host_memory_is_free_when_the_backward_is_done():
+    model = Squares()
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Watching(CountingMover):
+        def away(self, flat: Tensor) -> Tensor:
+            host = super().away(flat)
+            kept.append(weakref.ref(host))
+            return host
+
+    offload = ActivationOffload(model, Watching(), 1)
+    with offload.saving():
+        loss = model(torch.rand(64))
+    assert all(ref() is not None for ref in kept)
+    loss.backward()
+    del loss
+    assert all(ref() is None for ref in kept)
+
+
+def sft(tmp_path):
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_offloading=True)
+    return SFTTrainer(tiny_model(), args, [{"prompt": "1", "completion": "2"}], processing_class=char_tokenizer())
+
+
+def grpo(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=4, activation_offloading=True)
+    data = [{"prompt": "1="}] * 8
+    return GRPOTrainer(tiny_model(), lambda completions, **_: [0.0], args, data, processing_class=char_tokenizer())
+
+
+@pytest.mark.parametrize("make", [sft, grpo])
+def test_activation_offloading_is_refused_where_activations_are_in_host_memory_already(make, tmp_path):
+    with pytest.raises(ArgumentError, match="activations are in host memory already"):
+        make(tmp_path)
+    with pytest.raises(ArgumentError, match="trains on mps"):
+        activation_offload(tiny_model(), torch.device("mps"))
