@@ -8,8 +8,8 @@ Two numbers per token say who sees whom. `segment` counts prompts and completion
 segment of the tree's prompt (a token's own where the tree has none): token i sees token j <= i if segment[j] is
 segment[i] or root[i]. Both grow along the row, so a block's extremes are its ends.
 
-Tests run FlexAttention uncompiled on the CPU, forward only; compiled, with gradients, on CUDA it is compared with
-`forest_mask` when a run starts (`forests_agree`).
+The tests run it uncompiled on the CPU, where it has no backward. Compiled, with gradients, on CUDA it is not covered by
+them: there it is compared with `forest_mask` when a run starts (`forests_agree`).
 """
 
 from __future__ import annotations
