@@ -44,7 +44,7 @@ RULES = {
     ),
     "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
     "the mathematics knows no processes and no models' whereabouts": Rule(
-        _rooms("algorithms", "batching", "logprobs"),
+        _rooms("algorithms", "attention", "batching", "logprobs"),
         ("torch.distributed", "accelerate", *_rooms("strategies", "rollout", "training")),
     ),
     "ranks and protocols stand on records, errors and settings": Rule(
