@@ -8,8 +8,8 @@ Two numbers per token say who sees whom. `segment` counts prompts and completion
 segment of the tree's prompt (a token's own where the tree has none): token i sees token j <= i if segment[j] is
 segment[i] or root[i]. Both grow along the row, so a block's extremes are its ends.
 
-Tests run FlexAttention uncompiled on the CPU, forward only; compiled, with gradients, on CUDA it is compared with
-`forest_mask` when a run starts (`forests_agree`).
+The tests run it uncompiled on the CPU, where it has no backward. Compiled, with gradients, on CUDA it is not covered by
+them: there it is compared with `forest_mask` when a run starts (`forests_agree`).
 """
 
 from __future__ import annotations
@@ -69,7 +69,12 @@ def _segments(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
     tokens.append(length - sum(tokens))
     counts_S, roots_S = torch.tensor(tokens), torch.tensor(roots, dtype=torch.int32)
     segments_S = torch.arange(len(tokens), dtype=torch.int32)
-    return segments_S.repeat_interleave(counts_S), roots_S.repeat_interleave(counts_S)
+    return _each(segments_S, counts_S, length), _each(roots_S, counts_S, length)
+
+
+def _each(values_S: Tensor, counts_S: Tensor, length: int) -> Tensor:
+    """Each value as often as its count says; the length is given, so that the counts need not be read."""
+    return values_S.repeat_interleave(counts_S, output_size=length)
 
 
 def _blocks(segments_L: Tensor, roots_L: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -83,8 +84,11 @@ def _attend(
 
 
 def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scale: float) -> Tensor:
-    """[1, L, H, F]: attention as the forest says, the way of the tensors' device."""
-    if forest.block_mask is not None:
+    """[1, L, H, F]: attention as the forest says, the way of the tensors' device.
+
+    Tensors without numbers take the CPU's way on every device: nothing can be compiled for them.
+    """
+    if forest.block_mask is not None and not isinstance(query, FakeTensor):
         return flex_attention_row(query, key, value, forest.block_mask, scale)
     width = value.shape[-1]
     # The CPU kernel takes one width for queries and values; latent attention has narrower values.

@@ -87,7 +87,7 @@ def _parts(trees: tuple[Tree, ...]) -> Iterator[tuple[slice, slice, bool]]:
                 own = slice(start, start + tokens)
                 yield own, own, True
             start += tokens
-        if tree.prompt:
+        if 0 < tree.prompt < tree.num_tokens:
             answers = tree.start + tree.prompt
             yield slice(answers, tree.start + tree.num_tokens), slice(tree.start, answers), False
 
@@ -96,7 +96,10 @@ def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
     """Add another part of the keys to `out` and `lse`, in place, in at least fp32."""
     total = torch.logaddexp(lse, other_lse)
     share = (other_lse - total).exp_().unsqueeze(-1)
-    out.copy_(torch.lerp(out.to(share.dtype), other.to(share.dtype), share))
+    if out.dtype == share.dtype:
+        out.lerp_(other, share)
+    else:
+        out.copy_(torch.lerp(out.to(share.dtype), other.to(share.dtype), share))
     lse.copy_(total)
 
 

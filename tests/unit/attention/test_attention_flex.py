@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention.flex_attention import create_block_mask
 from torch.nn.functional import scaled_dot_product_attention
 
 from forests import forest_of, length_of
 from lowpeak.attention.definition import forest_mask
 from lowpeak.attention.flex import block_mask, flex_attention_row
+from lowpeak.attention.install import attend_forest
+from lowpeak.attention.layout import ForestLayout
 
 FORESTS = {
     "less than a block": forest_of((5, (3, 1, 4)), (0, (6,)), padding=2),
@@ -62,3 +65,21 @@ def test_blocks_said_to_be_full_are(name):
             rows, columns = (slice(128 * x, 128 * (x + 1)) for x in (row, column))
             real = mask[rows].any(1)
             assert mask[rows, columns][real].all()
+
+
+def test_tensors_without_numbers_do_not_compile_anything():
+    forest = FORESTS["less than a block"]
+    layout = ForestLayout(forest, CPU)
+    layout.block_mask = block_mask(forest.trees, length_of(forest), CPU)
+    with FakeTensorMode():
+        query, key, value = (torch.empty(1, h, length_of(forest), 16, requires_grad=True) for h in (6, 2, 2))
+        out = attend_forest(query, key, value, layout, 0.3)
+        out.sum().backward()
+        assert out.shape == (1, length_of(forest), 6, 16)
+
+
+def test_a_block_mask_is_built_of_tensors_without_numbers_too():
+    forest = FORESTS["several blocks"]
+    with FakeTensorMode():
+        mask = block_mask(forest.trees, length_of(forest), CPU)
+    assert mask.shape == (1, 1, length_of(forest), length_of(forest))
