@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
-from lowpeak.training.layouts import choose_layout
+from lowpeak.training.layouts import choose_layout, prepare_layout
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -161,14 +161,20 @@ def test_the_log_says_in_one_line_that_prompts_are_shared(tmp_path, caplog):
     assert "prompt is forwarded once" in line
 
 
-def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too(tmp_path):
-    run = grpo(tmp_path / "a", beta=0.1)
-    assert run.run.sizes.choice.layout == "shared"
-    folder = tmp_path / "eager"
-    tiny_model().save_pretrained(folder)
-    eager = grpo(tmp_path / "b", str(folder), beta=0.1, model_init_kwargs={"attn_implementation": "eager"})
-    assert eager.run.sizes.choice.layout == "padded"
-    assert "eager" in eager.run.sizes.choice.why
+def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too():
+    policy = tiny_model()
+    alone = prepare_layout(MemorySettings(), [policy], torch.device("cpu"))
+    together = prepare_layout(MemorySettings(), [policy, sliding_model()], torch.device("cpu"))
+    assert (alone.layout, together.layout) == ("shared", "padded")
+    assert "sliding" in together.why
+
+
+def test_an_attention_that_was_chosen_by_name_is_kept(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    eager = {"model_init_kwargs": {"attn_implementation": "eager"}}
+    run = grpo(tmp_path / "out", str(tmp_path / "model"), beta=0.1, **eager)
+    assert run.run.sizes.choice.layout == "padded"
+    assert "eager" in run.run.sizes.choice.why
 
 
 @pytest.mark.parametrize("name", ["padding_free", "share_prompt"])
