@@ -41,7 +41,9 @@ def main() -> None:
             "num_tokens": num_tokens,
             "chunk_size": chunk_size,
             "unit": "CPU seconds; MB above the inputs",
-            "ours": {dtype: {way: found[way] for way in found if way.startswith(OURS)} for dtype, found in rows.items()},
+            "ours": {
+                dtype: {way: found[way] for way in found if way.startswith(OURS)} for dtype, found in rows.items()
+            },
             "peer": {dtype: found.get(PEER) for dtype, found in rows.items()},
             "naive": {dtype: found["naive"] for dtype, found in rows.items()},
             "products": {dtype: found["products"] for dtype, found in rows.items()},
