@@ -141,12 +141,13 @@ def summary(plan: Plan, runs: Sequence[Mapping[str, Any]], peak: float) -> dict[
     """Medians of a side's seconds, its peaks, the share of useful tokens, and what it reaches of the machine's peak."""
     seconds = median_seconds([step for run in runs for step in run["steps"][1:]])
     lengths = [step for run in runs for step in run["lengths"]]
+    means = mean_seconds([step for run in runs for step in run["steps"][1:]])
     reached = gflops_per_second(
         runs[0]["model"],
         [step for run in runs for step in run["lengths"][1:]],
         plan.prompt_length,
         NUM_GENERATIONS,
-        mean_seconds([step for run in runs for step in run["steps"][1:]]),
+        {phase: mean for phase, mean in means.items() if phase in runs[0]["tokens"]},  # canned rollouts compute nothing
     )
     useful = sum(useful_tokens(step, plan.prompt_length, NUM_GENERATIONS) for step in lengths)
     computed = {phase: sum(run["tokens"].get(phase, 0) for run in runs) for phase in runs[0]["tokens"]}
