@@ -157,7 +157,7 @@ def summary(plan: Plan, runs: Sequence[Mapping[str, Any]], peak: float) -> dict[
         "peak_mb": max(run["peak_rss_mb"] for run in runs),
         "start_mb": statistics.median(run["start_rss_mb"] for run in runs),
         "peak_mb_above_start_by_phase": {
-            phase: round(max(run["peak_rss_mb_by_phase"][phase] - run["start_rss_mb"] for run in runs), 1)
+            phase: round(max(run["peak_rss_mb_by_phase"].get(phase, 0.0) - run["start_rss_mb"] for run in runs), 1)
             for phase in runs[0]["peak_rss_mb_by_phase"]
         },
         "useful_share": {phase: round(useful / tokens, 3) for phase, tokens in computed.items() if tokens},

@@ -54,7 +54,7 @@ RULES = {
         _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
     ),
     "rewards, data, memory's measurements and the journal know no trainer": Rule(
-        _rooms("rewards", "data", "memory.tracker", "memory.recover", "journal"),
+        _rooms("rewards", "data", "memory.tracker", "memory.offload", "memory.recover", "journal"),
         _rooms("strategies", "rollout", "training", "algorithms"),
     ),
     "engines know no algorithm, trainer or named strategy": Rule(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch import nn
 
 from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
@@ -212,3 +214,40 @@ def test_one_device_promises_the_scale_that_accelerates_backward_applies():
         leaf = torch.ones((), requires_grad=True)
         strategy.backward(leaf * 1.0, last=True)
         assert float(leaf.grad) == pytest.approx(strategy.promised_scale)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("visits", [True, False], ids=["visited", "recomputed"])
+def test_saved_tensors_that_go_elsewhere_and_come_back_change_nothing(tied, visits):
+    """As activation offload has it: what backward is given is a copy, whose `.grad` nobody reads."""
+    ours, theirs = twins(tied=tied)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach().clone(), lambda x: x):
+        run(ours, rows(0), 1.0, visits=visits)
+    run(theirs, rows(0), None, visits=visits)
+    assert_same_gradients(ours, theirs, rtol=1e-12, atol=1e-14)
+
+
+@dataclass
+class Accelerated:
+    """What a strategy reads off an accelerator to promise a scale."""
+
+    distributed_type: DistributedType = DistributedType.NO
+    scaler: object = None
+    device: torch.device = torch.device("cpu")
+    gradient_accumulation_steps: int = 1
+
+
+@pytest.mark.parametrize(
+    "accelerator",
+    [Accelerated(kind) for kind in DistributedType if kind != DistributedType.NO] + [Accelerated(scaler=object())],
+    ids=lambda accelerator: accelerator.distributed_type.value,
+)
+def test_no_scale_is_promised_where_something_must_see_gradients_on_their_way(accelerator):
+    assert Replicated(Accelerated()).promised_scale == 1.0
+    assert Replicated(accelerator).promised_scale is None
+
+
+def test_no_scale_is_promised_where_ranks_average():
+    strategy = Replicated(Accelerated())
+    strategy.ranks.world_size = 2
+    assert strategy.promised_scale is None

@@ -7,12 +7,17 @@ dependencies: where it is missing these fail.
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
+HAS_WHEELS = sys.platform == "linux" and platform.machine() == "x86_64"
+pytestmark = pytest.mark.skipif(not HAS_WHEELS, reason="Triton is published for Linux on x86-64 alone")
 
 
 def run(script, cache, **environment):

@@ -46,7 +46,7 @@ def forests_agree(model: nn.Module, device: torch.device | str) -> str | None:
         return kernel_differs(dtype, device)
     except torch.OutOfMemoryError:
         raise
-    except (ModelError, TypeError, RuntimeError, ValueError) as error:
+    except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return f"{type(causal).__name__} cannot run several sequences in one row: {reason}"
 
@@ -67,13 +67,13 @@ def _largest_difference(model: nn.Module, causal: Any, device: torch.device) -> 
     with _watched(causal) as watch:
         model(input_ids=ids_1L, **forward_arguments(forest, device))
         together = watch.hidden
-        largest = 0.0
+        distances = []
         for row in _rows(forest):
             model(input_ids=ids_1L[:, row])
             alone = watch.hidden.float()
-            distance = (together[:, row].float() - alone).norm(dim=-1) / alone.norm(dim=-1)
-            largest = max(largest, float(distance.max()))
-    return largest, watch.dtype
+            size = alone.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # a pad's embedding may be zero
+            distances.append(((together[:, row].float() - alone).norm(dim=-1) / size).amax())
+    return float(torch.stack(distances).amax()), watch.dtype  # NaN where one is: it must not pass
 
 
 @contextmanager

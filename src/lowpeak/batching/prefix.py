@@ -148,20 +148,25 @@ def assign_rows(
     Groups are cut into 1, 2, 4, ... pieces as long as that lowers the largest rank's tokens, shared prompts counted
     once, by more than a twentieth.
     """
+    if world_size == 1:
+        return (tuple(range(len(prompts))),)
     groups = rows_by_prompt(prompts)
+    largest_group = max((len(group) for group in groups), default=0)
     best: tuple[tuple[int, ...], ...] = ((),) * world_size
-    most = max((len(group) for group in groups), default=0) if world_size > 1 else min(1, len(groups))
     least, pieces = float("inf"), 1
-    while pieces < 2 * most:
+    while pieces < 2 * largest_group:
         cuts = [cut for group in groups for cut in _pieces(group, completions, pieces)]
         loads = [_tokens(prompts, completions, cut, costs) for cut in cuts]
         shares = assign(loads, world_size)
         largest = max(sum(loads[c] for c in share) for share in shares)
         if largest < least * (1 - _WORTH):
-            least = largest
-            best = tuple(tuple(sorted(row for c in share for row in cuts[c])) for share in shares)
+            best, least = _rows_of(shares, cuts), largest
         pieces *= 2
     return best
+
+
+def _rows_of(shares: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(sorted(row for c in share for row in cuts[c])) for share in shares)
 
 
 def _pieces(group: Sequence[int], completions: Sequence[int], number: int) -> list[list[int]]:

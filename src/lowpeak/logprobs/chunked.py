@@ -54,8 +54,9 @@ def one_visit(
     `loss` must be a sum over its tokens; it may depend on nothing differentiable but what it is given.
 
     With a `promised_scale` the head's gradient is in its `.grad` when this returns, times that scale, and backward
-    raises RuntimeError where it is given another. What fails before backward has run leaves it there: whoever catches
-    that zeroes the gradients, as after any step that was cut off between two micro-batches.
+    fails where it is given another (RuntimeError on a CPU; on CUDA an assertion of the device, which ends the process).
+    What fails before backward has run leaves it there: whoever catches that zeroes the gradients, as after any step that
+    was cut off between two micro-batches.
     """
     hidden_TD = autocast_hidden(hidden_TD)
     with no_autocast(hidden_TD.device):
@@ -93,7 +94,9 @@ class _Recomputed(torch.autograd.Function):
         targets_T: Tensor,
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor | None]:
-        ctx.save_for_backward(hidden_TD, weight_VD, bias_V, targets_T)
+        # The head itself, not what saved-tensor hooks would make of it: its `.grad` may be added to.
+        ctx.weight_VD = weight_VD
+        ctx.save_for_backward(hidden_TD, bias_V, targets_T)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         logprobs_T, entropy_T = _values(hidden_TD, weight_VD, bias_V, targets_T, settings)
@@ -104,7 +107,7 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs_T: Tensor | None, grad_entropy_T: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden_TD, weight_VD, bias_V, targets_T = ctx.saved_tensors
+        (hidden_TD, bias_V, targets_T), weight_VD = ctx.saved_tensors, ctx.weight_VD
         if grad_logprobs_T is None:
             if grad_entropy_T is None:
                 return None, None, None, None, None

@@ -152,7 +152,8 @@ def _blocks(matrix_CV: Tensor, num_scratch: int) -> Iterator[tuple[slice, Tensor
     """
     num_rows, width = matrix_CV.shape
     room = _NUMBERS_IN_CACHE * torch.get_num_threads() if matrix_CV.device.type == "cpu" else _NUMBERS_ON_DEVICE
-    step = max(1, min(num_rows, room // max(1, width)))
+    # Many threads have much cache: an eighth of the logits bounds the scratch beside them.
+    step = max(1, min(num_rows, room // max(1, width), num_rows // 8))
     scratch = [matrix_CV.new_empty(step if number < num_scratch else 0, width) for number in range(2)]
     for start in range(0, step if isinstance(matrix_CV, FakeTensor) else num_rows, step):
         rows = slice(start, min(start + step, num_rows))

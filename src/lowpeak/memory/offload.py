@@ -140,7 +140,9 @@ class _Session:
 
     def _moves(self, tensor: Tensor) -> bool:
         """Plain dense tensors on the device, of a size that is worth it, that are no part of a parameter."""
-        if tensor.device != self._mover.device or tensor.layout is not torch.strided:
+        # A tensor made of others (distributed, quantized) has a storage that says nothing.
+        plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
+        if not plain or tensor.device != self._mover.device:
             return False
         storage = tensor.untyped_storage()
         return storage.nbytes() >= self._least_bytes and storage._cdata not in self._kept

@@ -40,10 +40,22 @@ class LayoutChoice:
         return f"{_WORDS[self.layout]} ({self.why})"
 
     def resumed(self, saved: Layout) -> LayoutChoice:
-        """The layout that the run had when it was saved, where the arguments and the models still allow it."""
-        if saved == self.layout or saved not in self.possible:
+        """The layout that the run had when it was saved, where the arguments and the models still allow it.
+
+        Another one than was chosen is said in the log; a warning where what was saved cannot be had any more.
+        """
+        if saved == self.layout:
             return self
-        return LayoutChoice(saved, "as the checkpoint's run had it", self.possible)
+        if saved not in self.possible:
+            logger.warning(
+                "In the checkpoint's run %s; in this one not (%s), so numbers may differ in their last bits.",
+                _WORDS[saved],
+                self.why,
+            )
+            return self
+        found = LayoutChoice(saved, "as the checkpoint's run had it", self.possible)
+        logger.info("Layout: %s.", found)
+        return found
 
 
 def choose_layout(settings: MemorySettings, obstacle: str | None) -> LayoutChoice:

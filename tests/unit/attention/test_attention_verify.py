@@ -79,3 +79,15 @@ def test_a_model_that_cannot_run_says_why():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_of_this_device_agrees_with_the_definition(dtype):
     assert kernel_differs(dtype, CPU) is None
+
+
+def test_hidden_states_that_are_no_numbers_are_found():
+    """Where the first sequences of the row are right and a later one is not: a comparison with NaN must not pass."""
+    model = tiny_model()
+    install_attention(model)
+
+    def spoil(module, args, out):
+        return torch.cat([out[:, :20], out[:, 20:] * float("nan")], 1) if out.shape[1] > 20 else out
+
+    model.model.layers[0].mlp.register_forward_hook(spoil)
+    assert "differ by nan" in forests_agree(model, CPU)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.offload import ActivationOffload, activation_offload
 from tiny import char_tokenizer, tiny_model
@@ -178,3 +179,26 @@ def test_activation_offloading_is_refused_where_activations_are_in_host_memory_a
         make(tmp_path)
     with pytest.raises(ArgumentError, match="trains on mps"):
         activation_offload(tiny_model(), torch.device("mps"))
+
+
+def trained(tmp_path, tied, offloads):
+    """The weights after three steps of RLOO, whose losses visit the head again in backward; and the bytes moved."""
+    args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=4, max_steps=3, report_to="none")
+    model = tiny_model(tied=tied)
+    offload, _ = offload_of(model)
+    data = [{"prompt": f"{i}="} for i in range(8)]
+    reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
+    trainer = RLOOTrainer(model, reward, args, data, processing_class=char_tokenizer())
+    if offloads:
+        trainer.run.core = replace(trainer.run.core, saving=offload.saving)
+    trainer.train()
+    return dict(model.named_parameters()), offload.bytes_away
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_a_run_trains_the_same_weights_with_its_activations_away(tied, tmp_path):
+    there, _ = trained(tmp_path / "there", tied, offloads=False)
+    away, moved = trained(tmp_path / "away", tied, offloads=True)
+    assert moved > 0
+    for name, weight in there.items():
+        assert torch.equal(weight, away[name]), name

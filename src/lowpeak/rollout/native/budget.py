@@ -13,7 +13,8 @@ from lowpeak.errors import EngineError
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     """Bytes that one token's keys and values take over all layers: `layers x KV heads x (key + value width) x dtype`.
 
-    `dtype` is what they are stored in, the parameters' where it is None: under autocast it is narrower.
+    `dtype` is what they are stored in; where it is None the parameters', though two bytes at least: of 8-bit ones keys
+    and values are wider, under autocast they are narrower.
 
     Where a config does not name its KV heads or their width, they are the attention heads and hidden size over heads;
     without attention heads (recurrent models) it is keys and values of the hidden size.
@@ -31,7 +32,8 @@ def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     width = _attribute(config, "head_dim") or hidden // heads
     latent = (_attribute(config, "qk_nope_head_dim") or 0) + (_attribute(config, "qk_rope_head_dim") or 0)
     keys_and_values = (latent or width) + (_attribute(config, "v_head_dim") or width)
-    return layers * kv_heads * keys_and_values * (dtype or parameter_dtype(model)).itemsize
+    itemsize = dtype.itemsize if dtype is not None else max(2, parameter_dtype(model).itemsize)
+    return layers * kv_heads * keys_and_values * itemsize
 
 
 def text_config(model: nn.Module) -> Any:

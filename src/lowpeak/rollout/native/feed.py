@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from lowpeak.attention.support import NAME
 from lowpeak.config.rollout import Sampling
 from lowpeak.rollout.native.budget import parameter_dtype, text_config
 from lowpeak.rollout.native.cache import SlotCache
@@ -17,7 +18,7 @@ from lowpeak.rollout.native.prefill import left_padded
 from lowpeak.rollout.native.stop import Progress
 
 # Attention that adds a mask to its scores takes one that is made already, once for all layers; flash kernels do not.
-_ADD_MASKS = ("sdpa", "eager", "lowpeak")
+_ADD_MASKS = ("sdpa", "eager", NAME)
 
 # A product of 7 to 15 fp32 rows with a matrix beyond a CPU's caches reads the matrix once for every three rows, one of
 # 16 rows once (MKL; 8 rows of a head of 311 MB: 92 ms, 16 rows: 68 ms). So 16 are fed, the first row again and again.
