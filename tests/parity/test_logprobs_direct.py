@@ -251,3 +251,10 @@ def test_no_scale_is_promised_where_ranks_average():
     strategy = Replicated(Accelerated())
     strategy.ranks.world_size = 2
     assert strategy.promised_scale is None
+
+
+def test_a_model_with_the_core_installed_compiles_whole():
+    model = install_head(tiny_model(NUM_IDS))
+    ids = rows(0)[0]
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(input_ids=ids).logits, model(input_ids=ids).logits)

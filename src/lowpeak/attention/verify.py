@@ -85,11 +85,14 @@ def _watched(causal: Any) -> Iterator[_Watch]:
         kind = watch.hidden.device.type
         watch.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else watch.hidden.dtype
 
-    handle = backbone_of(causal).register_forward_hook(look)
+    # Some call the decoder inside their backbone; where both run the outer one ends last, with the same states.
+    watched = {id(part): part for part in (backbone_of(causal), causal.get_decoder())}
+    handles = [part.register_forward_hook(look) for part in watched.values()]
     try:
         yield watch
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

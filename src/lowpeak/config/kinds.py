@@ -27,6 +27,8 @@ def check_kinds(args: Any) -> None:
 def _fits(value: Any, allowed: tuple[Any, ...]) -> bool:
     if value is None:
         return type(None) in allowed
-    if isinstance(value, Integral):  # a bool, too
+    if isinstance(value, bool):
         return bool({bool, int, float} & set(allowed))
+    if isinstance(value, Integral):  # 0 is not False where None, True and False are three things
+        return bool({int, float} & set(allowed))
     return isinstance(value, Real) and float in allowed

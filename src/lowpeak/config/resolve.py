@@ -250,7 +250,16 @@ def _resolve_sampling(args: Any) -> Sampling:
         f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes "
         f"{', '.join(_GENERATION_KEYS)}; temperature, top_p and the like are arguments of their own.",
     )
-    stop = more.get("stop_strings") or more.get("stop") or ()
+    stop, stop_ids = more.get("stop_strings") or more.get("stop") or (), more.get("stop_token_ids") or ()
+    strings = (stop,) if isinstance(stop, str) else stop
+    require(
+        isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
+        f"generation_kwargs has stop strings {stop!r}: they must be a string, or a list of strings, none of them empty.",
+    )
+    require(
+        isinstance(stop_ids, list | tuple) and all(isinstance(i, int) and i >= 0 for i in stop_ids),
+        f"generation_kwargs has stop_token_ids={stop_ids!r}: it must be a list of token ids.",
+    )
     return Sampling(
         num_generations=args.num_generations,
         max_new_tokens=args.max_completion_length,
@@ -259,8 +268,8 @@ def _resolve_sampling(args: Any) -> Sampling:
         top_p=args.top_p,
         min_p=args.min_p or 0.0,
         repetition_penalty=args.repetition_penalty,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        stop_token_ids=tuple(more.get("stop_token_ids", ())),
+        stop=tuple(strings),
+        stop_token_ids=tuple(stop_ids),
         seed=more.get("seed", args.seed),
     )
 

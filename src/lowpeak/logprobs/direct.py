@@ -47,8 +47,10 @@ def direct_lookups(allowed: bool) -> Iterator[None]:
 
 def looks_up_directly(module: nn.Embedding) -> bool:
     """Whether `lookup` may stand in for this module's forward in this call."""
+    if torch.compiler.is_compiling() or not _direct_lookups.get():  # what is compiled cannot read the variable
+        return False
     plain = module.max_norm is None and not module.scale_grad_by_freq and not module.sparse
-    return _direct_lookups.get() and plain and torch.is_grad_enabled() and takes_direct(module.weight)
+    return plain and torch.is_grad_enabled() and takes_direct(module.weight)
 
 
 def lookup(module: nn.Embedding, ids: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from transformers import OPTConfig, OPTForCausalLM
 
 from forests import MODELS, model_of
 from lowpeak.attention.agreement import kernel_differs
@@ -91,3 +92,14 @@ def test_hidden_states_that_are_no_numbers_are_found():
 
     model.model.layers[0].mlp.register_forward_hook(spoil)
     assert "differ by nan" in forests_agree(model, CPU)
+
+
+def test_a_model_that_calls_its_decoder_past_its_backbone_agrees():
+    config = OPTConfig(
+        vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32,
+        dropout=0.0, attention_dropout=0.0, pad_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = OPTForCausalLM(config)
+    install_attention(model)
+    assert forests_agree(model, CPU) is None
