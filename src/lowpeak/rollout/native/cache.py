@@ -105,12 +105,11 @@ class SlotCache(Cache):
 
     def move(self, targets: Sequence[int], sources: Sequence[int], num_columns: int) -> None:
         """Copy slots onto others, all read before any is written."""
-        if not targets:
-            return
-        for layer in self.layers:
-            for buffer in layer.buffers:
-                pair = torch.tensor([targets, sources]).to(buffer.device, non_blocking=True)
-                buffer[pair[0], :num_columns] = buffer[pair[1], :num_columns]
+        buffers = [buffer[:, :num_columns] for layer in self.layers for buffer in layer.buffers]
+        if targets and buffers:
+            target_M, source_M = torch.tensor([targets, sources]).to(buffers[0].device, non_blocking=True)
+            for buffer in buffers:
+                buffer.index_copy_(0, target_M, buffer.index_select(0, source_M))
 
     def place(self, prefilled: Cache, prompts: Sequence[int], lengths: Sequence[int], first_slot: int) -> None:
         """Copy prompts of a prefill, right-aligned there, to the left of the slots from `first_slot` on.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ class NativeEngine:
         if self._is_driven(model):
             num_rows = len(prompts) * sampling.num_generations
             progress = Progress(num_rows, sampling.max_new_tokens, *ends, self._on_tokens, device)
-            decode(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress)
+            with _without_versions(model):
+                decode(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress)
             return progress.completions()
         rows: dict[Row, Completion] = {}
         for wave in form_waves(*shape):
@@ -99,6 +100,15 @@ class NativeEngine:
             self._warned = True
             _logger.warning("%s generates through model.generate(), which is slower: %s.", type(model).__name__, reason)
         return reason is None
+
+
+def _without_versions(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inference mode, which saves a tenth of a short forward; nothing where parameters are not plain tensors.
+
+    What a sharded parameter gathers is used again by training, which may not change a tensor made in inference mode.
+    """
+    is_plain = all(type(p) is nn.Parameter for p in model.parameters())
+    return torch.inference_mode() if is_plain else nullcontext()
 
 
 def _check_lengths(model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> None:

@@ -103,6 +103,7 @@ def _mask_dtype(model: nn.Module) -> torch.dtype | None:
 
 def _is_slow_with_few_rows(model: nn.Module) -> bool:
     """Whether the head is a matrix of fp32 on a CPU that no cache holds."""
-    embedding = next(model.parameters())
-    head = getattr(text_config(model), "vocab_size", 0) * getattr(text_config(model), "hidden_size", 0) * 4
-    return embedding.device.type == "cpu" and parameter_dtype(model) == torch.float32 and head >= _SLOW_BYTES
+    if next(model.parameters()).device.type != "cpu" or parameter_dtype(model) != torch.float32:
+        return False
+    config = text_config(model)
+    return getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0) * 4 >= _SLOW_BYTES

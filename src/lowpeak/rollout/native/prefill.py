@@ -21,11 +21,12 @@ Ids = Sequence[Sequence[int]]
 def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX_TOKENS) -> Iterator[list[int]]:
     """The prompts of each forward, in order: as many as `max_tokens` padded tokens allow, one at least."""
     part: list[int] = []
+    longest = 0
     for prompt in prompts:
-        longest = max(lengths[i] for i in (*part, prompt))
+        longest = max(longest, lengths[prompt])
         if part and longest * (len(part) + 1) > max_tokens:
             yield part
-            part = []
+            part, longest = [], lengths[prompt]
         part.append(prompt)
     if part:
         yield part

@@ -228,10 +228,12 @@ def test_forwards_keep_no_graph_and_weights_can_be_trained_after():
     model = tiny_model()
     graphs: list[bool] = []
     handle = model.register_forward_hook(lambda module, args, output: graphs.append(output.logits.requires_grad))
-    engine(model).generate(prompts(), SAMPLING)
+    groups = engine(model).generate(prompts(), SAMPLING)
     handle.remove()
     assert graphs
     assert not any(graphs)
+    tensors = [x for group in groups for c in group.completions for x in (c.ids, c.logprobs, c.loss_mask)]
+    assert not any(tensor.is_inference() for tensor in tensors)
     model(input_ids=torch.tensor([[2, 3]])).logits.sum().backward()
     assert all(p.grad is not None for p in model.parameters())
 
@@ -250,6 +252,21 @@ class _Hold:
             yield self.model
         finally:
             self.events.append("exit")
+
+
+def test_parameters_that_are_not_plain_tensors_are_never_read_in_inference_mode():
+    class Sharded(nn.Parameter):
+        pass
+
+    model, modes = tiny_model(), []
+    model.register_forward_pre_hook(lambda module, args: modes.append(torch.is_inference_mode_enabled()))
+    expected = tokens(engine(model).generate(prompts(), SAMPLING))
+    assert all(modes)
+    modes.clear()
+    model.model.norm.weight = Sharded(model.model.norm.weight.detach())
+    assert tokens(engine(model).generate(prompts(), SAMPLING)) == expected
+    assert modes
+    assert not any(modes)
 
 
 def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
