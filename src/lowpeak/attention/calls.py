@@ -1,6 +1,6 @@
 """The kernel calls that attention over a forest takes on a CPU: one for each long block of its mask, one for many short.
 
-A call costs about 0.1 ms, forward and backward, whatever it computes: more than all of a short block's arithmetic. So
+A call costs about 0.08 ms, forward and backward, whatever it computes: more than all of a short block's arithmetic. So
 short blocks of similar size are copied side by side, padded on the right, and run as one call. In a causal block no
 real query sees what is padded behind it. Towards prompts, blocks of one number of keys come together and only queries
 are padded. Padding repeats its block's last token, so that all numbers stay finite; its results go to a row behind the
@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lowpeak.records import Tree
 
-# Queries or keys of the longest block that is copied: about where copies begin to cost what a call does.
-_LONGEST = 64
+# Numbers in the queries of the largest block that is copied: copies cost as much as the call they save at 64 tokens of
+# width 128 (heads times their width), at 16 of 512 and at 8 of 896 (one core, fp32; a key head for each or for seven).
+_LARGEST = 8192
 # Fewer blocks than this are not worth the work of gathering them.
 _FEWEST = 4
 # The share of a call's queries that may be padding, and their number: together they bound the memory of the copies.
@@ -82,7 +83,7 @@ class Together:
     columns: Tensor
     rows_into: Tensor
     columns_into: Tensor
-    padding: Tensor | None  # which of `rows` are padding
+    padding: Tensor | None  # bool, which of `rows` are; None where none is
     own: bool
 
     def queries(self, x_LHX: Tensor, num_kv: int) -> Tensor:
@@ -92,7 +93,7 @@ class Together:
     def gradients(self, x_LHX: Tensor, num_kv: int) -> Tensor:
         """As `queries`, 0 in padding."""
         taken = _rows_of(x_LHX, self.rows)
-        return self._apart(taken if self.padding is None else taken.index_fill_(0, self.padding, 0))
+        return self._apart(taken if self.padding is None else taken.masked_fill_(self.padding[:, None, None], 0))
 
     def keys(self, x_LKX: Tensor, repeats: int) -> Tensor:
         """[N, H, columns, X], a copy with each key head R times."""
@@ -130,22 +131,20 @@ class Together:
 Calls = Sequence[Direct | Together]
 
 
-def calls_of(trees: Sequence[Tree], length: int, device: torch.device) -> Calls:
+def calls_of(trees: Sequence[Tree], length: int, width: int, device: torch.device) -> Calls:
     """The calls for a forest in a row of `length`, own blocks first; built of numbers alone, once for all layers.
 
-    Results go to `length + 1` rows, the last of which is padding's.
+    `width` is that of all query heads. A block is short if its tokens times `width` are at most 8192. Results go to
+    `length + 1` rows, the last of which is padding's.
     """
     blocks = list(_blocks(trees))
     calls: list[Direct | Together] = []
     for own in (True, False):
-        short = sorted(
-            (block for block in blocks if block.own is own and max(block.size) <= _LONGEST),
-            # Causal blocks are as wide as long; towards prompts only equal numbers of keys come together.
-            key=lambda block: (0 if own else block.size[0], block.size[1]),
-            reverse=True,
-        )
-        long = [block for block in blocks if block.own is own and max(block.size) > _LONGEST]
-        calls += long
+        kind = [block for block in blocks if block.own is own]
+        short = [block for block in kind if max(block.size) * width <= _LARGEST]
+        calls += [block for block in kind if max(block.size) * width > _LARGEST]
+        # Causal blocks have keys for each query; towards prompts those of one number of keys come one after another.
+        short.sort(key=lambda block: block.size, reverse=True)
         for bucket in _buckets(short):
             calls += bucket if len(bucket) < _FEWEST else [_together(bucket, length, device)]
     return calls
@@ -185,22 +184,19 @@ def _buckets(blocks: Sequence[Direct]) -> list[list[Direct]]:
 
 def _together(blocks: Sequence[Direct], length: int, device: torch.device) -> Together:
     """The longest block comes first."""
-    longest = blocks[0].size[1]
-    rows, rows_into = [], []
-    for block in blocks:
-        missing = longest - block.size[1]
-        rows += [*range(block.rows.start, block.rows.stop), *[block.rows.stop - 1] * missing]
-        rows_into += [*range(block.rows.start, block.rows.stop), *[length] * missing]
-    padding = [place for place, row in enumerate(rows_into) if row == length]
-    index, into = torch.tensor(rows, device=device), torch.tensor(rows_into, device=device)
-    columns, columns_into = index, into
-    own = blocks[0].own
-    if not own:
-        columns = columns_into = torch.tensor(
-            [column for block in blocks for column in range(block.columns.start, block.columns.stop)], device=device
-        )
-    missing_rows = torch.tensor(padding, device=device) if padding else None
-    return Together(len(blocks), index, columns, into, columns_into, missing_rows, own)
+    num_columns, longest = blocks[0].size
+    shortest = blocks[-1].size[1]
+    starts_N1 = torch.tensor([[block.rows.start] for block in blocks], device=device)
+    tokens_N1 = torch.tensor([[block.size[1]] for block in blocks], device=device)
+    place_S = torch.arange(longest, device=device)
+    rows = (starts_N1 + torch.minimum(place_S, tokens_N1 - 1)).flatten()
+    padding = (place_S >= tokens_N1).flatten() if shortest < longest else None
+    into = rows if padding is None else rows.masked_fill(padding, length)
+    if blocks[0].own:
+        return Together(len(blocks), rows, rows, into, into, padding, True)
+    begins_N1 = torch.tensor([[block.columns.start] for block in blocks], device=device)
+    columns = (begins_N1 + torch.arange(num_columns, device=device)).flatten()
+    return Together(len(blocks), rows, columns, into, columns, padding, False)
 
 
 def _rows_of(x_LHX: Tensor, index: Tensor) -> Tensor:

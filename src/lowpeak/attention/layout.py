@@ -27,5 +27,6 @@ class ForestLayout:
     def calls(self, query_1HLE: Tensor) -> Calls:
         """The kernel calls of the CPU's way, built by the first layer that goes it."""
         if self._calls is None:
-            self._calls = calls_of(self.trees, query_1HLE.shape[2], query_1HLE.device)
+            _, num_heads, length, width = query_1HLE.shape
+            self._calls = calls_of(self.trees, length, num_heads * width, query_1HLE.device)
         return self._calls

@@ -40,9 +40,10 @@ def merged_attention(
 
     `calls` is `calls_of` the trees, for who has it from another layer.
     """
+    _, num_heads, length, width = query_1HLE.shape
     if calls is None:
-        calls = calls_of(trees, query_1HLE.shape[2], query_1HLE.device)
-    filled = sum(tree.num_tokens for tree in trees) == query_1HLE.shape[2]
+        calls = calls_of(trees, length, num_heads * width, query_1HLE.device)
+    filled = sum(tree.num_tokens for tree in trees) == length
     return _MergedAttention.apply(query_1HLE, key_1KLE, value_1KLE, calls, filled, scale)
 
 
