@@ -93,7 +93,7 @@ def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayou
     width = value.shape[-1]
     # The CPU kernel takes one width for queries and values; latent attention has narrower values.
     padded = F.pad(value, (0, query.shape[-1] - width))
-    return merged_attention(query, key, padded, forest.trees, scale)[..., :width]
+    return merged_attention(query, key, padded, forest.trees, scale, forest.calls(query))[..., :width]
 
 
 def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:

@@ -10,19 +10,18 @@ and because flash attention's backward forms p = exp(score - lse) and D = sum(gr
 part's backward called with the merged `out` and `lse` returns that part's share of the exact gradient (as in Ring
 Attention, Liu et al., 2023, arXiv:2310.01889).
 
-H query heads share K key heads, R = H / K each. Heads are folded into the batch, [R, K, L, E], so that keys and values
-are never repeated.
+Which blocks of the mask are a call each and which are calls together is in `calls`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
 
+from lowpeak.attention.calls import Calls, calls_of
 from lowpeak.records import Tree
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -30,111 +29,78 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def merged_attention(
-    query_1HLE: Tensor, key_1KLE: Tensor, value_1KLE: Tensor, trees: tuple[Tree, ...], scale: float
+    query_1HLE: Tensor,
+    key_1KLE: Tensor,
+    value_1KLE: Tensor,
+    trees: tuple[Tree, ...],
+    scale: float,
+    calls: Calls | None = None,
 ) -> Tensor:
-    """[1, L, H, E]: softmax(scale * query key^T + log(forest_mask)) value; zeros where a token sees nothing."""
-    return _MergedAttention.apply(query_1HLE, key_1KLE, value_1KLE, trees, scale)
+    """[1, L, H, E]: softmax(scale * query key^T + log(forest_mask)) value; zeros where a token sees nothing.
+
+    `calls` is `calls_of` the trees, for who has it from another layer.
+    """
+    _, num_heads, length, width = query_1HLE.shape
+    if calls is None:
+        calls = calls_of(trees, length, num_heads * width, query_1HLE.device)
+    filled = sum(tree.num_tokens for tree in trees) == length
+    return _MergedAttention.apply(query_1HLE, key_1KLE, value_1KLE, calls, filled, scale)
 
 
 class _MergedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, trees: tuple[Tree, ...], scale: float
+        ctx: FunctionCtx, query: Tensor, key: Tensor, value: Tensor, calls: Calls, filled: bool, scale: float
     ) -> Tensor:
-        num_kv = key.shape[1]
-        folded, keys, values = _fold(query, num_kv), _share(key, query), _share(value, query)
-        out_1HLE = _fresh(query, trees)
-        out, lse = _fold(out_1HLE, num_kv), _fresh_lse(folded)
-        for rows, columns, own in _parts(trees):
+        query_LHE, key_LKE, value_LKE = (x[0].transpose(0, 1) for x in (query, key, value))
+        num_kv = key_LKE.shape[1]
+        repeats = query_LHE.shape[1] // num_kv
+        out_LHE, lse_LH1 = _fresh(query_LHE, filled), _fresh_lse(query_LHE)
+        for call in calls:
             part, part_lse = _flash(
-                folded[:, :, rows], keys[:, :, columns], values[:, :, columns], 0.0, own, scale=scale
-            )
-            if own:
-                out[:, :, rows], lse[:, :, rows] = part, part_lse
+                call.queries(query_LHE, num_kv), call.keys(key_LKE, repeats), call.keys(value_LKE, repeats),
+                0.0, call.own, scale=scale,
+            )  # fmt: skip
+            if call.own:
+                call.put_queries(out_LHE, part, num_kv)
+                call.put_queries(lse_LH1, part_lse.unsqueeze(-1), num_kv)
             else:
-                _merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
-        out_1LHE = out_1HLE.transpose(1, 2)
-        ctx.save_for_backward(query, key, value, out_1LHE, lse)
-        ctx.trees, ctx.scale = trees, scale  # type: ignore[attr-defined]
+                call.merge(out_LHE, lse_LH1, part, part_lse, num_kv)
+        out_1LHE = out_LHE[:-1].unsqueeze(0)
+        ctx.save_for_backward(query, key, value, out_1LHE, lse_LH1)
+        ctx.calls, ctx.filled, ctx.scale = calls, filled, scale  # type: ignore[attr-defined]
         return out_1LHE
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_1LHE: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out_1LHE, lse = ctx.saved_tensors
-        num_kv = key.shape[1]
-        folded, keys, values = _fold(query, num_kv), _share(key, query), _share(value, query)
-        out, grad = _fold(out_1LHE.transpose(1, 2), num_kv), _fold(grad_1LHE.contiguous().transpose(1, 2), num_kv)
-        grads = [_fresh(x, ctx.trees) for x in (query, key, value)]
-        grad_folded, grad_key, grad_value = _fold(grads[0], num_kv), grads[1][0], grads[2][0]
-        for rows, columns, own in _parts(ctx.trees):
+        query, key, value, out_1LHE, lse_LH1 = ctx.saved_tensors
+        query_LHE, key_LKE, value_LKE = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_LHE, grad_LHE = out_1LHE[0], grad_1LHE[0].contiguous()
+        num_kv = key_LKE.shape[1]
+        repeats = query_LHE.shape[1] // num_kv
+        grad_query, grad_key, grad_value = (_fresh(x, ctx.filled) for x in (query_LHE, key_LKE, value_LKE))
+        for call in ctx.calls:
             part_query, part_key, part_value = _flash_backward(
-                grad[:, :, rows], folded[:, :, rows], keys[:, :, columns], values[:, :, columns],
-                out[:, :, rows], lse[:, :, rows], 0.0, own, scale=ctx.scale,
+                call.gradients(grad_LHE, num_kv), call.queries(query_LHE, num_kv),
+                call.keys(key_LKE, repeats), call.keys(value_LKE, repeats),
+                call.queries(out_LHE, num_kv), call.queries(lse_LH1, num_kv).squeeze(-1), 0.0, call.own,
+                scale=ctx.scale,
             )  # fmt: skip
-            _put(grad_folded[:, :, rows], part_query, own)
-            _put(grad_key[:, columns], _over_shares(part_key), own)
-            _put(grad_value[:, columns], _over_shares(part_value), own)
-        return *grads, None, None
+            call.put_queries(grad_query, part_query, num_kv)
+            call.put_keys(grad_key, part_key)
+            call.put_keys(grad_value, part_value)
+        grads = [grad[:-1].transpose(0, 1).unsqueeze(0) for grad in (grad_query, grad_key, grad_value)]
+        return *grads, None, None, None
 
 
-def _parts(trees: tuple[Tree, ...]) -> Iterator[tuple[slice, slice, bool]]:
-    """Rows and columns of the mask's blocks that are not empty, and whether it is a token's own (causal) block."""
-    for tree in trees:
-        start = tree.start
-        for tokens in (tree.prompt, *tree.completions):
-            if tokens:
-                own = slice(start, start + tokens)
-                yield own, own, True
-            start += tokens
-        if 0 < tree.prompt < tree.num_tokens:
-            answers = tree.start + tree.prompt
-            yield slice(answers, tree.start + tree.num_tokens), slice(tree.start, answers), False
+def _fresh(x_LHE: Tensor, filled: bool) -> Tensor:
+    """Memory for [L, H, E] and a row behind it; zeros where there is padding to leave out."""
+    new = torch.empty if filled else torch.zeros
+    return new(x_LHE.shape[0] + 1, *x_LHE.shape[1:], dtype=x_LHE.dtype, device=x_LHE.device)
 
 
-def _merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Add another part of the keys to `out` and `lse`, in place, in at least fp32."""
-    total = torch.logaddexp(lse, other_lse)
-    share = (other_lse - total).exp_().unsqueeze(-1)
-    if out.dtype == share.dtype:
-        out.lerp_(other, share)
-    else:
-        out.copy_(torch.lerp(out.to(share.dtype), other.to(share.dtype), share))
-    lse.copy_(total)
-
-
-def _fold(heads: Tensor, num_kv: int) -> Tensor:
-    """[1, H, L, E] as [R, K, L, E], a view: query head k * R + r reads key head k."""
-    return heads[0].unflatten(0, (num_kv, -1)).transpose(0, 1)
-
-
-def _share(heads: Tensor, query: Tensor) -> Tensor:
-    """[1, K, L, E] as [R, K, L, E], each R the same memory."""
-    return heads.expand(query.shape[1] // heads.shape[1], -1, -1, -1)
-
-
-def _over_shares(grad: Tensor) -> Tensor:
-    """[R, K, L, E] summed to [K, L, E]."""
-    return grad[0] if grad.shape[0] == 1 else grad.sum(0)
-
-
-def _put(target: Tensor, part: Tensor, own: bool) -> None:
-    """Every token has one own block, which comes before what is added to it."""
-    if own:
-        target.copy_(part)
-    else:
-        target.add_(part)
-
-
-def _fresh(heads: Tensor, trees: tuple[Tree, ...]) -> Tensor:
-    """Memory for [1, H, L, E] laid out as projections are, [1, L, H, E]; zeros where there is padding to leave out."""
-    filled = sum(tree.num_tokens for tree in trees) == heads.shape[2]
-    new = torch.empty_like if filled else torch.zeros_like
-    return new(heads.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-
-
-def _fresh_lse(folded: Tensor) -> Tensor:
-    """Memory for [R, K, L], laid out as the kernel writes it, [R, L, K]."""
-    repeats, num_kv, length, _ = folded.shape
-    dtype = torch.promote_types(folded.dtype, torch.float32)
-    return torch.zeros(repeats, length, num_kv, dtype=dtype, device=folded.device).transpose(1, 2)
+def _fresh_lse(query_LHE: Tensor) -> Tensor:
+    """Memory for [L, H, 1], and a row behind it, in at least fp32."""
+    dtype = torch.promote_types(query_LHE.dtype, torch.float32)
+    return torch.zeros(query_LHE.shape[0] + 1, query_LHE.shape[1], 1, dtype=dtype, device=query_LHE.device)

@@ -67,7 +67,7 @@ def counted_positions(record: Record) -> Tensor:
 
 def num_counted(record: Record) -> int:
     """How many tokens of the completion the loss counts."""
-    return int(record.completion.loss_mask.sum())
+    return int(record.completion.loss_mask.count_nonzero())
 
 
 def pack(
@@ -149,8 +149,9 @@ def _build(
     indices = [i for part in parts for i in part]
     rows = [records[i] for i in indices]
     counted = [counted_positions(row) for row in rows]
-    targets = torch.cat([row.completion.ids[where] for row, where in zip(rows, counted, strict=True)])
-    tokens = _constants_of(rows, counted, unit_weight, per_sequence)
+    places_T = _places(rows, counted)
+    targets = torch.cat([row.completion.ids for row in rows])[places_T]
+    tokens = _constants_of(rows, counted, places_T, unit_weight, per_sequence)
     ids, positions, forest, num_tokens = _laid(rows, counted, [len(part) for part in parts], budget)
     useful = num_tokens - _forwarded_again([records[part[0]].prompt_ids for part in parts], seen)
     return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful, forest)
@@ -192,30 +193,38 @@ def _layout(rows: Sequence[Record], counted: Sequence[Tensor], budget: Budget) -
 def _constants_of(
     rows: Sequence[Record],
     counted: Sequence[Tensor],
+    places_T: Tensor,
     unit_weight: Callable[[Record], float] | None,
     per_sequence: bool,
 ) -> TokenBatch:
     lengths = torch.tensor([len(where) for where in counted])
     weights = torch.tensor([unit_weight(row) if unit_weight else 0.0 for row in rows], dtype=torch.float32)
-    advantages_T = _optional(rows, counted, [row.advantages for row in rows])
+    advantages_T = _optional(places_T, [row.advantages for row in rows])
     return TokenBatch(
         rows_T=torch.repeat_interleave(torch.arange(len(rows)), lengths),
         num_rows=len(rows),
         weights_U=weights if per_sequence else torch.repeat_interleave(weights, lengths),
         advantages_T=torch.zeros(int(lengths.sum())) if advantages_T is None else advantages_T,
-        sampling_T=_optional(rows, counted, [row.completion.logprobs for row in rows]),
-        old_T=_optional(rows, counted, [row.old for row in rows]),
-        reference_T=_optional(rows, counted, [row.reference for row in rows]),
+        sampling_T=_optional(places_T, [row.completion.logprobs for row in rows]),
+        old_T=_optional(places_T, [row.old for row in rows]),
+        reference_T=_optional(places_T, [row.reference for row in rows]),
     )
 
 
-def _optional(rows: Sequence[Record], counted: Sequence[Tensor], values: Sequence[Tensor | None]) -> Tensor | None:
+def _places(rows: Sequence[Record], counted: Sequence[Tensor]) -> Tensor:
+    """Where the counted tokens are in the rows' completions laid end to end, int64 [T]."""
+    lengths_R = torch.tensor([len(row.completion) for row in rows])
+    starts_R = lengths_R.cumsum(0) - lengths_R
+    return torch.cat(list(counted)) + starts_R.repeat_interleave(torch.tensor([len(where) for where in counted]))
+
+
+def _optional(places_T: Tensor, values: Sequence[Tensor | None]) -> Tensor | None:
     """The counted entries of per-completion values, one after another; None where the rollout has none."""
     present = [value for value in values if value is not None]
     if not present:
         return None
-    assert len(present) == len(rows), "a rollout is scored whole"
-    return torch.cat([value[where].to(torch.float32) for value, where in zip(present, counted, strict=True)])
+    assert len(present) == len(values), "a rollout is scored whole"
+    return torch.cat(present)[places_T].to(torch.float32)
 
 
 def scatter(record: Record, counted_values: Tensor) -> Tensor:
