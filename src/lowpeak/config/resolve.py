@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -250,6 +250,23 @@ def _resolve_sampling(args: Any) -> Sampling:
         f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes "
         f"{', '.join(_GENERATION_KEYS)}; temperature, top_p and the like are arguments of their own.",
     )
+    stop, stop_token_ids = _resolve_stops(more)
+    return Sampling(
+        num_generations=args.num_generations,
+        max_new_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_k=args.top_k or 0,
+        top_p=args.top_p,
+        min_p=args.min_p or 0.0,
+        repetition_penalty=args.repetition_penalty,
+        stop=stop,
+        stop_token_ids=stop_token_ids,
+        seed=more.get("seed", args.seed),
+    )
+
+
+def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The texts and the token ids that end a completion."""
     stop, stop_ids = more.get("stop_strings") or more.get("stop") or (), more.get("stop_token_ids") or ()
     strings = (stop,) if isinstance(stop, str) else stop
     require(
@@ -260,18 +277,7 @@ def _resolve_sampling(args: Any) -> Sampling:
         isinstance(stop_ids, list | tuple) and all(isinstance(i, int) and i >= 0 for i in stop_ids),
         f"generation_kwargs has stop_token_ids={stop_ids!r}: it must be a list of token ids.",
     )
-    return Sampling(
-        num_generations=args.num_generations,
-        max_new_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_k=args.top_k or 0,
-        top_p=args.top_p,
-        min_p=args.min_p or 0.0,
-        repetition_penalty=args.repetition_penalty,
-        stop=tuple(strings),
-        stop_token_ids=tuple(stop_ids),
-        seed=more.get("seed", args.seed),
-    )
+    return tuple(strings), tuple(stop_ids)
 
 
 def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
