@@ -34,6 +34,7 @@ class StripedGradients:
         self.hidden_TD = torch.zeros_like(hidden_TD, dtype=wide) if wanted[0] else None
         self.bias_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=wide) if wanted[2] else None
         self._parameter, self._direct, self._added = weight_VD, direct, direct and weight_VD.grad is not None
+        self._wide: Tensor | None = None  # one stripe's fp32 sum, used again for each
         self.weight_VD: Tensor | None = None
         if wanted[1]:
             self.weight_VD = weight_VD.grad if self._added else torch.empty_like(weight_VD)
@@ -45,17 +46,16 @@ class StripedGradients:
         if self.bias_V is not None:
             self.bias_V[ids] += grad_BS.sum(0)
 
-    def stripe(self, ids: slice, buffer_SD: Tensor) -> tuple[Tensor, bool]:
-        """Where a stripe of the head's gradient is summed, and whether something stands there already."""
-        assert self.weight_VD is not None
-        whole = self.weight_VD.dtype == buffer_SD.dtype
-        return (self.weight_VD[ids], self._added) if whole else (buffer_SD, False)
-
-    def finish_stripe(self, ids: slice, sum_SD: Tensor) -> None:
-        """Round a stripe that was summed elsewhere, onto what stands."""
-        assert self.weight_VD is not None
-        if self.weight_VD.dtype != sum_SD.dtype:
-            self.weight_VD[ids] = sum_SD.add_(self.weight_VD[ids]) if self._added else sum_SD
+    def stripe(self, ids: slice, wide: torch.dtype, num_blocks: int) -> HeadStripe | None:
+        """The head's gradient for these ids, to be summed over so many blocks; None where nothing wants it."""
+        if self.weight_VD is None:
+            return None
+        into_SD = self.weight_VD[ids]
+        if into_SD.dtype != wide and (num_blocks > 1 or self._added):
+            if self._wide is None or len(self._wide) < len(into_SD):
+                self._wide = torch.empty_like(into_SD, dtype=wide)
+            return HeadStripe(into_SD, self._added, self._wide[: len(into_SD)])
+        return HeadStripe(into_SD, self._added, None)
 
     def settle(self) -> None:
         """Leave a direct gradient in `.grad`."""
@@ -72,6 +72,31 @@ class StripedGradients:
         ]
 
 
+class HeadStripe:
+    """The head's gradient for the ids of one stripe: summed where it belongs, or wide beside it and then rounded.
+
+    Where one product is all of it, bf16 operands give a bf16 result that was rounded once, as the wide sum would be.
+    """
+
+    def __init__(self, into_SD: Tensor, added: bool, wide_SD: Tensor | None) -> None:
+        self._into_SD, self._added, self._wide_SD = into_SD, added, wide_SD
+        self._begun = added and wide_SD is None
+
+    def add(self, grad_BS: Tensor, hidden_BD: Tensor, wide_BD: Tensor) -> None:
+        """Add `grad.T @ hidden` of a block; `wide` is its hidden states in the gradient's dtype."""
+        sum_SD = self._into_SD if self._wide_SD is None else self._wide_SD
+        if sum_SD.dtype == grad_BS.dtype:
+            sum_SD.addmm_(grad_BS.T, wide_BD, beta=1 if self._begun else 0)
+        else:
+            torch.mm(grad_BS.to(hidden_BD.dtype).T, hidden_BD, out=sum_SD)
+        self._begun = True
+
+    def finish(self) -> None:
+        """Round what was summed elsewhere, onto what stands."""
+        if self._wide_SD is not None:
+            self._into_SD.copy_(self._wide_SD.add_(self._into_SD) if self._added else self._wide_SD)
+
+
 class StripedHead:
     """One pass: `values`, and then `gradients` from the same statistics."""
 
@@ -80,6 +105,7 @@ class StripedHead:
     ) -> None:
         self._weight_VD, self._bias_V, self._targets_T, self._settings = weight_VD, bias_V, targets_T, settings
         self._dtype, self._wide_TD = hidden_TD.dtype, hidden_TD.to(wide_dtype(hidden_TD.dtype))
+        self._hidden_TD = hidden_TD
         num_tokens, num_ids = len(hidden_TD), len(weight_VD)
         self._block = min(num_tokens, _MOST_CHUNKS * settings.chunk_size)
         self._width = max(1, settings.chunk_size * num_ids // self._block)
@@ -108,10 +134,8 @@ class StripedHead:
 
     def gradients(self, by_logprobs_T: Tensor, by_entropy_T: Tensor | None, sums: StripedGradients) -> None:
         """Form all gradients, given the loss's derivative by the log-probs and entropies."""
-        part_SD = self._wide_TD.new_empty(self._stripe.shape) if sums.weight_VD is not None else self._stripe
         for ids, wide_SD in self._stripes():
-            wants_weight = sums.weight_VD is not None
-            sum_SD, added = sums.stripe(ids, part_SD[: len(wide_SD)]) if wants_weight else (part_SD, True)
+            stripe = sums.stripe(ids, self._wide_TD.dtype, len(self._parts))
             for tokens, statistics in zip(self._blocks(), self._parts, strict=True):
                 grad_BS = self._logits_of(tokens, wide_SD)
                 by_entropy_B, entropy_B = (None if x is None else x[tokens] for x in (by_entropy_T, self._entropy_T))
@@ -120,11 +144,10 @@ class StripedHead:
                 passes.row_gradient_(grad_BS, *inputs, statistics, derivatives)
                 with bf16_units(self._wide_TD.device, self._dtype):
                     sums.add(tokens, ids, grad_BS, wide_SD)
-                    if wants_weight:
-                        sum_SD.addmm_(grad_BS.T, self._wide_TD[tokens], beta=1 if added else 0)
-                added = True
-            if wants_weight:
-                sums.finish_stripe(ids, sum_SD)
+                    if stripe is not None:
+                        stripe.add(grad_BS, self._hidden_TD[tokens], self._wide_TD[tokens])
+            if stripe is not None:
+                stripe.finish()
 
     def _stripes(self) -> Iterator[tuple[slice, Tensor]]:
         """Ids of a stripe and the head's rows for them, rounded to the compute dtype and widened."""
