@@ -9,7 +9,6 @@ There is one [C, V] buffer, made once and reused (two where the tensor cores wan
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowpeak.logprobs import rows as torch_rows
+from lowpeak.logprobs.agreement import cuda_passes
 from lowpeak.logprobs.definition import ChunkSettings
 from lowpeak.logprobs.products import HeadGradients, has_wide_product, project, wide_dtype
 from lowpeak.logprobs.rows import RowDerivatives, chosen_logits
@@ -58,10 +58,10 @@ class HeadVisit:
 
 
 def passes_for(logits_CV: Tensor) -> Any:
-    """The module with `row_statistics` and `row_gradient_`: Triton's on CUDA where it is installed, else torch's."""
+    """The module with `row_statistics` and `row_gradient_`: Triton's on CUDA where they agree with torch's, else torch's."""
     fake = isinstance(logits_CV, FakeTensor)
-    if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and not fake and find_spec("triton") is not None:
-        from lowpeak.logprobs import triton_kernels
-
-        return triton_kernels
-    return torch_rows
+    return (
+        cuda_passes(logits_CV.device)
+        if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and not fake
+        else torch_rows
+    )

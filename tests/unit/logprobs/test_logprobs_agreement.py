@@ -1,0 +1,60 @@
+"""Passes over the logits that differ from torch's, or fail, are found before anything trains with them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowpeak.logprobs import rows
+from lowpeak.logprobs.agreement import passes_differ
+
+CPU = torch.device("cpu")
+
+
+def passes(statistics=rows.row_statistics, gradient=rows.row_gradient_):
+    return SimpleNamespace(row_statistics=statistics, row_gradient_=gradient)
+
+
+def off_by_little(raw, *inputs):
+    found = rows.row_gradient_(raw, *inputs)
+    found[0, 0] += 0.01 * found.abs().max()
+    return found
+
+
+def off_in_bf16(raw, *inputs):
+    found = rows.row_gradient_(raw, *inputs)
+    inputs[-1][-1, -1] = found.abs().max()
+    return found
+
+
+def no_numbers(raw, *inputs):
+    return rows.row_gradient_(raw, *inputs).mul_(float("nan"))
+
+
+def forgets_the_cap(raw, bias, settings):
+    return rows.row_statistics(
+        raw, bias, settings if settings.scale.softcap is None else type(settings)(5, 0.7, entropy=True)
+    )
+
+
+def fails(raw, bias, settings):
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+def test_the_same_passes_agree():
+    assert passes_differ(rows, CPU) is None
+
+
+@pytest.mark.parametrize("gradient", [off_by_little, off_in_bf16, no_numbers])
+def test_another_gradient_is_found(gradient):
+    assert "differ from torch's operations" in passes_differ(passes(gradient=gradient), CPU)
+
+
+def test_other_statistics_are_found():
+    assert "differ from torch's operations" in passes_differ(passes(forgets_the_cap), CPU)
+
+
+def test_a_failure_is_a_reason():
+    assert passes_differ(passes(fails), CPU) == "RuntimeError: no kernel image is available"
