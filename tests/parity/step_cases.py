@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.batching.packing import Budget, num_counted, pack
-from lowpeak.config.algorithm import GRPOSettings
-from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
+from steps import GRPO, LocalStrategy
 
 TEMPERATURE = 0.8
 MAX_LENGTH = 9
-BASE = GRPOSettings(
-    loss_type="grpo",
-    importance_level="token",
-    clip_low=0.2,
-    clip_high=0.28,
-    delta=None,
-    scale_rewards="group",
-    aggregation="sum_then_normalize",
-    reward_weights=(1.0,),
-    beta=0.0,
-    kl_estimator="k3",
-    bias_corrected_kl=False,
-    entropy_bonus=None,
-    top_entropy_quantile=1.0,
-    mask_truncated=False,
-    max_completion_length=MAX_LENGTH,
-    drop_equal_groups=False,
-    score_old=True,
-)
-
-
-class LocalStrategy:
-    ranks = Ranks()
-    promised_scale = 1.0
-
-    def accumulate(self, model, last):
-        return nullcontext()
-
-    def backward(self, loss, last):
-        loss.backward()
+BASE = replace(GRPO, loss_type="grpo", max_completion_length=MAX_LENGTH)
 
 
 def make_record(model, prompt, length, generator, mask):

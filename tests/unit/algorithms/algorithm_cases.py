@@ -15,26 +15,8 @@ from torch import Tensor
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
 from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
+from steps import GRPO
 
-GRPO = GRPOSettings(
-    loss_type="dapo",
-    importance_level="token",
-    clip_low=0.2,
-    clip_high=0.28,
-    delta=None,
-    scale_rewards="group",
-    aggregation="sum_then_normalize",
-    reward_weights=(1.0,),
-    beta=0.0,
-    kl_estimator="k3",
-    bias_corrected_kl=False,
-    entropy_bonus=None,
-    top_entropy_quantile=1.0,
-    mask_truncated=False,
-    max_completion_length=9,
-    drop_equal_groups=False,
-    score_old=True,
-)
 CISPO = replace(GRPO, loss_type="cispo", clip_low=None, delta=None)
 RLOO = RLOOSettings(
     clip_low=0.2,

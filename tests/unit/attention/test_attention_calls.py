@@ -5,17 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
+from attending import HEADS, SCALE, dense, heads, values_and_gradients
 from forests import forest_of, length_of
 from lowpeak.attention.calls import Direct, Together, calls_of
-from lowpeak.attention.definition import forest_mask
 from lowpeak.attention.install import attend_forest
 from lowpeak.attention.layout import ForestLayout
 from lowpeak.attention.merged import merged_attention
 
-SCALE = 0.3
 WIDTH = 16
 FORESTS = {
     "equal lengths": forest_of(*[(4, (3, 3))] * 6),
@@ -25,31 +23,6 @@ FORESTS = {
     "with padding": forest_of(*[(5, (3, 1, 4, 4)), (5, (2, 4))] * 4, (0, (6,)), padding=5),
     "short beside long": forest_of((600, (3, 4, 4, 5, 540, 3)), *[(6, (530, 4))] * 4, padding=2),
 }
-HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}
-
-
-def heads(forest, num_heads, num_kv, dtype=torch.float64, value_width=WIDTH):
-    """Query, key and value as a layer makes them: projected together, then transposed."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((num_heads, WIDTH), (num_kv, WIDTH), (num_kv, value_width))
-    drawn = [torch.randn(1, length_of(forest), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype).transpose(1, 2).detach().requires_grad_() for x in drawn]
-
-
-def dense(query, key, value, forest):
-    """Attention under the definition's mask; zeros where a token sees nothing."""
-    mask = forest_mask(forest, length_of(forest))
-    real = mask.any(1)
-    mask = mask | ~real[:, None]
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    return out.transpose(1, 2) * real[:, None, None]
-
-
-def values_and_gradients(attend, tensors):
-    out = attend(*tensors)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
 
 
 def planned(forest, width=64):

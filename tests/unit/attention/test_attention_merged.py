@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.nn.functional import scaled_dot_product_attention
 
+from attending import HEADS, SCALE, dense, heads, values_and_gradients
 from forests import forest_of, length_of
 from lowpeak.attention.definition import forest_mask
 from lowpeak.attention.install import attend_forest
@@ -21,32 +21,6 @@ FORESTS = {
     "mixed, with padding": forest_of((5, (3, 1, 4)), (0, (6,)), (2, (4, 3)), padding=5),
     "longer than the kernel's blocks": forest_of((70, (600, 33)), (530, (2, 40)), padding=3),
 }
-HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}
-SCALE = 0.3
-
-
-def heads(forest, num_heads, num_kv, dtype, width=16, value_width=16):
-    """Query, key and value as a layer makes them: projected together, then transposed."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((num_heads, width), (num_kv, width), (num_kv, value_width))
-    drawn = [torch.randn(1, length_of(forest), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    return [x.to(dtype).transpose(1, 2).detach().requires_grad_() for x in drawn]
-
-
-def dense(query, key, value, forest):
-    """Attention under the definition's mask; zeros where a token sees nothing."""
-    mask = forest_mask(forest, length_of(forest))
-    real = mask.any(1)
-    mask = mask | ~real[:, None]
-    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=SCALE, enable_gqa=True)
-    return out.transpose(1, 2) * real[:, None, None]
-
-
-def values_and_gradients(attend, tensors):
-    out = attend(*tensors)
-    generator = torch.Generator().manual_seed(1)
-    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
-    return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
 
 
 @pytest.mark.parametrize("shape", HEADS)

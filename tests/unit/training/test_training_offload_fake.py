@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-from test_training_step_fake import GRPO, LocalStrategy, fake_model, micro_batches
+from test_training_step_fake import GRPO, fake_model, micro_batches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.memory.offload import ActivationOffload
 from lowpeak.training.step import Core, run_step, score
+from steps import LocalStrategy
 
 
 class FakeMover:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,12 @@ from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
-from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
+from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
 from lowpeak.logprobs.head import install_head
-from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step, score
+from steps import GRPO as BASE
+from steps import LocalStrategy
 
 SEVEN_B = Qwen2Config(
     vocab_size=152064,
@@ -31,40 +31,10 @@ SEVEN_B = Qwen2Config(
     max_position_embeddings=8192,
 )
 
-GRPO = GRPOSettings(
-    loss_type="dapo",
-    importance_level="token",
-    clip_low=0.2,
-    clip_high=0.2,
-    delta=None,
-    scale_rewards="group",
-    aggregation="sum_then_normalize",
-    reward_weights=(1.0,),
-    beta=0.04,
-    kl_estimator="k3",
-    bias_corrected_kl=True,
-    entropy_bonus=EntropyBonus(0.01),
-    top_entropy_quantile=1.0,
-    mask_truncated=False,
-    max_completion_length=512,
-    drop_equal_groups=False,
-    score_old=True,
+GRPO = replace(
+    BASE, clip_high=0.2, beta=0.04, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.01), max_completion_length=512
 )
 RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
-
-
-class LocalStrategy:
-    """One device without an accelerator: backward and nothing else."""
-
-    ranks = Ranks()
-
-    promised_scale = 1.0
-
-    def accumulate(self, model, last):
-        return nullcontext()
-
-    def backward(self, loss, last):
-        loss.backward()
 
 
 def micro_batches(length=512, rows=8, layout="padded"):

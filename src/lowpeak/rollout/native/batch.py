@@ -63,7 +63,15 @@ class Batch:
         self._draws = Draws(len(prompts) * sampling.num_generations, sampling, self._device)
         self._feed = Feed(model, [prompt.ids for prompt in prompts], sampling, progress)
 
-    def fill(self) -> bool:
+    def run(self) -> None:
+        """Generate all waiting rows into `progress`, whose row of completion c of prompt p is `p x generations + c`.
+
+        One small read per token, of which rows have ended, is all that waits for the device.
+        """
+        while self._fill():
+            self._step()
+
+    def _fill(self) -> bool:
         """Drop rows that have ended and let others enter; whether any row runs now."""
         changed = any(self._over)
         if changed:
@@ -77,7 +85,7 @@ class Batch:
             self._feed.restart([row.number for row in self._rows])
         return bool(self._rows)
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Feed each row its newest token and choose the next."""
         num_columns = self._num_columns()
         self._cache.reserve(self._cache.num_slots, num_columns, len(self._rows))

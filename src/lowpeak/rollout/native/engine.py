@@ -13,8 +13,8 @@ from torch import nn
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
-from lowpeak.rollout.native.decode import decode
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
 from lowpeak.rollout.native.slots import Waiting
 from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
@@ -84,7 +84,7 @@ class NativeEngine:
             num_rows = len(prompts) * sampling.num_generations
             progress = Progress(num_rows, sampling.max_new_tokens, *ends, self._on_tokens, device)
             with _without_versions(model):
-                decode(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress)
+                Batch(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress).run()
             return progress.completions()
         rows: dict[Row, Completion] = {}
         for wave in form_waves(*shape):

@@ -1,0 +1,42 @@
+"""What tests of losses and steps start from: GRPO's settings, and a strategy without an accelerator."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+from lowpeak.config.algorithm import GRPOSettings
+from lowpeak.ranks import Ranks
+
+GRPO = GRPOSettings(
+    loss_type="dapo",
+    importance_level="token",
+    clip_low=0.2,
+    clip_high=0.28,
+    delta=None,
+    scale_rewards="group",
+    aggregation="sum_then_normalize",
+    reward_weights=(1.0,),
+    beta=0.0,
+    kl_estimator="k3",
+    bias_corrected_kl=False,
+    entropy_bonus=None,
+    top_entropy_quantile=1.0,
+    mask_truncated=False,
+    max_completion_length=9,
+    drop_equal_groups=False,
+    score_old=True,
+)
+
+
+class LocalStrategy:
+    """One device without an accelerator: backward and nothing else."""
+
+    ranks = Ranks()
+
+    promised_scale = 1.0
+
+    def accumulate(self, model, last):
+        return nullcontext()
+
+    def backward(self, loss, last):
+        loss.backward()
