@@ -20,3 +20,4 @@ class MemorySettings:
     padding_free: bool | None = None
     share_prompt: bool | None = None
     activation_offloading: bool = False
+    gather_budget: int | None = None

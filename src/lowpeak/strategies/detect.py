@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
@@ -9,15 +11,39 @@ from lowpeak.errors import ArgumentError
 from lowpeak.strategies.replicated import Replicated
 from lowpeak.strategies.strategy import Strategy
 
-_ONE_DEVICE = (DistributedType.NO,)
+_REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
 
 
 def detect_strategy(accelerator: Accelerator) -> Strategy:
-    """The strategy for an accelerator's distributed type; ArgumentError for one that lowpeak does not run."""
+    """The strategy for an accelerator's distributed type; ArgumentError for one that lowpeak does not run.
+
+    FSDP or DeepSpeed that was asked for and is not in force is an error too: accelerate trains DDP in its place, whose
+    memory is not what was planned with.
+    """
     kind = accelerator.distributed_type
-    if kind not in _ONE_DEVICE:
+    _check_asked("ACCELERATE_USE_FSDP", "FSDP", kind == DistributedType.FSDP, accelerator)
+    _check_asked("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", kind == DistributedType.DEEPSPEED, accelerator)
+    if kind == DistributedType.FSDP:
+        from lowpeak.strategies.fsdp2 import Fsdp2
+
+        return Fsdp2(accelerator)
+    if kind == DistributedType.DEEPSPEED:
+        from lowpeak.strategies.zero import Zero
+
+        return Zero(accelerator)
+    if kind in _REPLICATED:
+        return Replicated(accelerator)
+    raise ArgumentError(
+        f"accelerate was configured for {kind.value} on {accelerator.num_processes} processes, which lowpeak does not run: "
+        "use DDP, FSDP2 or DeepSpeed ZeRO."
+    )
+
+
+def _check_asked(variable: str, name: str, in_force: bool, accelerator: Accelerator) -> None:
+    asked = os.environ.get(variable, "false").lower() in ("true", "1")
+    if asked and not in_force:
         raise ArgumentError(
-            f"accelerate was configured for {kind.value} on {accelerator.num_processes} processes; this version of "
-            "lowpeak trains on one device: start it without a launcher, or with --num_processes 1."
+            f"{name} was asked for ({variable}=true) and is not in force: accelerate chose "
+            f"{accelerator.distributed_type.value} on {accelerator.num_processes} processes of {accelerator.device.type}; "
+            f"{name} needs several processes that each have a device of their own."
         )
-    return Replicated(accelerator)

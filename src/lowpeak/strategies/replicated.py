@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
+from lowpeak.strategies.generating import generating
 
 
 class Replicated:
@@ -43,6 +44,13 @@ class Replicated:
         """Add the loss's gradients to the parameters', averaged over ranks after the step's `last` micro-batch."""
         self._accelerator.backward(loss)
 
+    def own_grad_norm(self) -> Tensor | None:
+        """None: gradients are the parameters' own."""
+        return None
+
+    def own_step(self) -> None:
+        """Nothing: the optimizer steps by itself."""
+
     @contextmanager
     def hold(self, model: nn.Module, budget: int | None) -> Iterator[nn.Module]:
         """The unwrapped model in eval mode without activation checkpointing; `budget` is moot, all of it is here.
@@ -50,18 +58,8 @@ class Replicated:
         Restores each module's own mode and checkpointing flag, however the context is left.
         """
         inner = self._accelerator.unwrap_model(model)
-        modes = [(module, module.training) for module in inner.modules()]
-        flags = [(m, m.gradient_checkpointing) for m in inner.modules() if getattr(m, "gradient_checkpointing", None)]
-        try:
-            inner.eval()
-            for module, _ in flags:
-                module.gradient_checkpointing = False
+        with generating(inner):
             yield inner
-        finally:
-            for module, training in modes:
-                module.training = training
-            for module, flag in flags:
-                module.gradient_checkpointing = flag
 
     def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
         """Every parameter in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once."""

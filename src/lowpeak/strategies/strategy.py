@@ -38,6 +38,14 @@ class Strategy(Protocol):
         """Add the loss's gradients to the parameters', averaged over ranks after the step's `last` micro-batch."""
         ...
 
+    def own_grad_norm(self) -> Tensor | None:
+        """The norm of all ranks' gradients before clipping, where an engine of the strategy keeps them; else None."""
+        ...
+
+    def own_step(self) -> None:
+        """Clip, update and clear the gradients where an engine of the strategy does that itself; else nothing."""
+        ...
+
     def hold(self, model: nn.Module, budget: int | None) -> AbstractContextManager[nn.Module]:
         """A context in which `model` generates: eval mode, no checkpointing, as many layers gathered as `budget` bytes
         allow (None: all). Yields once, and restores everything however it is left."""

@@ -190,7 +190,7 @@ def _engine(
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
     def hold() -> AbstractContextManager[nn.Module]:
-        return strategy.hold(trainer.model_wrapped, None)
+        return strategy.hold(trainer.model_wrapped, parts.settings.memory.gather_budget)
 
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)

@@ -66,6 +66,7 @@ class StepCallback(TrainerCallback):
         """The optimizer's phase begins."""
         self._optimizer.close()  # open still when the last optimizer step raised
         self._optimizer.enter_context(self._trainer.run.tracker.phase(Phase.OPTIMIZER))
+        self._trainer.run.strategy.own_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The optimizer's phase ends."""

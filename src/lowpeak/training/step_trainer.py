@@ -193,12 +193,15 @@ class StepTrainer(Trainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm; and the step's one read of the device: a NaN stops here, before the optimizer."""
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        own = self.run.strategy.own_grad_norm()
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if own is None else own
+        if hasattr(grad_norm, "full_tensor"):  # FSDP2's is a part of it on each rank
+            grad_norm = grad_norm.full_tensor()
         assert self.run.readout is not None
         numbers = read_metrics(self.run.readout, grad_norm, self.run.strategy.ranks)
         finite_or_raise(numbers, model, self.state.global_step + 1, Path(self.args.output_dir))
         self.run.readout = numbers
-        return grad_norm
+        return numbers.grad_norm if own is not None else grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """6 operations per parameter and token (Kaplan et al. 2020)."""

@@ -1,0 +1,108 @@
+"""A sharded parameter as what it is under every sharding engine here: a flat range of its values on each rank.
+
+FSDP2 gives rank r rows [r*c, (r+1)*c) with c = ceil(rows / ranks), ZeRO-3 values [r*c, (r+1)*c) with c = ceil(values /
+ranks). Both are ranges of the parameter laid out flat, the last ones short or padded. So gathering, streaming and looking rows
+up need one form of each, whichever engine trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowpeak.records import WeightSlice
+
+# Renamed in torch 2.13, where the old names warn.
+all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_EVERYBODY = object()  # the group of a parameter that every rank has whole: nothing travels
+
+
+@dataclass(frozen=True)
+class FlatShard:
+    """A parameter of `shape`, of which the group's rank r holds the flat range [r * chunk, (r + 1) * chunk).
+
+    `local` are this rank's values of that range, at most `chunk`, where they live; `dtype` is what the model computes in.
+    """
+
+    shape: torch.Size
+    chunk: int
+    local: Tensor
+    dtype: torch.dtype
+    device: torch.device
+    group: Any = None
+
+    @property
+    def numel(self) -> int:
+        """Values of the whole parameter."""
+        return self.shape.numel()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter as the model computes with it."""
+        return self.numel * self.dtype.itemsize
+
+    @property
+    def padded(self) -> int:
+        """Values that a gather writes: `chunk` of each rank."""
+        return self.chunk * dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that hold a range."""
+        return dist.get_rank(self.group)
+
+    def own(self) -> Tensor:
+        """This rank's `chunk` values in the dtype and on the device of computing; zeros behind the parameter's end."""
+        local = self.local.to(self.device, self.dtype, non_blocking=True)
+        if local.numel() == self.chunk:
+            return local
+        whole = local.new_zeros(self.chunk)
+        whole[: local.numel()] = local
+        return whole
+
+    def gather(self, into: Tensor) -> Any:
+        """Begin to gather the parameter into the first `padded` values of a flat buffer; `wait()` of the answer ends it."""
+        return all_gather(into[: self.padded], self.own(), group=self.group, async_op=True)
+
+    def broadcast(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Values [first, last) of one rank's range, from that rank to all of its group."""
+        owner = first // self.chunk
+        if self.group is _EVERYBODY or self.rank == owner:
+            start = owner * self.chunk
+            values = self.local[first - start : last - start].to(self.device, dtype)
+        else:
+            values = torch.empty(last - first, dtype=dtype, device=self.device)
+        if self.group is not _EVERYBODY:
+            dist.broadcast(values, dist.get_process_group_ranks(self.group or dist.group.WORLD)[owner], group=self.group)
+        return values
+
+    def view(self, gathered: Tensor) -> Tensor:
+        """The parameter in a buffer that `gather` filled."""
+        return gathered[: self.numel].view(self.shape)
+
+
+def whole(values: Tensor) -> FlatShard:
+    """A parameter that every rank has whole."""
+    return FlatShard(values.shape, values.numel(), values.reshape(-1), values.dtype, values.device, _EVERYBODY)
+
+
+def ranges(shards: Mapping[str, FlatShard], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
+    """Every parameter in flat ranges of at most `max_bytes`, in order: the owner of a range broadcasts it to its group."""
+    for name, shard in shards.items():
+        target = dtype or shard.local.dtype
+        count = max(1, max_bytes // target.itemsize)
+        for start in range(0, shard.numel, shard.chunk):
+            stop = min(start + shard.chunk, shard.numel)
+            for first in range(start, stop, count):
+                values = shard.broadcast(first, min(first + count, stop), target)
+                yield WeightSlice(name, tuple(shard.shape), target, first, values)
+
+
+Sharded = Callable[[nn.Parameter], FlatShard | None]  # a parameter's shard; None for one that every rank has whole

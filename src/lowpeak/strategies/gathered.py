@@ -1,0 +1,234 @@
+"""A sharded model that runs without gradients: as many layers whole as a budget allows, the others one at a time.
+
+The parameters of a kept layer are gathered once, before the first forward. The other layers share the buffers of one,
+which each fills as it is called. Embedding and head stay sharded (`vocabulary.py`) until the budget holds all layers
+and them. The engine that trains is not asked: its hooks are off, and its parameters lie where they were.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.ranks import Ranks
+from lowpeak.strategies.flat import FlatShard, Sharded
+from lowpeak.strategies.generating import generating
+from lowpeak.strategies.hooks import without_sharding_hooks
+from lowpeak.strategies.matched import Match, matched
+from lowpeak.strategies.vocabulary import ShardedRows, is_row_aligned
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a sharded parameter is: `module._parameters[name]`."""
+
+    module: nn.Module
+    name: str
+    parameter: nn.Parameter
+    shard: FlatShard
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The sharded parameters of a model: of each layer, of embedding and head, and the small rest."""
+
+    layers: list[tuple[nn.Module, list[Place]]]
+    vocabulary: list[Place]
+    rest: list[Place]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a budget keeps whole: so many layers, and embedding and head or not."""
+
+    num_layers: int
+    vocabulary: bool
+
+
+@contextmanager
+def gathered(
+    model: nn.Module, sharded: Sharded, budget: int | None, ranks: Ranks, device: torch.device
+) -> Iterator[nn.Module]:
+    """`model` ready to generate, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+
+    Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards hold
+    collectives, and are matched among ranks; see `Match`.
+    """
+    parts = find_parts(model, sharded)
+    with ExitStack() as stack:
+        stack.enter_context(generating(model))
+        stack.enter_context(without_sharding_hooks(model))
+        kept, buffers = _allocate(parts, _kept(parts, budget), ranks)
+        _fill(stack, parts.rest, _buffers(parts.rest))
+        for (_, places), own in zip(parts.layers, buffers, strict=False):
+            _fill(stack, places, own)
+        if kept.vocabulary:
+            _fill(stack, parts.vocabulary, _buffers(parts.vocabulary))
+        else:
+            _shard_vocabulary(stack, model, parts.vocabulary)
+        _stream(stack, parts.layers[kept.num_layers :])
+        if kept != Kept(len(parts.layers), True):
+            stack.enter_context(matched(_transformers_model(model), Match(device)))
+        yield model
+
+
+def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
+    """A model's sharded parameters by what they are part of."""
+    layers = [(layer, _places(layer, sharded)) for layer in layers_of(model)]
+    in_layers = {id(place.parameter) for _, places in layers for place in places}
+    others = [place for place in _places(model, sharded) if id(place.parameter) not in in_layers]
+    inner = _transformers_model(model)
+    tables = {id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None}
+    vocabulary = [p for p in others if id(p.module) in tables and p.name == "weight" and is_row_aligned(p.shard)]
+    rest = [place for place in others if place not in vocabulary]
+    return Parts(layers, vocabulary, rest)
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers: modules of the classes that transformers says not to split, else of the longest list."""
+    inner = _transformers_model(model)
+    names = set(getattr(inner, "_no_split_modules", None) or ())
+    found = [module for module in inner.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    if found:
+        return found
+    lists = [module for module in inner.modules() if isinstance(module, nn.ModuleList)]
+    return list(max(lists, key=len, default=[]))
+
+
+def _places(module: nn.Module, sharded: Sharded) -> list[Place]:
+    """All places of sharded parameters at or below a module; a tied one has several."""
+    found = []
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            shard = None if parameter is None else sharded(parameter)
+            if parameter is not None and shard is not None:
+                found.append(Place(part, name, parameter, shard))
+    return found
+
+
+def _kept(parts: Parts, budget: int | None) -> Kept:
+    """What fits into the budget beside the buffers of one layer and the small rest, which are always there."""
+    if budget is None:
+        return Kept(len(parts.layers), True)
+    sizes = [_nbytes(places) for _, places in parts.layers]
+    left = budget - max(sizes, default=0) - _nbytes(parts.rest)
+    if left + max(sizes, default=0) >= sum(sizes) + _nbytes(parts.vocabulary):
+        return Kept(len(sizes), True)
+    number = 0
+    while number < len(sizes) and left >= sizes[number]:
+        left -= sizes[number]
+        number += 1
+    return Kept(number, False)
+
+
+def _nbytes(places: Sequence[Place]) -> int:
+    return sum({id(place.parameter): place.shard.nbytes for place in places}.values())
+
+
+Buffers = dict[int, Tensor]  # by the parameter's id
+
+
+def _buffers(places: Sequence[Place]) -> Buffers:
+    """Room for each parameter whole; a tied one has it once."""
+    return {
+        id(place.parameter): torch.empty(place.shard.padded, dtype=place.shard.dtype, device=place.shard.device)
+        for place in places
+    }
+
+
+def _allocate(parts: Parts, kept: Kept, ranks: Ranks) -> tuple[Kept, list[Buffers]]:
+    """Buffers of the layers that stay, of as many as there is room for on every rank: half as many after each failure."""
+    while True:
+        buffers: list[Buffers] = []
+        failed: Exception | None = None
+        try:
+            for _, places in parts.layers[: kept.num_layers]:
+                buffers.append(_buffers(places))
+        except (torch.OutOfMemoryError, MemoryError) as error:
+            failed = error
+        if not ranks.max([float(failed is not None)])[0]:
+            return kept, buffers
+        if not kept.num_layers:
+            raise failed or MemoryError("another rank has no room for a layer's buffers")
+        kept = Kept(kept.num_layers // 2, False)
+        logger.warning("Out of memory while gathering layers for generation: %d of them stay gathered.", kept.num_layers)
+
+
+def _fill(stack: ExitStack, places: Sequence[Place], buffers: Buffers) -> None:
+    """Gather parameters into their buffers, and put them in place until the stack unwinds."""
+    _gather(places, buffers)
+    for place in places:
+        _put(stack, place, nn.Parameter(place.shard.view(buffers[id(place.parameter)]), requires_grad=False))
+
+
+def _gather(places: Sequence[Place], buffers: Buffers) -> None:
+    shards = {id(place.parameter): place.shard for place in places}
+    for work in [shard.gather(buffers[key]) for key, shard in shards.items()]:
+        work.wait()
+
+
+def _put(stack: ExitStack, place: Place, parameter: nn.Parameter) -> None:
+    place.module._parameters[place.name] = parameter
+    stack.callback(place.module._parameters.__setitem__, place.name, place.parameter)
+
+
+def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]]) -> None:
+    """Layers that share buffers, which each fills when it is called."""
+    pool: dict[tuple[Any, ...], Tensor] = {}
+    for layer, places in layers:
+        buffers: Buffers = {}
+        for index, place in enumerate(places):
+            shard = place.shard
+            key = (index, shard.padded, shard.dtype)
+            if key not in pool:
+                pool[key] = torch.empty(shard.padded, dtype=shard.dtype, device=shard.device)
+            buffers[id(place.parameter)] = pool[key]
+            _put(stack, place, nn.Parameter(shard.view(pool[key]), requires_grad=False))
+        _replace_forward(stack, layer, _gathering(layer.forward, places, buffers))
+
+
+def _gathering(forward: Callable[..., Any], places: Sequence[Place], buffers: Buffers) -> Callable[..., Any]:
+    def gather_and_run(*args: Any, **kwargs: Any) -> Any:
+        _gather(places, buffers)
+        return forward(*args, **kwargs)
+
+    return gather_and_run
+
+
+def _shard_vocabulary(stack: ExitStack, model: nn.Module, places: Sequence[Place]) -> None:
+    """Embedding and head that work on this rank's rows; where they are tied, on the same ones."""
+    head = _transformers_model(model).get_output_embeddings()
+    for place in places:
+        in_fp32 = bool(getattr(place.module, "computes_in_fp32", False))
+        rows = ShardedRows(place.shard, in_fp32)
+        if place.module is head:
+            _replace_forward(stack, place.module, _multiplying(rows, place.module))
+        else:
+            _replace_forward(stack, place.module, rows.look_up)
+
+
+def _multiplying(rows: ShardedRows, head: nn.Module) -> Callable[..., Tensor]:
+    return lambda hidden: rows.multiply(hidden, head.bias)  # type: ignore[arg-type]
+
+
+def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    if own is None:
+        stack.callback(module.__delattr__, "forward")
+    else:
+        stack.callback(setattr, module, "forward", own)
+
+
+def _transformers_model(model: Any) -> Any:
+    """The transformers model inside an adapter's wrapper, where there is one."""
+    inner = getattr(model, "get_base_model", None)
+    return inner() if callable(inner) else model

@@ -1,0 +1,100 @@
+"""Each strategy on CPU ranks, for real: what accelerate has to be told, and small runs to train under it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import DistributedType
+from datasets import Dataset
+
+from tiny import char_tokenizer, tiny_model
+
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+
+
+def prepare(strategy: str) -> dict[str, Any]:
+    """The environment that makes accelerate take `strategy`; the arguments that a config needs for it."""
+    if strategy == "fsdp2":
+        os.environ.update(FSDP2)
+    return {"use_cpu": True, **({"deepspeed": zero_config(int(strategy[-1]))} if "zero" in strategy else {})}
+
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+
+
+def allow_fsdp_on_cpu() -> None:
+    """Between config and trainer: on a CPU accelerate would train DDP without a word, so it is told of several devices."""
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        state = PartialState._shared_state
+        state["distributed_type"], state["device"] = DistributedType.MULTI_GPU, torch.device("cpu")
+
+
+def zero_config(stage: int) -> dict[str, Any]:
+    """A DeepSpeed config whose every number is the run's own."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+PROMPTS = [f"{a}{b}=" for a in range(6) for b in range(4)]
+
+
+def spread(completions: list[str], **columns: Any) -> list[float]:
+    """A number from the text, so that rewards differ within a group."""
+    return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
+
+
+def build(algorithm: str, folder: Path, arguments: dict[str, Any], model: Any = None, rewards: Any = None, **more: Any) -> Any:
+    """A small trainer: 8 completions of 2 prompts a rollout, whatever the number of ranks."""
+    import lowpeak
+
+    config = getattr(lowpeak, f"{algorithm}Config")
+    trainer = getattr(lowpeak, f"{algorithm}Trainer")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    tokenizer = char_tokenizer()
+    base = {
+        "output_dir": str(folder),
+        "report_to": "none",
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "max_steps": 3,
+        "per_device_train_batch_size": 8 // world_size,
+        "micro_batch_tokens": 64,
+        "logprob_chunk_size": 16,
+        "num_generations": 4,
+        "max_completion_length": 6,
+        "kv_cache_bytes": 1 << 24,
+    }
+    if algorithm == "SFT":
+        for name in ("num_generations", "max_completion_length", "kv_cache_bytes"):
+            base.pop(name)
+        rows = [{"prompt": p, "completion": f"{p[0]}1"} for p in PROMPTS]
+    else:
+        rows = [{"prompt": p} for p in PROMPTS]
+        more["reward_funcs"] = rewards or spread
+    args = config(**{**base, **arguments})
+    allow_fsdp_on_cpu()
+    return trainer(
+        model=model if model is not None else tiny_model(len(tokenizer)),
+        args=args,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **more,
+    )
