@@ -58,7 +58,9 @@ def spread(completions: list[str], **columns: Any) -> list[float]:
     return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
 
 
-def build(algorithm: str, folder: Path, arguments: dict[str, Any], model: Any = None, rewards: Any = None, **more: Any) -> Any:
+def build(
+    algorithm: str, folder: Path, arguments: dict[str, Any], model: Any = None, rewards: Any = None, **more: Any
+) -> Any:
     """A small trainer: 8 completions of 2 prompts a rollout, whatever the number of ranks."""
     import lowpeak
 
@@ -71,6 +73,7 @@ def build(algorithm: str, folder: Path, arguments: dict[str, Any], model: Any = 
         "report_to": "none",
         "disable_tqdm": True,
         "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,  # with 1e-8, where a gradient is nearly zero its last bit would become a whole step
         "max_grad_norm": 0.5,
         "logging_steps": 1,
         "save_strategy": "no",

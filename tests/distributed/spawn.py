@@ -16,13 +16,17 @@ QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MALLOC_MMAP_THRESHOLD_"
 
 
 def launch(
-    script: str, arguments: Sequence[str], world_size: int = 2, timeout: float = 150, env: Mapping[str, str] | None = None
+    script: str,
+    arguments: Sequence[str],
+    world_size: int = 2,
+    timeout: float = 150,
+    env: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Run `tests/distributed/<script>` on so many ranks; what each wrote. AssertionError where one fails or hangs."""
     processes = start(script, arguments, world_size, env)
     results = finish(processes, timeout)
-    for rank, (code, output) in enumerate(results):
-        assert code == 0, f"rank {rank} ended with {code}:\n" + "\n".join(f"[{r}] {o}" for r, (_, o) in enumerate(results))
+    told = "\n".join(f"[rank {rank}] {output}" for rank, (_, output) in enumerate(results))
+    assert all(code == 0 for code, _ in results), f"ranks ended with {[code for code, _ in results]}:\n{told}"
     return [output for _, output in results]
 
 

@@ -80,7 +80,9 @@ class FlatShard:
         else:
             values = torch.empty(last - first, dtype=dtype, device=self.device)
         if self.group is not _EVERYBODY:
-            dist.broadcast(values, dist.get_process_group_ranks(self.group or dist.group.WORLD)[owner], group=self.group)
+            dist.broadcast(
+                values, dist.get_process_group_ranks(self.group or dist.group.WORLD)[owner], group=self.group
+            )
         return values
 
     def view(self, gathered: Tensor) -> Tensor:

@@ -86,7 +86,9 @@ def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
     in_layers = {id(place.parameter) for _, places in layers for place in places}
     others = [place for place in _places(model, sharded) if id(place.parameter) not in in_layers]
     inner = _transformers_model(model)
-    tables = {id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None}
+    tables = {
+        id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None
+    }
     vocabulary = [p for p in others if id(p.module) in tables and p.name == "weight" and is_row_aligned(p.shard)]
     rest = [place for place in others if place not in vocabulary]
     return Parts(layers, vocabulary, rest)
@@ -159,7 +161,9 @@ def _allocate(parts: Parts, kept: Kept, ranks: Ranks) -> tuple[Kept, list[Buffer
         if not kept.num_layers:
             raise failed or MemoryError("another rank has no room for a layer's buffers")
         kept = Kept(kept.num_layers // 2, False)
-        logger.warning("Out of memory while gathering layers for generation: %d of them stay gathered.", kept.num_layers)
+        logger.warning(
+            "Out of memory while gathering layers for generation: %d of them stay gathered.", kept.num_layers
+        )
 
 
 def _fill(stack: ExitStack, places: Sequence[Place], buffers: Buffers) -> None:

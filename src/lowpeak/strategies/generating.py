@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -12,7 +13,9 @@ from torch import nn
 def generating(model: nn.Module) -> Iterator[None]:
     """Eval mode and no activation checkpointing; each module's own mode and flag come back however the block is left."""
     modes = [(module, module.training) for module in model.modules()]
-    flags = [(m, m.gradient_checkpointing) for m in model.modules() if getattr(m, "gradient_checkpointing", None)]
+    flags: list[tuple[Any, Any]] = [
+        (m, m.gradient_checkpointing) for m in model.modules() if getattr(m, "gradient_checkpointing", None)
+    ]
     try:
         model.eval()
         for module, _ in flags:
