@@ -21,3 +21,4 @@ class MemorySettings:
     share_prompt: bool | None = None
     activation_offloading: bool = False
     gather_budget: int | None = None
+    frozen_on_host: bool = False

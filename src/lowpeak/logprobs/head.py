@@ -86,6 +86,7 @@ def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Mod
                 f"{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
             )
         _replace(part, _head_forward, scale, cast_head_to_fp32)
+        setattr(part, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010, for whoever computes logits in its place
     embeddings = causal.get_input_embeddings()
     if type(embeddings) is nn.Embedding and (_MARK in embeddings.__dict__ or "forward" not in embeddings.__dict__):
         _replace(embeddings, _embedding_forward, scale, in_fp32=False)

@@ -7,8 +7,8 @@ checkpoint without a trained classification head is an error instead of a warnin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ class ModelReward:
 
     `model` is an instance, a name or a path; without a tokenizer it is loaded from where the model came from. A batch
     has at most `max_tokens` tokens, padding included, unless one row alone has more. The model stays as it is passed
-    in: its mode and its config's padding token are restored after each call. `model` may be replaced by its prepared
+    in: its mode and its config's padding token are restored after each call. `use` replaces it by its prepared
     (placed, sharded) form.
 
     Raises:
@@ -56,6 +56,14 @@ class ModelReward:
         self.max_tokens = max_tokens
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._pad = _pad_id(self.tokenizer, self.name)
+        self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def use(self, frozen: Any) -> None:
+        """Judge with the model's prepared form: `frozen.model`, while its context `frozen.ready()` is open.
+
+        Where ranks share its weights, each of them has to make every call, also with no rows.
+        """
+        self.model, self._ready = frozen.model, frozen.ready
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
@@ -64,7 +72,7 @@ class ModelReward:
         texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
         ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
         rewards: list[float | None] = [None] * len(ids)
-        with _judging(self.model, self._pad):
+        with self._ready(), _judging(self.model, self._pad):
             for batch in batches_by_length([len(row) for row in ids], self.max_tokens):
                 logits = self._logits([ids[row] for row in batch]).tolist()
                 for row, logit in zip(batch, logits, strict=True):

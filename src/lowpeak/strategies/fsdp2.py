@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges, whole
+from lowpeak.strategies.flat import FlatShard, ranges
+from lowpeak.strategies.frozen import Frozen, average, freeze, shard_rows, shards_of
 from lowpeak.strategies.gathered import gathered
+from lowpeak.strategies.rows import rows_shard
 
 
 class Fsdp2:
@@ -51,45 +54,41 @@ class Fsdp2:
         """Nothing: the optimizer steps by itself."""
 
     @contextmanager
-    def hold(self, model: nn.Module, budget: int | None) -> Iterator[nn.Module]:
+    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
         """As many whole layers gathered as `budget` bytes allow, the others one at a time; see `gathered`."""
         inner = self._accelerator.unwrap_model(model)
         for module in inner.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root's parameters stay gathered after a forward
-        with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device):
+        with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device, whole_head):
             yield inner
 
     def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
         """Every parameter in flat ranges of at most `max_bytes`; the owner of rows broadcasts them."""
         inner = self._accelerator.unwrap_model(model)
-        shards = {name: self._shard(p) or whole(p.detach()) for name, p in inner.named_parameters()}
-        return ranges(shards, max_bytes, dtype)
+        return ranges(shards_of(inner, self._shard), max_bytes, dtype)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's rows of each parameter."""
         named = self._accelerator.unwrap_model(model).named_parameters()
         return {name: (p.to_local() if isinstance(p, DTensor) else p).detach() for name, p in named}
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """Sharded layer by layer like the policy."""
-        return model.requires_grad_(False).eval()
+    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+        """Cut like the policy, on its mesh, whatever `room` there is."""
+        model = shard_rows(freeze(model), self._mesh(), on_host)
+        return Frozen(model, lambda: self.hold(model, 0, whole_head=True))
+
+    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference, on this rank's rows alone."""
+        inner = self._accelerator.unwrap_model(policy)
+        average(shards_of(reference, self._shard), shards_of(inner, self._shard), share)
+
+    def _mesh(self) -> Any:
+        """The mesh that accelerate cut the policy on; None is all ranks."""
+        mesh = getattr(self._accelerator, "torch_device_mesh", None)
+        return None if mesh is None else mesh[tuple(self._accelerator.parallelism_config.fsdp_dim_names)]
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
-        if not isinstance(parameter, DTensor):
-            return None
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
-        return rows_shard(parameter, compute or parameter.dtype, self._accelerator.device)
-
-
-def rows_shard(parameter: DTensor, dtype: torch.dtype, device: torch.device) -> FlatShard:
-    """A parameter that `fully_shard` cut between rows; its replicas across hosts (HSDP) are left alone."""
-    dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)]
-    assert len(dims) == 1, "fully_shard cuts rows, along one axis of the mesh"
-    mesh = parameter.device_mesh
-    num_rows = parameter.shape[0]
-    rows_per_rank = -(-num_rows // mesh.size(dims[0]))
-    local = parameter.to_local().detach().reshape(-1)
-    chunk = rows_per_rank * (parameter.numel() // num_rows)
-    return FlatShard(parameter.shape, chunk, local, dtype, device, mesh.get_group(dims[0]))
+        return rows_shard(parameter, compute, self._accelerator.device)

@@ -55,9 +55,11 @@ class Kept:
 
 @contextmanager
 def gathered(
-    model: nn.Module, sharded: Sharded, budget: int | None, ranks: Ranks, device: torch.device
+    model: nn.Module, sharded: Sharded, budget: int | None, ranks: Ranks, device: torch.device, whole_head: bool = False
 ) -> Iterator[nn.Module]:
-    """`model` ready to generate, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+    """`model` ready to run, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+
+    `whole_head` gathers the head in any case: whoever asks it for log-probs needs its weight, not its product.
 
     Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards hold
     collectives, and are matched among ranks; see `Match`.
@@ -73,7 +75,7 @@ def gathered(
         if kept.vocabulary:
             _fill(stack, parts.vocabulary, _buffers(parts.vocabulary))
         else:
-            _shard_vocabulary(stack, model, parts.vocabulary)
+            _shard_vocabulary(stack, model, parts.vocabulary, whole_head)
         _stream(stack, parts.layers[kept.num_layers :])
         if kept != Kept(len(parts.layers), True):
             stack.enter_context(matched(_transformers_model(model), Match(device)))
@@ -89,9 +91,15 @@ def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
     tables = {
         id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None
     }
-    vocabulary = [p for p in others if id(p.module) in tables and p.name == "weight" and is_row_aligned(p.shard)]
+    vocabulary = [p for p in others if id(p.module) in tables and _is_plain_table(p) and is_row_aligned(p.shard)]
     rest = [place for place in others if place not in vocabulary]
     return Parts(layers, vocabulary, rest)
+
+
+def _is_plain_table(place: Place) -> bool:
+    """Whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up)."""
+    plain = (nn.Embedding.forward, nn.Linear.forward)
+    return place.name == "weight" and type(place.module).forward in plain
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -207,16 +215,21 @@ def _gathering(forward: Callable[..., Any], places: Sequence[Place], buffers: Bu
     return gather_and_run
 
 
-def _shard_vocabulary(stack: ExitStack, model: nn.Module, places: Sequence[Place]) -> None:
-    """Embedding and head that work on this rank's rows; where they are tied, on the same ones."""
+def _shard_vocabulary(stack: ExitStack, model: nn.Module, places: Sequence[Place], whole_head: bool) -> None:
+    """Embedding and head that work on this rank's rows; where they are tied, on the same ones.
+
+    With `whole_head` the head is gathered, and an embedding that is tied to it too.
+    """
     head = _transformers_model(model).get_output_embeddings()
+    heads = {id(place.parameter) for place in places if whole_head and place.module is head}
+    gathered_ones = [place for place in places if id(place.parameter) in heads]
+    _fill(stack, gathered_ones, _buffers(gathered_ones))
     for place in places:
-        in_fp32 = bool(getattr(place.module, "computes_in_fp32", False))
-        rows = ShardedRows(place.shard, in_fp32)
-        if place.module is head:
-            _replace_forward(stack, place.module, _multiplying(rows, place.module))
-        else:
-            _replace_forward(stack, place.module, rows.look_up)
+        if place in gathered_ones:
+            continue
+        rows = ShardedRows(place.shard, bool(getattr(place.module, "computes_in_fp32", False)))
+        forward = _multiplying(rows, place.module) if place.module is head else rows.look_up
+        _replace_forward(stack, place.module, forward)
 
 
 def _multiplying(rows: ShardedRows, head: nn.Module) -> Callable[..., Tensor]:

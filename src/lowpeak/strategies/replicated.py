@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
+from lowpeak.strategies.frozen import Frozen
 from lowpeak.strategies.generating import generating
+from lowpeak.strategies.replicas import Replicas
 
 
 class Replicated:
@@ -21,6 +23,7 @@ class Replicated:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._ranks = Ranks(accelerator.device)
+        self._replicas = Replicas(accelerator, self._ranks)
 
     @property
     def ranks(self) -> Ranks:
@@ -52,7 +55,7 @@ class Replicated:
         """Nothing: the optimizer steps by itself."""
 
     @contextmanager
-    def hold(self, model: nn.Module, budget: int | None) -> Iterator[nn.Module]:
+    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
         """The unwrapped model in eval mode without activation checkpointing; `budget` is moot, all of it is here.
 
         Restores each module's own mode and checkpointing flag, however the context is left.
@@ -75,12 +78,10 @@ class Replicated:
         """The parameters themselves: every rank's shard is the whole."""
         return {name: p.detach() for name, p in self._accelerator.unwrap_model(model).named_parameters()}
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """The model on the device, frozen, in eval mode, under the policy's autocast: its log-probs round alike.
+    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+        """A replica on the device under the policy's autocast, so that log-probs round alike; see `Replicas`."""
+        return self._replicas.prepare_frozen(model, room, on_host)
 
-        A quantised model stays where it was put.
-        """
-        model = model.requires_grad_(False).eval()
-        if getattr(model, "is_quantized", False):
-            return model
-        return self._accelerator.prepare_model(model, evaluation_mode=True)
+    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference, on this rank's ranges of a sharded reference."""
+        self._replicas.average(reference, self._accelerator.unwrap_model(policy), share)

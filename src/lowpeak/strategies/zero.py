@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges, whole
+from lowpeak.strategies.flat import FlatShard, ranges
+from lowpeak.strategies.frozen import Frozen, average, freeze, shards_of
 from lowpeak.strategies.gathered import gathered
+from lowpeak.strategies.replicas import Replicas
 
 
 class Zero:
@@ -22,6 +24,7 @@ class Zero:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._ranks = Ranks(accelerator.device)
+        self._replicas = Replicas(accelerator, self._ranks)
         self.stage = int(accelerator.state.deepspeed_plugin.zero_stage)
 
     @property
@@ -65,26 +68,36 @@ class Zero:
         self.engine.step()
 
     @contextmanager
-    def hold(self, model: nn.Module, budget: int | None) -> Iterator[nn.Module]:
+    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
         """Below stage 3 the whole model; else as many whole layers as `budget` bytes allow; see `gathered`."""
         inner = self._accelerator.unwrap_model(model)
-        with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device):
+        with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device, whole_head):
             yield inner
 
     def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
         """Every parameter in flat ranges of at most `max_bytes`; the owner of a range broadcasts it."""
         inner = self._accelerator.unwrap_model(model)
-        shards = {name: self._shard(p) or whole(p.detach()) for name, p in inner.named_parameters()}
-        return ranges(shards, max_bytes, dtype)
+        return ranges(shards_of(inner, self._shard), max_bytes, dtype)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's flat range of each parameter; below stage 3 the whole."""
         named = self._accelerator.unwrap_model(model).named_parameters()
         return {name: getattr(p, "ds_tensor", p).detach() for name, p in named}
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """Sharded layer by layer like the policy."""
-        return model.requires_grad_(False).eval()
+    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+        """Stage 3 cuts it as it cuts the policy; below, a replica where there is `room`; see `Replicas`."""
+        if self.stage < 3:
+            return self._replicas.prepare_frozen(model, room, on_host)
+        model = partitioned(freeze(model), self._accelerator.state.deepspeed_plugin.deepspeed_config, on_host)
+        return Frozen(model, lambda: self.hold(model, 0, whole_head=True))
+
+    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference, on this rank's ranges alone."""
+        inner = self._accelerator.unwrap_model(policy)
+        if self.stage < 3:
+            self._replicas.average(reference, inner, share)
+        else:
+            average(shards_of(reference, self._shard), shards_of(inner, self._shard), share)
 
     def _shard(self, parameter: Any) -> FlatShard | None:
         """A parameter that stage 3 cut; DeepSpeed's names."""
@@ -92,3 +105,14 @@ class Zero:
             return None
         local = parameter.ds_tensor.detach().view(-1)
         return FlatShard(parameter.ds_shape, local.numel(), local, local.dtype, self._accelerator.device)
+
+
+def partitioned(model: nn.Module, config: Any, on_host: bool) -> nn.Module:
+    """The model cut by stage 3, if it was not when it was loaded; no engine is made for it."""
+    import deepspeed
+
+    if not any(hasattr(parameter, "ds_tensor") for parameter in model.parameters()):
+        deepspeed.zero.Init(
+            module=model, config_dict_or_path=config, remote_device="cpu" if on_host else None, pin_memory=on_host
+        )
+    return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.memory.offload import activation_offload
+from lowpeak.memory.tracker import free_bytes
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
@@ -32,6 +33,7 @@ from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.detect import detect_strategy
+from lowpeak.strategies.frozen import Frozen
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
@@ -49,7 +51,7 @@ from lowpeak.training.models import (
 )
 from lowpeak.training.progress import ProgressTracker
 from lowpeak.training.rollouts import RolloutMaker, Tally
-from lowpeak.training.sizes import Sizes
+from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
 
@@ -117,11 +119,12 @@ def connect_online(
         num_embeddings=num_embeddings(parts.policy),
     )
     cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
-    reference = _reference(parts, strategy) if args.beta else None
+    freeze = _freezer(trainer, parts, strategy)
+    reference = _reference(parts, freeze) if args.beta else None
     for judge in parts.rewards:
         if isinstance(judge, ModelReward):
-            judge.model = strategy.prepare_frozen(judge.model)
-    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, parts.reference_model)
+            judge.use(freeze(judge.model))
+    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, reference)
     budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
     maker = RolloutMaker(
@@ -149,18 +152,22 @@ def make_run(
     strategy: Strategy,
     policy: nn.Module,
     memory: MemorySettings,
-    reference: nn.Module | None = None,
+    reference: Reference | None = None,
 ) -> Run:
     """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes.
 
-    `reference` is a reference model of its own, whose rows are laid out as the policy's.
+    A `reference` of its own has its rows laid out as the policy's. What is compared runs as sharded models do.
     """
     output_dir = Path(args.output_dir)
     device = trainer.accelerator.device
     install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
-    verify_head(policy)
-    with trainer.accelerator.autocast():  # as the passes will compute
-        choice = prepare_layout(memory, [policy] if reference is None else [policy, reference], device)
+    with ExitStack() as ready:
+        models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
+        verify_head(policy)
+        if reference is not None and reference.model is not None:
+            models.append(ready.enter_context(reference.use()))
+        with trainer.accelerator.autocast():  # as the passes will compute
+            choice = prepare_layout(memory, models, device)
     sizes = Sizes.of(memory, policy, device, choice, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
     saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     return Run(
@@ -174,11 +181,18 @@ def make_run(
     )
 
 
-def _reference(parts: OnlineParts, strategy: Strategy) -> Reference:
+def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy) -> Callable[[nn.Module], Frozen]:
+    """Prepares a frozen model: whole where half of what training leaves free holds it."""
+    room = max(0, free_bytes(trainer.accelerator.device) - training_bytes(parts.policy)) // 2
+    return lambda model: strategy.prepare_frozen(model, room, parts.settings.memory.frozen_on_host)
+
+
+def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Reference:
     if parts.reference_model is None:
         return adapter_reference(parts.policy)
     install_head(parts.reference_model, cast_head_to_fp32=parts.args.cast_lm_head_to_fp32)
-    return Reference(strategy.prepare_frozen(parts.reference_model))
+    frozen = freeze(parts.reference_model)
+    return Reference(frozen.model, frozen.ready)
 
 
 def _engine(
