@@ -8,6 +8,7 @@ and them. The engine that trains is not asked: its hooks are off, and its parame
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from lowpeak.strategies.matched import Match, matched
 from lowpeak.strategies.vocabulary import ShardedRows, is_row_aligned
 
 logger = logging.getLogger(__name__)
+
+
+Buffers = dict[int, Tensor]  # by the parameter's id
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,11 @@ class Parts:
     vocabulary: list[Place]
     rest: list[Place]
 
+    @property
+    def num_places(self) -> int:
+        """Parameters that are cut, tied ones as often as they are used."""
+        return sum(len(places) for _, places in self.layers) + len(self.vocabulary) + len(self.rest)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -53,33 +62,65 @@ class Kept:
     vocabulary: bool
 
 
-@contextmanager
-def gathered(
-    model: nn.Module, sharded: Sharded, budget: int | None, ranks: Ranks, device: torch.device, whole_head: bool = False
-) -> Iterator[nn.Module]:
-    """`model` ready to run, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+class Gatherer:
+    """Makes cut models ready to run; says in the log how many layers stay gathered, and what a forward took."""
 
-    `whole_head` gathers the head in any case: whoever asks it for log-probs needs its weight, not its product.
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._said: Kept | None = None
 
-    Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards hold
-    collectives, and are matched among ranks; see `Match`.
-    """
-    parts = find_parts(model, sharded)
-    with ExitStack() as stack:
-        stack.enter_context(generating(model))
-        stack.enter_context(without_sharding_hooks(model))
-        kept, buffers = _allocate(parts, _kept(parts, budget), ranks)
-        _fill(stack, parts.rest, _buffers(parts.rest))
-        for (_, places), own in zip(parts.layers, buffers, strict=False):
-            _fill(stack, places, own)
-        if kept.vocabulary:
-            _fill(stack, parts.vocabulary, _buffers(parts.vocabulary))
-        else:
-            _shard_vocabulary(stack, model, parts.vocabulary, whole_head)
-        _stream(stack, parts.layers[kept.num_layers :])
-        if kept != Kept(len(parts.layers), True):
-            stack.enter_context(matched(_transformers_model(model), Match(device)))
-        yield model
+    @contextmanager
+    def gathered(
+        self, model: nn.Module, sharded: Sharded, budget: int | None, whole_head: bool = False
+    ) -> Iterator[nn.Module]:
+        """`model` ready to run, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+
+        `whole_head` gathers the head in any case: whoever asks it for log-probs needs its weight, not its product.
+        Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards
+        hold collectives, and are matched among ranks; see `Match`.
+        """
+        parts = find_parts(model, sharded)
+        with ExitStack() as stack:
+            stack.enter_context(generating(model))
+            if parts.num_places:
+                stack.enter_context(without_sharding_hooks(model))
+                kept, buffers = _allocate(parts, _kept(parts, budget), self._ranks)
+                _fill_all(stack, model, parts, kept, buffers, whole_head)
+                if kept != Kept(len(parts.layers), True):
+                    match = Match(self._device)
+                    stack.enter_context(self._told(kept, parts, match))
+                    stack.enter_context(matched(_transformers_model(model), match))
+            yield model
+
+    @contextmanager
+    def _told(self, kept: Kept, parts: Parts, match: Match) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if kept != self._said and match.num_forwards:
+            self._said = kept
+            streamed = sum(_nbytes(places) for _, places in parts.layers[kept.num_layers :])
+            logger.info(
+                "%d of %d layers stayed gathered: a forward took %.1f ms and gathered %.1f MB.",
+                kept.num_layers,
+                len(parts.layers),
+                1e3 * (time.perf_counter() - start) / match.num_forwards,
+                streamed / 1e6,
+            )
+
+
+def _fill_all(
+    stack: ExitStack, model: nn.Module, parts: Parts, kept: Kept, buffers: list[Buffers], whole_head: bool
+) -> None:
+    """Gather what is kept, and let the rest be gathered or stay cut as it is used."""
+    _fill(stack, parts.rest, _buffers(parts.rest))
+    for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=True):
+        _fill(stack, places, own)
+    if kept.vocabulary:
+        _fill(stack, parts.vocabulary, _buffers(parts.vocabulary))
+    else:
+        _shard_vocabulary(stack, model, parts.vocabulary, whole_head)
+    _stream(stack, parts.layers[kept.num_layers :])
 
 
 def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
@@ -141,9 +182,6 @@ def _kept(parts: Parts, budget: int | None) -> Kept:
 
 def _nbytes(places: Sequence[Place]) -> int:
     return sum({id(place.parameter): place.shard.nbytes for place in places}.values())
-
-
-Buffers = dict[int, Tensor]  # by the parameter's id
 
 
 def _buffers(places: Sequence[Place]) -> Buffers:

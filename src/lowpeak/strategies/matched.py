@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from lowpeak.errors import EngineError
 from lowpeak.strategies.flat import all_gather
@@ -17,7 +17,7 @@ _DONE, _RUNNING, _FAILED = 0, 1, 2
 
 
 class Match:
-    """Before each forward every rank tells the others that it runs one, and of how many tokens; at its end, that it is done.
+    """Before each forward every rank tells the others that it runs one; at its end, that it is done.
 
     A rank that is done runs forwards of one token until all are. A rank that fails says so, and the others raise EngineError at
     their next forward.
@@ -26,41 +26,41 @@ class Match:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._agreed = True  # no collective of ours is under way, and nobody has failed
-        self.num_tokens: list[int] = []  # of the forward under way, on each rank
+        self.num_forwards = 0
 
-    def begin(self, num_tokens: int) -> None:
-        """This rank will run a forward of so many tokens."""
-        self._exchange(_RUNNING, num_tokens)
+    def begin(self) -> None:
+        """This rank will run a forward."""
+        self.num_forwards += 1
+        self._exchange(_RUNNING)
 
     def finish(self, forward: Callable[[], Any]) -> None:
         """Run the `forward` of one token until all ranks are done."""
-        while self._exchange(_DONE, 1):
+        while self._exchange(_DONE):
             forward()
 
     def fail(self) -> None:
         """Tell the others that this rank raises; nothing where they know, or cannot be told."""
         if self._agreed:
             self._agreed = False
-            self._gather(_FAILED, 0)
+            self._gather(_FAILED)
 
-    def _exchange(self, state: int, num_tokens: int) -> bool:
+    def _exchange(self, state: int) -> bool:
         """Whether any rank runs; EngineError where one has failed."""
         self._agreed = False
-        table = self._gather(state, num_tokens)
-        failed = [rank for rank, (theirs, _) in enumerate(table) if theirs == _FAILED]
+        states = self._gather(state)
+        failed = [rank for rank, theirs in enumerate(states) if theirs == _FAILED]
         if failed:
             raise EngineError(
                 f"rank {failed[0]} failed while it generated, and the others cannot go on without it: its own error says why."
             )
         self._agreed = True
-        self.num_tokens = [number for _, number in table]
-        return any(theirs == _RUNNING for theirs, _ in table)
+        return any(theirs == _RUNNING for theirs in states)
 
-    def _gather(self, state: int, num_tokens: int) -> list[list[int]]:
-        own = torch.tensor([state, num_tokens], device=self._device)
-        table = torch.empty(dist.get_world_size() * 2, dtype=own.dtype, device=self._device)
+    def _gather(self, state: int) -> list[int]:
+        own = torch.tensor([state], device=self._device)
+        table = own.new_empty(dist.get_world_size())
         all_gather(table, own)
-        return table.view(-1, 2).tolist()
+        return table.tolist()
 
 
 @contextmanager
@@ -68,12 +68,11 @@ def matched(model: nn.Module, match: Match) -> Iterator[None]:
     """Forwards of `model` in the block run in step on all ranks, which leave the block together."""
     idle = False
 
-    def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ids: Tensor = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+    def tell(module: nn.Module, args: tuple[Any, ...]) -> None:
         if not idle:
-            match.begin(ids.numel())
+            match.begin()
 
-    handle = model.register_forward_pre_hook(tell, with_kwargs=True)
+    handle = model.register_forward_pre_hook(tell)
     one_token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
     try:
         yield

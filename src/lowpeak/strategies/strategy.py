@@ -31,6 +31,11 @@ class Strategy(Protocol):
         """
         ...
 
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank holds a part of the policy's parameters alone, so that forwards hold collectives."""
+        ...
+
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""
         ...
