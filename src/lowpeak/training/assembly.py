@@ -14,6 +14,7 @@ from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
+from lowpeak.config.gathering import ALL, given_gathering
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
@@ -108,6 +109,7 @@ def connect_online(
     """The run and the rollout maker of a trainer whose accelerator stands."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
+    _check_acting(trainer, parts, strategy)
     limit = _max_prompt_tokens(parts.policy, args.max_completion_length)
     new_reader = partial(
         PromptReader,
@@ -203,12 +205,44 @@ def _engine(
     tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
+    budget = parts.settings.memory.gather_budget
+
     def hold() -> AbstractContextManager[nn.Module]:
-        return strategy.hold(trainer.model_wrapped, parts.settings.memory.gather_budget)
+        bytes_to_gather = _free_to_gather(trainer, strategy, run) if budget is None else budget
+        return strategy.hold(trainer.model_wrapped, bytes_to_gather)
 
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
     return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
+
+
+def _free_to_gather(trainer: Any, strategy: Strategy, run: Run) -> int:
+    """Half of what the KV cache leaves of the free memory, on the rank that has least."""
+    if not strategy.cuts_parameters:
+        return ALL
+    free = free_bytes(trainer.accelerator.device) - run.sizes.kv_cache_bytes
+    return int(-strategy.ranks.max([-max(0, free) // 2])[0])
+
+
+def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
+    """ArgumentError for what concerns other strategies or devices than the run has."""
+    gathering = given_gathering(parts.args)
+    if gathering is not None and not strategy.cuts_parameters:
+        raise ArgumentError(
+            f"{gathering}={getattr(parts.args, gathering)!r} cannot act: parameters are whole on every rank; it concerns FSDP2 "
+            "and ZeRO-3. Remove it."
+        )
+    if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
+        raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
+    if parts.args.offload_frozen_models and not _has_frozen(parts):
+        raise ArgumentError(
+            "offload_frozen_models=True cannot act: there is no reference and no reward model; remove it."
+        )
+
+
+def _has_frozen(parts: OnlineParts) -> bool:
+    """Whether the run has a model that is never trained."""
+    return parts.reference_model is not None or any(isinstance(judge, ModelReward) for judge in parts.rewards)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:
