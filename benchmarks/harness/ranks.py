@@ -65,7 +65,10 @@ def prepare(strategy: str, model: nn.Module) -> tuple[Any, nn.Module, Any]:
             torch.device("cpu"),
         )
         plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", reshard_after_forward=True, cpu_ram_efficient_loading=False
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            reshard_after_forward=True,
+            cpu_ram_efficient_loading=False,
         )
         options = {"fsdp_plugin": plugin}
     if strategy == "zero3":

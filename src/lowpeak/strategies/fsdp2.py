@@ -50,4 +50,4 @@ class Fsdp2(Accelerated):
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
-        return rows_shard(parameter, compute, self._accelerator.device)
+        return rows_shard(parameter, compute, self._device)
