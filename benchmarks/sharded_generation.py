@@ -41,9 +41,7 @@ def run() -> None:
                 f"| {strategy} | {name} | {row['ms']:.0f} | {slower:.2f} | {row['peak_mb']:.0f} | {share:.2f} |",
                 flush=True,
             )
-    print(
-        "\n| frozen, 512 tokens | held MB between forwards | peak of a forward, held included | beyond half a model | s |\n|---|---|---|---|---|"
-    )
+    print("\n| frozen, 512 tokens | held MB | with a forward MB | beyond half a model | s |\n|---|---|---|---|---|")
     for strategy, result in found.items():
         for way, row in result["frozen"].items():
             held, peak, share = row["held_mb"], row["peak_mb"], row["peak_mb"] / result["model_mb"] - 0.5
