@@ -34,6 +34,8 @@ def forests_agree(model: nn.Module, device: torch.device | str) -> str | None:
     """
     device = torch.device(device)
     causal = causal_lm(model)
+    if causal.get_input_embeddings().weight.is_meta:  # this rank has no weights yet; one that has them looks
+        return None
     try:
         with _evaluated(model):
             largest, dtype = _largest_difference(model, causal, device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.loading import reads_weights, without_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,6 +117,8 @@ def load_classifier(name: str, options: Mapping[str, Any]) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
     try:
+        if not reads_weights():
+            return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
         )

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lowpeak.loading import give_room
 from lowpeak.strategies.flat import FlatShard, Sharded, whole
 from lowpeak.strategies.gathered import layers_of
 
@@ -54,6 +55,7 @@ def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.dev
 
 def _fill_from_first(module: nn.Module, device: torch.device) -> None:
     """Rank 0's parameters and saved buffers, a few MB at a time, in place of what the others have; not those cut already."""
+    give_room(module)
     for values in module.state_dict(keep_vars=True).values():
         if isinstance(values, DTensor):
             continue

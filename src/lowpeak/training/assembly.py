@@ -21,6 +21,7 @@ from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
+from lowpeak.loading import give_room
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.memory.offload import activation_offload
@@ -171,6 +172,7 @@ def make_run(
         with trainer.accelerator.autocast():  # as the passes will compute
             choice = prepare_layout(memory, models, device)
     sizes = Sizes.of(memory, policy, device, choice, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
+    give_room(policy)
     saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, MissingPackageError, ModelError
+from lowpeak.loading import reads_weights, without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,8 @@ def _check_policy(policy: nn.Module) -> None:
 def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
     """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere."""
     try:
+        if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights():
+            return without_weights(auto, name, kwargs)
         return auto.from_pretrained(name, **kwargs)
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
