@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+
+from lowpeak.ranks import Ranks
 
 _ASKED = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
@@ -20,7 +20,7 @@ _ASKED = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 def reads_weights() -> bool:
     """Whether this rank reads weights itself."""
     efficient = all(os.environ.get(name, "false").lower() in ("true", "1") for name in _ASKED)
-    return not efficient or not dist.is_initialized() or dist.get_rank() == 0
+    return not efficient or Ranks().rank == 0
 
 
 def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
@@ -49,7 +49,7 @@ def give_room(module: nn.Module) -> None:
     made: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and parameter.is_meta and not isinstance(parameter, DTensor):
+            if type(parameter) is nn.Parameter and parameter.is_meta:  # not one that is cut already
                 real = torch.empty_like(parameter, device="cpu")
                 made.setdefault(id(parameter), nn.Parameter(real, requires_grad=parameter.requires_grad))
                 part._parameters[name] = made[id(parameter)]

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.strategies.flat import FlatShard, ranges
-from lowpeak.strategies.frozen import Frozen, average, freeze, frozen_bytes, shard_rows, shards_of
+from lowpeak.strategies.frozen import average, freeze, frozen_bytes, shard_rows, shards_of
 from lowpeak.strategies.gathered import Gatherer
 from lowpeak.strategies.rows import rows_shard
+from lowpeak.strategies.strategy import Frozen
 
 
 class Accelerated:

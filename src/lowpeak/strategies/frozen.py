@@ -7,9 +7,7 @@ would gather all of it in each forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,14 +20,6 @@ from lowpeak.strategies.flat import FlatShard, Sharded, whole
 from lowpeak.strategies.gathered import layers_of
 
 _PIECE_BYTES = 8 << 20
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """A frozen model; `ready()` is a context, entered by every rank together, in which it may be called."""
-
-    model: nn.Module
-    ready: Callable[[], AbstractContextManager[Any]]
 
 
 def freeze(model: nn.Module) -> nn.Module:

@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import FlatShard
-from lowpeak.strategies.frozen import Frozen, freeze, shard_rows
+from lowpeak.strategies.frozen import freeze, shard_rows
 from lowpeak.strategies.rows import rows_shard
+from lowpeak.strategies.strategy import Frozen
 
 
 class Fsdp2(Accelerated):

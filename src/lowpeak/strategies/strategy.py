@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.frozen import Frozen
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen model; `ready()` is a context, entered by every rank together, in which it may be called."""
+
+    model: nn.Module
+    ready: Callable[[], AbstractContextManager[Any]]
 
 
 @runtime_checkable

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import FlatShard
-from lowpeak.strategies.frozen import Frozen, freeze
+from lowpeak.strategies.frozen import freeze
+from lowpeak.strategies.strategy import Frozen
 
 
 class Zero(Accelerated):

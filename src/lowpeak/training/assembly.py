@@ -35,8 +35,7 @@ from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.detect import detect_strategy
-from lowpeak.strategies.frozen import Frozen
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
