@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,7 +27,8 @@ class ModelReward:
     `model` is an instance, a name or a path; without a tokenizer it is loaded from where the model came from. A batch
     has at most `max_tokens` tokens, padding included, unless one row alone has more. The model stays as it is passed
     in: its mode and its config's padding token are restored after each call. `model` may be replaced by its prepared
-    (placed, sharded) form.
+    (placed, sharded) form; where that is sharded, `ranks` are those that hold it: all of them make each call together, with as
+    many forwards as the busiest has batches.
 
     Raises:
         ModelError: the name or path has no sequence classifier with a trained head, or no tokenizer.
@@ -54,6 +56,7 @@ class ModelReward:
             )
         self.tokenizer = load_tokenizer(origin, self.name, options) if tokenizer is None else tokenizer
         self.max_tokens = max_tokens
+        self.ranks: Ranks | None = None
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._pad = _pad_id(self.tokenizer, self.name)
 
@@ -61,15 +64,23 @@ class ModelReward:
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> list[float | None]:
         """One logit per row; rows of messages are read through the tokenizer's chat template."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        with self.ranks.together() if self.ranks else nullcontext():
+            ids = self._ids(prompts, completions)
         rewards: list[float | None] = [None] * len(ids)
+        batches = list(batches_by_length([len(row) for row in ids], self.max_tokens))
+        most = int(self.ranks.max([len(batches)])[0]) if self.ranks else len(batches)
         with _judging(self.model, self._pad):
-            for batch in batches_by_length([len(row) for row in ids], self.max_tokens):
+            for batch in batches:
                 logits = self._logits([ids[row] for row in batch]).tolist()
                 for row, logit in zip(batch, logits, strict=True):
                     rewards[row] = logit
+            for _ in range(most - len(batches)):
+                self._logits([[self._pad]])
         return rewards
+
+    def _ids(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):

@@ -49,9 +49,11 @@ class Match:
         table = self._gather(state, num_tokens)
         failed = [rank for rank, (theirs, _) in enumerate(table) if theirs == _FAILED]
         if failed:
-            raise EngineError(
+            error = EngineError(
                 f"rank {failed[0]} failed while it generated, and the others cannot go on without it: its own error says why."
             )
+            error.rank = failed[0]
+            raise error
         self._agreed = True
         self.num_tokens = [number for _, number in table]
         return any(theirs == _RUNNING for theirs, _ in table)
