@@ -72,7 +72,7 @@ class MemoryTracker:
         self._gauge = gauge if gauge is not None else gauge_of(torch.device(device))
         self._open: list[PhaseUse] = []
         self._names: list[str] = []  # of the open phases
-        self._broken = ""  # the phase that an error left last
+        self._broken = self._ended = ""  # the phase that an error left last; the phase that ended last
         self._done: dict[str, PhaseUse] = {}
 
     @property
@@ -84,7 +84,9 @@ class MemoryTracker:
     def where(self) -> str:
         """The innermost phase that runs, or that an error has left since, in words; any thread may ask."""
         name = next(iter(self._names[-1:]), self._broken)
-        return f"phase {name}" if name else "no phase (between two, or at the start)"
+        if name:
+            return f"phase {name}"
+        return f"the step, after phase {self._ended}" if self._ended else "the start"
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
@@ -103,7 +105,7 @@ class MemoryTracker:
         finally:
             seconds = time.perf_counter() - start
             self._read()
-            self._names.pop()
+            self._ended = self._names.pop()
             use = self._open.pop().merge(PhaseUse(seconds, 0, 0))
             self._done[phase.value] = use.merge(self._done.get(phase.value, PhaseUse(0.0, 0, 0)))
 

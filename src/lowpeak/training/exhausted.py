@@ -1,4 +1,4 @@
-"""Out of memory in a phase, said in one sentence: on which rank, in which phase, and what to set."""
+"""Out of memory in a phase, said in one sentence: in which phase, and what to set. Other ranks add whose it was."""
 
 from __future__ import annotations
 
@@ -33,9 +33,7 @@ def explained(phase: Phase, trainer: Any) -> Iterator[None]:
         sizes = trainer.run.sizes.as_dict()
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**sizes)
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise MemoryExhaustedError(
-            f"rank {trainer.run.strategy.ranks.rank} ran out of memory in phase {phase}: {remedy}. ({words})"
-        ) from error
+        raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({words})") from error
 
 
 def _is_exhaustion(error: Exception) -> bool:

@@ -159,9 +159,12 @@ class RolloutMaker:
         mine = share(records, range(len(records)), self.budget, ranks.world_size)[ranks.rank]
         batches = matched(pack(records, mine, self.budget), self.budget, ranks)
         self.model().eval()
-        with self.tracker.phase(Phase.SCORE):
-            found = self._passes(records, batches)
-        shares = ranks.gather((found, {"useful_tokens/score": _useful(batches)}))
+
+        def run() -> tuple[Scores, dict[str, Metric]]:
+            with self.tracker.phase(Phase.SCORE):
+                return self._passes(records, batches), {"useful_tokens/score": _useful(batches)}
+
+        shares = ranks.gathered(run)
         everywhere = {i: values for found, _ in shares for i, values in found.items()}
         filled = tuple(self._filled(record, everywhere.get(i, {})) for i, record in enumerate(records))
         return filled, reduce(merge_metrics, [useful for _, useful in shares])
