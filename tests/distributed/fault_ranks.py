@@ -7,12 +7,28 @@ import os
 import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from setups import build, prepare, spread
-from transformers import TrainerCallback
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import Qwen2ForSequenceClassification, TrainerCallback
+
+from lowpeak.config.memory import MemorySettings
+from lowpeak.ranks import Ranks
+from lowpeak.records import Completion, Group, Prompt
+from lowpeak.rewards.combine import RewardPanel, RewardSettings
+from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards.model import ModelReward
+from lowpeak.strategies.detect import is_sharded
+from lowpeak.training.layouts import prepare_layout
+from lowpeak.training.sizes import Sizes
 
 RANK = "RANK"
 
@@ -182,7 +198,7 @@ def die(place: Path, strategy: str, victim: int, how: str, busy: float) -> None:
             time.sleep(busy)
         return spread(completions)
 
-    trainer = run_with(place, reward, strategy, max_steps=4)
+    trainer = run_with(place, reward, strategy, max_steps=4, per_device_train_batch_size=4)
     found = error_of(trainer.train)
     note(place, error=found)
     raise SystemExit(3)
@@ -218,18 +234,19 @@ def forget_to_fail(place: Path) -> None:
     trainer.model.model.register_forward_pre_hook(hook)
     note(place, error=error_of(trainer.train))
     if rank() == 1:
-        time.sleep(12)
+        time.sleep(9)
 
 
 def wait_too_long(place: Path) -> None:
     """Rank 1 is alive and takes longer than a collective may."""
+    PartialState(cpu=True, timeout=timedelta(seconds=4))  # as ddp_timeout is on devices
 
     def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
         if rank() == 1 and trainer_state.global_step == 1:
             time.sleep(30)
         return spread(completions)
 
-    trainer = run_with(place, reward, ddp_timeout=4)
+    trainer = run_with(place, reward)
     note(place, error=error_of(trainer.train))
 
 
@@ -239,7 +256,7 @@ def be_slow(place: Path) -> None:
     def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
         if rank() == 1 and trainer_state.global_step == 1:
             start = time.monotonic()
-            while time.monotonic() < start + 8:
+            while time.monotonic() < start + 4:
                 re.match(r"(a+)+b", "a" * 24)
         return spread(completions)
 
@@ -284,6 +301,61 @@ def weights(trainer: Any) -> list[float]:
     return [float(p.detach().double().abs().sum()) for p in trainer.model.parameters()]
 
 
+# what ranks find out by themselves, and must all go by
+
+
+def choose(place: Path) -> None:
+    """Rank 1's memory is full and its model's attention takes no forest; its reward fails beside a sharded reward model."""
+    PartialState(cpu=True)
+    ranks = Ranks(torch.device("cpu"))
+    policy = _model()
+    if rank() == 1:
+        policy.config._attn_implementation = "eager"
+    choice = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), ranks)
+    needs = 10**13 if rank() == 1 else 1
+    full = SimpleNamespace(
+        config=policy.config, parameters=lambda: iter([nn.Parameter(torch.empty(needs, device="meta"))])
+    )
+    sizes = Sizes.of(MemorySettings(), full, torch.device("cpu"), choice, ranks, bf16=False, checkpointing=True)
+    first = ranks.first(lambda: f"rank {rank()}'s")
+    note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)
+
+
+def judge_together(place: Path) -> None:
+    """A reward model that is sharded over the ranks, of which one has no rows; and with a function that fails on rank 1."""
+    PartialState(cpu=True)
+    torch.manual_seed(0)
+    model = Qwen2ForSequenceClassification(_model().config.__class__(**{**_model().config.to_dict(), "num_labels": 1}))
+    rows = ["12=3", "4=5", "6", "777=7777", "8=8"]
+    whole = ModelReward(model, _tokenizer(), max_tokens=4)
+    expected = whole([""] * len(rows), rows, [[]] * len(rows))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    whole.ranks = Ranks() if is_sharded(model) else None
+    mine = rows if rank() == 0 else []
+    found = whole([""] * len(mine), mine, [[]] * len(mine))
+
+    def failing(completions: list[str], **columns: Any) -> list[float]:
+        if rank() == 1:
+            raise KeyError("no such answer")
+        return [0.0] * len(completions)
+
+    def judge(rewards: list[Any], empty: int) -> list[float]:
+        panel = RewardPanel(make_rewards(rewards), RewardSettings((1.0,) * len(rewards)), _tokenizer().decode)
+        return [record.reward for record in panel.judge([] if rank() == empty else [_group()]).records]
+
+    together = judge([whole], empty=1)
+    error = error_of(lambda: whole.ranks.gathered(lambda: judge([whole, failing], empty=2)))
+    note(place, expected=expected, found=found, judged=together, error=error)
+
+
+def _group() -> Group:
+    ids = torch.tensor([3, 4], dtype=torch.int32)
+    completion = Completion(ids, torch.zeros(2), torch.ones(2, dtype=torch.bool), "stop")
+    return Group(Prompt(0, (2,), "0"), (completion, completion))
+
+
 # a rank without prompts
 
 
@@ -294,10 +366,8 @@ def have_nothing(place: Path, strategy: str) -> None:
     trainer.train()
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        model, rows = trainer.model, [[2, 3]] * len(prompts) * 4
-        out = model.generate(input_ids=torch.tensor(rows), max_new_tokens=3, do_sample=False, pad_token_id=0)
-        ids = [row[2:] for row in out.tolist()]
-        return {"prompt_ids": rows, "completion_ids": ids, "logprobs": [[-1.0] * len(each) for each in ids]}
+        rows = len(prompts) * 4
+        return {"prompt_ids": [[2, 3]] * rows, "completion_ids": [[4, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
 
     arguments.pop("beta")
     other = build("GRPO", place / "function", {**prepare(strategy), **arguments}, rollout_func=rollout_func)

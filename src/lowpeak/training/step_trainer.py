@@ -7,6 +7,7 @@ their own a checkpoint must hold (`run_state`, `take_run_state`).
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 import time
@@ -47,6 +48,8 @@ from lowpeak.training.start import put_others_aside, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -243,6 +246,8 @@ class StepTrainer(Trainer):
         """What the step took, over all ranks; and by the same maximum, whether any of them was asked to stop."""
         interrupts = self.run.interrupts
         spent = read_spent(seconds, self.run.tracker.take(), interrupts.stopping, self.run.strategy.ranks)
+        if spent.stopping and not interrupts.stopping and not interrupts.agreed:
+            logger.warning("Another rank was asked to stop: saving after this step.")
         interrupts.agreed = spent.stopping
         return spent
 

@@ -2,7 +2,7 @@
 
 Every rank holds a TCP connection to rank 0. The kernel closes it when its process dies, however it dies, and probes for hosts
 that are lost; so no step polls, and a rank that is only slow (a reward of ten minutes, a regular expression that holds the
-interpreter) is never taken for a dead one. A rank tells rank 0 in which phase it is, once a second where that changed; why it
+interpreter) is never taken for a dead one. A rank tells rank 0 in which phase it is, at most four times a second; why it
 fails; and that it is done. Rank 0 passes the first failure on as the verdict on the run.
 
 A rank whose collective breaks raises RankError. One that hangs in it (NCCL does) or is busy with something else is ended, once
@@ -11,8 +11,10 @@ it had some seconds to end by itself. What living ranks do not come to is bounde
 
 from __future__ import annotations
 
+import logging
 import os
 import selectors
+import socket
 import sys
 import threading
 import time
@@ -25,8 +27,10 @@ from lowpeak.errors import LowpeakError, RankError
 from lowpeak.ranks import Ranks, is_lost_connection
 from lowpeak.watch.lines import Line, connect
 
+logger = logging.getLogger(__name__)
+
 GRACE = 5.0  # seconds that a rank has to end by itself once the verdict is known
-_TICK = 1.0  # seconds between two looks of the watching thread at its own rank's phase
+_TICK = 0.25  # seconds between two looks of the watching thread at its own rank's phase
 _GONE = "is gone (killed, or its host is lost)"
 
 
@@ -68,6 +72,7 @@ class Watch:
         self._verdict: Verdict | None = None
         self._concluded, self._answered, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._deadline = float("inf")
+        self._wake, self._woken = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lowpeak-watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -84,8 +89,10 @@ class Watch:
         self._stopping.set()
         for line in list(self._lines.values()):
             line.send("bye")
-            line.close()
+        self._wake.close()
         self._thread.join(self._grace)
+        for line in list(self._lines.values()):
+            line.close()
         if found is not None:
             raise found from error
 
@@ -101,29 +108,32 @@ class Watch:
         verdict = self._verdict
         if verdict is not None and verdict.rank != self._rank:
             found = RankError(self._sentence(verdict))
+            logger.error("%s", found)  # at once: a launcher that saw the same will end this process in a moment
             found.rank = verdict.rank
             return found
         if not lost:
             return None
         words = str(error).strip().splitlines()[0]
         return RankError(
-            f"rank {self._rank} got no answer in {self._phase()}, though all ranks are alive ({self._everybody()}): {words}. "
-            "Where a rank only takes long, raise ddp_timeout."
+            f"no answer from the other ranks in {self._phase()}, though all are alive ({self._everybody()}): {words}. "
+            "Where one only takes long, raise ddp_timeout."
         )
 
     # the thread
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
             for line in self._lines.values():
                 selector.register(line.connection, selectors.EVENT_READ, line)
             while not self._stopping.is_set():
                 self._tell_phase()
                 for key, _ in selector.select(max(0.0, min(_TICK, self._deadline - time.monotonic()))):
-                    if not self._listen(key.data):
+                    if key.data is not None and not self._listen(key.data):
                         selector.unregister(key.fileobj)
                 if time.monotonic() >= self._deadline and not self._stopping.is_set():
                     self._end()
+        self._woken.close()
 
     def _tell_phase(self) -> None:
         now = self._phase()
@@ -193,9 +203,8 @@ class Watch:
     def _sentence(self, verdict: Verdict) -> str:
         if verdict.rank == self._rank:
             return f"rank {verdict.rank} {verdict.what}"
-        return (
-            f"rank {verdict.rank} {verdict.what}. Rank {self._rank} was in {self._phase()} and cannot go on without it."
-        )
+        told = verdict.what.rstrip(".")
+        return f"rank {verdict.rank} {told}. Rank {self._rank} was in {self._phase()} and cannot go on without it."
 
     def _everybody(self) -> str:
         """Where each of the other ranks is, as far as rank 0 knows."""
