@@ -44,7 +44,12 @@ def note(place: Path, **found: Any) -> None:
 
 def seen(place: Path, world_size: int = 2) -> list[dict[str, Any]]:
     """What each rank has noted."""
-    return [json.loads((place / f"seen{number}.json").read_text()) for number in range(world_size)]
+    return [noted(place, number) for number in range(world_size)]
+
+
+def noted(place: Path, number: int) -> dict[str, Any]:
+    """What one rank has noted."""
+    return json.loads((place / f"seen{number}.json").read_text())
 
 
 def error_of(call: Any) -> str:
@@ -285,6 +290,21 @@ def stop(place: Path, when: dict[int, tuple[str, int]]) -> None:
     resumed = run_with(place, spread, max_steps=6)
     resumed.train(resume_from_checkpoint=True)
     note(place, error=found, step=trainer.state.global_step, checkpoints=checkpoints, weights=weights(resumed))
+
+
+def stop_at_once(place: Path) -> None:
+    """Ctrl-C twice on rank 0, while rank 1 is busy for long."""
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            if rank() == 1:
+                time.sleep(40)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return spread(completions)
+
+    trainer = run_with(place, reward, max_steps=6)
+    note(place, error=error_of(trainer.train))
 
 
 def leave_alone(place: Path) -> None:
