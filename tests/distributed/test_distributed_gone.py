@@ -31,11 +31,17 @@ def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_
         assert after_death(tmp_path, ended[rank]) < SOON
 
 
-def test_a_rank_that_is_busy_elsewhere_is_ended_when_another_goes(tmp_path: Path) -> None:
-    ended = run_ranks(fault_ranks.die, tmp_path, "ddp", 1, "kill", 50.0)
+@pytest.mark.parametrize(
+    ("how", "busy", "where"),
+    [("kill", 50.0, "phase reward"), ("kill, and leave a child", 0.0, "the step, after phase reward")],
+)
+def test_a_rank_that_is_busy_or_hangs_when_another_goes_is_ended(
+    tmp_path: Path, how: str, busy: float, where: str
+) -> None:
+    ended = run_ranks(fault_ranks.die, tmp_path, "ddp", 1, how, busy)
     assert ended[0].code == 1
     assert "lowpeak: error: rank 1 is gone (killed, or its host is lost)" in ended[0].log
-    assert "Rank 0 was in phase reward and cannot go on without it." in ended[0].log
+    assert f"Rank 0 was in {where} and cannot go on without it." in ended[0].log
     assert after_death(tmp_path, ended[0]) < SOON
 
 
