@@ -25,6 +25,7 @@ ROLLOUTS = "rollouts"
 
 _INT64 = 2**63
 _BLOCK = 1 << 16
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +99,7 @@ def _path(folder: Path, name: str, number: int | None = None) -> Path:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     """The row as one line; a lone surrogate, which tokenizers can make and readers refuse, becomes a question mark."""
-    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace") + b"\n"
+    return _ENCODER.encode(_plain(row)).encode("utf-8", "replace") + b"\n"
 
 
 def _plain(value: Any) -> Any:

@@ -14,19 +14,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from setups import build, prepare, spread
+from setups import build, named_models, prepare, spread
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from transformers import Qwen2ForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from lowpeak.config.memory import MemorySettings
 from lowpeak.ranks import Ranks
-from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.make import make_rewards
-from lowpeak.rewards.model import ModelReward
-from lowpeak.strategies.detect import is_sharded
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.sizes import Sizes
 
@@ -344,49 +337,22 @@ def choose(place: Path) -> None:
     note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)
 
 
-def judge_together(place: Path) -> None:
-    """A reward model that is sharded over the ranks, of which one has no rows; and with a function that fails on rank 1."""
-    PartialState(cpu=True)
-    torch.manual_seed(0)
-    model = Qwen2ForSequenceClassification(_model().config.__class__(**{**_model().config.to_dict(), "num_labels": 1}))
-    rows = ["12=3", "4=5", "6", "777=7777", "8=8"]
-    whole = ModelReward(model, _tokenizer(), max_tokens=4)
-    expected = whole([""] * len(rows), rows, [[]] * len(rows))
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    whole.ranks = Ranks() if is_sharded(model) else None
-    mine = rows if rank() == 0 else []
-    found = whole([""] * len(mine), mine, [[]] * len(mine))
-
-    def failing(completions: list[str], **columns: Any) -> list[float]:
-        if rank() == 1:
-            raise KeyError("no such answer")
-        return [0.0] * len(completions)
-
-    def judge(rewards: list[Any], empty: int) -> list[float]:
-        panel = RewardPanel(make_rewards(rewards), RewardSettings((1.0,) * len(rewards)), _tokenizer().decode)
-        return [record.reward for record in panel.judge([] if rank() == empty else [_group()]).records]
-
-    together = judge([whole], empty=1)
-    error = error_of(lambda: whole.ranks.gathered(lambda: judge([whole, failing], empty=2)))
-    note(place, expected=expected, found=found, judged=together, error=error)
-
-
-def _group() -> Group:
-    ids = torch.tensor([3, 4], dtype=torch.int32)
-    completion = Completion(ids, torch.zeros(2), torch.ones(2, dtype=torch.bool), "stop")
-    return Group(Prompt(0, (2,), "0"), (completion, completion))
-
-
 # a rank without prompts
 
 
 def have_nothing(place: Path, strategy: str) -> None:
     """One prompt a rollout for two ranks: one of them generates and judges nothing."""
     arguments: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2, "beta": 0.1}
-    trainer = run_with(place, spread, strategy, **arguments)
+    policy, judge = named_models(place / "named")
+    settings = {**prepare(strategy), **arguments}
+    trainer = build("GRPO", place / "run", settings, model=policy, rewards=[judge, spread])
     trainer.train()
+
+    def failing(completions: list[str], **columns: Any) -> list[float]:
+        raise KeyError("no such answer")
+
+    judged = build("GRPO", place / "failing", settings, model=policy, rewards=[judge, failing])
+    error = error_of(judged.train)
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         rows = len(prompts) * 4
@@ -395,7 +361,7 @@ def have_nothing(place: Path, strategy: str) -> None:
     arguments.pop("beta")
     other = build("GRPO", place / "function", {**prepare(strategy), **arguments}, rollout_func=rollout_func)
     other.train()
-    note(place, steps=[trainer.state.global_step, other.state.global_step], losses=_losses(trainer))
+    note(place, steps=[trainer.state.global_step, other.state.global_step], losses=_losses(trainer), error=error)
 
 
 def _losses(trainer: Any) -> list[float]:

@@ -10,7 +10,9 @@ class MemorySettings:
     """Bounds of a run: tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache; and where
     activations wait.
 
-    `padding_free` False pads rows side by side; `share_prompt` True forwards a prompt once wherever rows have the same.
+    `gather_budget` is how many bytes of a sharded model stay gathered while it generates. `frozen_on_host` keeps frozen
+    models in host memory. `padding_free` False pads rows side by side; `share_prompt` True forwards a prompt once wherever
+    rows have the same.
     """
 
     micro_batch_tokens: int | None = None
@@ -21,3 +23,4 @@ class MemorySettings:
     share_prompt: bool | None = None
     activation_offloading: bool = False
     gather_budget: int | None = None
+    frozen_on_host: bool = False

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 _VLLM = "vLLM rollouts are not part of this version; remove it, the native engine needs no second copy of the weights"
-_ONE_DEVICE = "it concerns ZeRO-3, and this version trains on one device; remove it"
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
 
 REJECTED: dict[str, str] = {
@@ -29,7 +28,6 @@ REJECTED: dict[str, str] = {
     "vllm_importance_sampling_clip_max": _VLLM,
     "vllm_importance_sampling_clip_min": _VLLM,
     "vllm_importance_sampling_cap": _VLLM,
-    "ds3_gather_for_generation": _ONE_DEVICE,
     "cache_implementation": _NATIVE,
     "use_transformers_continuous_batching": _NATIVE,
     "transformers_continuous_batching_config": _NATIVE,

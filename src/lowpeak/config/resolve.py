@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
+from lowpeak.config.gathering import resolve_gather_budget
 from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require
 from lowpeak.config.kinds import check_kinds
 from lowpeak.config.memory import MemorySettings
@@ -58,6 +59,8 @@ def resolve_common(args: Any) -> MemorySettings:
         padding_free=args.padding_free,
         share_prompt=share_prompt,
         activation_offloading=args.activation_offloading,
+        gather_budget=resolve_gather_budget(args),
+        frozen_on_host=getattr(args, "offload_frozen_models", False),
     )
 
 

@@ -21,6 +21,7 @@ from lowpeak.errors import ModelError
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
 from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
+from lowpeak.logprobs.few_rows import linear
 from lowpeak.logprobs.general import module_logprobs, module_loss
 
 # What a causal LM's forward takes and its backbone does not, or what a request decides.
@@ -86,6 +87,7 @@ def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Mod
                 f"{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
             )
         _replace(part, _head_forward, scale, cast_head_to_fp32)
+        setattr(part, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010, for whoever computes logits in its place
     embeddings = causal.get_input_embeddings()
     if type(embeddings) is nn.Embedding and (_MARK in embeddings.__dict__ or "forward" not in embeddings.__dict__):
         _replace(embeddings, _embedding_forward, scale, in_fp32=False)
@@ -151,6 +153,8 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
     if head_request is None:
         if installed.in_fp32:
             return _fp32_logits(self, hidden)
+        if _is_linear(self):
+            return linear(hidden, self.weight, self.bias)
         return installed.forward(hidden, *args, **kwargs)
     # Prompt and padding positions are left behind here: they never reach the head.
     hidden_TD = hidden.reshape(-1, hidden.shape[-1]).index_select(0, head_request.positions_T)
@@ -187,7 +191,7 @@ def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: Head
 def _fp32_logits(module: Any, hidden: Tensor) -> Tensor:
     with no_autocast(hidden.device):
         bias = None if module.bias is None else module.bias.float()
-        return nn.functional.linear(hidden.float(), module.weight.float(), bias)
+        return linear(hidden.float(), module.weight.float(), bias)
 
 
 def _is_linear(module: nn.Module) -> bool:

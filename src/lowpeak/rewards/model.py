@@ -7,8 +7,8 @@ checkpoint without a trained classification head is an error instead of a warnin
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,8 @@ class ModelReward:
 
     `model` is an instance, a name or a path; without a tokenizer it is loaded from where the model came from. A batch
     has at most `max_tokens` tokens, padding included, unless one row alone has more. The model stays as it is passed
-    in: its mode and its config's padding token are restored after each call. `model` may be replaced by its prepared
-    (placed, sharded) form; where that is sharded, `ranks` are those that hold it: all of them make each call together, with as
-    many forwards as the busiest has batches.
+    in: its mode and its config's padding token are restored after each call. `use` replaces it by its prepared
+    (placed, sharded) form.
 
     Raises:
         ModelError: the name or path has no sequence classifier with a trained head, or no tokenizer.
@@ -59,6 +58,14 @@ class ModelReward:
         self.ranks: Ranks | None = None
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._pad = _pad_id(self.tokenizer, self.name)
+        self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def use(self, frozen: Any, ranks: Ranks | None = None) -> None:
+        """Judge with the model's prepared form: `frozen.model`, while its context `frozen.ready()` is open.
+
+        Where its weights are shared by `ranks`, each of them has to make every call, also with no rows.
+        """
+        self.model, self._ready, self.ranks = frozen.model, frozen.ready, ranks
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
@@ -67,15 +74,11 @@ class ModelReward:
         with self.ranks.together() if self.ranks else nullcontext():
             ids = self._ids(prompts, completions)
         rewards: list[float | None] = [None] * len(ids)
-        batches = list(batches_by_length([len(row) for row in ids], self.max_tokens))
-        most = int(self.ranks.max([len(batches)])[0]) if self.ranks else len(batches)
-        with _judging(self.model, self._pad):
-            for batch in batches:
+        with self._ready(), _judging(self.model, self._pad):
+            for batch in batches_by_length([len(row) for row in ids], self.max_tokens):
                 logits = self._logits([ids[row] for row in batch]).tolist()
                 for row, logit in zip(batch, logits, strict=True):
                     rewards[row] = logit
-            for _ in range(most - len(batches)):
-                self._logits([[self._pad]])
         return rewards
 
     def _ids(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:

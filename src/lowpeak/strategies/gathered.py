@@ -8,9 +8,11 @@ and them. The engine that trains is not asked: its hooks are off, and its parame
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +22,13 @@ from lowpeak.ranks import Ranks
 from lowpeak.strategies.flat import FlatShard, Sharded
 from lowpeak.strategies.generating import generating
 from lowpeak.strategies.hooks import without_sharding_hooks
-from lowpeak.strategies.matched import Match, matched
+from lowpeak.strategies.matched import Match, matched, replace_forward
 from lowpeak.strategies.vocabulary import ShardedRows, is_row_aligned
 
 logger = logging.getLogger(__name__)
+
+
+Buffers = dict[int, Tensor]  # by the parameter's id
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,11 @@ class Parts:
     vocabulary: list[Place]
     rest: list[Place]
 
+    @property
+    def num_places(self) -> int:
+        """Parameters that are cut, tied ones as often as they are used."""
+        return sum(len(places) for _, places in self.layers) + len(self.vocabulary) + len(self.rest)
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -53,31 +63,90 @@ class Kept:
     vocabulary: bool
 
 
-@contextmanager
-def gathered(
-    model: nn.Module, sharded: Sharded, budget: int | None, ranks: Ranks, device: torch.device
-) -> Iterator[nn.Module]:
-    """`model` ready to generate, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+class Gatherer:
+    """Makes cut models ready to run; says in the log how many layers stay gathered, and what a forward took."""
 
-    Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards hold
-    collectives, and are matched among ranks; see `Match`.
-    """
-    parts = find_parts(model, sharded)
-    with ExitStack() as stack:
-        stack.enter_context(generating(model))
-        stack.enter_context(without_sharding_hooks(model))
-        kept, buffers = _allocate(parts, _kept(parts, budget), ranks)
-        _fill(stack, parts.rest, _buffers(parts.rest))
-        for (_, places), own in zip(parts.layers, buffers, strict=False):
-            _fill(stack, places, own)
-        if kept.vocabulary:
-            _fill(stack, parts.vocabulary, _buffers(parts.vocabulary))
-        else:
-            _shard_vocabulary(stack, model, parts.vocabulary)
-        _stream(stack, parts.layers[kept.num_layers :])
-        if kept != Kept(len(parts.layers), True):
-            stack.enter_context(matched(_transformers_model(model), Match(device)))
-        yield model
+    def __init__(self, ranks: Ranks, device: torch.device, allocate: Callable[..., Tensor] = torch.empty) -> None:
+        self._ranks = ranks
+        self._allocate = allocate
+        self._device = device
+        self._said: Kept | None = None
+
+    @contextmanager
+    def gathered(
+        self, model: nn.Module, sharded: Sharded, budget: int | None, whole_head: bool = False
+    ) -> Iterator[nn.Module]:
+        """`model` ready to run, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+
+        `whole_head` gathers the head in any case: whoever asks it for log-probs needs its weight, not its product.
+        Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards
+        hold collectives, and are matched among ranks; see `Match`.
+        """
+        parts = find_parts(model, sharded)
+        with ExitStack() as stack:
+            stack.enter_context(generating(model))
+            if parts.num_places:
+                stack.enter_context(without_sharding_hooks(model))
+                kept, buffers = _allocate(parts, _kept(parts, budget), self._ranks, self._allocate)
+                match = Match(self._device)
+                _fill_all(stack, model, parts, kept, buffers, whole_head, match)
+                if kept != Kept(len(parts.layers), True):
+                    stack.enter_context(self._told(kept, parts, match))
+                    stack.enter_context(matched(_transformers_model(model), match))
+            yield model
+
+    @contextmanager
+    def _told(self, kept: Kept, parts: Parts, match: Match) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        if kept != self._said and match.num_forwards:
+            self._said = kept
+            streamed = sum(_nbytes(places) for _, places in parts.layers[kept.num_layers :])
+            logger.info(
+                "%d of %d layers stayed gathered: a forward took %.1f ms and gathered %.1f MB.",
+                kept.num_layers,
+                len(parts.layers),
+                1e3 * (time.perf_counter() - start) / match.num_forwards,
+                streamed / 1e6,
+            )
+
+
+def _fill_all(
+    stack: ExitStack,
+    model: nn.Module,
+    parts: Parts,
+    kept: Kept,
+    buffers: list[Buffers],
+    whole_head: bool,
+    match: Match,
+) -> None:
+    """Gather what is kept, and let the rest be gathered or stay cut as it is used: the steps of a forward, in their order."""
+    _fill(stack, parts.rest, _buffers(parts.rest))
+    for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=True):
+        _fill(stack, places, own)
+    head: Any = _transformers_model(model).get_output_embeddings()
+    whole = parts.vocabulary if kept.vocabulary else _tied_to(head, parts.vocabulary) if whole_head else []
+    _fill(stack, whole, _buffers(whole))
+    cut = [(place, ShardedRows(place.shard, _in_fp32(place))) for place in parts.vocabulary if place not in whole]
+    for place, rows in cut:
+        if place.module is not head:
+            replace_forward(stack, place.module, match.step(rows.look_up, rows.idle_look_up))
+    _stream(stack, parts.layers[kept.num_layers :], match)
+    bias: Any = getattr(head, "bias", None)
+    for place, rows in cut:
+        if place.module is head:
+            multiply = partial(rows.multiply, bias=bias)
+            replace_forward(stack, head, match.step(multiply, rows.idle_multiply))
+
+
+def _tied_to(head: nn.Module | None, places: Sequence[Place]) -> list[Place]:
+    """The places of the head's parameter, the embedding's too where it is tied."""
+    heads = {id(place.parameter) for place in places if place.module is head}
+    return [place for place in places if id(place.parameter) in heads]
+
+
+def _in_fp32(place: Place) -> bool:
+    return bool(getattr(place.module, "computes_in_fp32", False))
 
 
 def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
@@ -89,9 +158,15 @@ def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
     tables = {
         id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None
     }
-    vocabulary = [p for p in others if id(p.module) in tables and p.name == "weight" and is_row_aligned(p.shard)]
+    vocabulary = [p for p in others if id(p.module) in tables and _is_plain_table(p) and is_row_aligned(p.shard)]
     rest = [place for place in others if place not in vocabulary]
     return Parts(layers, vocabulary, rest)
+
+
+def _is_plain_table(place: Place) -> bool:
+    """Whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up)."""
+    plain = (nn.Embedding.forward, nn.Linear.forward)
+    return place.name == "weight" and type(place.module).forward in plain
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -135,25 +210,22 @@ def _nbytes(places: Sequence[Place]) -> int:
     return sum({id(place.parameter): place.shard.nbytes for place in places}.values())
 
 
-Buffers = dict[int, Tensor]  # by the parameter's id
-
-
-def _buffers(places: Sequence[Place]) -> Buffers:
+def _buffers(places: Sequence[Place], allocate: Callable[..., Tensor] = torch.empty) -> Buffers:
     """Room for each parameter whole; a tied one has it once."""
     return {
-        id(place.parameter): torch.empty(place.shard.padded, dtype=place.shard.dtype, device=place.shard.device)
+        id(place.parameter): allocate(place.shard.padded, dtype=place.shard.dtype, device=place.shard.device)
         for place in places
     }
 
 
-def _allocate(parts: Parts, kept: Kept, ranks: Ranks) -> tuple[Kept, list[Buffers]]:
+def _allocate(parts: Parts, kept: Kept, ranks: Ranks, allocate: Callable[..., Tensor]) -> tuple[Kept, list[Buffers]]:
     """Buffers of the layers that stay, of as many as there is room for on every rank: half as many after each failure."""
     while True:
         buffers: list[Buffers] = []
         failed: Exception | None = None
         try:
             for _, places in parts.layers[: kept.num_layers]:
-                buffers.append(_buffers(places))
+                buffers.append(_buffers(places, allocate))
         except (torch.OutOfMemoryError, MemoryError) as error:
             failed = error
         if not ranks.max([float(failed is not None)])[0]:
@@ -184,7 +256,7 @@ def _put(stack: ExitStack, place: Place, parameter: nn.Parameter) -> None:
     stack.callback(place.module._parameters.__setitem__, place.name, place.parameter)
 
 
-def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]]) -> None:
+def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], match: Match) -> None:
     """Layers that share buffers, which each fills when it is called."""
     pool: dict[tuple[Any, ...], Tensor] = {}
     for layer, places in layers:
@@ -196,40 +268,16 @@ def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]]) -
                 pool[key] = torch.empty(shard.padded, dtype=shard.dtype, device=shard.device)
             buffers[id(place.parameter)] = pool[key]
             _put(stack, place, nn.Parameter(shard.view(pool[key]), requires_grad=False))
-        _replace_forward(stack, layer, _gathering(layer.forward, places, buffers))
+        gather = partial(_gather, places, buffers)
+        replace_forward(stack, layer, _after(match.step(gather, gather), layer.forward))
 
 
-def _gathering(forward: Callable[..., Any], places: Sequence[Place], buffers: Buffers) -> Callable[..., Any]:
-    def gather_and_run(*args: Any, **kwargs: Any) -> Any:
-        _gather(places, buffers)
+def _after(first: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    def both(*args: Any, **kwargs: Any) -> Any:
+        first()
         return forward(*args, **kwargs)
 
-    return gather_and_run
-
-
-def _shard_vocabulary(stack: ExitStack, model: nn.Module, places: Sequence[Place]) -> None:
-    """Embedding and head that work on this rank's rows; where they are tied, on the same ones."""
-    head = _transformers_model(model).get_output_embeddings()
-    for place in places:
-        in_fp32 = bool(getattr(place.module, "computes_in_fp32", False))
-        rows = ShardedRows(place.shard, in_fp32)
-        if place.module is head:
-            _replace_forward(stack, place.module, _multiplying(rows, place.module))
-        else:
-            _replace_forward(stack, place.module, rows.look_up)
-
-
-def _multiplying(rows: ShardedRows, head: nn.Module) -> Callable[..., Tensor]:
-    return lambda hidden: rows.multiply(hidden, head.bias)  # type: ignore[arg-type]
-
-
-def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
-    own = module.__dict__.get("forward")
-    module.forward = forward
-    if own is None:
-        stack.callback(module.__delattr__, "forward")
-    else:
-        stack.callback(setattr, module, "forward", own)
+    return both
 
 
 def _transformers_model(model: Any) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
+from lowpeak.strategies.frozen import Frozen
 
 
 @runtime_checkable
@@ -30,6 +31,11 @@ class Strategy(Protocol):
         """
         ...
 
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank holds a part of the policy's parameters alone, so that forwards hold collectives."""
+        ...
+
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""
         ...
@@ -46,9 +52,10 @@ class Strategy(Protocol):
         """Clip, update and clear the gradients where an engine of the strategy does that itself; else nothing."""
         ...
 
-    def hold(self, model: nn.Module, budget: int | None) -> AbstractContextManager[nn.Module]:
-        """A context in which `model` generates: eval mode, no checkpointing, as many layers gathered as `budget` bytes
-        allow (None: all). Yields once, and restores everything however it is left."""
+    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> AbstractContextManager[nn.Module]:
+        """A context in which `model` runs without gradients: eval mode, no checkpointing, as many layers gathered as `budget`
+        bytes allow (None: all), the head in any case with `whole_head`. Yields once, and restores everything however it is
+        left. Every rank enters it; forwards in it are matched among ranks."""
         ...
 
     def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
@@ -59,6 +66,11 @@ class Strategy(Protocol):
         """This rank's own tensors of the model's parameters, by name: for averages and for offloading."""
         ...
 
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """A model that is never trained, in eval mode, on the device and sharded like the policy."""
+    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+        """A model that is never trained, in eval mode, sharded like the policy where that is or where `room` bytes hold no
+        replica; `on_host` keeps it in host memory, and on the device a layer at a time."""
+        ...
+
+    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference, on this rank's shards alone."""
         ...

@@ -63,6 +63,14 @@ class ShardedRows:
             out_NV += bias.to(out_NV.dtype)
         return out_NV.view(*hidden.shape[:-1], -1)
 
+    def idle_look_up(self) -> None:
+        """Take part in the others' look-up."""
+        self.look_up(torch.zeros(1, dtype=torch.int64, device=self._rows_vD.device))
+
+    def idle_multiply(self) -> None:
+        """Take part in the others' product."""
+        self.multiply(self._rows_vD.new_zeros(1, self._width), None)
+
     def _rounds(self, number: int, values_per_token: int, device: torch.device) -> list[tuple[int, int]]:
         """Start and size of each round: equally many on every rank, each of at most `_MAX_BYTES` in all."""
         most = int(self._gathered(torch.tensor([number], device=device)).max())

@@ -2,59 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from lowpeak.ranks import Ranks
-from lowpeak.records import WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges, whole
-from lowpeak.strategies.gathered import gathered
+from lowpeak.strategies.accelerated import Accelerated
+from lowpeak.strategies.flat import FlatShard
+from lowpeak.strategies.frozen import Frozen, freeze
 
 
-class Zero:
-    """DeepSpeed's engine, made by accelerate. Its own step clips and updates: `step` lets it."""
+class Zero(Accelerated):
+    """DeepSpeed's engine, made by accelerate. It clips and updates by itself, in `own_step`."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-        self._ranks = Ranks(accelerator.device)
-        self.stage = int(accelerator.state.deepspeed_plugin.zero_stage)
+        super().__init__(accelerator)
+        self._stage = int(accelerator.state.deepspeed_plugin.zero_stage)
 
     @property
-    def ranks(self) -> Ranks:
-        """The processes of the run."""
-        return self._ranks
-
-    @property
-    def promised_scale(self) -> float | None:
-        """None: gradients are reduced over ranks on their way."""
-        return None
-
-    @property
-    def engine(self) -> Any:
-        """DeepSpeed's engine of the policy."""
-        wrapped = self._accelerator.deepspeed_engine_wrapped
-        assert wrapped is not None, "the policy is prepared"
-        return wrapped.engine
+    def cuts_parameters(self) -> bool:
+        """Stage 3 does."""
+        return self._stage == 3
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward: the engine is told whether it is the step's `last`."""
         self._accelerator.gradient_state._set_sync_gradients(last)
-        self.engine.set_gradient_accumulation_boundary(last)
+        self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the loss's gradients to the engine's, averaged over ranks."""
-        self.engine.backward(loss, scale_wrt_gas=False)
+        self._engine.backward(loss, scale_wrt_gas=False)
 
     def own_grad_norm(self) -> Tensor | None:
         """The norm of the gradients that the engine has reduced; DeepSpeed's own names."""
-        optimizer = self.engine.optimizer
-        if self.stage == 3:
+        optimizer = self._engine.optimizer
+        if self._stage == 3:
             norm = torch.linalg.vector_norm(torch.stack(optimizer._get_norm_groups()))
         else:
             norm = torch.as_tensor(optimizer.scaled_global_norm())
@@ -62,33 +47,35 @@ class Zero:
 
     def own_step(self) -> None:
         """The engine clips, updates and clears."""
-        self.engine.step()
+        self._engine.step()
 
-    @contextmanager
-    def hold(self, model: nn.Module, budget: int | None) -> Iterator[nn.Module]:
-        """Below stage 3 the whole model; else as many whole layers as `budget` bytes allow; see `gathered`."""
-        inner = self._accelerator.unwrap_model(model)
-        with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device):
-            yield inner
+    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+        """Stage 3 cuts it as it cuts the policy, and no engine is made for it; below, a replica where there is `room`."""
+        if self._stage < 3:
+            return super().prepare_frozen(model, room, on_host)
+        model = _partitioned(freeze(model), self._accelerator.state.deepspeed_plugin.deepspeed_config, on_host)
+        return Frozen(model, lambda: self._ready(model))
 
-    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-        """Every parameter in flat ranges of at most `max_bytes`; the owner of a range broadcasts it."""
-        inner = self._accelerator.unwrap_model(model)
-        shards = {name: self._shard(p) or whole(p.detach()) for name, p in inner.named_parameters()}
-        return ranges(shards, max_bytes, dtype)
-
-    def shards(self, model: nn.Module) -> dict[str, Tensor]:
-        """This rank's flat range of each parameter; below stage 3 the whole."""
-        named = self._accelerator.unwrap_model(model).named_parameters()
-        return {name: getattr(p, "ds_tensor", p).detach() for name, p in named}
-
-    def prepare_frozen(self, model: nn.Module) -> nn.Module:
-        """Sharded layer by layer like the policy."""
-        return model.requires_grad_(False).eval()
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine of the policy."""
+        wrapped = self._accelerator.deepspeed_engine_wrapped
+        assert wrapped is not None, "the policy is prepared"
+        return wrapped.engine
 
     def _shard(self, parameter: Any) -> FlatShard | None:
-        """A parameter that stage 3 cut; DeepSpeed's names."""
+        """A parameter that stage 3 cut (DeepSpeed's names); below, what `fully_shard` cut."""
         if not hasattr(parameter, "ds_tensor"):
-            return None
+            return super()._shard(parameter)
         local = parameter.ds_tensor.detach().view(-1)
-        return FlatShard(parameter.ds_shape, local.numel(), local, local.dtype, self._accelerator.device)
+        return FlatShard(parameter.ds_shape, local.numel(), local, local.dtype, self._device)
+
+
+def _partitioned(model: nn.Module, config: Any, on_host: bool) -> nn.Module:
+    """The model cut by stage 3, if it was not when it was loaded."""
+    import deepspeed
+
+    if not any(hasattr(parameter, "ds_tensor") for parameter in model.parameters()):
+        place = {"remote_device": "cpu", "pin_memory": True} if on_host else {}
+        deepspeed.zero.Init(module=model, config_dict_or_path=config, **place)
+    return model

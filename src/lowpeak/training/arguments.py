@@ -117,6 +117,20 @@ class OnlineConfig(CommonConfig):
         None, "generation", "More of generation: stop_strings, stop_token_ids, seed (JSON)."
     )
     kv_cache_bytes: int | None = argument(None, "memory", "Bytes of the engine's KV cache (None: from free memory).")
+    gather_budget: str | int | None = argument(
+        None,
+        "memory",
+        "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered while it generates: 8GiB, 0, or auto (None: auto).",
+    )
+    ds3_gather_for_generation: bool | None = argument(
+        None, "memory", "True: gather all of a sharded model to generate; False: a layer at a time (gather_budget 0)."
+    )
+    disable_unwrapping_for_generation: bool | None = argument(
+        None, "memory", "Older name: True is ds3_gather_for_generation=False."
+    )
+    offload_frozen_models: bool = argument(
+        False, "memory", "Keep reference and reward models in host memory, on the device a layer at a time (GPUs)."
+    )
     share_prompt: bool | None = argument(
         None, "memory", "Forward a prompt once for all of its completions (None: where it pays)."
     )

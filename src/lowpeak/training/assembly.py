@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
+from lowpeak.config.gathering import ALL, given_gathering
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
@@ -23,6 +24,7 @@ from lowpeak.journal import Journal
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.memory.offload import activation_offload
+from lowpeak.memory.tracker import free_bytes
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
@@ -32,6 +34,7 @@ from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.detect import detect_strategy, is_sharded
+from lowpeak.strategies.frozen import Frozen
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
@@ -49,7 +52,7 @@ from lowpeak.training.models import (
 )
 from lowpeak.training.progress import ProgressTracker
 from lowpeak.training.rollouts import RolloutMaker, Tally
-from lowpeak.training.sizes import Sizes
+from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
 
@@ -107,6 +110,7 @@ def connect_online(
     """The run and the rollout maker of a trainer whose accelerator stands."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
+    _check_acting(trainer, parts, strategy)
     limit = _max_prompt_tokens(parts.policy, args.max_completion_length)
     new_reader = partial(
         PromptReader,
@@ -119,12 +123,13 @@ def connect_online(
     )
     with strategy.ranks.together():
         cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
-    reference = _reference(parts, strategy) if args.beta else None
+    freeze = _freezer(trainer, parts, strategy)
+    reference = _reference(parts, freeze) if args.beta else None
     for judge in parts.rewards:
         if isinstance(judge, ModelReward):
-            judge.model = strategy.prepare_frozen(judge.model)
-            judge.ranks = strategy.ranks if is_sharded(judge.model) else None
-    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, parts.reference_model)
+            frozen = freeze(judge.model)
+            judge.use(frozen, strategy.ranks if is_sharded(frozen.model) else None)
+    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, reference)
     budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
     maker = RolloutMaker(
@@ -152,20 +157,25 @@ def make_run(
     strategy: Strategy,
     policy: nn.Module,
     memory: MemorySettings,
-    reference: nn.Module | None = None,
+    reference: Reference | None = None,
 ) -> Run:
     """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes.
 
-    `reference` is a reference model of its own, whose rows are laid out as the policy's.
+    A `reference` of its own has its rows laid out as the policy's. What is compared runs as sharded models do.
     """
     output_dir = Path(args.output_dir)
     device = trainer.accelerator.device
     ranks = strategy.ranks
     with ranks.together():
         install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
-        verify_head(policy)
-    with trainer.accelerator.autocast():  # as the passes will compute
-        choice = prepare_layout(memory, [policy] if reference is None else [policy, reference], device, ranks)
+    with ExitStack() as ready:
+        models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
+        with ranks.together():
+            verify_head(policy)
+        if reference is not None and reference.model is not None:
+            models.append(ready.enter_context(reference.use()))
+        with trainer.accelerator.autocast():  # as the passes will compute
+            choice = prepare_layout(memory, models, device, ranks)
     checkpointing = args.checkpoints_activations
     sizes = Sizes.of(memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing)
     saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
@@ -181,11 +191,19 @@ def make_run(
     )
 
 
-def _reference(parts: OnlineParts, strategy: Strategy) -> Reference:
+def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy) -> Callable[[nn.Module], Frozen]:
+    """Prepares a frozen model: whole where half of what training leaves free, on every rank, holds it."""
+    free = free_bytes(trainer.accelerator.device) - training_bytes(parts.policy)
+    room = int(strategy.ranks.min([max(0, free)])[0]) // 2
+    return lambda model: strategy.prepare_frozen(model, room, parts.settings.memory.frozen_on_host)
+
+
+def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Reference:
     if parts.reference_model is None:
         return adapter_reference(parts.policy)
     install_head(parts.reference_model, cast_head_to_fp32=parts.args.cast_lm_head_to_fp32)
-    return Reference(strategy.prepare_frozen(parts.reference_model))
+    frozen = freeze(parts.reference_model)
+    return Reference(frozen.model, frozen.ready)
 
 
 def _engine(
@@ -196,12 +214,44 @@ def _engine(
     tally: Tally,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
+    budget = parts.settings.memory.gather_budget
+
     def hold() -> AbstractContextManager[nn.Module]:
-        return strategy.hold(trainer.model_wrapped, parts.settings.memory.gather_budget)
+        bytes_to_gather = _free_to_gather(trainer, strategy, run) if budget is None else budget
+        return strategy.hold(trainer.model_wrapped, bytes_to_gather)
 
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
     return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
+
+
+def _free_to_gather(trainer: Any, strategy: Strategy, run: Run) -> int:
+    """Half of what the KV cache leaves of the free memory, on the rank that has least."""
+    if not strategy.cuts_parameters:
+        return ALL
+    free = free_bytes(trainer.accelerator.device) - run.sizes.kv_cache_bytes
+    return int(-strategy.ranks.max([-max(0, free) // 2])[0])
+
+
+def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
+    """ArgumentError for what concerns other strategies or devices than the run has."""
+    gathering = given_gathering(parts.args)
+    if gathering is not None and not strategy.cuts_parameters:
+        raise ArgumentError(
+            f"{gathering}={getattr(parts.args, gathering)!r} cannot act: parameters are whole on every rank; it concerns FSDP2 "
+            "and ZeRO-3. Remove it."
+        )
+    if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
+        raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
+    if parts.args.offload_frozen_models and not _has_frozen(parts):
+        raise ArgumentError(
+            "offload_frozen_models=True cannot act: there is no reference and no reward model; remove it."
+        )
+
+
+def _has_frozen(parts: OnlineParts) -> bool:
+    """Whether the run has a model that is never trained."""
+    return parts.reference_model is not None or any(isinstance(judge, ModelReward) for judge in parts.rewards)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:

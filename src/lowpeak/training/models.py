@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.data.prompts import check_tokenizer
@@ -155,13 +155,6 @@ def context_length(model: nn.Module) -> int | None:
 def num_embeddings(model: nn.Module) -> int | None:
     """How many tokens the model embeds; None when its embedding does not say."""
     return getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
-
-
-def average_into(reference: Mapping[str, Tensor], policy: Mapping[str, Tensor], share: float) -> None:
-    """reference = share * policy + (1 - share) * reference, in place, on this rank's shards alone."""
-    with torch.no_grad():
-        for name, target in reference.items():
-            target.lerp_(policy[name].to(target.dtype), share)
 
 
 def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms.algorithm import Algorithm
@@ -23,7 +24,6 @@ from lowpeak.training.completions import print_completions
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
-from lowpeak.training.models import average_into
 from lowpeak.training.reference_state import load_average, save_average
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
@@ -121,7 +121,7 @@ class OnlineTrainer(StepTrainer):
         super().finish_step()
         sync = self.maker.settings.reference_sync
         if sync is not None and self.state.global_step % sync.every == 0:
-            average_into(self._reference_shards(), self.run.strategy.shards(self.model), sync.share)
+            self.run.strategy.average(self._reference_model(), self.model, sync.share)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and print the rollout's completions where that was asked for."""
@@ -234,10 +234,13 @@ class OnlineTrainer(StepTrainer):
             )
 
     def _reference_shards(self) -> dict[str, Any]:
+        return self.run.strategy.shards(self._reference_model())
+
+    def _reference_model(self) -> nn.Module:
         reference = self.maker.reference
         assert reference is not None
         assert reference.model is not None, "the reference's average needs a reference of its own"
-        return self.run.strategy.shards(reference.model)
+        return reference.model
 
 
 def _name_of(model: Any) -> str:

@@ -147,8 +147,11 @@ class RolloutMaker:
 
     def _with_loss_mask(self, record: Record) -> Record:
         """The record with the mask that losses use, and without the fields of a `rollout_func` that rewards have read."""
-        mask = loss_mask(record.completion, self.settings.mask_truncated)
-        return replace(record, completion=replace(record.completion, loss_mask=mask, extra={}))
+        completion = record.completion
+        mask = loss_mask(completion, self.settings.mask_truncated)
+        if mask is completion.loss_mask and not completion.extra:
+            return record
+        return replace(record, completion=replace(completion, loss_mask=mask, extra={}))
 
     def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
         """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""

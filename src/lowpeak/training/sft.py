@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.packing import num_counted
+from lowpeak.batching.counted import num_counted
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState

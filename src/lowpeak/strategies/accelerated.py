@@ -1,0 +1,106 @@
+"""What all strategies have in common: a parameter is whole on this rank, or a flat range of it is (`_shard` says which)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from accelerate import Accelerator, cpu_offload
+from torch import Tensor, nn
+
+from lowpeak.ranks import Ranks
+from lowpeak.records import WeightSlice
+from lowpeak.strategies.flat import FlatShard, ranges
+from lowpeak.strategies.frozen import Frozen, average, freeze, frozen_bytes, shard_rows, shards_of
+from lowpeak.strategies.gathered import Gatherer
+from lowpeak.strategies.rows import rows_shard
+
+
+class Accelerated:
+    """A strategy over what accelerate prepared. Strategies say how gradients meet, and how parameters are cut."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        # The one CPU has several names, and a tensor that moves from "cpu" to "cpu:0" is copied.
+        self._device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
+        self._ranks = Ranks(self._device)
+        self._gatherer = Gatherer(self._ranks, self._device)
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes of the run."""
+        return self._ranks
+
+    @property
+    def promised_scale(self) -> float | None:
+        """None: gradients are reduced over ranks on their way."""
+        return None
+
+    @property
+    def cuts_parameters(self) -> bool:
+        """Whether a rank holds a part of the policy's parameters alone."""
+        return False
+
+    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+        """Around a micro-batch's forward and backward: nothing."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Add the loss's gradients to the parameters', averaged over ranks after the step's `last` micro-batch."""
+        self._accelerator.backward(loss)
+
+    def own_grad_norm(self) -> Tensor | None:
+        """None: gradients are the parameters' own."""
+        return None
+
+    def own_step(self) -> None:
+        """Nothing: the optimizer steps by itself."""
+
+    @contextmanager
+    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
+        """The unwrapped model ready to run without gradients; what is cut is gathered within `budget`, see `Gatherer`."""
+        inner = self._accelerator.unwrap_model(model)
+        with self._gatherer.gathered(inner, self._shard, budget, whole_head):
+            yield inner
+
+    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
+        """Every parameter in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once; see `ranges`."""
+        return ranges(self._shards(model), max_bytes, dtype)
+
+    def shards(self, model: nn.Module) -> dict[str, Tensor]:
+        """This rank's flat range of each parameter, all of it where it is not cut."""
+        return {name: shard.local for name, shard in self._shards(model).items()}
+
+    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+        """A replica on the device; among several ranks it is cut between rows where one of them has no `room` for it.
+
+        A quantised model stays where it was put.
+        """
+        model = freeze(model)
+        if not getattr(model, "is_quantized", False):
+            lacking = self._ranks.max([float(frozen_bytes(model) > room)])[0]
+            if self._ranks.world_size > 1 and (on_host or lacking):
+                shard_rows(model, None, on_host)
+            elif on_host:
+                cpu_offload(model, self._device)
+            else:
+                model.to(self._device)
+        return Frozen(model, lambda: self._ready(model))
+
+    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
+        """reference = share * policy + (1 - share) * reference, on this rank's ranges alone."""
+        average(self._shards(reference), self._shards(policy), share)
+
+    @contextmanager
+    def _ready(self, frozen: nn.Module) -> Iterator[nn.Module]:
+        """A frozen model that may be called, computing as the policy does, so that log-probs round alike."""
+        with self._accelerator.autocast(), self.hold(frozen, 0, whole_head=True) as model:
+            yield model
+
+    def _shards(self, model: nn.Module) -> dict[str, FlatShard]:
+        return shards_of(self._accelerator.unwrap_model(model), self._shard)
+
+    def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
+        """This rank's range of a parameter, None for one that is whole: here those of frozen models that `fully_shard` cut."""
+        return rows_shard(parameter, None, self._device)

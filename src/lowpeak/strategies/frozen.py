@@ -1,0 +1,89 @@
+"""Models that are never trained (reference, reward, later a value's first copy): sharded like the policy, whole nowhere.
+
+Each is cut by the engine that cuts the policy, layer by layer, so that an average of the two needs no exchange. It runs through
+`gathered`: a layer at a time, in step on all ranks. An engine of its own (DeepSpeed's) or one unit around the whole model
+would gather all of it in each forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lowpeak.strategies.flat import FlatShard, Sharded, whole
+from lowpeak.strategies.gathered import layers_of
+
+_PIECE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """A frozen model; `ready()` is a context, entered by every rank together, in which it may be called."""
+
+    model: nn.Module
+    ready: Callable[[], AbstractContextManager[Any]]
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """The model in eval mode, without gradients."""
+    return model.requires_grad_(False).eval()
+
+
+def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.device | None = None) -> nn.Module:
+    """`fully_shard` on each layer and on the rest; `on_host` keeps shards in (pinned) host memory.
+
+    With `from_first`, the device that collectives need, the weights are rank 0's, which alone has loaded them: each layer is
+    filled just before it is cut, so that no other rank ever holds them all.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if on_host else OffloadPolicy()}
+    for part in (*layers_of(model), model):
+        if from_first is not None:
+            _fill_from_first(part, from_first)
+        fully_shard(part, **options)
+    return model
+
+
+def _fill_from_first(module: nn.Module, device: torch.device) -> None:
+    """Rank 0's parameters and saved buffers, a few MB at a time, in place of what the others have; not those cut already."""
+    for values in module.state_dict(keep_vars=True).values():
+        if isinstance(values, DTensor):
+            continue
+        flat = values.detach().view(-1)
+        for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size())):
+            travelling = piece.to(device)
+            dist.broadcast(travelling, 0)
+            piece.copy_(travelling)
+
+
+def frozen_bytes(model: nn.Module) -> int:
+    """Bytes of the model's parameters, each once."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+def shards_of(model: nn.Module, sharded: Sharded) -> dict[str, FlatShard]:
+    """Every parameter's range on this rank, by name; whole ones as one range."""
+    return {name: sharded(p) or whole(p.detach()) for name, p in model.named_parameters()}
+
+
+def average(reference: Mapping[str, FlatShard], policy: Mapping[str, FlatShard], share: float) -> None:
+    """reference = share * policy + (1 - share) * reference in place, on this rank's ranges alone.
+
+    The policy's range of a parameter is the reference's, or all of it.
+    """
+    with torch.no_grad():
+        for name, target in reference.items():
+            source = policy[name]
+            values: Tensor = source.local
+            if source.chunk != target.chunk:
+                start = target.rank * target.chunk
+                values = values[start : start + target.local.numel()]
+            target.local.lerp_(values.to(target.local), share)

@@ -1,0 +1,155 @@
+"""Generates under one strategy with several budgets, and writes what came of it: `run_generation.py STRATEGY OUT`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from setups import build, prepare
+from torch import nn
+from transformers import TrainerCallback
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.errors import EngineError
+from lowpeak.records import Prompt
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.strategies.gathered import Gatherer, find_parts
+from tiny import char_tokenizer, tiny_model
+
+RANK = int(os.environ["RANK"])
+# Ranks have different numbers and lengths of prompts; in the second round the second rank has none at all.
+TEXTS = {"uneven": (["12=", "3=", "405=", "1=", "22="], ["77="]), "empty": (["12=", "3="], [])}
+
+
+def prompts_of(texts: list[str]) -> list[Prompt]:
+    """Prompts whose serial numbers differ between ranks."""
+    tokenizer = char_tokenizer()
+    return [Prompt(i + 10 * RANK, tuple(tokenizer(text)["input_ids"]), text) for i, text in enumerate(texts)]
+
+
+def generate(trainer: Any, hold: Any, texts: list[str]) -> list[list[int]]:
+    """Token ids of two completions a prompt."""
+    engine = NativeEngine(hold, trainer.processing_class, lambda: 1 << 22)
+    engine.load((), 1)
+    groups = engine.generate(prompts_of(texts), Sampling(2, 9 - 4 * RANK))
+    return [completion.ids.tolist() for group in groups for completion in group.completions]
+
+
+def footprint(model: nn.Module) -> list[Any]:
+    """Everything that a block must give back: hooks, modes, forwards, checkpointing, parameters."""
+    return [
+        (
+            list(module._forward_pre_hooks),
+            list(module._forward_hooks),
+            module.training,
+            getattr(module, "gradient_checkpointing", None),
+            id(module.__dict__.get("forward")),
+            [id(parameter) for parameter in module._parameters.values()],
+        )
+        for module in model.modules()
+    ]
+
+
+class Broken:
+    """A `hold` of whose model one part raises when it is called for the third time, on the second rank alone."""
+
+    def __init__(self, hold: Any, part: str) -> None:
+        self._hold = hold
+        self._part = part
+        self._calls = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[nn.Module]:
+        with self._hold() as model:
+            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
+            try:
+                yield model
+            finally:
+                handle.remove()
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self._calls += 1
+        if RANK == 1 and self._calls == 3:
+            raise ValueError("out of luck")
+
+
+def without_room_at(number: int, on_rank: int) -> Any:
+    """`torch.empty` that has no room in this call, on one rank."""
+    calls = 0
+
+    def allocate(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == number and on_rank == RANK:
+            raise torch.OutOfMemoryError("no room")
+        return torch.empty(*args, **kwargs)
+
+    return allocate
+
+
+class Trying(TrainerCallback):
+    """Between the first step and the second, what a run must survive."""
+
+    def __init__(self, trainer: Any, found: dict[str, Any], name: str) -> None:
+        self._trainer, self._found, self._name = trainer, found, name
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Generate at every budget, and fail."""
+        if state.global_step == 1:
+            self._found[self._name] = try_budgets(self._trainer)
+            if self._name == "tied":
+                self._found.update(try_failures(self._trainer))
+
+
+def main() -> None:
+    """All cases in one process group."""
+    strategy, out = sys.argv[1], Path(sys.argv[2])
+    found: dict[str, Any] = {}
+    for name, options in {"tied": {}, "untied": {"tied": False}, "odd": {"vocab_size": 15}}.items():
+        model = tiny_model(**{"vocab_size": 14, "layers": 4, **options})
+        trainer = build("GRPO", out / strategy / name, {**prepare(strategy), "max_steps": 3}, model=model)
+        trainer.add_callback(Trying(trainer, found, name))
+        trainer.train()
+        found[name]["loss"] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    (out / f"{strategy}-{RANK}.json").write_text(json.dumps(found))
+
+
+def try_budgets(trainer: Any) -> dict[str, Any]:
+    """The tokens at each budget, and whether everything was as before."""
+    strategy, model = trainer.run.strategy, trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    parts = find_parts(model, strategy._shard)
+    layer = max((sum(p.shard.nbytes for p in places) for _, places in parts.layers), default=0)
+    found: dict[str, Any] = {"layers": len(parts.layers)}
+    for budget in (None, 0, 3 * layer + (1 << 13)):
+        for kind, texts in TEXTS.items():
+            before = footprint(model)
+            hold = lambda budget=budget: strategy.hold(trainer.model_wrapped, budget)  # noqa: E731
+            tokens = generate(trainer, hold, texts[RANK])
+            found[f"{kind}/{'all' if budget is None else (budget and 'some') or 'none'}"] = tokens
+            assert footprint(model) == before, "something was not given back"
+    return found
+
+
+def try_failures(trainer: Any) -> dict[str, Any]:
+    """A rank that raises, and one that has no room: what each rank is told, and that training goes on."""
+    strategy, model = trainer.run.strategy, trainer.accelerator.unwrap_model(trainer.model_wrapped)
+    told = {}
+    for part in ("", "model.layers.1.mlp", "model.norm", "model.rotary_emb"):
+        before = footprint(model)
+        try:
+            generate(trainer, Broken(lambda: strategy.hold(trainer.model_wrapped, 0), part), TEXTS["uneven"][RANK])
+        except (ValueError, EngineError) as error:
+            told[part] = f"{type(error).__name__}: {error}"
+        assert footprint(model) == before, "something was not given back"
+    gatherer = Gatherer(strategy.ranks, trainer.accelerator.device, without_room_at(20, on_rank=1))
+    hold = lambda: gatherer.gathered(model, strategy._shard, None)  # noqa: E731
+    return {"told": told, "without_room": generate(trainer, hold, TEXTS["uneven"][RANK])}
+
+
+main()
