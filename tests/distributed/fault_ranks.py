@@ -269,7 +269,7 @@ def be_slow(place: Path) -> None:
 # stopping
 
 
-def stop(place: Path, when: dict[int, tuple[str, int]]) -> None:
+def stop(place: Path, when: dict[int, tuple[str, int]], strategy: str = "ddp") -> None:
     """Signals come to ranks at different moments: `when` says which, after how many steps, in the reward."""
 
     def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
@@ -280,10 +280,10 @@ def stop(place: Path, when: dict[int, tuple[str, int]]) -> None:
                 os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and its launcher's
         return spread(completions)
 
-    trainer = run_with(place, reward, max_steps=6)
+    trainer = run_with(place, reward, strategy, max_steps=6)
     found = error_of(trainer.train)
     checkpoints = sorted(path.name for path in (place / "run").glob("checkpoint-*"))
-    resumed = run_with(place, spread, max_steps=6)
+    resumed = run_with(place, spread, strategy, max_steps=6)
     resumed.train(resume_from_checkpoint=True)
     note(place, error=found, step=trainer.state.global_step, checkpoints=checkpoints, weights=weights(resumed))
 
@@ -303,9 +303,9 @@ def stop_at_once(place: Path) -> None:
     note(place, error=error_of(trainer.train))
 
 
-def leave_alone(place: Path) -> None:
+def leave_alone(place: Path, strategy: str = "ddp") -> None:
     """The same run, which nobody stops."""
-    trainer = run_with(place, spread, max_steps=6)
+    trainer = run_with(place, spread, strategy, max_steps=6)
     trainer.train()
     logs = [{k: v for k, v in row.items() if k != "train_runtime"} for row in trainer.state.log_history[:-1]]
     flos, tokens = trainer.state.total_flos, trainer.state.num_input_tokens_seen
@@ -313,8 +313,11 @@ def leave_alone(place: Path) -> None:
 
 
 def weights(trainer: Any) -> list[float]:
-    """A sum of each parameter, by which runs are compared."""
-    return [float(p.detach().double().abs().sum()) for p in trainer.model.parameters()]
+    """A sum of each parameter, by which runs are compared; every rank asks."""
+    sums: dict[str, float] = {}
+    for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 20, None):
+        sums[piece.name] = sums.get(piece.name, 0.0) + float(piece.values.double().abs().sum())
+    return list(sums.values())
 
 
 # what ranks find out by themselves, and must all go by

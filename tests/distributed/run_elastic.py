@@ -27,9 +27,9 @@ def main() -> None:
     arguments = {**prepare(strategy), "max_steps": 6, "save_strategy": "steps", "save_steps": 2}
     trainer = build("GRPO", out / "run", arguments, rewards=killed_once)
     trainer.train()
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    found = {"weights": weights(trainer), "restarts": restarts, "steps": trainer.state.global_step}
     if trainer.is_world_process_zero():
-        restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-        found = {"weights": weights(trainer), "restarts": restarts, "steps": trainer.state.global_step}
         (out / "result.json").write_text(json.dumps(found))
 
 
