@@ -50,6 +50,9 @@ RULES = {
     "ranks and protocols stand on records, errors and settings": Rule(
         ("lowpeak.ranks", *PROTOCOLS), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", *PROTOCOLS)
     ),
+    "the watch stands on ranks alone": Rule(
+        _rooms("watch", "rendezvous"), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", "lowpeak.watch")
+    ),
     "strategies know no algorithm, engine or reward": Rule(
         _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
     ),
@@ -84,7 +87,7 @@ RULES = {
         only_at_start=True,
     ),
     "process groups are named by ranks and strategies alone": Rule(
-        ("lowpeak",), ("torch.distributed",), not_who=("lowpeak.ranks", "lowpeak.strategies")
+        ("lowpeak",), ("torch.distributed",), not_who=("lowpeak.ranks", "lowpeak.rendezvous", "lowpeak.strategies")
     ),
     "optional packages are imported where they are used": Rule(
         ("lowpeak",), ("peft", "bitsandbytes", "vllm", "deepspeed"), only_at_start=True

@@ -6,6 +6,8 @@ import os
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import ArgumentError
 from lowpeak.strategies.replicated import Replicated
@@ -37,6 +39,11 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
         f"accelerate was configured for {kind.value} on {accelerator.num_processes} processes, which lowpeak does not run: "
         "use DDP, FSDP2 or DeepSpeed ZeRO."
     )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank holds parts of the model's parameters alone, so that a forward takes all ranks."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
 def _check_asked(variable: str, name: str, in_force: bool, accelerator: Accelerator) -> None:

@@ -14,6 +14,7 @@ import torch
 from transformers import TrainingArguments
 
 from lowpeak.errors import ArgumentError
+from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
 
 _JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs")
@@ -73,6 +74,7 @@ class CommonConfig(TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
+        meet_anew()
         super().__post_init__()
 
     @property
