@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -13,8 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges, whole
+from lowpeak.strategies.flat import FlatShard, ranges
 from lowpeak.strategies.gathered import gathered
+from lowpeak.strategies.outgoing import Weights, outgoing
+from lowpeak.strategies.shards import load_torch_state, save_shards
+from lowpeak.strategies.states import torch_state, trained
 
 
 class Fsdp2:
@@ -60,16 +65,30 @@ class Fsdp2:
         with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device):
             yield inner
 
-    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-        """Every parameter in flat ranges of at most `max_bytes`; the owner of rows broadcasts them."""
-        inner = self._accelerator.unwrap_model(model)
-        shards = {name: self._shard(p) or whole(p.detach()) for name, p in inner.named_parameters()}
-        return ranges(shards, max_bytes, dtype)
+    def slices(
+        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
+    ) -> Iterator[WeightSlice]:
+        """The parameters in flat ranges of at most `max_bytes`; the owner of rows broadcasts them."""
+        return ranges(outgoing(self._accelerator.unwrap_model(model), self._shard, weights), max_bytes, dtype)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's rows of each parameter."""
         named = self._accelerator.unwrap_model(model).named_parameters()
         return {name: (p.to_local() if isinstance(p, DTensor) else p).detach() for name, p in named}
+
+    @property
+    def sharded(self) -> bool:
+        """Yes: each rank has rows of all that is trained, and of its optimizer states."""
+        return True
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Each rank writes its rows of the trained weights and their optimizer states."""
+        state = torch_state(trained(self._accelerator.unwrap_model(model)), optimizer)
+        save_shards(checkpoint, state, self._ranks)
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """Each rank reads its rows, whatever ranks wrote them."""
+        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks)
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Sharded layer by layer like the policy."""

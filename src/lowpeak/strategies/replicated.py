@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -12,7 +14,10 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
+from lowpeak.strategies.flat import ranges
 from lowpeak.strategies.generating import generating
+from lowpeak.strategies.outgoing import Weights, outgoing
+from lowpeak.strategies.shards import load_torch_state
 
 
 class Replicated:
@@ -61,19 +66,27 @@ class Replicated:
         with generating(inner):
             yield inner
 
-    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-        """Every parameter in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once."""
-        for name, parameter in self._accelerator.unwrap_model(model).named_parameters():
-            flat = parameter.detach().reshape(-1)
-            target = dtype or flat.dtype
-            count = max(1, max_bytes // target.itemsize)
-            for start in range(0, flat.numel(), count):
-                values = flat[start : start + count].to(target)
-                yield WeightSlice(name, tuple(parameter.shape), target, start, values)
+    def slices(
+        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
+    ) -> Iterator[WeightSlice]:
+        """The parameters in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once."""
+        return ranges(outgoing(self._accelerator.unwrap_model(model), lambda _: None, weights), max_bytes, dtype)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """The parameters themselves: every rank's shard is the whole."""
         return {name: p.detach() for name, p in self._accelerator.unwrap_model(model).named_parameters()}
+
+    @property
+    def sharded(self) -> bool:
+        """No: rank 0 has all that a checkpoint needs."""
+        return False
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Nothing: rank 0 writes weights and optimizer states as transformers does."""
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """Weights and optimizer states from what several ranks wrote."""
+        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks)
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """The model on the device, frozen, in eval mode, under the policy's autocast: its log-probs round alike.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,8 +13,12 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges, whole
+from lowpeak.strategies.flat import FlatShard, ranges
 from lowpeak.strategies.gathered import gathered
+from lowpeak.strategies.outgoing import Weights, outgoing
+from lowpeak.strategies.shards import save_shards
+from lowpeak.strategies.states import trained
+from lowpeak.strategies.zero_states import load_zero_state, zero_state
 
 
 class Zero:
@@ -71,16 +76,31 @@ class Zero:
         with gathered(inner, self._shard, budget, self._ranks, self._accelerator.device):
             yield inner
 
-    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-        """Every parameter in flat ranges of at most `max_bytes`; the owner of a range broadcasts it."""
-        inner = self._accelerator.unwrap_model(model)
-        shards = {name: self._shard(p) or whole(p.detach()) for name, p in inner.named_parameters()}
-        return ranges(shards, max_bytes, dtype)
+    def slices(
+        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
+    ) -> Iterator[WeightSlice]:
+        """The parameters in flat ranges of at most `max_bytes`; the owner of a range broadcasts it."""
+        return ranges(outgoing(self._accelerator.unwrap_model(model), self._shard, weights), max_bytes, dtype)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's flat range of each parameter; below stage 3 the whole."""
         named = self._accelerator.unwrap_model(model).named_parameters()
         return {name: getattr(p, "ds_tensor", p).detach() for name, p in named}
+
+    @property
+    def sharded(self) -> bool:
+        """Yes: each rank has ranges of the optimizer's states, whatever the stage."""
+        return True
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Each rank writes its ranges of the optimizer's weights and their states."""
+        named = trained(self._accelerator.unwrap_model(model))
+        save_shards(checkpoint, zero_state(self.engine, self.stage, named), self._ranks)
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """Each rank reads its ranges, whatever ranks wrote them; then the model gets its weights from the optimizer's."""
+        named = trained(self._accelerator.unwrap_model(model))
+        load_zero_state(checkpoint, self.engine, self.stage, named, self._ranks)
 
     def prepare_frozen(self, model: nn.Module) -> nn.Module:
         """Sharded layer by layer like the policy."""
