@@ -112,22 +112,25 @@ Added = Callable[[int, int], Tensor]  # what is added to values [first, last) of
 
 @dataclass(frozen=True)
 class Outgoing:
-    """A parameter that leaves: its name for those who take it, its shard, and what is added to it on its way."""
+    """A parameter that leaves: its name for those who take it, its shard, and what makes the values added on its way.
+
+    `adding` is called on every rank just before the parameter leaves: it may gather what it needs.
+    """
 
     name: str
     shard: FlatShard
-    added: Added | None = None
+    adding: Callable[[], Added | None] = lambda: None
 
 
 def ranges(outgoing: Iterable[Outgoing], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
     """Every parameter in flat ranges of at most `max_bytes`, in order: the owner of a range broadcasts it to its group."""
     for one in outgoing:
-        shard, target = one.shard, dtype or one.shard.local.dtype
+        shard, target, added = one.shard, dtype or one.shard.local.dtype, one.adding()
         count = max(1, max_bytes // target.itemsize)
         for start in range(0, shard.numel, max(1, shard.chunk)):
             stop = min(start + shard.chunk, shard.numel)
             for first in range(start, stop, count):
-                values = shard.broadcast(first, min(first + count, stop), target, one.added)
+                values = shard.broadcast(first, min(first + count, stop), target, added)
                 yield WeightSlice(one.name, tuple(shard.shape), target, first, values)
 
 

@@ -17,7 +17,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.strategies.flat import FlatShard, ranges
 from lowpeak.strategies.gathered import gathered
-from lowpeak.strategies.outgoing import Weights, outgoing
+from lowpeak.strategies.outgoing import Weights, layout, outgoing
 from lowpeak.strategies.shards import load_torch_state, save_shards
 from lowpeak.strategies.states import torch_state, trained
 
@@ -70,6 +70,10 @@ class Fsdp2:
     ) -> Iterator[WeightSlice]:
         """The parameters in flat ranges of at most `max_bytes`; the owner of rows broadcasts them."""
         return ranges(outgoing(self._accelerator.unwrap_model(model), self._shard, weights), max_bytes, dtype)
+
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, whole shapes and dtypes of what `slices` gives."""
+        return layout(self._accelerator.unwrap_model(model), self._shard, weights)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's rows of each parameter."""

@@ -7,6 +7,7 @@ B are gathered for one layer at a time; neither the merged model nor a merged la
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -37,6 +38,12 @@ def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[O
             yield Outgoing(plain_name(name), shard_of(parameter))
     else:
         yield from _merged(model, shard_of)
+
+
+def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, whole shapes and dtypes of what leaves, in its order; nothing travels."""
+    leaving = outgoing(model, sharded, weights)
+    return {one.name: (tuple(one.shard.shape), one.shard.local.dtype) for one in leaving}
 
 
 def plain_name(name: str) -> str:
@@ -80,7 +87,7 @@ def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard]) -> Iterat
             yield Outgoing(name, shard)
         else:
             _check_mergeable(layer, used, name, parameter)
-            yield Outgoing(name, shard, _sum([_product(layer, adapter, shard_of, shard) for adapter in used]))
+            yield Outgoing(name, shard, partial(_added, layer, used, shard_of, shard))
 
 
 def _base_name(name: str, adapters: list[str]) -> str | None:
@@ -118,7 +125,10 @@ def _product(layer: Any, adapter: str, shard_of: Callable[[nn.Parameter], FlatSh
     return added
 
 
-def _sum(parts: list[Added]) -> Added:
+def _added(layer: Any, adapters: list[str], shard_of: Callable[[nn.Parameter], FlatShard], base: FlatShard) -> Added:
+    """What the adapters in use add to a weight; A and B are gathered now, and freed with what is returned."""
+    parts = [_product(layer, adapter, shard_of, base) for adapter in adapters]
+
     def added(first: int, last: int) -> Tensor:
         total = parts[0](first, last)
         for part in parts[1:]:

@@ -16,7 +16,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.strategies.flat import ranges
 from lowpeak.strategies.generating import generating
-from lowpeak.strategies.outgoing import Weights, outgoing
+from lowpeak.strategies.outgoing import Weights, layout, outgoing
 from lowpeak.strategies.shards import load_torch_state
 
 
@@ -71,6 +71,10 @@ class Replicated:
     ) -> Iterator[WeightSlice]:
         """The parameters in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once."""
         return ranges(outgoing(self._accelerator.unwrap_model(model), lambda _: None, weights), max_bytes, dtype)
+
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, whole shapes and dtypes of what `slices` gives."""
+        return layout(self._accelerator.unwrap_model(model), lambda _: None, weights)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """The parameters themselves: every rank's shard is the whole."""

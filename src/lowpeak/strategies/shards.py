@@ -8,6 +8,7 @@ of at most `_PIECE_BYTES`. Errors of one rank reach all of them in writing; read
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,9 @@ def has_shards(checkpoint: Path) -> bool:
     return (checkpoint / FOLDER).is_dir()
 
 
-def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks) -> None:
+def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: str = FOLDER) -> None:
     """Write a training state into a (staged) checkpoint, on all ranks together; all raise what one of them met."""
-    folder = checkpoint / FOLDER
+    folder = checkpoint / inside
     pieces = {(p.name, p.start): p for fragment in state.fragments for p in _pieces(fragment)}
     scalars = [found for found in ranks.gather(_plain(state.scalars))]
     try:
@@ -70,9 +71,9 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks) -> None:
         _save(_opaque_file(folder, ranks.rank), state.opaque)
 
 
-def read_saved(checkpoint: Path, ranks: Ranks) -> Saved:
+def read_saved(checkpoint: Path, ranks: Ranks, inside: str = FOLDER) -> Saved:
     """What a checkpoint's training state consists of."""
-    folder = checkpoint / FOLDER
+    folder = checkpoint / inside
     metadata = dcp.FileSystemReader(folder).read_metadata()
     sizes: dict[str, int] = {}
     states: dict[str, dict[str, torch.dtype]] = {}
@@ -84,22 +85,24 @@ def read_saved(checkpoint: Path, ranks: Ranks) -> Saved:
             states.setdefault(name, {})[key] = found.properties.dtype
     numbers = torch.load(folder / _NUMBERS, map_location="cpu", weights_only=True)
     others: dict[str, dict[str, Any]] = numbers["scalars"]
-    for name, opaque in _read_opaque(checkpoint, numbers["ranks"], ranks).items():
+    for name, opaque in _read_opaque(folder, numbers["ranks"], ranks).items():
         others.setdefault(name, {}).update(opaque)
     return Saved(sizes, states, others, numbers["options"], numbers["engine"])
 
 
-def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment]) -> None:
+def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment], inside: str = FOLDER) -> None:
     """Fill this rank's ranges from a checkpoint, whatever ranks wrote it; CheckpointError where they do not fit."""
     _check_fit(checkpoint, saved, wanted)
     fragments = {(fragment.name, fragment.start): fragment for fragment in wanted}
     try:
-        dcp.load(
-            dict.fromkeys((name for name, _ in fragments), None),
-            storage_reader=dcp.FileSystemReader(checkpoint / FOLDER),
-            planner=_LoadPlanner(fragments),
-            no_dist=True,
-        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+            dcp.load(
+                dict.fromkeys((name for name, _ in fragments), None),
+                storage_reader=dcp.FileSystemReader(checkpoint / inside),
+                planner=_LoadPlanner(fragments),
+                no_dist=True,
+            )
     except CheckpointException as error:
         raise _first_failure(error) from error
 
@@ -124,14 +127,13 @@ def _check_fit(checkpoint: Path, saved: Saved, fragments: Sequence[Fragment]) ->
             )
 
 
-def _read_opaque(checkpoint: Path, num_ranks: int, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
+def _read_opaque(folder: Path, num_ranks: int, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
     """States that cannot be cut anew, on the ranks that they were of."""
-    folder = checkpoint / FOLDER
     if not any(folder.glob("opaque_*.pt")):
         return {}
     if num_ranks != ranks.world_size:
         raise CheckpointError(
-            f"{checkpoint} was written on {num_ranks} ranks with an optimizer whose states cannot be cut for "
+            f"{folder} was written on {num_ranks} ranks with an optimizer whose states cannot be cut for "
             f"{ranks.world_size} (they have scales of blocks): resume on {num_ranks} ranks, or train with another optim."
         )
     return torch.load(_opaque_file(folder, ranks.rank), map_location="cpu", weights_only=True)

@@ -72,8 +72,12 @@ class TrainingState:
             self.fragments.append(Fragment(name, fragment.numel, fragment.start, fragment.values))
 
 
-def own_range(tensor: Tensor) -> Fragment:
-    """The range that this rank has of a tensor: its rows of one that `fully_shard` cut, else all of it."""
+def own_range(tensor: Any) -> Fragment:
+    """The range that this rank has of a tensor: rows that `fully_shard` cut, values that ZeRO-3 cut, or all of it."""
+    if hasattr(tensor, "ds_tensor"):
+        local = tensor.ds_tensor.detach().view(-1)
+        start = torch.distributed.get_rank(tensor.ds_process_group) * local.numel()
+        return Fragment("", tensor.ds_numel, start, local[: max(0, tensor.ds_numel - start)])
     if not isinstance(tensor, DTensor):
         return Fragment("", tensor.numel(), 0, tensor.detach().view(-1))
     dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)]

@@ -66,6 +66,12 @@ class Strategy(Protocol):
         """
         ...
 
+    def layout(
+        self, model: nn.Module, weights: Literal["merged", "adapter"] = "merged"
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, whole shapes and own dtypes of what `slices` gives, in its order; nothing travels."""
+        ...
+
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's own tensors of the model's parameters, by name: for averages and for offloading."""
         ...

@@ -15,7 +15,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.strategies.flat import FlatShard, ranges
 from lowpeak.strategies.gathered import gathered
-from lowpeak.strategies.outgoing import Weights, outgoing
+from lowpeak.strategies.outgoing import Weights, layout, outgoing
 from lowpeak.strategies.shards import save_shards
 from lowpeak.strategies.states import trained
 from lowpeak.strategies.zero_states import load_zero_state, zero_state
@@ -81,6 +81,10 @@ class Zero:
     ) -> Iterator[WeightSlice]:
         """The parameters in flat ranges of at most `max_bytes`; the owner of a range broadcasts it."""
         return ranges(outgoing(self._accelerator.unwrap_model(model), self._shard, weights), max_bytes, dtype)
+
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, whole shapes and dtypes of what `slices` gives."""
+        return layout(self._accelerator.unwrap_model(model), self._shard, weights)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's flat range of each parameter; below stage 3 the whole."""

@@ -75,7 +75,7 @@ def load_zero_state(checkpoint: Path, engine: Any, stage: int, named: Mapping[st
 def _masters(optimizer: Any, stage: int, named: Mapping[str, nn.Parameter]) -> Iterator[Master]:
     """Where this rank's values of each parameter lie in the optimizer's flat tensors."""
     for name, parameter in named.items():
-        master = _cut_parameter(optimizer, name, parameter) if stage == 3 else _cut_group(name, parameter)
+        master = _cut_parameter(optimizer, name, parameter) if stage == 3 else _cut_group(optimizer, name, parameter)
         if master is not None:
             if master.flat.numel() < master.place + master.count:
                 raise CheckpointError(
@@ -94,13 +94,13 @@ def _cut_parameter(optimizer: Any, name: str, parameter: Any) -> Master | None:
     return Master(name, parameter.ds_numel, start, count, flat, place) if count else None
 
 
-def _cut_group(name: str, parameter: Any) -> Master | None:
+def _cut_group(optimizer: Any, name: str, parameter: Any) -> Master | None:
     """Stages 1 and 2: what of the parameter falls into this rank's part of its group."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
     here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-    flat = mapping.hp_fragment._base if mapping.hp_fragment._base is not None else mapping.hp_fragment
+    (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
     return Master(name, parameter.numel(), here.start, here.numel, flat, there.start)
 
 
