@@ -1,6 +1,7 @@
 """Saves and resumes under several strategies in one process group: `run_checkpoints.py OUT PHASE STRATEGY,...`.
 
-Phases: `first` trains, resumes, exports and meets full disks; `resume` goes on from the checkpoints of other numbers of ranks.
+Phases: `first` trains, resumes, exports and meets full disks on two ranks; `one`, `four` and `two` go on from checkpoints of other
+numbers of ranks; `kill` waits to be killed, for `two` to go on from.
 """
 
 from __future__ import annotations
@@ -8,14 +9,18 @@ from __future__ import annotations
 import resource
 import signal
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from setups import build, forget, prepare
+from transformers import TrainerCallback
 
+from lowpeak.errors import CheckpointError
+from lowpeak.training.checkpoints import save_checkpoint
 from lowpeak.training.reference_state import load_average, save_average
 
 # A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
@@ -83,14 +88,11 @@ def small_files(limit: int) -> Iterator[None]:
 
 
 def fail(trainer: Any, out: Path) -> None:
-    """Each rank's disk is full in turn; then the folder is in the way of rank 0."""
-    from lowpeak.errors import CheckpointError
-    from lowpeak.training.checkpoints import save_checkpoint
-
+    """Each rank's disk is full in turn."""
     ranks, told = trainer.run.strategy.ranks, []
     trainer.state.global_step = 99
     for full in range(ranks.world_size):
-        with small_files(2000) if ranks.rank == full else small_files(resource.RLIM_INFINITY):
+        with small_files(2000) if ranks.rank == full else nullcontext():
             try:
                 save_checkpoint(trainer, None, trainer.run_state())
                 told.append("saved")
@@ -117,20 +119,88 @@ def adapters(strategy: str, out: Path, dtype: torch.dtype) -> None:
     result["dtypes"] = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
     keep(trainer, result, out / f"{name}.pt")
     forget()
-    again = build("GRPO", out / f"{name}-again", {**prepare(strategy), **arguments}, model=tiny_model(dtype=dtype), peft_config=config)
+    again = build(
+        "GRPO",
+        out / f"{name}-again",
+        {**prepare(strategy), **arguments},
+        model=tiny_model(dtype=dtype),
+        peft_config=config,
+    )
     again.train(resume_from_checkpoint=str(out / name / "checkpoint-2"))
     keep(again, result_of(again), out / f"{name}-again.pt")
     forget()
 
 
 def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
+    """Go on from a checkpoint of any number of ranks, and take up what stands for a reference's average."""
     trainer = build("GRPO", out / name, {**prepare(strategy), **ARGUMENTS})
     trainer.train(resume_from_checkpoint=str(checkpoint))
     result = result_of(trainer)
-    # any model of this strategy's sharding stands for a reference
-    load_average(out / "average", trainer.accelerator.unwrap_model(trainer.model), trainer.run.strategy.ranks)
-    keep(trainer, {**result, "average": weights_of(trainer)}, out / f"{name}.pt")
+    if strategy not in ("single", "ddp"):  # any model that is sharded alike stands for a reference
+        load_average(out / "average", trainer.accelerator.unwrap_model(trainer.model), trainer.run.strategy.ranks)
+        result["average"] = weights_of(trainer)
+    keep(trainer, result, out / f"{name}.pt")
     forget()
+
+
+def refuse(out: Path) -> None:
+    """A checkpoint that ranks did not write together is not one that they could share out."""
+    trainer = build("GRPO", out / "refused", {**prepare("fsdp2"), **ARGUMENTS})
+    told = ""
+    try:
+        trainer.train(resume_from_checkpoint=str(out.parent / "ddp" / "run" / "checkpoint-3"))
+    except CheckpointError as error:
+        told = str(error)
+    keep(trainer, told, out / "refused.pt")
+    forget()
+
+
+class StopForGood(TrainerCallback):
+    """After step 5 says so, and waits to be killed."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            (self._out / f"waiting-{args.process_index}").touch()
+            time.sleep(300)
+
+
+def first_phase(strategy: str, folder: Path) -> None:
+    first(strategy, folder)
+    if strategy in ("fsdp2", "zero2", "zero3"):
+        for dtype in (torch.float32, torch.bfloat16):
+            adapters(strategy, folder, dtype)
+    if strategy == "fsdp2":
+        refuse(folder)
+
+
+def one_phase(strategy: str, folder: Path) -> None:
+    trainer = build("GRPO", folder / "one", {**prepare(strategy), **ARGUMENTS})
+    trainer.train()
+    keep(trainer, result_of(trainer), folder / "one.pt")
+    forget()
+    go_on(strategy, folder, folder / "run" / "checkpoint-3", "two-to-one")
+    if strategy == "fsdp2":
+        go_on("single", folder, folder / "run" / "checkpoint-3", "two-to-plain")
+
+
+def kill_phase(strategy: str, folder: Path) -> None:
+    build("GRPO", folder / "killed", {**prepare(strategy), **ARGUMENTS}, callbacks=[StopForGood(folder)]).train()
+
+
+def two_phase(strategy: str, folder: Path) -> None:
+    go_on(strategy, folder, folder / "one" / "checkpoint-3", "one-to-two")
+    if (folder / "killed").is_dir():
+        go_on(strategy, folder, folder / "killed" / "checkpoint-3", "revived")
+
+
+def four_phase(strategy: str, folder: Path) -> None:
+    go_on(strategy, folder, folder / "run" / "checkpoint-3", "two-to-four")
+
+
+PHASES = {"first": first_phase, "one": one_phase, "two": two_phase, "four": four_phase, "kill": kill_phase}
 
 
 def main() -> None:
@@ -138,22 +208,7 @@ def main() -> None:
     for strategy in strategies:
         folder = out / strategy
         folder.mkdir(exist_ok=True)
-        if phase == "first":
-            first(strategy, folder)
-            for dtype in (torch.float32, torch.bfloat16):
-                adapters(strategy, folder, dtype)
-        elif phase == "one":
-            trainer = build("GRPO", folder / "one", {**prepare(strategy), **ARGUMENTS})
-            trainer.train()
-            keep(trainer, result_of(trainer), folder / "one.pt")
-            forget()
-            go_on(strategy, folder, folder / "run" / "checkpoint-3", "two-to-one")
-        else:
-            source, name = {
-                "four": ("run", "two-to-four"),
-                "two": ("one", "one-to-two"),
-            }[phase]
-            go_on(strategy, folder, folder / source / "checkpoint-3", name)
+        PHASES[phase](strategy, folder)
 
 
 if __name__ == "__main__":

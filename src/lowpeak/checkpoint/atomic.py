@@ -53,7 +53,7 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     what is left.
     """
     first, stage = ranks is None or ranks.rank == 0, stage_of(final)
-    agreed = partial(together, ranks, lambda error: _os_reason(error, stage) or str(error))
+    agreed = partial(together, ranks, partial(reason_of, folder=stage))
     try:
         with agreed():
             if first:
@@ -224,6 +224,11 @@ def _failure(final: Path, reason: str) -> str:
     return f"cannot save the checkpoint {final}: {reason}; {left}. To go on, {remedy}" + (
         f" and resume from {last}." if last else "."
     )
+
+
+def reason_of(error: BaseException, folder: Path) -> str:
+    """Why writing into `folder` failed, in a few words, for another rank to say."""
+    return _os_reason(error, folder) or str(error)
 
 
 def _os_reason(error: BaseException, stage: Path) -> str | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +56,13 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: st
     pieces = {(p.name, p.start): p for fragment in state.fragments for p in _pieces(fragment)}
     scalars = [found for found in ranks.gather(_plain(state.scalars))]
     try:
-        dcp.save(
-            dict.fromkeys((name for name, _ in pieces), None),
-            storage_writer=dcp.FileSystemWriter(folder, sync_files=False),  # the staged folder is synced as a whole
-            planner=_SavePlanner(pieces),
-            no_dist=ranks.world_size == 1,
-        )
+        with _quietly():
+            dcp.save(
+                dict.fromkeys((name for name, _ in pieces), None),
+                storage_writer=dcp.FileSystemWriter(folder, sync_files=False),  # the staged folder is synced as a whole
+                planner=_SavePlanner(pieces),
+                no_dist=ranks.world_size == 1,
+            )
     except CheckpointException as error:
         raise _first_failure(error) from error
     if ranks.rank == 0:
@@ -95,8 +97,7 @@ def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment], insi
     _check_fit(checkpoint, saved, wanted)
     fragments = {(fragment.name, fragment.start): fragment for fragment in wanted}
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*assuming the intent is to load in a single process")
+        with _quietly():
             dcp.load(
                 dict.fromkeys((name for name, _ in fragments), None),
                 storage_reader=dcp.FileSystemReader(checkpoint / inside),
@@ -217,6 +218,14 @@ def _save(file: Path, data: Any) -> None:
 
 def _opaque_file(folder: Path, rank: int) -> Path:
     return folder / f"opaque_{rank}.pt"
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warning that a process is alone, where that is meant."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*assuming the intent is to")
+        yield
 
 
 def _first_failure(error: CheckpointException) -> BaseException:

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from lowpeak.checkpoint.atomic import prune, staged
+from lowpeak.checkpoint.atomic import prune, reason_of, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.checkpoint.state import RunState, save_run_state
 from lowpeak.checkpoint.together import agreed, together
@@ -57,7 +58,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
 def _save_training(trainer: Any, stage: Path) -> None:
     """Optimizer states, schedule and loss scale: each rank its own part, or all of it by rank 0."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
-    with together(strategy.ranks):
+    with together(strategy.ranks, partial(reason_of, folder=stage)):
         if strategy.sharded:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
@@ -102,12 +103,12 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
         trainer._save(os.fspath(folder))
         return
     layout = strategy.layout(trainer.model_wrapped)
-    with together(strategy.ranks):
+    with together(strategy.ranks, partial(reason_of, folder=folder)):
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             write_settings(folder, base, next(dtype for _, dtype in layout.values() if dtype.is_floating_point))
             _save_beside(trainer, folder)
-    with together(strategy.ranks):
+    with together(strategy.ranks, partial(reason_of, folder=folder)):
         slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
         write_weights(folder if first else None, base, layout, slices)
 
@@ -116,7 +117,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
     """The adapter as peft saves it. Where it is sharded it is gathered, slice by slice, on rank 0; its base is not."""
     strategy = trainer.run.strategy
     if not strategy.sharded:
-        with together(strategy.ranks):
+        with together(strategy.ranks, partial(reason_of, folder=folder)):
             trainer._save(os.fspath(folder))
         return
     found: dict[str, list[torch.Tensor]] = {}
@@ -125,7 +126,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
         if strategy.ranks.rank == 0:
             found.setdefault(piece.name, []).append(piece.values.cpu())
             shapes[piece.name] = piece.shape
-    with together(strategy.ranks):
+    with together(strategy.ranks, partial(reason_of, folder=folder)):
         if strategy.ranks.rank == 0:
             names = {adapter_name(model, name): name for name in adapter_parameters(model)}
             weights = {names[name]: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
