@@ -169,7 +169,7 @@ class StopForGood(TrainerCallback):
 
 def first_phase(strategy: str, folder: Path) -> None:
     first(strategy, folder)
-    if strategy in ("fsdp2", "zero2", "zero3"):
+    if strategy != "zero1":
         for dtype in (torch.float32, torch.bfloat16):
             adapters(strategy, folder, dtype)
     if strategy == "fsdp2":
