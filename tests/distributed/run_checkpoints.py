@@ -194,6 +194,8 @@ def two_phase(strategy: str, folder: Path) -> None:
     go_on(strategy, folder, folder / "one" / "checkpoint-3", "one-to-two")
     if (folder / "killed").is_dir():
         go_on(strategy, folder, folder / "killed" / "checkpoint-3", "revived")
+        go_on("zero3", folder, folder / "run" / "checkpoint-3", "to-zero3")
+        go_on("fsdp2", folder, folder.parent / "zero2" / "run" / "checkpoint-3", "from-zero2")
 
 
 def four_phase(strategy: str, folder: Path) -> None:

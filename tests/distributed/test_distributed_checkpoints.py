@@ -84,10 +84,13 @@ def test_a_run_goes_on_with_other_ranks(runs: Path, strategy: str, name: str) ->
         )
 
 
-def test_a_sharded_run_goes_on_in_a_plain_process(runs: Path) -> None:
-    plain = read(runs, "fsdp2", "two-to-plain")
-    assert plain["strategy"] == "Replicated"
-    assert_near(plain["weights"], read(runs, "fsdp2", "whole")["weights"])
+@pytest.mark.parametrize(
+    ("name", "strategy"), [("two-to-plain", "Replicated"), ("to-zero3", "Zero"), ("from-zero2", "Fsdp2")]
+)
+def test_a_sharded_run_goes_on_under_another_strategy(runs: Path, name: str, strategy: str) -> None:
+    other = read(runs, "fsdp2", name)
+    assert other["strategy"] == strategy
+    assert_near(other["weights"], read(runs, "fsdp2", "whole")["weights"])
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
@@ -122,7 +125,7 @@ def test_what_is_exported_is_what_was_trained(runs: Path, strategy: str) -> None
             assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("strategy", ("ddp", *SHARDED))
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype: torch.dtype) -> None:
     name = f"lora-{dtype}".replace("torch.", "")
@@ -137,7 +140,7 @@ def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype:
     assert_same_bits(trained["adapter"], saved)
 
 
-@pytest.mark.parametrize("strategy", ("ddp", *SHARDED))
+@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slices_of_a_merged_adapter_are_what_peft_merges(runs: Path, strategy: str, dtype: torch.dtype) -> None:
     name = f"lora-{dtype}".replace("torch.", "")
