@@ -81,6 +81,7 @@ def own_range(tensor: Any) -> Fragment:
     if not isinstance(tensor, DTensor):
         return Fragment("", tensor.numel(), 0, tensor.detach().view(-1))
     dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)]
+    assert len(dims) <= 1, "rows are cut along one axis of the mesh"
     values = tensor.to_local().detach().view(-1)
     if not dims:
         return Fragment("", tensor.numel(), 0, values)
