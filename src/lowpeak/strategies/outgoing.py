@@ -69,8 +69,7 @@ def adapter_name(model: Any, name: str) -> str:
 
 def active_adapters(model: Any) -> list[str]:
     """The names of a peft model's adapters that are in use."""
-    active = model.active_adapter
-    return [active] if isinstance(active, str) else list(active)
+    return list(model.active_adapters)
 
 
 def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard]) -> Iterator[Outgoing]:

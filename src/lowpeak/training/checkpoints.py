@@ -124,7 +124,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in strategy.slices(trainer.model_wrapped, SLICE_BYTES, None, "adapter"):
         if strategy.ranks.rank == 0:
-            found.setdefault(piece.name, []).append(piece.values.cpu())
+            found.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
             shapes[piece.name] = piece.shape
     with together(strategy.ranks, partial(reason_of, folder=folder)):
         if strategy.ranks.rank == 0:
