@@ -11,28 +11,37 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from benchmarks.harness.process import last_object, one_thread
+from benchmarks.harness.process import ROOT, SideError, last_object, one_thread
 
 # Without the threshold glibc keeps freed shards in its heaps, and every way looks alike.
 _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1"}
 
 
-def run_ranks(module: str, request: dict[str, Any], world_size: int = 2, timeout: float = 900) -> dict[str, Any]:
-    """What rank 0 of `module` answers to the request; RuntimeError with the ranks' words where one fails."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    common = {**one_thread(os.environ), **_ENVIRONMENT, "MASTER_PORT": port, "WORLD_SIZE": str(world_size)}
-    command = [sys.executable, "-m", "benchmarks.harness.ranks", module, json.dumps(request)]
+def run_ranks(module: str, request: dict[str, Any], world_size: int = 2, limit_s: float = 900) -> dict[str, Any]:
+    """What `module.main(request)` prints last on rank 0."""
+    return run_all("benchmarks.harness.ranks", [module, json.dumps(request)], world_size, limit_s)[0]
+
+
+def run_all(module: str, arguments: Sequence[str], world_size: int = 2, limit_s: float = 600) -> list[dict[str, Any]]:
+    """What each rank of `python -m module` prints last; SideError with the ranks' words where one fails."""
+    common = {
+        **one_thread(os.environ),
+        **_ENVIRONMENT,
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+    }
     processes = [
         subprocess.Popen(
-            command,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)},
+            [sys.executable, "-m", module, *arguments],
+            cwd=ROOT,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -40,13 +49,19 @@ def run_ranks(module: str, request: dict[str, Any], world_size: int = 2, timeout
         for rank in range(world_size)
     ]
     try:
-        outputs = [process.communicate(timeout=timeout)[0] for process in processes]
+        outputs = [process.communicate(timeout=limit_s)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
     if any(process.returncode for process in processes):
-        raise RuntimeError("\n".join(outputs))
-    return last_object(outputs[0], module)
+        raise SideError("\n".join([f"{module}: ranks ended with {[p.returncode for p in processes]}.", *outputs]))
+    return [last_object(output, module) for output in outputs]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def prepare(strategy: str, model: nn.Module) -> tuple[Any, nn.Module, Any]:

@@ -190,7 +190,10 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A flat range of one parameter on its way out: `values` are elements [start, start + len(values))."""
+    """A flat range of one parameter on its way out: `values` are elements [start, start + len(values)).
+
+    They are good until the next slice is asked for, and nobody's to change: they may be the parameter's own.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -24,6 +24,17 @@ def prepare(strategy: str) -> dict[str, Any]:
     return {"use_cpu": True, **({"deepspeed": zero_config(int(strategy[-1]))} if "zero" in strategy else {})}
 
 
+def forget() -> None:
+    """Let the next trainer of this process take another strategy: accelerate and transformers keep one for good."""
+    from accelerate.state import AcceleratorState
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    unset_hf_deepspeed_config()
+    for name in [*FSDP2, "ACCELERATE_USE_DEEPSPEED"]:
+        os.environ.pop(name, None)
+
+
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",

@@ -20,9 +20,15 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lowpeak.checkpoint.together import ElsewhereError, together
 from lowpeak.errors import ArgumentError, CheckpointError, LowpeakError
+
+if TYPE_CHECKING:
+    from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -38,22 +44,32 @@ def stage_of(final: Path) -> Path:
 
 
 @contextmanager
-def staged(final: Path) -> Iterator[Path]:
+def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Yield a fresh folder that becomes `final` when the block ends, whole and synced to the disk, or not at all.
 
-    A whole `final` from before is replaced. Any exception removes the stage; one from the operating system, whether
-    it came through Python, torch or safetensors, is raised as `CheckpointError` with its reason and what is left.
+    All ranks write into the one folder; rank 0 makes it and gives it its name, when every rank has written and synced. A
+    whole `final` from before is replaced. An exception on any rank removes the stage; one from the operating system,
+    whether it came through Python, torch or safetensors, is raised as `CheckpointError` on every rank, with its reason and
+    what is left.
     """
-    stage = stage_of(final)
+    first, stage = ranks is None or ranks.rank == 0, stage_of(final)
+    agreed = partial(together, ranks, partial(reason_of, folder=stage))
     try:
-        _settle(final)
-        stage.mkdir(parents=True)
-        yield stage
-        _sync_tree(stage)
-        _give_name(stage, final)
+        with agreed():
+            if first:
+                _settle(final)
+                stage.mkdir(parents=True)
+        with agreed():
+            yield stage
+        with agreed():
+            _sync_tree(stage)
+        with agreed():
+            if first:
+                _give_name(stage, final)
     except BaseException as error:
         reason = _os_reason(error, stage)
-        _delete(stage)
+        if first:
+            _delete(stage)
         if reason is None or isinstance(error, LowpeakError):
             raise
         raise CheckpointError(_failure(final, reason)) from error
@@ -210,11 +226,18 @@ def _failure(final: Path, reason: str) -> str:
     )
 
 
+def reason_of(error: BaseException, folder: Path) -> str:
+    """Why writing into `folder` failed, in a few words, for another rank to say."""
+    return _os_reason(error, folder) or str(error)
+
+
 def _os_reason(error: BaseException, stage: Path) -> str | None:
     """What the operating system said when `error` comes from writing, else None.
 
     torch.save raises RuntimeErrors that may have an OSError behind them, safetensors writes errno into its sentence.
     """
+    if isinstance(error, ElsewhereError):
+        return f"on rank {error.rank}: {error.reason}"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if match := _OS_ERROR.search(str(error)):

@@ -70,7 +70,13 @@ def capture_random() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> None:
-    """Put the global generators back to what `capture_random` saw; says so when the number of CUDA devices differs."""
+    """Put the global generators back to what `capture_random` saw; says so when the number of CUDA devices differs.
+
+    An empty state (of a rank that the run did not have) leaves them as the seed made them.
+    """
+    if not state:
+        logger.warning("No random states were saved for this rank: dropout and rewards that draw go on from the seed.")
+        return
     algorithm, keys, position, has_gauss, gauss = state["numpy"]
     random.setstate(state["python"])
     np.random.set_state((algorithm, keys.numpy().astype(np.uint32), position, has_gauss, gauss))

@@ -35,6 +35,7 @@ ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
+_RANKS = "world_size"
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages")
 _OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
@@ -55,7 +56,8 @@ class RunState:
 
     `cursor`, `identity` (what the run was: its algorithm, rewards, the shape of its rollouts) and `resolved` (what `auto`
     became) are JSON: string keys, and tuples come back as lists.
-    `random` is `capture_random()` of one process.
+    `random` is `capture_random()` of one process: empty on a rank that the run did not have when it was saved, of
+    `world_size` ranks.
     """
 
     policy_version: int
@@ -65,6 +67,7 @@ class RunState:
     algorithm_state: Mapping[str, float] = field(default_factory=dict)
     resolved: Mapping[str, int | float | str] = field(default_factory=dict)
     identity: Mapping[str, Any] = field(default_factory=dict)
+    world_size: int = 1
 
     @property
     def in_rollout(self) -> bool:
@@ -103,6 +106,7 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
     plain: dict[str, Any] = {
         "format": FORMAT,
         "policy_version": state.policy_version,
+        _RANKS: state.world_size,
         **{name: _checked(name, getattr(state, name)) for name in _PLAIN},
         "rollout": None,
     }
@@ -118,7 +122,7 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
 
 
 def load_run_state(folder: Path, rank: int = 0) -> RunState:
-    """The state that `save_run_state` wrote, with the random states of `rank`.
+    """The state that `save_run_state` wrote, with the random states of `rank` where the run had such a rank.
 
     Raises `CheckpointError` when a file is missing or damaged, or the format is newer than this version's.
     """
@@ -126,12 +130,14 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
         plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         _check_format(folder, plain["format"])
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
-        packed = plain["rollout"]
+        packed, world_size = plain["rollout"], plain.get(_RANKS, 1)
     with _reading(folder / ROLLOUT_FILE):
         rollout = _load_rollout(folder, packed)
-    with _reading(_random_file(folder, rank), "; resume with as many processes as the run had"):
-        random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
-    return RunState(**shared, rollout=rollout, random=random)
+    random: dict[str, Any] = {}
+    if rank < world_size:
+        with _reading(_random_file(folder, rank)):
+            random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
+    return RunState(**shared, rollout=rollout, random=random, world_size=world_size)
 
 
 def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
@@ -248,15 +254,16 @@ def _check_format(folder: Path, found: int) -> None:
 
 
 @contextmanager
-def _reading(file: Path, remedy_if_missing: str = "") -> Iterator[None]:
+def _reading(file: Path) -> Iterator[None]:
     """Say which file is missing or damaged, and what to do."""
     try:
         yield
     except CheckpointError:
         raise
     except FileNotFoundError as error:
-        message = f"checkpoint {file.parent} has no {file.name}{remedy_if_missing}"
-        raise CheckpointError(f"{message}, or resume from another checkpoint.") from error
+        raise CheckpointError(
+            f"checkpoint {file.parent} has no {file.name}: resume from another checkpoint."
+        ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:

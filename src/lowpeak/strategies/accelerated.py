@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, cpu_offload
@@ -11,10 +13,12 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges
+from lowpeak.strategies.flat import FlatShard, ranges, whole
 from lowpeak.strategies.frozen import average, freeze, frozen_bytes, shard_rows, shards_of
 from lowpeak.strategies.gathered import Gatherer
+from lowpeak.strategies.outgoing import Weights, layout, outgoing
 from lowpeak.strategies.rows import rows_shard
+from lowpeak.strategies.shards import load_torch_state
 from lowpeak.strategies.strategy import Frozen
 
 
@@ -65,13 +69,32 @@ class Accelerated:
         with self._gatherer.gathered(inner, self._shard, budget, whole_head):
             yield inner
 
-    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-        """Every parameter in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once; see `ranges`."""
-        return ranges(self._shards(model), max_bytes, dtype)
+    def slices(
+        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
+    ) -> Iterator[WeightSlice]:
+        """The parameters in flat ranges of at most `max_bytes`, cast to `dtype`; tied weights once; see `ranges`."""
+        return ranges(outgoing(self._accelerator.unwrap_model(model), self._shard, weights), max_bytes, dtype)
+
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, whole shapes and dtypes of what `slices` gives."""
+        return layout(self._accelerator.unwrap_model(model), self._shard, weights)
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's flat range of each parameter, all of it where it is not cut."""
-        return {name: shard.local for name, shard in self._shards(model).items()}
+        named = self._accelerator.unwrap_model(model).named_parameters()
+        return {name: (self._shard(p) or whole(p.detach())).local for name, p in named}
+
+    @property
+    def cuts_states(self) -> bool:
+        """No: rank 0 has all that a checkpoint needs."""
+        return False
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Nothing: rank 0 writes weights and optimizer states as transformers does."""
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """Weights and optimizer states from what several ranks wrote, each rank its own."""
+        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """A replica on the device; among several ranks it is cut between rows where one of them has no `room` for it.

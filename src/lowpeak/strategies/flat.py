@@ -7,8 +7,8 @@ up need one form of each, whichever engine trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,14 +71,18 @@ class FlatShard:
         """Begin to gather the parameter into the first `padded` values of a flat buffer; `wait()` of the answer ends it."""
         return all_gather(into[: self.padded], self.own(), group=self.group, async_op=True)
 
-    def broadcast(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
-        """Values [first, last) of one rank's range, from that rank to all of its group."""
-        owner = first // self.chunk
+    def broadcast(self, first: int, last: int, into: Tensor, added: Added | None = None) -> Tensor:
+        """Values [first, last) of one rank's range, from that rank to all of its group; with what is `added` to them.
+
+        In the dtype of the flat buffer `into`, and in it, but where they are the owner's own values as they lie.
+        """
+        owner, values = first // self.chunk, into[: last - first]
         if self.group is _EVERYBODY or self.rank == owner:
-            start = owner * self.chunk
-            values = self.local[first - start : last - start].to(self.device, dtype)
-        else:
-            values = torch.empty(last - first, dtype=dtype, device=self.device)
+            local = self.local[first - owner * self.chunk : last - owner * self.chunk]
+            if added is not None:
+                local = (local.to(self.device) + added(first, last)).to(local.dtype)
+            here = local.dtype == into.dtype and local.device == into.device
+            values = local if here else values.copy_(local)
         if self.group is not _EVERYBODY:
             dist.broadcast(
                 values, dist.get_process_group_ranks(self.group or dist.group.WORLD)[owner], group=self.group
@@ -89,22 +93,54 @@ class FlatShard:
         """The parameter in a buffer that `gather` filled."""
         return gathered[: self.numel].view(self.shape)
 
+    def gathered(self) -> Tensor:
+        """The whole parameter in its own dtype, on every rank."""
+        if self.group is _EVERYBODY:
+            return self.local.view(self.shape)
+        own = replace(self, dtype=self.local.dtype)
+        buffer = torch.empty(self.padded, dtype=own.dtype, device=self.device)
+        own.gather(buffer).wait()
+        return self.view(buffer)
+
 
 def whole(values: Tensor) -> FlatShard:
     """A parameter that every rank has whole."""
     return FlatShard(values.shape, values.numel(), values.reshape(-1), values.dtype, values.device, _EVERYBODY)
 
 
-def ranges(shards: Mapping[str, FlatShard], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-    """Every parameter in flat ranges of at most `max_bytes`, in order: the owner of a range broadcasts it to its group."""
-    for name, shard in shards.items():
-        target = dtype or shard.local.dtype
+Added = Callable[[int, int], Tensor]  # what is added to values [first, last) of a parameter
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """A parameter that leaves: its name for those who take it, its shard, and what makes the values added on its way.
+
+    `adding` is called on every rank just before the parameter leaves: it may gather what it needs.
+    """
+
+    name: str
+    shard: FlatShard
+    adding: Callable[[], Added | None] = lambda: None
+
+
+def ranges(outgoing: Iterable[Outgoing], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
+    """Every parameter in flat ranges of at most `max_bytes`, in order: the owner of a range broadcasts it to its group.
+
+    A slice's values are good until the next one is asked for: all come through one buffer.
+    """
+    buffer = torch.empty(0, dtype=torch.uint8)
+    for one in outgoing:
+        shard, target, added = one.shard, dtype or one.shard.local.dtype, one.adding()
         count = max(1, max_bytes // target.itemsize)
-        for start in range(0, shard.numel, shard.chunk):
+        longest = min(count, shard.chunk, shard.numel) * target.itemsize
+        if buffer.numel() < longest or buffer.device != shard.device:
+            buffer = torch.empty(longest, dtype=torch.uint8, device=shard.device)
+        into = buffer[: buffer.numel() // target.itemsize * target.itemsize].view(target)
+        for start in range(0, shard.numel, max(1, shard.chunk)):
             stop = min(start + shard.chunk, shard.numel)
             for first in range(start, stop, count):
-                values = shard.broadcast(first, min(first + count, stop), target)
-                yield WeightSlice(name, tuple(shard.shape), target, first, values)
+                values = shard.broadcast(first, min(first + count, stop), into, added)
+                yield WeightSlice(one.name, tuple(shard.shape), target, first, values)
 
 
 Sharded = Callable[[nn.Parameter], FlatShard | None]  # a parameter's shard; None for one that every rank has whole

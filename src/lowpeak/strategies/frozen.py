@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from lowpeak.loading import give_room
 from lowpeak.strategies.flat import FlatShard, Sharded, whole
 from lowpeak.strategies.gathered import layers_of
+from lowpeak.strategies.outgoing import plain_name
 
 _PIECE_BYTES = 8 << 20
 
@@ -63,7 +64,7 @@ def frozen_bytes(model: nn.Module) -> int:
 
 def shards_of(model: nn.Module, sharded: Sharded) -> dict[str, FlatShard]:
     """Every parameter's range on this rank, by name; whole ones as one range."""
-    return {name: sharded(p) or whole(p.detach()) for name, p in model.named_parameters()}
+    return {plain_name(name): sharded(p) or whole(p.detach()) for name, p in model.named_parameters()}
 
 
 def average(reference: Mapping[str, FlatShard], policy: Mapping[str, FlatShard], share: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -13,6 +14,8 @@ from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import FlatShard
 from lowpeak.strategies.frozen import freeze, shard_rows
 from lowpeak.strategies.rows import rows_shard
+from lowpeak.strategies.shards import save_shards
+from lowpeak.strategies.states import torch_state, trained
 from lowpeak.strategies.strategy import Frozen
 
 
@@ -37,6 +40,16 @@ class Fsdp2(Accelerated):
                 module.reshard()  # the root's parameters stay gathered after a forward
         with super().hold(model, budget, whole_head) as inner:
             yield inner
+
+    @property
+    def cuts_states(self) -> bool:
+        """Yes: each rank has rows of all that is trained, and of its optimizer states."""
+        return True
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Each rank writes its rows of the trained weights and their optimizer states."""
+        state = torch_state(trained(self._accelerator.unwrap_model(model)), optimizer)
+        save_shards(checkpoint, state, self._ranks)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """Cut like the policy, on its mesh, whatever `room` there is; with efficient loading, from rank 0's weights."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -66,12 +67,41 @@ class Strategy(Protocol):
         left. Every rank enters it; forwards in it are matched among ranks."""
         ...
 
-    def slices(self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-        """Every parameter in flat ranges of at most `max_bytes`, cast to `dtype`, in the same order on every rank."""
+    def slices(
+        self,
+        model: nn.Module,
+        max_bytes: int,
+        dtype: torch.dtype | None,
+        weights: Literal["merged", "adapter"] = "merged",
+    ) -> Iterator[WeightSlice]:
+        """The parameters in flat ranges of at most `max_bytes`, cast to `dtype` (None: their own), in one order on every rank.
+
+        `merged` is the whole model under the names of its checkpoint, a LoRA adapter added on the way; `adapter` is what
+        training an adapter changes, under peft's names. Every rank exhausts it: ranges are broadcast.
+        """
+        ...
+
+    def layout(
+        self, model: nn.Module, weights: Literal["merged", "adapter"] = "merged"
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Names, whole shapes and own dtypes of what `slices` gives, in its order; nothing travels."""
         ...
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's own tensors of the model's parameters, by name: for averages and for offloading."""
+        ...
+
+    @property
+    def cuts_states(self) -> bool:
+        """Whether ranks have different parts of what is trained or of its states, so that only together they can save it."""
+        ...
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Write this rank's part of the trained weights and optimizer states into a (staged) folder; all ranks together."""
+        ...
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """Take back what `save_state` wrote, on as many ranks or on others; without an optimizer, the weights alone."""
         ...
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import FlatShard
 from lowpeak.strategies.frozen import freeze
+from lowpeak.strategies.shards import save_shards
+from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Frozen
+from lowpeak.strategies.zero_states import load_zero_state, zero_state
 
 
 class Zero(Accelerated):
@@ -49,6 +53,21 @@ class Zero(Accelerated):
     def own_step(self) -> None:
         """The engine clips, updates and clears."""
         self._engine.step()
+
+    @property
+    def cuts_states(self) -> bool:
+        """Yes: each rank has ranges of the optimizer's states, whatever the stage."""
+        return True
+
+    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
+        """Each rank writes its ranges of the optimizer's weights and their states."""
+        named = trained(self._accelerator.unwrap_model(model))
+        save_shards(checkpoint, zero_state(self._engine, self._stage, named), self._ranks)
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """Each rank reads its ranges, whatever ranks wrote them; then the model gets its weights from the optimizer's."""
+        named = trained(self._accelerator.unwrap_model(model))
+        load_zero_state(checkpoint, self._engine, self._stage, named, self._ranks)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """Stage 3 cuts it as it cuts the policy, and no engine is made for it; below, a replica where there is `room`."""

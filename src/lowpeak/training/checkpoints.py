@@ -1,46 +1,146 @@
-"""Saving: a checkpoint is staged, synced and renamed, and only then the oldest one is removed."""
+"""Saving and loading: a checkpoint is staged, synced and renamed, and only then the oldest one is removed.
+
+Ranks write it together. A part of it that waits for all ranks ends in `together`, so that an error of one is every one's.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from accelerate.utils import DeepSpeedSchedulerWrapper
+from transformers import PreTrainedModel
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from lowpeak.checkpoint.atomic import prune, staged
+from lowpeak.checkpoint.atomic import prune, reason_of, staged
+from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.checkpoint.state import RunState, save_run_state
+from lowpeak.checkpoint.together import agreed, together
+from lowpeak.errors import CheckpointError
+from lowpeak.strategies.outgoing import active_adapters, adapter_name, adapter_parameters
+from lowpeak.strategies.shards import has_shards
+from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import REFERENCE_ADAPTER, is_peft
 
 
 def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
-    """Write `checkpoint-<step>` of a trainer, whole or not at all; returns its folder."""
+    """Write `checkpoint-<step>` of a trainer, by all ranks, whole or not at all; returns its folder."""
     args, ranks = trainer.args, trainer.run.strategy.ranks
     run_dir = Path(trainer._get_output_dir(trial=trial))
     final = run_dir / f"checkpoint-{trainer.state.global_step}"
     trainer.store_flos()
-    with ExitStack() as stack:
-        stage = ranks.first(lambda: stack.enter_context(staged(final)))
-        trainer.save_model(os.fspath(stage), _internal_call=True)
+    with staged(final, ranks) as stage:
+        export_model(trainer, stage)
         if not args.save_only_model:
-            trainer._save_optimizer_and_scheduler(os.fspath(stage))
-            trainer._save_scaler(os.fspath(stage))
-        save_run_state(stage, state, args.process_index)
+            _save_training(trainer, stage)
         trainer.save_more(stage)
+        save_run_state(stage, replace(state, world_size=ranks.world_size), ranks.rank)
         _note_best(trainer, run_dir, final)
         _note_callbacks(trainer)
         if ranks.rank == 0:
             trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
-        ranks.barrier()
-    ranks.barrier()
-    if args.push_to_hub:
-        trainer._push_from_checkpoint(os.fspath(final))
-    best = trainer.state.best_model_checkpoint
-    if ranks.rank == 0:
-        prune(run_dir, trainer.user_args.save_total_limit, [Path(best)] if best else [])
+    with agreed(ranks, f"{final} is whole, but it could not be sent or old ones be removed"):
+        if args.push_to_hub:
+            trainer._push_from_checkpoint(os.fspath(final))
+        best = trainer.state.best_model_checkpoint
+        if ranks.rank == 0:
+            prune(run_dir, trainer.user_args.save_total_limit, [Path(best)] if best else [])
     return final
+
+
+def _save_training(trainer: Any, stage: Path) -> None:
+    """Optimizer states, schedule and loss scale: each rank its own part, or all of it by rank 0."""
+    strategy, folder = trainer.run.strategy, os.fspath(stage)
+    with together(strategy.ranks, partial(reason_of, folder=stage)):
+        if strategy.cuts_states:
+            strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
+        else:
+            trainer._save_optimizer_and_scheduler(folder)
+    if (
+        strategy.cuts_states
+        and strategy.ranks.rank == 0
+        and not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper)
+    ):
+        torch.save(trainer.lr_scheduler.state_dict(), stage / SCHEDULER_NAME)
+    trainer._save_scaler(folder)
+
+
+def load_training(trainer: Any, checkpoint: Path) -> None:
+    """Weights, optimizer states, schedule and loss scale that ranks wrote together, on the ranks that are now."""
+    strategy = trainer.run.strategy
+    strategy.load_state(checkpoint, trainer.model_wrapped, trainer.optimizer)
+    if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+        trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
+    trainer._load_scaler(os.fspath(checkpoint))
+
+
+def check_kind(checkpoint: Path, strategy: Strategy) -> None:
+    """CheckpointError for a checkpoint that holds no states which this strategy's ranks could take up."""
+    if strategy.cuts_states and not has_shards(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint} holds no optimizer states that could be shared out among ranks: it was written on one device, under "
+            "DDP, or with save_only_model. Resume as it was written, or start a new run from its weights (model=that folder)."
+        )
+
+
+def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
+    """The model in the Hugging Face layout, streamed slice by slice; an adapter alone, or `merged` into the whole model."""
+    strategy = trainer.run.strategy
+    model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+    first = strategy.ranks.rank == 0
+    if is_peft(model) and not merged:
+        _export_adapter(trainer, model, folder)
+        return
+    base: Any = model.get_base_model() if is_peft(model) else model
+    if not isinstance(base, PreTrainedModel) or getattr(base, "_hf_peft_config_loaded", False):
+        trainer._save(os.fspath(folder))
+        return
+    layout = strategy.layout(trainer.model_wrapped)
+    with together(strategy.ranks, partial(reason_of, folder=folder)):
+        if first:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_settings(folder, base, next(dtype for _, dtype in layout.values() if dtype.is_floating_point))
+            _save_beside(trainer, folder)
+    with together(strategy.ranks, partial(reason_of, folder=folder)):
+        slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
+        write_weights(folder if first else None, base, layout, slices)
+
+
+def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
+    """The adapter as peft saves it. Where it is sharded it is gathered, slice by slice, on rank 0; its base is not."""
+    strategy = trainer.run.strategy
+    if not strategy.cuts_states:
+        with together(strategy.ranks, partial(reason_of, folder=folder)):
+            trainer._save(os.fspath(folder))
+        return
+    found: dict[str, list[torch.Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in strategy.slices(trainer.model_wrapped, SLICE_BYTES, None, "adapter"):
+        if strategy.ranks.rank == 0:
+            found.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
+            shapes[piece.name] = piece.shape
+    with together(strategy.ranks, partial(reason_of, folder=folder)):
+        if strategy.ranks.rank == 0:
+            names = {adapter_name(model, name): name for name in adapter_parameters(model)}
+            weights = {names[name]: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
+            folder.mkdir(parents=True, exist_ok=True)
+            with without_reference(model):
+                model.save_pretrained(folder, state_dict=weights, selected_adapters=active_adapters(model))
+            _save_beside(trainer, folder)
+
+
+def _save_beside(trainer: Any, folder: Path) -> None:
+    """The tokenizer and the arguments, as transformers saves them."""
+    if trainer.processing_class is not None:
+        trainer.processing_class.save_pretrained(folder)
+    torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
 
 
 @contextmanager

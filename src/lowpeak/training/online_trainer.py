@@ -12,6 +12,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
+from lowpeak.checkpoint.together import together
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
@@ -200,8 +201,9 @@ class OnlineTrainer(StepTrainer):
 
     def save_more(self, folder: Path) -> None:
         """The reference's average, where it moves."""
-        if self.maker.settings.reference_sync is not None and self.is_world_process_zero():
-            save_average(folder, self._reference_shards())
+        if self.maker.settings.reference_sync is not None:
+            with together(self.run.strategy.ranks):
+                save_average(folder, self._reference_model(), self.run.strategy.ranks)
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
         """Go on where the checkpoint was written, with what `auto` had become then."""
@@ -214,10 +216,15 @@ class OnlineTrainer(StepTrainer):
             self.rollout = Rollout(state.rollout.number, state.rollout.records)
             self.steps_used = state.rollout.steps_used
         if self.maker.settings.reference_sync is not None:
-            load_average(checkpoint, self._reference_shards())
+            load_average(checkpoint, self._reference_model(), self.run.strategy.ranks)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.maker.weights_changed = True
+
+    def take_weights(self, checkpoint: Path) -> None:
+        """What ranks wrote together; the engine hears of it."""
+        super().take_weights(checkpoint)
         self.maker.weights_changed = True
 
     def _load_best_model(self) -> None:
@@ -232,9 +239,6 @@ class OnlineTrainer(StepTrainer):
                 f"{checkpoint} is in the middle of a rollout, which lacks {missing[0]} log-probs: resume with the arguments "
                 "that it was made with, or from a checkpoint between two rollouts."
             )
-
-    def _reference_shards(self) -> dict[str, Any]:
-        return self.run.strategy.shards(self._reference_model())
 
     def _reference_model(self) -> nn.Module:
         reference = self.maker.reference

@@ -1,35 +1,37 @@
-"""The reference's average on its way to a checkpoint and back: this rank's shards, nothing gathered."""
+"""The reference's average on its way to a checkpoint and back: each rank's ranges, nothing gathered."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
-import safetensors.torch
-import torch
-from torch import Tensor
+from torch import nn
 
 from lowpeak.errors import CheckpointError
+from lowpeak.ranks import Ranks
+from lowpeak.strategies.outgoing import plain_name
+from lowpeak.strategies.shards import load_shards, read_saved, save_shards
+from lowpeak.strategies.states import WEIGHT, TrainingState, own_range
 
-REFERENCE_FILE = "lowpeak_reference.safetensors"
-
-
-def save_average(folder: Path, shards: Mapping[str, Tensor]) -> None:
-    """Write the shards into a (staged) checkpoint."""
-    data = safetensors.torch.save({name: shard.detach().cpu().contiguous() for name, shard in shards.items()})
-    (folder / REFERENCE_FILE).write_bytes(data)
+REFERENCE_FOLDER = "reference"
 
 
-def load_average(folder: Path, shards: Mapping[str, Tensor]) -> None:
-    """Copy what `save_average` wrote into the shards; CheckpointError where it is missing or of another model."""
-    file = folder / REFERENCE_FILE
-    if not file.is_file():
+def save_average(checkpoint: Path, reference: nn.Module, ranks: Ranks) -> None:
+    """Write each rank's ranges into a (staged) checkpoint, on all ranks together."""
+    save_shards(checkpoint, _state(reference), ranks, REFERENCE_FOLDER)
+
+
+def load_average(checkpoint: Path, reference: nn.Module, ranks: Ranks) -> None:
+    """Copy what `save_average` wrote into this rank's ranges; CheckpointError where it is missing or of another model."""
+    if not (checkpoint / REFERENCE_FOLDER).is_dir():
         raise CheckpointError(
-            f"{file} is missing: the checkpoint was written without sync_ref_model; resume without it."
+            f"{checkpoint / REFERENCE_FOLDER} is missing: the checkpoint was written without sync_ref_model; resume without it."
         )
-    saved = safetensors.torch.load_file(file)
-    if saved.keys() != shards.keys():
-        raise CheckpointError(f"{file} belongs to another model: its weights have other names.")
-    with torch.no_grad():
-        for name, shard in shards.items():
-            shard.copy_(saved[name])
+    saved = read_saved(checkpoint, ranks, REFERENCE_FOLDER)
+    load_shards(checkpoint, saved, _state(reference).fragments, REFERENCE_FOLDER)
+
+
+def _state(reference: nn.Module) -> TrainingState:
+    state = TrainingState()
+    for name, parameter in reference.named_parameters():
+        state.add_range(f"{WEIGHT}/{plain_name(name)}", own_range(parameter))
+    return state

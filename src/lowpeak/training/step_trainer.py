@@ -26,13 +26,15 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.resume import restore_random
 from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
+from lowpeak.checkpoint.together import agreed
 from lowpeak.errors import CheckpointError, DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Metric, merge_metrics
+from lowpeak.strategies.shards import has_shards
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.checkpoints import save_checkpoint, without_reference
+from lowpeak.training.checkpoints import check_kind, export_model, load_training, save_checkpoint, without_reference
 from lowpeak.training.interrupt import Interrupts
 from lowpeak.training.readout import (
     Readout,
@@ -153,6 +155,7 @@ class StepTrainer(Trainer):
         if checkpoint is not None:
             with ranks.together():
                 self.run.resumed = load_run_state(checkpoint, self.args.process_index)
+                check_kind(checkpoint, self.run.strategy)
                 check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
                 self.take_run_state(self.run.resumed, checkpoint)
         ranks.first(lambda: self._clear_folder(output_dir))
@@ -282,6 +285,43 @@ class StepTrainer(Trainer):
 
     # checkpoints
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or an adapter alone, with tokenizer and config as `from_pretrained` reads them, slice by slice."""
+        self._export(Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def save_merged_model(self, output_dir: str) -> None:
+        """Write the whole model with its adapter merged in, slice by slice: no merged model is ever in memory."""
+        self._export(Path(output_dir), merged=True)
+
+    def _export(self, folder: Path, *, merged: bool = False) -> None:
+        with agreed(self.run.strategy.ranks, f"the model could not be written into {folder}"):
+            export_model(self, folder, merged=merged)
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
+        """The base's way; what ranks wrote together is loaded here, by ranks of any number."""
+        checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        if checkpoint is None or not has_shards(checkpoint):
+            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+        with agreed(self.run.strategy.ranks, f"{checkpoint} could not be loaded"):
+            self.take_weights(checkpoint)
+        return prepared
+
+    def take_weights(self, checkpoint: Path) -> None:
+        """Weights, optimizer states and schedule from a checkpoint that ranks wrote together."""
+        with _fitting(os.fspath(checkpoint), "states", "the model, optim and what is trained"):
+            load_training(self, checkpoint)
+
+    def _load_best_model(self) -> None:
+        """The base's way, or the weights that ranks wrote together."""
+        best = Path(self.state.best_model_checkpoint)
+        if has_shards(best):
+            self.take_weights(best)
+        else:
+            super()._load_best_model()
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The base's way; weights of another shape are told in one sentence."""
         with _fitting(resume_from_checkpoint, "weights", "the model"):
@@ -299,7 +339,8 @@ class StepTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
-        self._check_weights()
+        with agreed(self.run.strategy.ranks, f"nothing was saved after step {self.state.global_step}"):
+            self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()
             save_checkpoint(self, trial, self.run_state())

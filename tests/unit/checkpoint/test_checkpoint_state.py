@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lowpeak.checkpoint.resume import capture_random
+from lowpeak.checkpoint.resume import capture_random, restore_random
 from lowpeak.checkpoint.state import (
     FORMAT,
     RolloutInUse,
@@ -130,14 +130,25 @@ def test_between_rollouts_no_rollout_is_written(tmp_path):
 def test_each_rank_gets_its_own_random_states_and_the_rest_of_rank_0(tmp_path):
     for rank in (1, 0):
         torch.manual_seed(rank)
-        save_run_state(tmp_path, state(policy_version=10 + rank, random=capture_random()), rank)
+        save_run_state(tmp_path, state(policy_version=10 + rank, random=capture_random(), world_size=2), rank)
     for rank in (0, 1):
         torch.manual_seed(rank)
         loaded = load_run_state(tmp_path, rank)
         assert torch.equal(loaded.random["torch"], torch.get_rng_state())
         assert loaded.policy_version == 10
-    with pytest.raises(CheckpointError, match=r"has no lowpeak_random_2.pt; resume with as many processes"):
-        load_run_state(tmp_path, rank=2)
+    (tmp_path / "lowpeak_random_1.pt").unlink()
+    with pytest.raises(CheckpointError, match=r"has no lowpeak_random_1.pt: resume from another"):
+        load_run_state(tmp_path, rank=1)
+
+
+def test_a_rank_that_the_run_did_not_have_gets_no_random_states(tmp_path, caplog):
+    save_run_state(tmp_path, state(random=capture_random(), world_size=1))
+    loaded = load_run_state(tmp_path, rank=1)
+    assert (loaded.random, loaded.world_size) == ({}, 1)
+    before = torch.get_rng_state()
+    restore_random(loaded.random)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert "go on from the seed" in caplog.text
 
 
 def test_an_extra_that_json_cannot_hold_is_named():

@@ -1,0 +1,149 @@
+"""What leaves a model, and under which names: whole weights as their checkpoint names them, or a LoRA adapter alone.
+
+An adapter on its way out is merged by the owner of the rows: it adds `scaling * B[a:b] @ A` to them before it sends them. A and
+B are gathered for one layer at a time; neither the merged model nor a merged layer ever exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.errors import ArgumentError
+from lowpeak.strategies.flat import Added, FlatShard, Outgoing, Sharded, whole
+
+Weights = Literal["merged", "adapter"]
+_WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
+_PREFIX = "base_model.model."
+
+
+def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[Outgoing]:
+    """The parameters that leave, in the same order on every rank; those that are tied once.
+
+    `merged` is the whole model, an adapter added where there is one; `adapter` what training an adapter changes.
+    """
+
+    def shard_of(parameter: nn.Parameter) -> FlatShard:
+        return sharded(parameter) or whole(parameter.detach())
+
+    if weights == "adapter":
+        for name, parameter in adapter_parameters(model).items():
+            yield Outgoing(adapter_name(model, name), shard_of(parameter))
+    elif not hasattr(model, "peft_config"):
+        for name, parameter in model.named_parameters():
+            yield Outgoing(plain_name(name), shard_of(parameter))
+    else:
+        yield from _merged(model, shard_of)
+
+
+def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Names, whole shapes and dtypes of what leaves, in its order; nothing travels."""
+    leaving = outgoing(model, sharded, weights)
+    return {one.name: (tuple(one.shard.shape), one.shard.local.dtype) for one in leaving}
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name without what wrappers put into it."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
+    """What training an adapter changes, by the names that the model has for it."""
+    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def adapter_name(model: Any, name: str) -> str:
+    """The name that a parameter of an adapter has in peft's file: without the adapter's own."""
+    for adapter in active_adapters(model):
+        name = (
+            name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
+        )
+    return name
+
+
+def active_adapters(model: Any) -> list[str]:
+    """The names of a peft model's adapters that are in use."""
+    return list(model.active_adapters)
+
+
+def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard]) -> Iterator[Outgoing]:
+    adapters = active_adapters(model)
+    layers = {id(layer.get_base_layer().weight): layer for layer in model.modules() if hasattr(layer, "lora_A")}
+    for raw, parameter in model.named_parameters():
+        name = _base_name(plain_name(raw), adapters)
+        if name is None:
+            continue
+        layer = layers.get(id(parameter))
+        shard = shard_of(parameter)
+        used = [] if layer is None or layer.merged else [a for a in adapters if a in layer.scaling]
+        if not used:
+            yield Outgoing(name, shard)
+        else:
+            _check_mergeable(layer, used, name, parameter)
+            yield Outgoing(name, shard, partial(_added, layer, used, shard_of, shard))
+
+
+def _base_name(name: str, adapters: list[str]) -> str | None:
+    """A parameter's name in the base model's checkpoint; None for one that does not leave."""
+    name = name.removeprefix(_PREFIX)
+    if ".original_module." in name or "lora_" in name:
+        return None
+    if ".modules_to_save." in name:
+        before, _, after = name.partition(".modules_to_save.")
+        adapter, _, rest = after.partition(".")
+        return f"{before}.{rest}" if adapter in adapters else None
+    return name.replace(".base_layer.", ".")
+
+
+def _product(layer: Any, adapter: str, shard_of: Callable[[nn.Parameter], FlatShard], base: FlatShard) -> Added:
+    """`scaling * B @ A` for the values [first, last) of the flat weight [rows, columns], whose rows alone are computed."""
+    if adapter in layer.lora_A:
+        left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
+        left_OR, right_RI = shard_of(left).gathered(), shard_of(right).gathered()
+    else:  # an embedding's: its rows are tokens
+        left, right = layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter]
+        left_OR, right_RI = shard_of(left).gathered().T, shard_of(right).gathered().T
+    if getattr(layer, "fan_in_fan_out", False):
+        left_OR, right_RI = right_RI.T, left_OR.T
+    half_on_cpu = left_OR.device.type == "cpu" and left_OR.dtype in (torch.bfloat16, torch.float16)
+    if half_on_cpu:  # as peft does
+        left_OR, right_RI = left_OR.float(), right_RI.float()
+    columns, scaling, dtype = base.shape[1], layer.scaling[adapter], left.dtype
+
+    def added(first: int, last: int) -> Tensor:
+        top, bottom = first // columns, -(-last // columns)
+        product = (left_OR[top:bottom] @ right_RI) * scaling
+        return product.to(dtype).reshape(-1)[first - top * columns : last - top * columns]
+
+    return added
+
+
+def _added(layer: Any, adapters: list[str], shard_of: Callable[[nn.Parameter], FlatShard], base: FlatShard) -> Added:
+    """What the adapters in use add to a weight; A and B are gathered now, and freed with what is returned."""
+    parts = [_product(layer, adapter, shard_of, base) for adapter in adapters]
+
+    def added(first: int, last: int) -> Tensor:
+        total = parts[0](first, last)
+        for part in parts[1:]:
+            total = total + part(first, last)
+        return total
+
+    return added
+
+
+def _check_mergeable(layer: Any, adapters: list[str], name: str, parameter: nn.Parameter) -> None:
+    """ArgumentError for adapters that are more than `W + scaling * B @ A`."""
+    variants = getattr(layer, "lora_variant", {})
+    known = all(adapter in layer.lora_A or adapter in layer.lora_embedding_A for adapter in adapters)
+    biased = any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in adapters)
+    if not known or biased or parameter.dim() != 2 or any(adapter in variants for adapter in adapters):
+        raise ArgumentError(
+            f"the adapter of {name} cannot be merged on its way out: only plain LoRA (W + scaling * B @ A) of linear layers and "
+            "embeddings can; save the adapter alone, or train without DoRA and the like."
+        )

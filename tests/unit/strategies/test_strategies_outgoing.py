@@ -1,0 +1,99 @@
+"""What leaves a model, on one device: names, ranges, adapters merged or alone, and what cannot be merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from lowpeak.errors import ArgumentError
+from lowpeak.strategies.flat import ranges
+from lowpeak.strategies.outgoing import layout, outgoing, plain_name
+from tiny import tiny_model
+
+NOWHERE = lambda parameter: None  # noqa: E731 a strategy that shards nothing
+
+
+def together(model, weights="merged", max_bytes=100, dtype=None):
+    """Slices put together; each is checked against what the last ones left."""
+    found: dict[str, list[torch.Tensor]] = {}
+    shapes = {}
+    for piece in ranges(outgoing(model, NOWHERE, weights), max_bytes, dtype):
+        assert piece.values.numel() * piece.values.element_size() <= max_bytes
+        assert piece.start == sum(len(part) for part in found.get(piece.name, []))
+        found.setdefault(piece.name, []).append(piece.values.clone())
+        shapes[piece.name] = piece.shape
+    assert shapes == {name: shape for name, (shape, _) in layout(model, NOWHERE, weights).items()}
+    return {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
+
+
+def with_adapter(model=None, **settings):
+    torch.manual_seed(3)
+    config = LoraConfig(**{"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"], **settings})
+    peft = get_peft_model(model or tiny_model(), config)
+    for name, parameter in peft.named_parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.3)
+            assert "lora" in name or "modules_to_save" in name
+    return peft
+
+
+def assert_merged_as_peft(peft):
+    ours = together(peft)
+    theirs = dict(peft.merge_and_unload().named_parameters())
+    assert ours.keys() == theirs.keys()
+    for name, values in theirs.items():
+        torch.testing.assert_close(ours[name], values.detach(), atol=1e-6, rtol=1e-6)
+
+
+def test_a_model_leaves_under_its_own_names_tied_weights_once():
+    model = tiny_model()
+    ours = together(model)
+    assert ours.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(ours[name], p) for name, p in model.named_parameters())
+
+
+def test_a_receiver_s_dtype_is_what_it_gets():
+    ours = together(tiny_model(), dtype=torch.bfloat16)
+    assert all(torch.equal(ours[name], p.bfloat16()) for name, p in tiny_model().named_parameters())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True},
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+    ids=["linear", "scaled by the root", "an embedding", "a module of its own"],
+)
+def test_an_adapter_leaves_merged_as_peft_merges(settings):
+    assert_merged_as_peft(with_adapter(tiny_model(tied=False), **settings))
+
+
+def test_two_adapters_in_use_are_both_added():
+    peft = with_adapter()
+    peft.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    peft.base_model.set_adapter(["default", "other"])
+    assert_merged_as_peft(peft)
+
+
+def test_an_adapter_leaves_alone_under_peft_s_names():
+    from peft import get_peft_model_state_dict
+
+    peft = with_adapter(tiny_model(tied=False), modules_to_save=["lm_head"])
+    theirs = get_peft_model_state_dict(peft)
+    ours = together(peft, "adapter")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True, "target_modules": ["q_proj"]}])
+def test_an_adapter_that_is_more_than_a_product_is_an_error(settings):
+    with pytest.raises(ArgumentError, match="cannot be merged on its way out: only plain LoRA"):
+        together(with_adapter(**settings))
+
+
+def test_names_have_no_wrappers():
+    assert plain_name("model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight") == "model.layers.0.mlp.weight"
