@@ -15,6 +15,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo_reused": ("GRPO", {"num_iterations": 2, "loss_type": "grpo", "max_steps": 4}),
     "grpo_accumulated": ("GRPO", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4}),
     "grpo_sequence": ("GRPO", {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "bnpo"}),
+    "grpo_one_group": ("GRPO", {"num_generations": 8}),
     "rloo": ("RLOO", {"beta": 0.0, "num_generations": 4}),
     "sft": ("SFT", {}),
     "frozen": (

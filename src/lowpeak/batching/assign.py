@@ -19,3 +19,16 @@ def assign(costs: Sequence[int], world_size: int) -> tuple[tuple[int, ...], ...]
         shares[rank].append(index)
         heapq.heappush(loads, (load + costs[index], rank))
     return tuple(tuple(sorted(share)) for share in shares)
+
+
+def cut_groups(num_groups: int, size: int, world_size: int) -> tuple[tuple[int, range], ...]:
+    """For each rank a group and which of its `size` completions, so that few groups keep many ranks busy.
+
+    Rank r works on group r mod `num_groups`; those of a group share its completions as evenly as they go, some may get none.
+    """
+    pieces = []
+    for rank in range(world_size):
+        group, place = rank % num_groups, rank // num_groups
+        sharing = len(range(group, world_size, num_groups))
+        pieces.append((group, range(size * place // sharing, size * (place + 1) // sharing)))
+    return tuple(pieces)

@@ -12,7 +12,8 @@ class Sampling:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. The order is that of
     transformers' `generate()`: repetition penalty, temperature, top-k, top-p, min-p. A draw is a hash of (seed,
     rollout, prompt serial, completion, position): it depends on neither waves, slots nor order. `stop` strings end a
-    completion with the token that completes one of them.
+    completion with the token that completes one of them. The completions are numbers `first_completion` and on of their
+    prompt's: a group may be generated in parts.
     """
 
     num_generations: int
@@ -26,6 +27,7 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     rollout: int = 0
+    first_completion: int = 0
 
 
 @dataclass(frozen=True)

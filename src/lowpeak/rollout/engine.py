@@ -21,6 +21,11 @@ class RolloutEngine(Protocol):
         """The version of the weights that `generate` would use now."""
         ...
 
+    @property
+    def cuts_groups(self) -> bool:
+        """Whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share it."""
+        ...
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
         ...

@@ -52,6 +52,11 @@ class FunctionEngine:
     def wake(self) -> None:
         """Nothing was given back."""
 
+    @property
+    def cuts_groups(self) -> bool:
+        """No: what belongs to a group is the function's to say."""
+        return False
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Call the function once for all prompts; EngineError says what of its answer cannot be used.
 

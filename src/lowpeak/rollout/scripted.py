@@ -45,6 +45,11 @@ class ScriptedEngine:
         """The version loaded last, or None."""
         return self._policy_version
 
+    @property
+    def cuts_groups(self) -> bool:
+        """No: a script says whole groups."""
+        return False
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """What the script says for each prompt; EngineError before the first `load`, asleep, or off the script."""
         if self._policy_version is None:

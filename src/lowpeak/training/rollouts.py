@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.select import loss_mask
-from lowpeak.batching.assign import assign
+from lowpeak.batching.assign import assign, cut_groups
 from lowpeak.batching.packing import Budget, pack, scatter, share
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.config.rollout import Sampling
@@ -21,7 +21,7 @@ from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
-from lowpeak.records import Group, Metric, MicroBatch, Prompt, Record, merge_metrics
+from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards.combine import RewardPanel, reward_metrics
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
@@ -101,23 +101,43 @@ class RolloutMaker:
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase) -> Judged:
         """Stations 4 and 5: all ranks' groups, each generated and rewarded whole on the rank that owns it.
 
-        A rank without a prompt asks the engine too, since generating under a sharded strategy takes all ranks.
+        Groups that are fewer than the ranks are generated in parts. A rank without a prompt asks the engine too, since
+        generating under a sharded strategy takes all ranks.
         """
         ranks = self.strategy.ranks
         mine = assign([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
+        in_parts = self.engine.cuts_groups and 0 < len(prompts) < ranks.world_size
+        everybodys = self._generate_in_parts(prompts, sampling, phase) if in_parts else None
 
         def generate() -> list[Group]:
             with self.tracker.phase(phase):
                 return self.engine.generate([prompts[i] for i in mine], sampling)
 
         def judge() -> tuple[Sequence[int], Judged]:
-            groups = generate()
+            groups = generate() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 judged = self.panel.judge(groups, trainer_state=state)
             useful = self.tally.take() if phase is Phase.ROLLOUT else {}
             return mine, replace(judged, metrics=judged.metrics | useful)
 
         return whole([in_order(ranks.gathered(judge), first_group)], self.panel.names)
+
+    def _generate_in_parts(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
+        """All groups on every rank, of each of which several ranks have generated some completions."""
+        ranks = self.strategy.ranks
+        number, part = cut_groups(len(prompts), sampling.num_generations, ranks.world_size)[ranks.rank]
+        own = replace(sampling, num_generations=len(part), first_completion=part.start)
+
+        def generate() -> tuple[int, int, tuple[Completion, ...]]:
+            with self.tracker.phase(phase):
+                groups = self.engine.generate([prompts[number]] if part else [], own)
+            return number, part.start, groups[0].completions if groups else ()
+
+        pieces = sorted(ranks.gathered(generate), key=lambda piece: piece[:2])
+        return [
+            Group(prompt, tuple(one for piece in pieces if piece[0] == i for one in piece[2]))
+            for i, prompt in enumerate(prompts)
+        ]
 
     def _ask_until_full(self, number: int, state: Any) -> Judged:
         """Stations 1 and 4 to 6: full groups, asking again for those that selection drops, at most K times.

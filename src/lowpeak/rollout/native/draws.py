@@ -30,7 +30,8 @@ class Draws:
             return
         device, num_positions = self._uniforms_RC.device, self._uniforms_RC.shape[1]
         serials = [prompts[row.prompt].serial for row in wave]
-        named = torch.tensor([rows, serials, [row.completion for row in wave]]).to(device)
+        completions = [self._sampling.first_completion + row.completion for row in wave]
+        named = torch.tensor([rows, serials, completions]).to(device)
         positions_C = torch.arange(num_positions, device=device)
         for part in named.split(max(1, _MAX_DRAWS // num_positions), dim=1):
             self._uniforms_RC[part[0]] = uniforms(self._sampling, part[1], part[2], positions_C)

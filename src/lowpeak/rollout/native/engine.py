@@ -51,6 +51,11 @@ class NativeEngine:
         """The version that `load` named last: the weights themselves are always the policy's own."""
         return self._policy_version
 
+    @property
+    def cuts_groups(self) -> bool:
+        """Yes: a draw depends on the completion's number alone."""
+        return True
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group per prompt, in order; EngineError before the first `load` or where a row cannot fit."""
         if self._policy_version is None:

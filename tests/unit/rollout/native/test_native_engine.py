@@ -457,3 +457,13 @@ def test_attention_that_makes_its_own_mask_gives_the_same_tokens():
     made = engine(model, kv_cache_bytes=7 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
     assert set(masks) == {2}
     assert tokens(made) == tokens(expected)
+
+
+def test_a_group_in_parts_has_the_completions_of_the_whole():
+    made = engine(tiny_model())
+    whole = tokens(made.generate(prompts(), SAMPLING))
+    parts = [
+        tokens(made.generate(prompts(), replace(SAMPLING, num_generations=count, first_completion=first)))
+        for first, count in ((0, 1), (1, 3))
+    ]
+    assert {serial: parts[0][serial] + parts[1][serial] for serial in whole} == whole
