@@ -133,6 +133,9 @@ def try_budgets(trainer: Any) -> dict[str, Any]:
             tokens = generate(trainer, hold, texts[RANK])
             found[f"{kind}/{'all' if budget is None else (budget and 'some') or 'none'}"] = tokens
             assert footprint(model) == before, "something was not given back"
+    with strategy.hold(trainer.model_wrapped, 0) as held:  # as a user's own rollout may do
+        ids = torch.tensor([[4 + RANK, 5]])
+        found["generate"] = held.generate(ids, max_new_tokens=3 + 2 * RANK, do_sample=False, eos_token_id=None).tolist()
     return found
 
 

@@ -34,6 +34,14 @@ def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(
         assert {found[f"{kind}/{budget}"] == expected for budget in ("all", "some", "none")} == {True}
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_transformers_own_generate_runs_on_a_sharded_model(
+    runs: dict[tuple[str, int], dict[str, Any]], strategy: str
+) -> None:
+    for rank in (0, 1):
+        assert runs[strategy, rank]["tied"]["generate"] == runs["ddp", rank]["tied"]["generate"]
+
+
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm", "model.rotary_emb"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(

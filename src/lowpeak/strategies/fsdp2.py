@@ -38,7 +38,7 @@ class Fsdp2(Accelerated):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root's parameters stay gathered after a forward
-        with super().hold(model, budget, whole_head) as inner:
+        with super().hold(model, budget, whole_head) as inner, _own_generate(inner):
             yield inner
 
     @property
@@ -67,3 +67,14 @@ class Fsdp2(Accelerated):
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
         return rows_shard(parameter, compute, self._device)
+
+
+@contextmanager
+def _own_generate(model: nn.Module) -> Iterator[None]:
+    """The model's own `generate`: transformers puts one in its place that gathers by FSDP2's hooks first."""
+    gathering = model.__dict__.pop("generate", None)
+    try:
+        yield
+    finally:
+        if gathering is not None:
+            model.__dict__["generate"] = gathering
