@@ -33,7 +33,7 @@ from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.strategies.detect import detect_strategy
+from lowpeak.strategies.detect import check_devices, detect_strategy
 from lowpeak.strategies.frozen import Frozen
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.evaluation import Success
@@ -76,6 +76,7 @@ def prepare_online(
     model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
+    check_devices(bool(args.fsdp))
     settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
     check_writable(Path(args.output_dir))
     judges = make_rewards(

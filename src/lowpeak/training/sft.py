@@ -18,7 +18,7 @@ from lowpeak.data.supervised import SupervisedReader, read_records
 from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Record
-from lowpeak.strategies.detect import detect_strategy
+from lowpeak.strategies.detect import check_devices, detect_strategy
 from lowpeak.training.arguments import SFTConfig, check_class
 from lowpeak.training.assembly import make_run
 from lowpeak.training.describe import describe_supervised
@@ -58,6 +58,7 @@ class SFTTrainer(StepTrainer):
     ) -> None:
         args = args if args is not None else SFTConfig(output_dir="sft-output")
         check_class(args, SFTConfig)
+        check_devices(bool(args.fsdp))
         self.memory = resolve_common(args)
         check_writable(Path(args.output_dir))
         if train_dataset is None:
