@@ -88,7 +88,7 @@ class _CtrlC:
         signal.signal(signal.SIGINT, self._before)
 
     def _press(self, signum: int, frame: FrameType | None) -> None:
-        import psutil
+        import psutil  # type: ignore[import-untyped]
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         self.presses += 1

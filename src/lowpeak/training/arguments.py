@@ -95,7 +95,8 @@ class CommonConfig(TrainingArguments):
         refuse_other_parallelism(os.environ, self.parallelism_config, loading)
         if self.deepspeed or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED"):
             require_deepspeed("a run under DeepSpeed needs")
-        self.fsdp, self.fsdp_config, converted = settled_fsdp(self.fsdp, self.fsdp_config)
+        given: Any = self  # transformers' own types are those of its command line
+        given.fsdp, given.fsdp_config, converted = settled_fsdp(given.fsdp, given.fsdp_config)
         for changed, where in ((converted, "fsdp"), (convert_environment(os.environ), "the environment (FSDP_*)")):
             if changed is not None and os.environ.get("RANK", "0") == "0":
                 logger.warning(changed.sentence(where))
