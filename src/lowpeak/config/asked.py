@@ -6,9 +6,7 @@ Nothing here loads torch. Whether what was asked for is also in force is known o
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Mapping, MutableMapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ _AXES = {
     "sp_size": "sequence parallelism",
     "pp_size": "pipeline parallelism",
 }
-_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 _LOADING = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 
 
@@ -60,23 +57,6 @@ def refuse_other_parallelism(environ: Mapping[str, str], parallelism: Any, loadi
                 f"model_init_kwargs has {name}, which cuts the model where it is loaded; lowpeak does not run tensor "
                 "parallelism (docs/distributed.md says why): leave it out, and use fsdp2 or zero3."
             )
-
-
-@contextmanager
-def whole_on_every_rank() -> Iterator[None]:
-    """Load a frozen model with its weights on every rank: each cuts its own part.
-
-    Under `cpu_ram_efficient_loading` transformers (before 5.23) leaves zeros on ranks other than a host's first, because
-    accelerate sends them the policy's weights later; nobody sends a frozen model's.
-    """
-    before = os.environ.get(_EFFICIENT)
-    os.environ[_EFFICIENT] = "false"
-    try:
-        yield
-    finally:
-        del os.environ[_EFFICIENT]
-        if before is not None:
-            os.environ[_EFFICIENT] = before
 
 
 def require_deepspeed(what: str) -> None:

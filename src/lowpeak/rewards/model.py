@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.config.asked import whole_on_every_rank
 from lowpeak.errors import ArgumentError, ModelError
 
 if TYPE_CHECKING:
@@ -117,10 +116,9 @@ def load_classifier(name: str, options: Mapping[str, Any]) -> nn.Module:
     from transformers import AutoModelForSequenceClassification
 
     try:
-        with whole_on_every_rank():
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
-            )
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
+        )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"Reward model '{name}' cannot be loaded: {_first_line(error)}") from error
     if report["missing_keys"]:

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.config.asked import whole_on_every_rank
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, MissingPackageError, ModelError
 
@@ -119,8 +118,7 @@ def load_reference(
     if is_peft(policy):
         return None
     if isinstance(origin, str):
-        with whole_on_every_rank():
-            return _load_causal(origin, init_kwargs, trust_remote_code)
+        return _load_causal(origin, init_kwargs, trust_remote_code)
     return copy.deepcopy(policy)
 
 

@@ -110,7 +110,11 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
     [
         ("ddp", {}, "--num_processes is needed on CPUs"),
         ("ddp", {"num_processes": 3, **HOST}, "3 does not divide among 2 hosts"),
-        ("ddp", {"num_processes": 4, "num_machines": 2}, "--machine_rank and --main_process_ip and --main_process_port"),
+        (
+            "ddp",
+            {"num_processes": 4, "num_machines": 2},
+            "--machine_rank and --main_process_ip and --main_process_port",
+        ),
         ("ddp", {"num_processes": 2, "parallelism_config_dp_shard_size": 2}, "no effect: hybrid sharding is"),
         ("single", {"num_processes": 2}, "2 was asked for, and the number of processes here is 1"),
         ("single", {"max_restarts": 2}, "--max_restarts 2 has no effect"),
@@ -137,7 +141,10 @@ def test_sizes_of_processes_without_a_config_are_refused():
     [
         ({"distributed_type": "MULTI_CPU"}, "MPI alone: use the preset ddp with --use_cpu"),
         ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM, which lowpeak does not run"),
-        ({"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 2}}, "tensor parallelism"),
+        (
+            {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 2}},
+            "tensor parallelism",
+        ),
         ({"zero_optimization": {"stage": 3}}, "no config of accelerate's.*--deepspeed"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, "not there"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "cannot be run as FSDP2"),

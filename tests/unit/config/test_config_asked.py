@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from types import SimpleNamespace
 
 import pytest
 
-from lowpeak.config.asked import refuse_axes, refuse_other_parallelism, settle_clipping, whole_on_every_rank
+from lowpeak.config.asked import refuse_axes, refuse_other_parallelism, settle_clipping
 from lowpeak.errors import ArgumentError
 
 
@@ -49,14 +48,3 @@ def test_the_run_s_own_gradient_norm_clips_under_deepspeed(config):
 def test_a_clipping_of_the_config_s_own_is_an_error_where_it_differs():
     with pytest.raises(ArgumentError, match="gradient_clipping=1.0 and the run max_grad_norm=0.25"):
         settle_clipping({"gradient_clipping": 1.0}, 0.25)
-
-
-@pytest.mark.parametrize("before", [None, "true"])
-def test_a_frozen_model_is_loaded_on_every_rank(before, monkeypatch):
-    name = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-    monkeypatch.delenv(name, raising=False)
-    if before:
-        monkeypatch.setenv(name, before)
-    with whole_on_every_rank():
-        assert os.environ[name] == "false"
-    assert os.environ.get(name) == before
