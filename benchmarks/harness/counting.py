@@ -138,11 +138,13 @@ class NoText:
 def generate_ours(model: Qwen2ForCausalLM, request: CountingRequest, tally: Tally | None = None) -> list[int]:
     """Lengths, group by group, from the native engine under a KV-cache budget of `slots` full rows."""
     from lowpeak.config.rollout import Sampling
+    from lowpeak.logprobs.head import install_head
     from lowpeak.records import Prompt
     from lowpeak.rollout.native.budget import bytes_per_token
     from lowpeak.rollout.native.engine import NativeEngine
 
     budget = request.slots * (request.prompt_length + request.max_new_tokens) * bytes_per_token(model)
+    install_head(model)  # as the trainers do
     engine = NativeEngine(lambda: contextlib.nullcontext(model), NoText(), lambda: budget, tally and tally.add)
     engine.load([], 0)
     prompts = [Prompt(i, ids, "") for i, ids in enumerate(make_prompts(request))]

@@ -2,7 +2,9 @@
 
 
 class LowpeakError(Exception):
-    """Base of every error that lowpeak raises on purpose."""
+    """Base of every error that lowpeak raises on purpose; `rank` is the rank that failed, where it is another one."""
+
+    rank: int | None = None
 
 
 class ArgumentError(LowpeakError, ValueError):
@@ -39,6 +41,14 @@ class NonFiniteError(LowpeakError, FloatingPointError):
 
 class CheckpointError(LowpeakError, OSError):
     """A checkpoint cannot be written, read or resumed from."""
+
+
+class RankError(LowpeakError, RuntimeError):
+    """Another rank of the run is gone, does not answer, or failed with an error that is not lowpeak's."""
+
+
+class MemoryExhaustedError(LowpeakError, MemoryError):
+    """A phase took more memory than there is."""
 
 
 class MissingPackageError(LowpeakError, ImportError):

@@ -25,19 +25,21 @@ ROLLOUTS = "rollouts"
 
 _INT64 = 2**63
 _BLOCK = 1 << 16
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """Writes a run's steps and rollouts below `folder`; one process (rank 0) writes.
+    """Writes a run's steps and rollouts below `folder`; one process (rank 0) writes, and `writes=False` on the others.
 
     Files that an earlier run left there are kept as `steps.1.jsonl`, `rollouts.1.jsonl`, ... when the first line is
     written, unless `resume_at` says that this run continues them. A full disk raises `CheckpointError`.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, writes: bool = True) -> None:
         self.folder = folder
+        self._writes = writes
         self._ours = False  # whether the files below `folder` belong to this run
 
     def resume_at(self, step: int) -> None:
@@ -45,6 +47,8 @@ class Journal:
 
         Each file is replaced by a synced copy, so a kill leaves the old lines or the new ones.
         """
+        if not self._writes:
+            return
         with _writing(self.folder):
             for name in (STEPS, ROLLOUTS):
                 _keep_until(_path(self.folder, name), step)
@@ -60,12 +64,16 @@ class Journal:
 
     def sync(self) -> None:
         """Wait until all lines are on the disk: a checkpoint must not outlive the steps that led to it."""
+        if not self._writes:
+            return
         with _writing(self.folder):
             for path in (_path(self.folder, STEPS), _path(self.folder, ROLLOUTS)):
                 if path.exists():
                     _sync(path)
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        if not self._writes:
+            return
         with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             if not self._ours:
@@ -91,8 +99,7 @@ def _path(folder: Path, name: str, number: int | None = None) -> Path:
 
 def _line(row: Mapping[str, Any]) -> bytes:
     """The row as one line; a lone surrogate, which tokenizers can make and readers refuse, becomes a question mark."""
-    text = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace") + b"\n"
+    return _ENCODER.encode(_plain(row)).encode("utf-8", "replace") + b"\n"
 
 
 def _plain(value: Any) -> Any:

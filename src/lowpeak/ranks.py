@@ -1,18 +1,39 @@
-"""Ranks: all that a step asks of other processes. One process is the degenerate case of the same calls."""
+"""Ranks: all that a run asks of other processes. One process is the degenerate case of the same calls.
+
+Sums and choices that must be the same everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one rank alone
+can fail at goes through `together`, `gathered` and `first`, which make its failure everybody's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from lowpeak import errors
+from lowpeak.errors import LowpeakError, RankError
+
+Item = TypeVar("Item")
+
+# What gloo, NCCL and c10d's store say when a peer is gone or late; they raise plain RuntimeErrors.
+_SIGNS = ("gloo", "nccl", "c10d", "tcpstore", "by peer", "broken pipe", "timed out waiting", "collective")
+
+
+class Failure(NamedTuple):
+    """An error on its way to the other ranks; `rank` is whose it was first, None where it is the sender's own."""
+
+    kind: str
+    text: str
+    rank: int | None
+
 
 class Ranks:
-    """The processes of a run: `rank` of `world_size`, and the few collectives that the step needs.
+    """The processes of a run: `rank` of `world_size`, and the few collectives that a run needs.
 
-    Sums and maxima are of short lists of Python numbers; they travel in float64. With one process each call is the
+    Sums and extremes are of short lists of Python numbers; they travel in float64. With one process each call is the
     identity. Collectives run on the default process group.
     """
 
@@ -20,6 +41,7 @@ class Ranks:
         live = dist.is_available() and dist.is_initialized()
         self.rank = dist.get_rank() if live else 0
         self.world_size = dist.get_world_size() if live else 1
+        self._alarm: Callable[[Exception], None] | None = None
         self._device = device if device is not None else torch.device("cpu")
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -30,7 +52,11 @@ class Ranks:
         """Elementwise maximum over ranks."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
-    def gather(self, item: Any) -> list[Any]:
+    def min(self, numbers: Sequence[float]) -> list[float]:
+        """Elementwise minimum over ranks."""
+        return self._reduce(numbers, dist.ReduceOp.MIN)
+
+    def gather(self, item: Item) -> list[Item]:
         """Every rank's item, in rank order, on every rank."""
         if self.world_size == 1:
             return [item]
@@ -43,9 +69,98 @@ class Ranks:
         if self.world_size > 1:
             dist.barrier()
 
+    # failing together
+
+    @property
+    def is_watched(self) -> bool:
+        """Whether an `alarmed` block runs."""
+        return self._alarm is not None
+
+    @contextmanager
+    def alarmed(self, alarm: Callable[[Exception], None]) -> Iterator[None]:
+        """Tell `alarm` of every error during the block, before ranks agree on it: they may not come to that."""
+        self._alarm = alarm
+        try:
+            yield
+        finally:
+            self._alarm = None
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """A block that all ranks enter, without collectives inside: an error on any rank is one on every rank.
+
+        The rank that failed raises its own error; the others raise one of its class (RankError where that is not lowpeak's)
+        that names the rank and repeats the sentence.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            if self.world_size == 1:
+                raise
+            failure = self._alarming(error)
+        if self.max([float(failure is not None)])[0]:
+            self._raise(self.gather(_packed(failure)), failure)
+
+    def gathered(self, call: Callable[[], Item]) -> list[Item]:
+        """`gather(call())`, in which a call that raises does so on every rank, as in `together`."""
+        if self.world_size == 1:
+            return [call()]
+        failure: Exception | None = None
+        answer: Any = None
+        try:
+            answer = call()
+        except Exception as error:
+            failure = self._alarming(error)
+        answers = self.gather((_packed(failure), answer))
+        self._raise([packed for packed, _ in answers], failure)
+        return [answer for _, answer in answers]
+
+    def first(self, call: Callable[[], Item]) -> Item:
+        """What `call()` gives on rank 0, which alone makes it; no rank returns before, and its error is everybody's."""
+        nothing: Any = None
+        return self.gathered(call if self.rank == 0 else lambda: nothing)[0]
+
+    def _alarming(self, error: Exception) -> Exception:
+        if self._alarm is not None:
+            self._alarm(error)
+        return error
+
+    def _raise(self, packed: Sequence[Failure | None], own: Exception | None) -> None:
+        """Raise what the ranks agree on, if one of them failed: the own error unless it only repeats another rank's."""
+        failed = [(rank, failure) for rank, failure in enumerate(packed) if failure is not None]
+        if not failed:
+            return
+        if own is not None and getattr(own, "rank", None) is None:
+            raise own
+        rank, failure = next((pair for pair in failed if pair[1].rank is None), failed[0])
+        raise _echo(rank, failure) from own
+
     def _reduce(self, numbers: Sequence[float], op: Any) -> list[float]:
         if self.world_size == 1:
             return [float(x) for x in numbers]
         values = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
         dist.all_reduce(values, op=op)
         return values.tolist()
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a process group raised this because another rank did not answer, as far as its words tell."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS)
+
+
+def _packed(error: Exception | None) -> Failure | None:
+    if error is None:
+        return None
+    return Failure(type(error).__name__, str(error), getattr(error, "rank", None))
+
+
+def _echo(rank: int, failure: Failure) -> LowpeakError:
+    """The error that the other ranks raise."""
+    kind: Any = getattr(errors, failure.kind, None)
+    is_ours = isinstance(kind, type) and issubclass(kind, LowpeakError)
+    told = failure.text if is_ours else f"{failure.kind}: {failure.text}"
+    error: LowpeakError = (kind if is_ours else RankError)(f"on rank {rank}, and so all ranks stop: {told}")
+    error.rank = rank
+    return error

@@ -50,6 +50,9 @@ RULES = {
     "ranks and protocols stand on records, errors and settings": Rule(
         ("lowpeak.ranks", *PROTOCOLS), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", *PROTOCOLS)
     ),
+    "the watch stands on ranks alone": Rule(
+        _rooms("watch", "rendezvous"), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", "lowpeak.watch")
+    ),
     "strategies know no algorithm, engine or reward": Rule(
         _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
     ),
@@ -87,7 +90,7 @@ RULES = {
         ("lowpeak",),
         ("torch.distributed",),
         but=("torch.distributed.elastic",),  # torchrun's agent: it starts processes and has no group
-        not_who=("lowpeak.ranks", "lowpeak.strategies"),
+        not_who=("lowpeak.ranks", "lowpeak.rendezvous", "lowpeak.strategies"),
     ),
     "optional packages are imported where they are used": Rule(
         ("lowpeak",), ("peft", "bitsandbytes", "vllm", "deepspeed"), only_at_start=True

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from setups import build, prepare
+from setups import build, named_models, prepare, spread
 
 # Settings, of which each changes what ranks must agree on.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -17,6 +17,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo_sequence": ("GRPO", {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "bnpo"}),
     "rloo": ("RLOO", {"beta": 0.0, "num_generations": 4}),
     "sft": ("SFT", {}),
+    "frozen": (
+        "GRPO",
+        {"beta": 0.1, "num_iterations": 2, "max_steps": 5, "sync_ref_model": True, "ref_model_sync_steps": 2},
+    ),
 }
 
 
@@ -28,11 +32,19 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
+def models_of(name: str, out: Path) -> dict[str, Any]:
+    """Policy, reference and reward model loaded by name, where a case is about models that are never trained."""
+    if name != "frozen":
+        return {}
+    policy, judge = named_models(out / "named")
+    return {"model": policy, "rewards": [spread, judge]}
+
+
 def main() -> None:
     """All cases in one process group."""
     strategy, out = sys.argv[1], Path(sys.argv[2])
     for name, (algorithm, arguments) in CASES.items():
-        trainer = build(algorithm, out / strategy / name, {**prepare(strategy), **arguments})
+        trainer = build(algorithm, out / strategy / name, {**prepare(strategy), **arguments}, **models_of(name, out))
         trainer.train()
         weights = weights_of(trainer)
         steps = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]

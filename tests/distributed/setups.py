@@ -10,6 +10,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from tiny import char_tokenizer, tiny_model
 
@@ -29,6 +30,7 @@ FSDP2 = {
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_RESHARD_AFTER_FORWARD": "true",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
 }
 
 
@@ -56,6 +58,29 @@ PROMPTS = [f"{a}{b}=" for a in range(6) for b in range(4)]
 def spread(completions: list[str], **columns: Any) -> list[float]:
     """A number from the text, so that rewards differ within a group."""
     return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
+
+
+def named_models(folder: Path) -> tuple[str, str]:
+    """A policy and a reward model in folders, to be loaded by name; both have a tokenizer beside them."""
+    policy, judge, tokenizer = folder / "policy", folder / "judge", char_tokenizer()
+    if not folder.exists():
+        tiny_model(len(tokenizer)).save_pretrained(policy)
+        torch.manual_seed(3)
+        config = Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            intermediate_size=64,
+            num_labels=1,
+            initializer_range=0.2,
+            pad_token_id=0,
+        )
+        Qwen2ForSequenceClassification(config).save_pretrained(judge)
+        for path in (policy, judge):
+            tokenizer.save_pretrained(path)
+    return str(policy), str(judge)
 
 
 def build(

@@ -9,7 +9,7 @@ import torch
 from setups import STRATEGIES
 from spawn import launch
 
-NAMES = ("grpo", "grpo_reused", "grpo_accumulated", "grpo_sequence", "rloo", "sft")
+NAMES = ("grpo", "grpo_reused", "grpo_accumulated", "grpo_sequence", "rloo", "sft", "frozen")
 TOLERANCE = 5e-6
 
 

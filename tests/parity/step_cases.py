@@ -7,7 +7,8 @@ from dataclasses import replace
 import torch
 
 from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.batching.packing import Budget, num_counted, pack
+from lowpeak.batching.counted import num_counted
+from lowpeak.batching.packing import Budget, pack
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
 from steps import GRPO, LocalStrategy
@@ -114,7 +115,7 @@ def micro_batches(algorithm, records, budget):
         records,
         range(len(records)),
         budget,
-        lambda record: algorithm.reduction(num_counted(record), counts),
+        lambda num_tokens: algorithm.reduction(num_tokens, counts),
         per_sequence=algorithm.unit != "token",
     )
 

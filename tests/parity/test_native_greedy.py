@@ -11,6 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lowpeak.config.rollout import Sampling
+from lowpeak.logprobs.head import install_head
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.budget import bytes_per_token
 from lowpeak.rollout.native.engine import NativeEngine
@@ -103,24 +104,8 @@ def test_stop_strings_give_the_tokens_of_generate():
     assert _ours(model, replace(GREEDY, stop=stop)) == expected
 
 
-def test_rows_fed_again_to_fill_a_product_change_no_token():
-    """7 to 15 rows of a head of 64 MB in fp32 on a CPU are fed as 16: more is computed, and nothing else is written."""
-    model, sampling, computed = tiny_model(1 << 19).eval(), replace(GREEDY, max_new_tokens=4), []
-    engine = NativeEngine(
-        lambda: contextlib.nullcontext(model),
-        char_tokenizer(),
-        lambda: 1 << 24,
-        lambda new, rows: computed.append(rows),
-    )
-    engine.load([], 0)
-    groups = engine.generate(_prompts(), sampling)
-    assert 16 in computed[1:], "14 rows run after the prefill"
-    for prompt, group in zip(_prompts(), groups, strict=True):
-        alone = model.generate(
-            torch.tensor([prompt.ids]), do_sample=False, max_new_tokens=4, eos_token_id=1, pad_token_id=0
-        )
-        assert (
-            group.completions[0].ids.tolist()
-            == group.completions[1].ids.tolist()
-            == alone[0, len(prompt.ids) :].tolist()
-        )
+def test_a_few_rows_before_a_large_head_give_the_tokens_of_generate():
+    """14 rows before a head of 64 MB, which the log-prob core's home multiplies in a way of its own."""
+    model = tiny_model(1 << 19)
+    expected = _theirs(model)
+    assert _ours(install_head(model), GREEDY) == expected

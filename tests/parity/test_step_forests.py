@@ -24,7 +24,8 @@ from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget, counted_positions, num_counted, pack
+from lowpeak.batching.counted import num_counted
+from lowpeak.batching.packing import Budget, pack
 from lowpeak.batching.prefix import Costs
 from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
 from lowpeak.logprobs.head import install_head
@@ -152,7 +153,7 @@ def test_scores_of_forests_are_those_of_the_plain_padded_way(budget):
     for batch, scored in zip(batches, score(model, batches, core(), entropy=True), strict=True):
         for row, index in enumerate(batch.record_indices):
             mine = batch.tokens.rows_T == row
-            where = counted_positions(records[index])
+            where = records[index].completion.loss_mask
             torch.testing.assert_close(scored.logprobs_T[mine], expected[index][where], rtol=1e-5, atol=1e-6)
             seen.append(index)
     assert sorted(seen) == list(range(len(records)))

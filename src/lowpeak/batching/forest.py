@@ -11,20 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lowpeak.batching.counted import CountedTokens
 from lowpeak.records import Forest, Record, Tree
-
-
-@dataclass(frozen=True)
-class Sprout:
-    """One row of a tree: its record and the places [T_row] of its counted tokens in the completion, ascending."""
-
-    record: Record
-    counted: Tensor
-
-    @property
-    def num_needed(self) -> int:
-        """Tokens of the completion that a pass forwards: those before the last counted one, none where none counts."""
-        return int(self.counted[-1]) if self.counted.numel() else 0
 
 
 @dataclass(frozen=True)
@@ -37,32 +25,44 @@ class Planted:
     num_tokens: int  # that are no padding
 
 
-def plant(parts: Sequence[Sequence[Sprout]], padded: Callable[[int], int], pad_id: int) -> Planted:
+def plant(
+    rows: Sequence[Record],
+    counted: CountedTokens,
+    part_sizes: Sequence[int],
+    padded: Callable[[int], int],
+    pad_id: int,
+) -> Planted:
     """Trees one after another, then padding up to a length of `padded`; rows of a part share its first row's prompt.
 
-    The first token of every completion is predicted by the prompt's last position, so `positions_T` repeats it; a
-    prompt has at least one token, therefore.
+    The parts are the first rows, the next ones and so on, `part_sizes` each. The first token of every completion is
+    predicted by the prompt's last position, so `positions_T` repeats it; a prompt has at least one token, therefore.
     """
-    ids, position_ids, positions, trees, start = [], [], [], [], 0
-    for part in parts:
-        prompt_ids = part[0].record.prompt_ids
+    remaining = iter(zip(rows, counted.needed(), strict=True))
+    ids: list[Tensor] = []
+    position_ids: list[int] = []
+    before: list[
+        tuple[int, int]
+    ] = []  # of each row: the last position of its prompt, and the one before its completion
+    trees: list[Tree] = []
+    for size in part_sizes:
+        part = [next(remaining) for _ in range(size)]
+        prompt_ids, start = part[0][0].prompt_ids, len(position_ids)
         assert prompt_ids, "a prompt has at least one token: it predicts the completion's first"
-        ids.append(torch.tensor(prompt_ids, dtype=torch.int64))
-        position_ids.append(torch.arange(len(prompt_ids)))
-        offset = start + len(prompt_ids)
-        for sprout in part:
-            ids.append(sprout.record.completion.ids[: sprout.num_needed].to(torch.int64))
-            position_ids.append(torch.arange(len(prompt_ids), len(prompt_ids) + sprout.num_needed))
-            before = offset - 1 + sprout.counted
-            positions.append(before.where(sprout.counted > 0, start + len(prompt_ids) - 1))
-            offset += sprout.num_needed
-        trees.append(_tree(start, len(prompt_ids), [sprout.num_needed for sprout in part]))
-        start = offset
-    num_padding = padded(start) - start
-    ids.append(torch.full((num_padding,), pad_id, dtype=torch.int64))
-    position_ids.append(torch.zeros(num_padding, dtype=torch.int64))
-    forest = Forest(tuple(trees), torch.cat(position_ids)[None])
-    return Planted(torch.cat(ids)[None], torch.cat(positions), forest, start)
+        ids.append(torch.tensor(prompt_ids))
+        position_ids += range(len(prompt_ids))
+        end = len(position_ids) - 1
+        for row, num_needed in part:
+            before.append((end, len(position_ids) - 1))
+            ids.append(row.completion.ids[:num_needed])
+            position_ids += range(len(prompt_ids), len(prompt_ids) + num_needed)
+        trees.append(_tree(start, len(prompt_ids), [num_needed for _, num_needed in part]))
+    num_tokens = len(position_ids)
+    padding = [0] * (padded(num_tokens) - num_tokens)
+    ids.append(torch.tensor([pad_id] * len(padding), dtype=torch.int64))
+    ends_T, starts_T = torch.tensor(before)[counted.rows_T].unbind(-1)
+    positions_T = torch.where(counted.columns_T > 0, starts_T + counted.columns_T, ends_T)
+    forest = Forest(tuple(trees), torch.tensor([position_ids + padding]))
+    return Planted(torch.cat(ids)[None], positions_T, forest, num_tokens)
 
 
 def _tree(start: int, prompt: int, completions: Sequence[int]) -> Tree:

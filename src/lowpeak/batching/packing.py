@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
 
 from lowpeak.batching.assign import assign
-from lowpeak.batching.forest import Sprout, plant
+from lowpeak.batching.counted import CountedTokens
+from lowpeak.batching.forest import plant
 from lowpeak.batching.prefix import Costs, Layout, assign_rows, fill, shared_parts, single_parts
 from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree
 
@@ -60,29 +60,20 @@ def cut(lengths: Sequence[int], budget: Budget) -> list[tuple[int, ...]]:
     return [tuple(batch) for batch in batches]
 
 
-def counted_positions(record: Record) -> Tensor:
-    """Indices into the completion of the tokens that the loss counts, int64."""
-    return torch.nonzero(record.completion.loss_mask).flatten()
-
-
-def num_counted(record: Record) -> int:
-    """How many tokens of the completion the loss counts."""
-    return int(record.completion.loss_mask.count_nonzero())
-
-
 def pack(
     records: Sequence[Record],
     indices: Sequence[int],
     budget: Budget,
-    unit_weight: Callable[[Record], float] | None = None,
+    unit_weight: Callable[[int], float] | None = None,
     *,
     per_sequence: bool = False,
 ) -> list[MicroBatch]:
-    """Micro-batches of `records[indices]`; `unit_weight` gives the weight of each of a row's units (None: all 0).
+    """Micro-batches of `records[indices]`; each of a row's units weighs `unit_weight(its counted tokens)` (None: 0).
 
     Rows without a counted token are left out: nothing of them reaches a loss or a score.
     """
-    kept = [i for i in indices if num_counted(records[i]) > 0]
+    counts = CountedTokens.of([records[i] for i in indices]).counts()
+    kept = [i for i, count in zip(indices, counts, strict=True) if count]
     batches = arrange(*_sizes(records, kept, budget), budget)
     seen: set[tuple[int, ...]] = set()
     return [
@@ -107,6 +98,8 @@ def arrange(
 
 def share(records: Sequence[Record], indices: Sequence[int], budget: Budget, num_ranks: int) -> list[tuple[int, ...]]:
     """`indices` for each rank, balanced by the tokens that it forwards, the same answer on every rank."""
+    if num_ranks == 1:
+        return [tuple(indices)]
     prompts, completions = _sizes(records, indices, budget)
     if budget.layout == "shared":
         shares = assign_rows(prompts, completions, num_ranks, budget.costs)
@@ -130,11 +123,11 @@ def masked(budget: Budget) -> MicroBatch:
 def _sizes(
     records: Sequence[Record], indices: Sequence[int], budget: Budget
 ) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Prompts, and how many tokens after them each row needs: all where it is padded, else see `Sprout.num_needed`."""
+    """Prompts, and how many tokens after them each row needs: all where it is padded, else those of a forest."""
     rows = [records[i] for i in indices]
     if budget.layout == "padded":
         return [row.prompt_ids for row in rows], [len(row.completion) for row in rows]
-    return [row.prompt_ids for row in rows], [Sprout(row, counted_positions(row)).num_needed for row in rows]
+    return [row.prompt_ids for row in rows], CountedTokens.of(rows).needed()
 
 
 def _build(
@@ -142,16 +135,15 @@ def _build(
     parts: Sequence[Sequence[int]],
     budget: Budget,
     seen: set[tuple[int, ...]],
-    unit_weight: Callable[[Record], float] | None,
+    unit_weight: Callable[[int], float] | None,
     per_sequence: bool,
 ) -> MicroBatch:
     """The micro-batch of these parts; `seen` are the prompts that the pass has had before, and grows by its own."""
     indices = [i for part in parts for i in part]
     rows = [records[i] for i in indices]
-    counted = [counted_positions(row) for row in rows]
-    places_T = _places(rows, counted)
-    targets = torch.cat([row.completion.ids for row in rows])[places_T]
-    tokens = _constants_of(rows, counted, places_T, unit_weight, per_sequence)
+    counted = CountedTokens.of(rows)
+    targets = torch.cat([row.completion.ids for row in rows])[counted.places_T]
+    tokens = _constants_of(rows, counted, unit_weight, per_sequence)
     ids, positions, forest, num_tokens = _laid(rows, counted, [len(part) for part in parts], budget)
     useful = num_tokens - _forwarded_again([records[part[0]].prompt_ids for part in parts], seen)
     return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful, forest)
@@ -167,64 +159,51 @@ def _forwarded_again(prompts: Sequence[tuple[int, ...]], seen: set[tuple[int, ..
 
 
 def _laid(
-    rows: Sequence[Record], counted: Sequence[Tensor], part_sizes: Sequence[int], budget: Budget
+    rows: Sequence[Record], counted: CountedTokens, part_sizes: Sequence[int], budget: Budget
 ) -> tuple[Tensor, Tensor, Forest | None, int]:
     """Ids, positions that predict the counted tokens, the forest if it is one, and tokens that are no padding."""
     if budget.layout == "padded":
         return *_layout(rows, counted, budget), None, sum(row.num_tokens for row in rows)
-    sprouts = iter([Sprout(row, where) for row, where in zip(rows, counted, strict=True)])
-    planted = plant([list(islice(sprouts, size)) for size in part_sizes], budget.padded, budget.pad_id)
+    planted = plant(rows, counted, part_sizes, budget.padded, budget.pad_id)
     return planted.input_ids_1L, planted.positions_T, planted.forest, planted.num_tokens
 
 
-def _layout(rows: Sequence[Record], counted: Sequence[Tensor], budget: Budget) -> tuple[Tensor, Tensor]:
+def _layout(rows: Sequence[Record], counted: CountedTokens, budget: Budget) -> tuple[Tensor, Tensor]:
     """Padded ids [B, L], and the flat positions [T] whose hidden states predict the counted tokens."""
     width = budget.padded(max(row.num_tokens for row in rows))
     ids = torch.full((len(rows), width), budget.pad_id, dtype=torch.int64)
-    positions = []
-    for b, (row, where) in enumerate(zip(rows, counted, strict=True)):
+    before = []  # of each row: the position before its completion
+    for b, row in enumerate(rows):
         prompt_length = len(row.prompt_ids)
         ids[b, :prompt_length] = torch.tensor(row.prompt_ids, dtype=torch.int64)
         ids[b, prompt_length : row.num_tokens] = row.completion.ids
-        positions.append(b * width + prompt_length - 1 + where)
-    return ids, torch.cat(positions)
+        before.append(b * width + prompt_length - 1)
+    return ids, torch.tensor(before)[counted.rows_T] + counted.columns_T
 
 
 def _constants_of(
-    rows: Sequence[Record],
-    counted: Sequence[Tensor],
-    places_T: Tensor,
-    unit_weight: Callable[[Record], float] | None,
-    per_sequence: bool,
+    rows: Sequence[Record], counted: CountedTokens, unit_weight: Callable[[int], float] | None, per_sequence: bool
 ) -> TokenBatch:
-    lengths = torch.tensor([len(where) for where in counted])
-    weights = torch.tensor([unit_weight(row) if unit_weight else 0.0 for row in rows], dtype=torch.float32)
-    advantages_T = _optional(places_T, [row.advantages for row in rows])
+    weights_R = torch.tensor([unit_weight(n) if unit_weight else 0.0 for n in counted.counts()], dtype=torch.float32)
+    advantages_T = _optional(counted, [row.advantages for row in rows])
     return TokenBatch(
-        rows_T=torch.repeat_interleave(torch.arange(len(rows)), lengths),
+        rows_T=counted.rows_T,
         num_rows=len(rows),
-        weights_U=weights if per_sequence else torch.repeat_interleave(weights, lengths),
-        advantages_T=torch.zeros(int(lengths.sum())) if advantages_T is None else advantages_T,
-        sampling_T=_optional(places_T, [row.completion.logprobs for row in rows]),
-        old_T=_optional(places_T, [row.old for row in rows]),
-        reference_T=_optional(places_T, [row.reference for row in rows]),
+        weights_U=weights_R if per_sequence else weights_R[counted.rows_T],
+        advantages_T=torch.zeros(len(counted.rows_T)) if advantages_T is None else advantages_T,
+        sampling_T=_optional(counted, [row.completion.logprobs for row in rows]),
+        old_T=_optional(counted, [row.old for row in rows]),
+        reference_T=_optional(counted, [row.reference for row in rows]),
     )
 
 
-def _places(rows: Sequence[Record], counted: Sequence[Tensor]) -> Tensor:
-    """Where the counted tokens are in the rows' completions laid end to end, int64 [T]."""
-    lengths_R = torch.tensor([len(row.completion) for row in rows])
-    starts_R = lengths_R.cumsum(0) - lengths_R
-    return torch.cat(list(counted)) + starts_R.repeat_interleave(torch.tensor([len(where) for where in counted]))
-
-
-def _optional(places_T: Tensor, values: Sequence[Tensor | None]) -> Tensor | None:
+def _optional(counted: CountedTokens, values: Sequence[Tensor | None]) -> Tensor | None:
     """The counted entries of per-completion values, one after another; None where the rollout has none."""
     present = [value for value in values if value is not None]
     if not present:
         return None
     assert len(present) == len(values), "a rollout is scored whole"
-    return torch.cat(present)[places_T].to(torch.float32)
+    return torch.cat(present)[counted.places_T].to(torch.float32)
 
 
 def scatter(record: Record, counted_values: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from lowpeak.errors import ModelError
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
 from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
+from lowpeak.logprobs.few_rows import linear
 from lowpeak.logprobs.general import module_logprobs, module_loss
 
 # What a causal LM's forward takes and its backbone does not, or what a request decides.
@@ -152,6 +153,8 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
     if head_request is None:
         if installed.in_fp32:
             return _fp32_logits(self, hidden)
+        if _is_linear(self):
+            return linear(hidden, self.weight, self.bias)
         return installed.forward(hidden, *args, **kwargs)
     # Prompt and padding positions are left behind here: they never reach the head.
     hidden_TD = hidden.reshape(-1, hidden.shape[-1]).index_select(0, head_request.positions_T)
@@ -188,7 +191,7 @@ def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: Head
 def _fp32_logits(module: Any, hidden: Tensor) -> Tensor:
     with no_autocast(hidden.device):
         bias = None if module.bias is None else module.bias.float()
-        return nn.functional.linear(hidden.float(), module.weight.float(), bias)
+        return linear(hidden.float(), module.weight.float(), bias)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -71,6 +71,8 @@ class MemoryTracker:
     def __init__(self, device: torch.device | str, gauge: Gauge | None = None) -> None:
         self._gauge = gauge if gauge is not None else gauge_of(torch.device(device))
         self._open: list[PhaseUse] = []
+        self._names: list[str] = []  # of the open phases
+        self._broken = self._ended = ""  # the phase that an error left last; the phase that ended last
         self._done: dict[str, PhaseUse] = {}
 
     @property
@@ -78,18 +80,32 @@ class MemoryTracker:
         """What the peaks are, in words: they differ by device and system."""
         return self._gauge.how
 
+    @property
+    def where(self) -> str:
+        """The innermost phase that runs, or that an error has left since, in words; any thread may ask."""
+        name = next(iter(self._names[-1:]), self._broken)
+        if name:
+            return f"phase {name}"
+        return f"the step, after phase {self._ended}" if self._ended else "the start"
+
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
         """Measure the block as (a part of) `phase`, also when it raises."""
         self._read()
         self._open.append(PhaseUse(0.0, 0, 1))
+        self._names.append(phase.value)
+        self._broken = ""
         start = time.perf_counter()
         try:
             yield
             self._gauge.settle()
+        except BaseException:
+            self._broken = self._broken or phase.value
+            raise
         finally:
             seconds = time.perf_counter() - start
             self._read()
+            self._ended = self._names.pop()
             use = self._open.pop().merge(PhaseUse(seconds, 0, 0))
             self._done[phase.value] = use.merge(self._done.get(phase.value, PhaseUse(0.0, 0, 0)))
 

@@ -12,6 +12,7 @@ import logging
 import math
 import statistics
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
+from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.outcome import NONE, Outcome, RewardLog, Verdict, check
 from lowpeak.rewards.reward import Reward
 from lowpeak.rewards.rows import Rows, read_rows
@@ -51,6 +53,8 @@ class RewardSettings:
 class RewardPanel:
     """All rewards of a run, asked together: sync ones one after another, then all async ones at once.
 
+    Models that are sharded over ranks come last, and are asked on all ranks, also where there are no groups.
+
     Raises:
         ArgumentError: there is no reward, or not one weight for each.
     """
@@ -77,7 +81,7 @@ class RewardPanel:
             RewardError: a reward failed, and `on_failure` is "raise".
         """
         rows = read_rows(groups, self._decode, first_group)
-        verdicts = self._ask(rows, trainer_state) if len(rows) else [Verdict(()) for _ in self.rewards]
+        verdicts = self._ask(rows, trainer_state)
         records = self._records(groups, rows, verdicts)
         metrics = reward_metrics(self.names, records)
         for name, verdict in zip(self.names, verdicts, strict=True):
@@ -87,7 +91,7 @@ class RewardPanel:
         return Judged(records, metrics, self._logged_columns(verdicts), rows.texts, tuple(rows.prompts))
 
     def _ask(self, rows: Rows, trainer_state: Any) -> list[Verdict]:
-        """One verdict per reward; a sync reward that raises spares the later ones their call."""
+        """One verdict per reward; of no rows where there are none, without a call."""
         logs = [RewardLog() for _ in self.rewards]
         keywords = [
             {
@@ -98,9 +102,24 @@ class RewardPanel:
             }
             for log in logs
         ]
+        joint = {i: r.ranks for i, r in enumerate(self.rewards) if isinstance(r, ModelReward) and r.ranks is not None}
+        verdicts = {index: Verdict(()) for index in range(len(self.rewards))}
+        with next(iter(joint.values())).together() if joint else nullcontext():
+            if len(rows):
+                own = [index for index in verdicts if index not in joint]
+                verdicts |= self._ask_alone(own, rows, keywords, logs)
+        outcomes = {index: _attempt(functools.partial(self.rewards[index], **keywords[index])) for index in joint}
+        verdicts |= {index: self._accept(index, each, logs[index], rows) for index, each in outcomes.items()}
+        return list(verdicts.values())
+
+    def _ask_alone(
+        self, indices: Sequence[int], rows: Rows, keywords: Sequence[dict[str, Any]], logs: Sequence[RewardLog]
+    ) -> dict[int, Verdict]:
+        """The verdicts of rewards that each rank asks by itself; a sync one that raises spares the later ones their call."""
         verdicts: dict[int, Verdict] = {}
         waiting: dict[int, Callable[[], Awaitable[Any]]] = {}
-        for index, reward in enumerate(self.rewards):
+        for index in indices:
+            reward = self.rewards[index]
             if isinstance(reward, FunctionReward) and reward.is_async:
                 waiting[index] = functools.partial(reward.call_async, **keywords[index])
             else:
@@ -108,7 +127,7 @@ class RewardPanel:
                 verdicts[index] = self._accept(index, outcome, logs[index], rows)
         for index, outcome in self._await_all(waiting).items():
             verdicts[index] = self._accept(index, outcome, logs[index], rows)
-        return [verdicts[index] for index in range(len(self.rewards))]
+        return verdicts
 
     def _await_all(self, calls: Mapping[int, Callable[[], Awaitable[Any]]]) -> dict[int, Outcome]:
         """What came of async calls that all wait together, in their order."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,23 +55,24 @@ class ModelReward:
             )
         self.tokenizer = load_tokenizer(origin, self.name, options) if tokenizer is None else tokenizer
         self.max_tokens = max_tokens
+        self.ranks: Ranks | None = None
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._pad = _pad_id(self.tokenizer, self.name)
         self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
 
-    def use(self, frozen: Any) -> None:
+    def use(self, frozen: Any, ranks: Ranks | None = None) -> None:
         """Judge with the model's prepared form: `frozen.model`, while its context `frozen.ready()` is open.
 
-        Where ranks share its weights, each of them has to make every call, also with no rows.
+        Where its weights are shared by `ranks`, each of them has to make every call, also with no rows.
         """
-        self.model, self._ready = frozen.model, frozen.ready
+        self.model, self._ready, self.ranks = frozen.model, frozen.ready, ranks
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> list[float | None]:
         """One logit per row; rows of messages are read through the tokenizer's chat template."""
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        ids = self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
+        with self.ranks.together() if self.ranks else nullcontext():
+            ids = self._ids(prompts, completions)
         rewards: list[float | None] = [None] * len(ids)
         with self._ready(), _judging(self.model, self._pad):
             for batch in batches_by_length([len(row) for row in ids], self.max_tokens):
@@ -78,6 +80,10 @@ class ModelReward:
                 for row, logit in zip(batch, logits, strict=True):
                     rewards[row] = logit
         return rewards
+
+    def _ids(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
+        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
     def _text(self, prompt: Any, completion: Any) -> str:
         if isinstance(prompt, str):

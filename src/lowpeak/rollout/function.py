@@ -53,8 +53,13 @@ class FunctionEngine:
         """Nothing was given back."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Call the function once for all prompts; EngineError says what of its answer cannot be used."""
+        """Call the function once for all prompts; EngineError says what of its answer cannot be used.
+
+        Without prompts it is not called, and this rank helps the others to generate where they need all ranks.
+        """
         with self._hold() as model:
+            if not prompts:
+                return []
             output = self._function([prompt.source for prompt in prompts], self._trainer)
             num_tokens = model.get_input_embeddings().num_embeddings
         rows = len(prompts) * sampling.num_generations

@@ -22,8 +22,10 @@ class Accelerated:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._ranks = Ranks(accelerator.device)
-        self._gatherer = Gatherer(self._ranks, accelerator.device)
+        # The one CPU has several names, and a tensor that moves from "cpu" to "cpu:0" is copied.
+        self._device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
+        self._ranks = Ranks(self._device)
+        self._gatherer = Gatherer(self._ranks, self._device)
 
     @property
     def ranks(self) -> Ranks:
@@ -81,9 +83,9 @@ class Accelerated:
             if self._ranks.world_size > 1 and (on_host or lacking):
                 shard_rows(model, None, on_host)
             elif on_host:
-                cpu_offload(model, self._accelerator.device)
+                cpu_offload(model, self._device)
             else:
-                model.to(self._accelerator.device)
+                model.to(self._device)
         return Frozen(model, lambda: self._ready(model))
 
     def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
@@ -101,4 +103,4 @@ class Accelerated:
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
         """This rank's range of a parameter, None for one that is whole: here those of frozen models that `fully_shard` cut."""
-        return rows_shard(parameter, None, self._accelerator.device)
+        return rows_shard(parameter, None, self._device)

@@ -7,6 +7,8 @@ import os
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lowpeak.config.asked import is_on
 from lowpeak.errors import ArgumentError
@@ -45,6 +47,11 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
         f"accelerate was configured for {kind.value} on {accelerator.num_processes} processes, which lowpeak does not run: "
         "use DDP, FSDP2 or DeepSpeed ZeRO."
     )
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether a rank holds parts of the model's parameters alone, so that a forward takes all ranks."""
+    return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
 def check_devices(fsdp: bool) -> None:

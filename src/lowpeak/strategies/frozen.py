@@ -13,10 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowpeak.strategies.flat import FlatShard, Sharded, whole
 from lowpeak.strategies.gathered import layers_of
+
+_PIECE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -32,15 +36,32 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def shard_rows(model: nn.Module, mesh: Any, on_host: bool) -> nn.Module:
-    """`fully_shard` on each layer and on the rest; `on_host` keeps shards in (pinned) host memory."""
+def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.device | None = None) -> nn.Module:
+    """`fully_shard` on each layer and on the rest; `on_host` keeps shards in (pinned) host memory.
+
+    With `from_first`, the device that collectives need, the weights are rank 0's, which alone has loaded them: each layer is
+    filled just before it is cut, so that no other rank ever holds them all.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if on_host else OffloadPolicy()}
-    for layer in layers_of(model):
-        fully_shard(layer, **options)
-    fully_shard(model, **options)
+    for part in (*layers_of(model), model):
+        if from_first is not None:
+            _fill_from_first(part, from_first)
+        fully_shard(part, **options)
     return model
+
+
+def _fill_from_first(module: nn.Module, device: torch.device) -> None:
+    """Rank 0's parameters and saved buffers, a few MB at a time, in place of what the others have; not those cut already."""
+    for values in module.state_dict(keep_vars=True).values():
+        if isinstance(values, DTensor):
+            continue
+        flat = values.detach().view(-1)
+        for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size())):
+            travelling = piece.to(device)
+            dist.broadcast(travelling, 0)
+            piece.copy_(travelling)
 
 
 def frozen_bytes(model: nn.Module) -> int:

@@ -38,8 +38,10 @@ class Fsdp2(Accelerated):
             yield inner
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        """Cut like the policy, on its mesh, whatever `room` there is."""
-        model = shard_rows(freeze(model), self._mesh(), on_host)
+        """Cut like the policy, on its mesh, whatever `room` there is; with efficient loading, from rank 0's weights."""
+        only_first_loaded = self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+        from_first = self._device if only_first_loaded else None
+        model = shard_rows(freeze(model), self._mesh(), on_host, from_first)
         return Frozen(model, lambda: self._ready(model))
 
     def _mesh(self) -> Any:
@@ -50,4 +52,4 @@ class Fsdp2(Accelerated):
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
-        return rows_shard(parameter, compute, self._accelerator.device)
+        return rows_shard(parameter, compute, self._device)

@@ -78,10 +78,12 @@ class Match:
         self._sound = False
         states = self._gather(state)
         if _FAILED in states:
-            raise EngineError(
+            error = EngineError(
                 f"rank {states.index(_FAILED)} failed while it generated, and the others cannot go on without it: its own "
                 "error says why."
             )
+            error.rank = states.index(_FAILED)
+            raise error
         self._sound = True
         return _RUNNING in states
 

@@ -68,7 +68,7 @@ class Zero(Accelerated):
         if not hasattr(parameter, "ds_tensor"):
             return super()._shard(parameter)
         local = parameter.ds_tensor.detach().view(-1)
-        return FlatShard(parameter.ds_shape, local.numel(), local, local.dtype, self._accelerator.device)
+        return FlatShard(parameter.ds_shape, local.numel(), local, local.dtype, self._device)
 
 
 def _partitioned(model: nn.Module, config: Any, on_host: bool) -> nn.Module:

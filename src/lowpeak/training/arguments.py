@@ -18,6 +18,7 @@ from transformers import TrainingArguments
 from lowpeak.config.asked import is_on, refuse_other_parallelism, require_deepspeed, settle_clipping, settled_fsdp
 from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.errors import ArgumentError
+from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class CommonConfig(TrainingArguments):
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
         self._settle_sharding()
+        meet_anew()
         super().__post_init__()
         if self.deepspeed_plugin is not None:
             settle_clipping(self.deepspeed_plugin.hf_ds_config.config, self.max_grad_norm)

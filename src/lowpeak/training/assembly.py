@@ -33,7 +33,7 @@ from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.strategies.detect import check_devices, detect_strategy
+from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
 from lowpeak.strategies.frozen import Frozen
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.evaluation import Success
@@ -78,7 +78,8 @@ def prepare_online(
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
     check_devices(bool(args.fsdp))
     settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
-    check_writable(Path(args.output_dir))
+    if args.process_index == 0:
+        check_writable(Path(args.output_dir))
     judges = make_rewards(
         reward_funcs,
         reward_processing_classes,
@@ -121,12 +122,14 @@ def connect_online(
         limit_reason=f"the model's context less max_completion_length {args.max_completion_length}",
         num_embeddings=num_embeddings(parts.policy),
     )
-    cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
+    with strategy.ranks.together():
+        cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     freeze = _freezer(trainer, parts, strategy)
     reference = _reference(parts, freeze) if args.beta else None
     for judge in parts.rewards:
         if isinstance(judge, ModelReward):
-            judge.use(freeze(judge.model))
+            frozen = freeze(judge.model)
+            judge.use(frozen, strategy.ranks if is_sharded(frozen.model) else None)
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, reference)
     budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
@@ -163,30 +166,36 @@ def make_run(
     """
     output_dir = Path(args.output_dir)
     device = trainer.accelerator.device
-    install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
+    ranks = strategy.ranks
+    with ranks.together():
+        install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     with ExitStack() as ready:
         models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
-        verify_head(policy)
+        with ranks.together():
+            verify_head(policy)
         if reference is not None and reference.model is not None:
             models.append(ready.enter_context(reference.use()))
         with trainer.accelerator.autocast():  # as the passes will compute
-            choice = prepare_layout(memory, models, device)
-    sizes = Sizes.of(memory, policy, device, choice, bf16=bool(args.bf16), checkpointing=args.checkpoints_activations)
+            choice = prepare_layout(memory, models, device, ranks)
+    checkpointing = args.checkpoints_activations
+    sizes = Sizes.of(memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing)
     saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
-        journal=Journal(output_dir / "journal"),
+        journal=Journal(output_dir / "journal", writes=ranks.rank == 0),
         coefficients=dict(algorithm.state),
         sizes=sizes,
+        num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
     )
 
 
 def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy) -> Callable[[nn.Module], Frozen]:
-    """Prepares a frozen model: whole where half of what training leaves free holds it."""
-    room = max(0, free_bytes(trainer.accelerator.device) - training_bytes(parts.policy)) // 2
+    """Prepares a frozen model: whole where half of what training leaves free, on every rank, holds it."""
+    free = free_bytes(trainer.accelerator.device) - training_bytes(parts.policy)
+    room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     return lambda model: strategy.prepare_frozen(model, room, parts.settings.memory.frozen_on_host)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from lowpeak.training.models import REFERENCE_ADAPTER, is_peft
 
 def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
     """Write `checkpoint-<step>` of a trainer, whole or not at all; returns its folder."""
-    args = trainer.args
+    args, ranks = trainer.args, trainer.run.strategy.ranks
     run_dir = Path(trainer._get_output_dir(trial=trial))
     final = run_dir / f"checkpoint-{trainer.state.global_step}"
     trainer.store_flos()
-    with staged(final) as stage:
+    with ExitStack() as stack:
+        stage = ranks.first(lambda: stack.enter_context(staged(final)))
         trainer.save_model(os.fspath(stage), _internal_call=True)
         if not args.save_only_model:
             trainer._save_optimizer_and_scheduler(os.fspath(stage))
@@ -30,11 +31,15 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
         trainer.save_more(stage)
         _note_best(trainer, run_dir, final)
         _note_callbacks(trainer)
-        trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
+        if ranks.rank == 0:
+            trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
+        ranks.barrier()
+    ranks.barrier()
     if args.push_to_hub:
         trainer._push_from_checkpoint(os.fspath(final))
     best = trainer.state.best_model_checkpoint
-    prune(run_dir, trainer.user_args.save_total_limit, [Path(best)] if best else [])
+    if ranks.rank == 0:
+        prune(run_dir, trainer.user_args.save_total_limit, [Path(best)] if best else [])
     return final
 
 

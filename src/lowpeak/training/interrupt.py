@@ -1,4 +1,7 @@
-"""Ctrl-C: the first finishes the step, saves and says how to resume; the second stops now."""
+"""Ctrl-C: the first finishes the step, saves and says how to resume; the second stops now. SIGTERM is a first Ctrl-C.
+
+Launchers pass both on to all ranks, which may be in different steps then: the ranks agree at the end of a step.
+"""
 
 from __future__ import annotations
 
@@ -19,32 +22,40 @@ logger = logging.getLogger(__name__)
 
 
 class Interrupts:
-    """Watches SIGINT while a run trains; outside the main thread it watches nothing."""
+    """Watches SIGINT and SIGTERM while a run trains; outside the main thread it watches nothing.
+
+    `stopping` is whether this rank was asked to stop, `agreed` whether any was, as all ranks know since the last step's end.
+    """
 
     def __init__(self) -> None:
         self.stopping = False
+        self.agreed = False
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take SIGINT over for the block, and give it back however it is left."""
-        self.stopping = False
+        """Take both signals over for the block, and give them back however it is left."""
+        self.stopping = self.agreed = False
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = signal.signal(signal.SIGINT, self._first)
+        before = {number: signal.signal(number, self._asked) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
-    def _first(self, signum: int, frame: FrameType | None) -> None:
-        self.stopping = True
-        logger.warning("Interrupted: finishing this step and saving; press Ctrl-C again to stop at once.")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def _asked(self, signum: int, frame: FrameType | None) -> None:
+        """The first of either asks to stop; SIGTERM may come again, from a scheduler and from the launcher in between."""
+        if not self.stopping:
+            self.stopping = True
+            who = "Interrupted" if signum == signal.SIGINT else "Asked to stop (SIGTERM)"
+            logger.warning("%s: finishing this step and saving; press Ctrl-C again to stop at once.", who)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def raise_if_stopped(self, output_dir: Path, step: int) -> None:
         """KeyboardInterrupt that says how to resume, when the run was asked to stop."""
-        if not self.stopping:
+        if not self.agreed:
             return
         saved = output_dir / f"checkpoint-{step}"
         if not saved.is_dir():  # asked after the last step, when there was no other left to end with a save
@@ -75,7 +86,7 @@ class StepCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         """The step is journaled; a run that was asked to stop saves and stops here."""
         self._trainer.finish_step()
-        if self._trainer.run.interrupts.stopping:
+        if self._trainer.run.interrupts.agreed:
             control.should_save = True
             control.should_training_stop = True
         return control

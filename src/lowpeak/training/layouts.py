@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from lowpeak.attention.verify import forests_agree
 from lowpeak.batching.prefix import Layout
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
+from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -78,24 +79,32 @@ def choose_layout(settings: MemorySettings, obstacle: str | None) -> LayoutChoic
     return LayoutChoice("shared", "the model's attention can", ("shared", "rows", *padded))
 
 
-def prepare_layout(settings: MemorySettings, models: Sequence[nn.Module], device: torch.device) -> LayoutChoice:
-    """The layout of a run of these models, whose attention is made to take forests; one line in the log says it."""
-    obstacle = None if settings.padding_free is False else _obstacle(models, device)
+def prepare_layout(
+    settings: MemorySettings, models: Sequence[nn.Module], device: torch.device, ranks: Ranks
+) -> LayoutChoice:
+    """The layout of a run of these models, whose attention is made to take forests; one line in the log says it.
+
+    All ranks have the same: what one of them finds in the way is in everybody's.
+    """
+    obstacle = None if settings.padding_free is False else _obstacle(models, device, ranks)
     choice = choose_layout(settings, obstacle)
     logger.log(logging.WARNING if obstacle else logging.INFO, "%s", f"Layout: {choice}.")
     return choice
 
 
-def _obstacle(models: Sequence[nn.Module], device: torch.device) -> str | None:
-    """Why one of the models takes no forest, all left as they were; None where all do, shown on a few tokens."""
-    reasons = (why_not(model) for model in models)
-    found = next((reason for reason in reasons if reason is not None), None)
+def _obstacle(models: Sequence[nn.Module], device: torch.device, ranks: Ranks) -> str | None:
+    """Why one of the models takes no forest on some rank, all left as they were; None where all do, shown on a few tokens."""
+
+    def first_of(reason_of: Callable[[nn.Module], str | None]) -> str | None:
+        reasons = ranks.gathered(lambda: next(filter(None, map(reason_of, models)), None))
+        return next(filter(None, reasons), None)
+
+    found = first_of(why_not)
     if found is not None:
         return found
     for model in models:
         install_attention(model)
-    reasons = (forests_agree(model, device) for model in models)
-    found = next((reason for reason in reasons if reason is not None), None)
+    found = first_of(lambda model: forests_agree(model, device))
     if found is not None:
         for model in models:
             uninstall_attention(model)

@@ -16,6 +16,7 @@ from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
 from lowpeak.errors import CheckpointError
+from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.training.arguments import OnlineConfig, check_class
 from lowpeak.training.assembly import connect_online, prepare_online
@@ -26,8 +27,10 @@ from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.reference_state import load_average, save_average
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
+from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
+from lowpeak.watch.watch import watched
 
 
 class OnlineTrainer(StepTrainer):
@@ -65,8 +68,10 @@ class OnlineTrainer(StepTrainer):
             else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
         )
         check_class(args, self.config_class)
-        check_end(train_dataset, args.max_steps)
-        parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
+        quiet_replicas(args)
+        with Ranks(args.device).together():
+            check_end(train_dataset, args.max_steps)
+            parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
         super().__init__(
             model=parts.policy,
             args=base_arguments(args),
@@ -156,8 +161,10 @@ class OnlineTrainer(StepTrainer):
         return PredictionOutput(predictions=list(result.rows), label_ids=None, metrics=result.metrics)
 
     def _evaluated(self, data: Any, prefix: str) -> Evaluation:
-        prompts = eval_prompts(data, self.maker.new_reader())
-        with keep_random():
+        ranks = self.run.strategy.ranks
+        with watched(ranks, lambda: self.run.tracker.where), keep_random():
+            with ranks.together():
+                prompts = eval_prompts(data, self.maker.new_reader())
             self.maker.load_weights(self.state.global_step)
             return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)
 

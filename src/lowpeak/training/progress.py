@@ -1,4 +1,4 @@
-"""Progress: what a step is busy with, beside the bar that transformers draws."""
+"""Progress: what a step is busy with, beside the bar that transformers draws; and where memory ran out, what to set."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from transformers.trainer_callback import ProgressCallback
 
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
+from lowpeak.training.exhausted import explained
 
 _SHOWN = {
     Phase.ROLLOUT: "generating",
@@ -23,7 +24,7 @@ _SHOWN = {
 
 
 class ProgressTracker(MemoryTracker):
-    """A memory tracker that says on the trainer's progress bar which phase runs."""
+    """A memory tracker that says on the trainer's progress bar which phase runs, and explains one that runs out of memory."""
 
     def __init__(self, device: torch.device | str, trainer: Any) -> None:
         super().__init__(device)
@@ -34,7 +35,7 @@ class ProgressTracker(MemoryTracker):
         """Measure the block, and show its name."""
         if phase in _SHOWN:
             self._show(_SHOWN[phase])
-        with super().phase(phase):
+        with super().phase(phase), explained(phase, self._trainer):
             yield
 
     def _show(self, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
-from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
+from lowpeak.records import Group, Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards.combine import RewardPanel, reward_metrics
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
@@ -87,25 +88,36 @@ class RolloutMaker:
         advantages = self.algorithm.advantages(records)
         records = tuple(self._with_advantages(*pair) for pair in zip(records, advantages.per_token, strict=True))
         metrics = merge_metrics(judged.metrics, advantages.metrics)
-        metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring | self.tally.take())
+        metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring)
         return Rollout(number, records, metrics, describe(judged, records, self.panel.names))
 
     def load_weights(self, policy_version: int) -> None:
         """Stations 2 and 3: the engine gets the policy's weights, unless it holds them already."""
         if self.weights_changed or self.engine.policy_version != policy_version:
-            with self.tracker.phase(Phase.SYNC):
+            with self.strategy.ranks.together(), self.tracker.phase(Phase.SYNC):
                 self.engine.load(self.strategy.slices(self.model(), SLICE_BYTES, None), policy_version)
             self.weights_changed = False
 
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase) -> Judged:
-        """Stations 4 and 5: all ranks' groups, each generated and rewarded whole on the rank that owns it."""
+        """Stations 4 and 5: all ranks' groups, each generated and rewarded whole on the rank that owns it.
+
+        A rank without a prompt asks the engine too, since generating under a sharded strategy takes all ranks.
+        """
         ranks = self.strategy.ranks
         mine = assign([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
-        with self.tracker.phase(phase):
-            groups = self.engine.generate([prompts[i] for i in mine], sampling) if mine else []
-        with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-            judged = self.panel.judge(groups, trainer_state=state)
-        return whole([in_order(ranks.gather((mine, judged)), first_group)], self.panel.names)
+
+        def generate() -> list[Group]:
+            with self.tracker.phase(phase):
+                return self.engine.generate([prompts[i] for i in mine], sampling)
+
+        def judge() -> tuple[Sequence[int], Judged]:
+            groups = generate()
+            with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
+                judged = self.panel.judge(groups, trainer_state=state)
+            useful = self.tally.take() if phase is Phase.ROLLOUT else {}
+            return mine, replace(judged, metrics=judged.metrics | useful)
+
+        return whole([in_order(ranks.gathered(judge), first_group)], self.panel.names)
 
     def _ask_until_full(self, number: int, state: Any) -> Judged:
         """Stations 1 and 4 to 6: full groups, asking again for those that selection drops, at most K times.
@@ -115,7 +127,9 @@ class RolloutMaker:
         sampling = replace(self.settings.sampling, rollout=number)
         missing, asked, kept, dropped = self.settings.rollout.num_prompts, 0, [], 0
         for _ in range(1 + self.settings.rollout.max_refills):
-            judged = self.ask(self.cursor.take(missing), sampling, state, asked, Phase.ROLLOUT)
+            with self.strategy.ranks.together():
+                prompts = self.cursor.take(missing)
+            judged = self.ask(prompts, sampling, state, asked, Phase.ROLLOUT)
             asked += missing
             selection = self.algorithm.select(judged.records)
             kept.append(judged.rows(selection.rows))
@@ -133,8 +147,11 @@ class RolloutMaker:
 
     def _with_loss_mask(self, record: Record) -> Record:
         """The record with the mask that losses use, and without the fields of a `rollout_func` that rewards have read."""
-        mask = loss_mask(record.completion, self.settings.mask_truncated)
-        return replace(record, completion=replace(record.completion, loss_mask=mask, extra={}))
+        completion = record.completion
+        mask = loss_mask(completion, self.settings.mask_truncated)
+        if mask is completion.loss_mask and not completion.extra:
+            return record
+        return replace(record, completion=replace(completion, loss_mask=mask, extra={}))
 
     def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
         """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""
@@ -145,11 +162,15 @@ class RolloutMaker:
         mine = share(records, range(len(records)), self.budget, ranks.world_size)[ranks.rank]
         batches = matched(pack(records, mine, self.budget), self.budget, ranks)
         self.model().eval()
-        with self.tracker.phase(Phase.SCORE):
-            found = self._passes(records, batches)
-        everywhere = {i: values for share in ranks.gather(found) for i, values in share.items()}
+
+        def run() -> tuple[Scores, dict[str, Metric]]:
+            with self.tracker.phase(Phase.SCORE):
+                return self._passes(records, batches), {"useful_tokens/score": _useful(batches)}
+
+        shares = ranks.gathered(run)
+        everywhere = {i: values for found, _ in shares for i, values in found.items()}
         filled = tuple(self._filled(record, everywhere.get(i, {})) for i, record in enumerate(records))
-        return filled, {"useful_tokens/score": _useful(batches)}
+        return filled, reduce(merge_metrics, [useful for _, useful in shares])
 
     def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch]) -> Scores:
         """The policy's pass and the reference's, each only where something needs it."""

@@ -6,8 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.packing import num_counted
+from lowpeak.batching.counted import num_counted
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
@@ -17,6 +19,7 @@ from lowpeak.data.prompts import check_end, num_rows, padding_id, usable_rows
 from lowpeak.data.supervised import SupervisedReader, read_records
 from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
+from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.strategies.detect import check_devices, detect_strategy
 from lowpeak.training.arguments import SFTConfig, check_class
@@ -32,9 +35,11 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.sizes import Sizes
+from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step import score
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
+from lowpeak.watch.watch import watched
 
 
 class SFTTrainer(StepTrainer):
@@ -59,18 +64,11 @@ class SFTTrainer(StepTrainer):
         args = args if args is not None else SFTConfig(output_dir="sft-output")
         check_class(args, SFTConfig)
         check_devices(bool(args.fsdp))
-        self.memory = resolve_common(args)
-        check_writable(Path(args.output_dir))
-        if train_dataset is None:
-            raise DataError("train_dataset is None: pass a data set with prompt and completion, messages, or text.")
-        check_end(train_dataset, args.max_steps)
-        policy = load_policy(
-            model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
-        )
-        tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
-        upcast_trainable(policy)
-        if args.disable_dropout:
-            disable_dropout(policy)
+        quiet_replicas(args)
+        with Ranks(args.device).together():
+            self.memory = resolve_common(args)
+            check_data(train_dataset, args)
+            policy, tokenizer = _load(model, args, processing_class, peft_config)
         super().__init__(
             model=policy,
             args=base_arguments(args),
@@ -86,7 +84,8 @@ class SFTTrainer(StepTrainer):
         self.run = make_run(self, args, make_supervised(), strategy, policy, self.memory)
         self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
         self.reader = _reader(args, policy, tokenizer)
-        self.cursor = _cursor(train_dataset, self.reader, args)
+        with strategy.ranks.together():
+            self.cursor = _cursor(train_dataset, self.reader, args)
         self.add_callback(StepCallback(self))
 
     @property
@@ -102,7 +101,9 @@ class SFTTrainer(StepTrainer):
 
     def next_step(self) -> StepWork:
         """The next rows as micro-batches."""
-        return self._work(self.cursor.take(self.rows_per_step))
+        with self.run.strategy.ranks.together():
+            records = self.cursor.take(self.rows_per_step)
+        return self._work(records)
 
     def dry_run(self) -> dict[str, Any]:
         """What the arguments resolved to, without training: model, data, sizes, micro-batch plan."""
@@ -110,8 +111,11 @@ class SFTTrainer(StepTrainer):
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """`<prefix>_loss`: minus the mean log-prob of the counted tokens."""
-        with keep_random(), self.run.tracker.phase(Phase.EVALUATE):
-            return self._measured(read_records(data, self.reader), prefix)
+        ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
+            with ranks.together():
+                records = read_records(data, self.reader)
+            return self._measured(records, prefix)
 
     def _measured(self, records: list[Record], prefix: str) -> dict[str, float]:
         start = time.perf_counter()
@@ -148,6 +152,27 @@ class SFTTrainer(StepTrainer):
         """Run every pass within these sizes."""
         super().use_sizes(sizes)
         self.budget = sizes.within(self.budget)
+
+
+def check_data(dataset: Any, args: Any) -> None:
+    """Refuse a run without rows, without an end, or whose folder cannot be written, before anything is loaded."""
+    if args.process_index == 0:
+        check_writable(Path(args.output_dir))
+    if dataset is None:
+        raise DataError("train_dataset is None: pass a data set with prompt and completion, messages, or text.")
+    check_end(dataset, args.max_steps)
+
+
+def _load(model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
+    """The model to train, and its tokenizer."""
+    policy = load_policy(
+        model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
+    )
+    tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+    upcast_trainable(policy)
+    if args.disable_dropout:
+        disable_dropout(policy)
+    return policy, tokenizer
 
 
 def _reader(args: Any, policy: Any, tokenizer: Any) -> SupervisedReader:

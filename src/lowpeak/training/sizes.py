@@ -14,6 +14,7 @@ from lowpeak.batching.prefix import Costs
 from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 from lowpeak.memory.tracker import free_bytes
+from lowpeak.ranks import Ranks
 from lowpeak.training.layouts import LayoutChoice
 
 
@@ -41,12 +42,17 @@ class Sizes:
         policy: Any,
         device: torch.device,
         choice: LayoutChoice,
+        ranks: Ranks,
         *,
         bf16: bool,
         checkpointing: bool,
     ) -> Sizes:
-        """What was asked for, and for `auto` what fits into the memory that training the policy leaves of the free."""
-        shape, free = Shape.of(policy.config, 2 if bf16 else 4), max(0, free_bytes(device) - training_bytes(policy))
+        """What was asked for, and for `auto` what fits into the memory that training the policy leaves of the free.
+
+        Of the rank that has least: all ranks run with the same sizes.
+        """
+        shape = Shape.of(policy.config, 2 if bf16 else 4)
+        free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy))])[0])
         return cls(
             memory.micro_batch_tokens or fit_micro_batch(shape, free, checkpointing),
             memory.logprob_chunk_size or fit_chunk(shape, free),

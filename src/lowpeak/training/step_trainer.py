@@ -12,7 +12,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.atomic import set_aside, sweep
 from lowpeak.checkpoint.lock import only_run
-from lowpeak.checkpoint.resume import find_resume, restore_random
+from lowpeak.checkpoint.resume import restore_random
 from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
 from lowpeak.errors import CheckpointError, DataError, EngineError
 from lowpeak.journal import Journal
@@ -35,10 +34,20 @@ from lowpeak.records import Metric, merge_metrics
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.checkpoints import save_checkpoint, without_reference
 from lowpeak.training.interrupt import Interrupts
-from lowpeak.training.readout import Readout, finite_or_raise, finite_weights_or_raise, phase_metrics, read_metrics
+from lowpeak.training.readout import (
+    Readout,
+    Spent,
+    finite_or_raise,
+    finite_weights_or_raise,
+    phase_metrics,
+    read_metrics,
+    read_spent,
+)
 from lowpeak.training.sizes import Sizes
+from lowpeak.training.start import put_others_aside, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
+from lowpeak.watch.watch import watched
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +56,8 @@ logger = logging.getLogger(__name__)
 class Run:
     """What a run carries besides what transformers' Trainer does.
 
-    `noted` are numbers of the step under way that were known before it trained; `metrics` those of the steps since the
-    last log.
+    `step_seconds` and `num_new` are the time and the new tokens of the step under way (see StepWork); `noted` are numbers
+    of it that were known before it trained; `metrics` those of the steps since the last log.
     """
 
     algorithm: Algorithm
@@ -58,10 +67,13 @@ class Run:
     journal: Journal
     coefficients: Mapping[str, float]
     sizes: Sizes
+    num_parameters: int
     resumed: RunState | None = None
     metrics: dict[str, Metric] = field(default_factory=dict)
     noted: dict[str, Metric] = field(default_factory=dict)
     readout: Readout | None = None
+    step_seconds: float = 0.0
+    num_new: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
 
 
@@ -116,12 +128,15 @@ class StepTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
-        output_dir = Path(self.args.output_dir)
-        with only_run(output_dir) if self.is_world_process_zero() else nullcontext():
+        output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
+        with ExitStack() as stack:
+            stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
+            ranks.first(lambda: stack.enter_context(only_run(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             try:
                 with self.run.interrupts.watched():
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
+                    self._agree_to_stop(0.0)
             except EngineError:
                 self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
                 raise
@@ -130,22 +145,25 @@ class StepTrainer(Trainer):
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
         """Forget what a run that was cut off left in this process; take up the checkpoint, and return it, if any."""
-        sweep(output_dir)
         self.run.noted, self.run.metrics, self.run.readout = {}, {}, None
         self.run.tracker.take()
-        checkpoint = find_resume(output_dir, resume_from_checkpoint)
+        ranks = self.run.strategy.ranks
+        checkpoint = ranks.first(lambda: take_up(output_dir, resume_from_checkpoint))
         self.run.resumed = None
         if checkpoint is not None:
-            self.run.resumed = load_run_state(checkpoint, self.args.process_index)
-            check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
-            self.take_run_state(self.run.resumed, checkpoint)
+            with ranks.together():
+                self.run.resumed = load_run_state(checkpoint, self.args.process_index)
+                check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
+                self.take_run_state(self.run.resumed, checkpoint)
+        ranks.first(lambda: self._clear_folder(output_dir))
+        return checkpoint
+
+    def _clear_folder(self, output_dir: Path) -> None:
+        """What of another run, or of later steps, is in the folder goes aside; one process does it."""
         step = self.run.resumed.policy_version if self.run.resumed else 0
-        aside = set_aside(output_dir, step)  # before the journal loses the steps that led to them
-        if aside is not None:
-            logger.warning("Checkpoints of another run stood in %s; they are now in %s.", output_dir, aside)
+        put_others_aside(output_dir, step)
         if self.run.resumed is not None:
             self.run.journal.resume_at(step)
-        return checkpoint
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
@@ -180,15 +198,9 @@ class StepTrainer(Trainer):
             loss, metrics = run_step(
                 model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.run.coefficients
             )
-        self.run.readout = Readout(loss, metrics)
-        seconds = time.perf_counter() - inputs["start"]
-        self.note(
-            {
-                "useful_tokens/train": Metric(float(work.num_useful), float(work.num_computed)),
-                "step_time": Metric(seconds),
-                "tokens_per_second": Metric(float(work.num_new), seconds),
-            }
-        )
+        useful = Metric(float(work.num_useful), float(work.num_computed))
+        self.run.readout = Readout(loss, {**metrics, "useful_tokens/train": useful})
+        self.run.step_seconds, self.run.num_new = time.perf_counter() - inputs["start"], work.num_new
         return loss * self.run.strategy.ranks.world_size
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
@@ -198,14 +210,15 @@ class StepTrainer(Trainer):
         if hasattr(grad_norm, "full_tensor"):  # FSDP2's is a part of it on each rank
             grad_norm = grad_norm.full_tensor()
         assert self.run.readout is not None
-        numbers = read_metrics(self.run.readout, grad_norm, self.run.strategy.ranks)
-        finite_or_raise(numbers, model, self.state.global_step + 1, Path(self.args.output_dir))
+        strategy, step = self.run.strategy, self.state.global_step + 1
+        numbers = read_metrics(self.run.readout, grad_norm, strategy.ranks)
+        finite_or_raise(numbers, self.model, strategy, step, Path(self.args.output_dir))
         self.run.readout = numbers
         return numbers.grad_norm if own is not None else grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """6 operations per parameter and token (Kaplan et al. 2020)."""
-        return 6 * inputs["step"].num_useful * self.model.num_parameters()
+        return 6 * inputs["step"].num_useful * self.run.num_parameters
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         self.state.num_input_tokens_seen += inputs["step"].num_new
@@ -218,13 +231,25 @@ class StepTrainer(Trainer):
         assert numbers is not None
         self.run.readout = None
         noted, self.run.noted = self.run.noted, {}
-        metrics = merge_metrics(merge_metrics(noted, numbers.metrics), phase_metrics(self.run.tracker.take()))
+        spent = self._agree_to_stop(self.run.step_seconds)
+        metrics = merge_metrics(merge_metrics(noted, numbers.metrics), phase_metrics(spent.uses))
+        metrics["step_time"] = Metric(spent.seconds)
+        metrics["tokens_per_second"] = Metric(float(self.run.num_new), spent.seconds)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         self.run.coefficients = self.run.algorithm.update(self.run.coefficients, values)
         row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
         self.run.metrics = merge_metrics(self.run.metrics, metrics)
+
+    def _agree_to_stop(self, seconds: float) -> Spent:
+        """What the step took, over all ranks; and by the same maximum, whether any of them was asked to stop."""
+        interrupts = self.run.interrupts
+        spent = read_spent(seconds, self.run.tracker.take(), interrupts.stopping, self.run.strategy.ranks)
+        if spent.stopping and not interrupts.stopping and not interrupts.agreed:
+            logger.warning("Another rank was asked to stop: saving after this step.")
+        interrupts.agreed = spent.stopping
+        return spent
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
         """Numbers of the step under way that are known now."""
@@ -282,7 +307,8 @@ class StepTrainer(Trainer):
     def _check_weights(self) -> None:
         trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         weights = {n: shard for n, shard in self.run.strategy.shards(self.model).items() if n in trained}
-        finite_weights_or_raise(weights, self.state.global_step, Path(self.args.output_dir))
+        step, ranks = self.state.global_step, self.run.strategy.ranks
+        finite_weights_or_raise(weights, step, Path(self.args.output_dir), ranks)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """The base's way, without the adapter that is only the reference."""

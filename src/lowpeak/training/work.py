@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
-from lowpeak.batching.packing import Budget, masked, num_counted, pack, share
+from lowpeak.batching.counted import num_counted
+from lowpeak.batching.packing import Budget, masked, pack, share
 from lowpeak.ranks import Ranks
 from lowpeak.records import MicroBatch, Record
 
@@ -42,7 +43,7 @@ def step_batches(
         records,
         share(records, trained, budget, ranks.world_size)[ranks.rank],
         budget,
-        lambda record: algorithm.reduction(num_counted(record), counts),
+        lambda num_tokens: algorithm.reduction(num_tokens, counts),
         per_sequence=algorithm.unit != "token",
     )
     return tuple(matched(batches, budget, ranks, least=1))

@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from lowpeak.batching.packing import Budget, counted_positions, masked, num_counted, pack, share
+from lowpeak.batching.counted import num_counted
+from lowpeak.batching.packing import Budget, masked, pack, share
 from lowpeak.records import Completion, Record, Tree
 
 SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")
@@ -114,7 +115,7 @@ def test_a_prompt_without_a_token_is_refused():
 def test_every_counted_token_is_predicted_from_its_own_sequence(seed, max_tokens, multiple, layout):
     records = draw(seed)
     budget = Budget(max_tokens, multiple, 0, layout)
-    batches = pack(records, range(len(records)), budget, num_counted)
+    batches = pack(records, range(len(records)), budget)
     seen = sorted(i for batch in batches for i in batch.record_indices)
     assert seen == [i for i, record in enumerate(records) if num_counted(record)]
     for batch in batches:
@@ -123,7 +124,7 @@ def test_every_counted_token_is_predicted_from_its_own_sequence(seed, max_tokens
         assert length % multiple == 0
         sequences = predicted(batch)
         for index, mine in zip(batch.record_indices, range(batch.tokens.num_rows), strict=True):
-            record, where = records[index], counted_positions(records[index])
+            record, where = records[index], records[index].completion.loss_mask.nonzero().flatten()
             positions = batch.positions_T[batch.tokens.rows_T == mine]
             ids = [*record.prompt_ids, *record.completion.ids.tolist()]
             for position, place in zip(positions.tolist(), where.tolist(), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import Budget, cut, masked, num_counted, pack, scatter
+from lowpeak.batching.packing import Budget, cut, masked, pack, scatter
 from lowpeak.records import Completion, Record
 
 
@@ -48,14 +48,14 @@ def test_positions_point_at_the_token_before_each_counted_one():
 def test_constants_follow_their_tokens_through_sorting():
     values = torch.tensor([0.1, 0.2, 0.3])
     records = [row([1], [2], advantages=torch.tensor([9.0])), row([1], [3, 4, 5], advantages=values)]
-    (batch,) = pack(records, [0, 1], Budget(64), unit_weight=num_counted)
+    (batch,) = pack(records, [0, 1], Budget(64), unit_weight=float)
     assert batch.record_indices == (1, 0)
     torch.testing.assert_close(batch.tokens.advantages_T, torch.tensor([0.1, 0.2, 0.3, 9.0]))
     assert batch.tokens.weights_U.tolist() == [3.0, 3.0, 3.0, 1.0]
 
 
 def test_sequence_units_carry_one_weight_per_row():
-    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), num_counted, per_sequence=True)
+    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), float, per_sequence=True)
     assert batch.tokens.weights_U.tolist() == [2.0, 1.0]
 
 

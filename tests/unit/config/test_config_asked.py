@@ -46,5 +46,5 @@ def test_the_run_s_own_gradient_norm_clips_under_deepspeed(config):
 
 
 def test_a_clipping_of_the_config_s_own_is_an_error_where_it_differs():
-    with pytest.raises(ArgumentError, match="gradient_clipping=1.0 and the run max_grad_norm=0.25"):
+    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 and the run max_grad_norm=0.25"):
         settle_clipping({"gradient_clipping": 1.0}, 0.25)

@@ -13,6 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
+from lowpeak.ranks import Ranks
 from lowpeak.training.layouts import choose_layout, prepare_layout
 from tiny import char_tokenizer, tiny_model
 
@@ -163,8 +164,8 @@ def test_the_log_says_in_one_line_that_prompts_are_shared(tmp_path, caplog):
 
 def test_a_reference_that_takes_no_forest_pads_the_policys_rows_too():
     policy = tiny_model()
-    alone = prepare_layout(MemorySettings(), [policy], torch.device("cpu"))
-    together = prepare_layout(MemorySettings(), [policy, sliding_model()], torch.device("cpu"))
+    alone = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), Ranks())
+    together = prepare_layout(MemorySettings(), [policy, sliding_model()], torch.device("cpu"), Ranks())
     assert (alone.layout, together.layout) == ("shared", "padded")
     assert "sliding" in together.why
 

@@ -6,6 +6,7 @@ import torch
 
 from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.tracker import free_bytes
+from lowpeak.ranks import Ranks
 from lowpeak.training.layouts import choose_layout
 from lowpeak.training.sizes import Sizes, training_bytes
 from tiny import tiny_model
@@ -14,7 +15,7 @@ from tiny import tiny_model
 def sizes(model: torch.nn.Module, **asked: int) -> Sizes:
     settings = MemorySettings(**asked)
     choice = choose_layout(settings, None)
-    return Sizes.of(settings, model, torch.device("cpu"), choice, bf16=False, checkpointing=True)
+    return Sizes.of(settings, model, torch.device("cpu"), choice, Ranks(), bf16=False, checkpointing=True)
 
 
 def test_training_adds_a_gradient_and_two_states_to_each_trainable_weight():

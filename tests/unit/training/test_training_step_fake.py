@@ -50,7 +50,7 @@ def micro_batches(length=512, rows=8, layout="padded"):
         advantages=values,
     )
     budget = Budget(4 * (length + 64), layout=layout)
-    return pack([record] * rows, range(rows), budget, lambda row: 1.0 / length)
+    return pack([record] * rows, range(rows), budget, lambda num_tokens: 1.0 / num_tokens)
 
 
 def fake_model():
@@ -79,7 +79,7 @@ def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
 
 
 def test_a_loss_that_reads_the_device_fails_here():
-    algorithm = make_grpo(GRPO)
+    algorithm, batches = make_grpo(GRPO), micro_batches()
 
     def reading(logprobs_T, entropy_T, tokens):
         loss_U = algorithm.loss(logprobs_T, entropy_T, tokens)
@@ -88,7 +88,7 @@ def test_a_loss_that_reads_the_device_fails_here():
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):
         run_step(
             fake_model(),
-            micro_batches(),
+            batches,
             replace(algorithm, loss=reading),
             Core(1.0, 256, torch.device("cpu")),
             LocalStrategy(),

@@ -92,8 +92,8 @@ class Batch:
         logits_NV = self._feed.forward(self._cache, num_columns)
         uniforms_N = self._draws.at(self._feed.rows_N, self._feed.written_N)
         history_NL = self._feed.history(num_columns)
-        chosen = choose(logits_NV[: len(self._rows)], self._sampling, uniforms_N, history_NL)
-        self._over = self._progress.add(self._feed.rows_N, *chosen, len(logits_NV))
+        chosen = choose(logits_NV, self._sampling, uniforms_N, history_NL)
+        self._over = self._progress.add(self._feed.rows_N, *chosen, len(self._rows))
         self._feed.advance(chosen[0])
         self._num_steps += 1
 
@@ -170,4 +170,4 @@ class Batch:
     def _reserve(self, num_slots: int, num_held: int) -> None:
         """Room for as many rows as may ever run, and for the newest tokens of those that run now."""
         most = len(self._rows) + len(self._begun) + self._waiting.num_rows
-        self._cache.reserve(min(num_slots, max(most, self._feed.num_slots)), self._num_columns(), num_held)
+        self._cache.reserve(min(num_slots, most), self._num_columns(), num_held)

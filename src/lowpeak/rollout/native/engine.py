@@ -57,7 +57,7 @@ class NativeEngine:
             raise EngineError("The engine holds no known weights yet: call load() before generate().")
         with self._hold() as model, torch.no_grad():
             _check_lengths(model, prompts, sampling)
-            completions = self._complete(model, prompts, sampling)
+            completions = self._complete(model, prompts, sampling) if prompts else []
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 

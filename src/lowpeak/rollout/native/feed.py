@@ -20,11 +20,6 @@ from lowpeak.rollout.native.stop import Progress
 # Attention that adds a mask to its scores takes one that is made already, once for all layers; flash kernels do not.
 _ADD_MASKS = ("sdpa", "eager", NAME)
 
-# A product of 7 to 15 fp32 rows with a matrix beyond a CPU's caches reads the matrix once for every three rows, one of
-# 16 rows once (MKL; 8 rows of a head of 311 MB: 92 ms, 16 rows: 68 ms). So 16 are fed, the first row again and again.
-_SLOW_ROWS = range(7, 16)
-_SLOW_BYTES = 1 << 26
-
 
 class Feed:
     """The newest token of each row of a batch, on the device; a token's column in the cache is its position."""
@@ -40,7 +35,6 @@ class Feed:
         known = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_padded(prompts, self._device) if known else None
         self._mask_dtype = _mask_dtype(model)
-        self.num_slots = _SLOW_ROWS.stop if _is_slow_with_few_rows(model) else 0  # that it may use beside the rows' own
         self.rows_N: Tensor
         self.written_N: Tensor
         self._columns_N: Tensor
@@ -59,16 +53,12 @@ class Feed:
         self.written_N, self._columns_N = self.written_N + 1, self._columns_N + 1
 
     def forward(self, cache: SlotCache, num_columns: int) -> Tensor:
-        """The logits of the rows' newest tokens, which go into the cache: [N, V], or more rows that mean nothing."""
-        tokens_N, columns_N = self._tokens_N, self._columns_N
-        if len(tokens_N) in _SLOW_ROWS and 0 < self.num_slots <= cache.num_slots:
-            more = self.num_slots - len(tokens_N)
-            tokens_N, columns_N = (torch.cat([x, x[:1].expand(more)]) for x in (tokens_N, columns_N))
-        cache.begin(columns_N, num_columns)
+        """The logits [N, V] of the rows' newest tokens, which go into the cache."""
+        cache.begin(self._columns_N, num_columns)
         output = self._model(
-            input_ids=tokens_N[:, None],
-            attention_mask=self._mask(columns_N, num_columns),
-            position_ids=columns_N[:, None],
+            input_ids=self._tokens_N[:, None],
+            attention_mask=self._mask(num_columns),
+            position_ids=self._columns_N[:, None],
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
@@ -85,9 +75,9 @@ class Feed:
         written_NL = torch.where(columns_L < self.written_N[:, None], written_NL, prompts_NL[:, :1])
         return torch.cat([prompts_NL, written_NL], dim=-1)
 
-    def _mask(self, columns_N: Tensor, num_columns: int) -> Tensor:
+    def _mask(self, num_columns: int) -> Tensor:
         """What each row sees of the columns: scores to add [N, 1, 1, L] where attention adds them, else 0 and 1 [N, L]."""
-        seen_NL = torch.arange(num_columns, device=self._device) <= columns_N[:, None]
+        seen_NL = torch.arange(num_columns, device=self._device) <= self._columns_N[:, None]
         if self._mask_dtype is None:
             return seen_NL.long()
         zeros = torch.zeros((), dtype=self._mask_dtype, device=self._device)
@@ -99,11 +89,3 @@ def _mask_dtype(model: nn.Module) -> torch.dtype | None:
     config = text_config(model)
     prepared = getattr(config, "_attn_implementation", None) in _ADD_MASKS and not getattr(config, "alibi", False)
     return parameter_dtype(model) if prepared else None
-
-
-def _is_slow_with_few_rows(model: nn.Module) -> bool:
-    """Whether the head is a matrix of fp32 on a CPU that no cache holds."""
-    if next(model.parameters()).device.type != "cpu" or parameter_dtype(model) != torch.float32:
-        return False
-    config = text_config(model)
-    return getattr(config, "vocab_size", 0) * getattr(config, "hidden_size", 0) * 4 >= _SLOW_BYTES

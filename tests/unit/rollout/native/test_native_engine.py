@@ -457,18 +457,3 @@ def test_attention_that_makes_its_own_mask_gives_the_same_tokens():
     made = engine(model, kv_cache_bytes=7 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
     assert set(masks) == {2}
     assert tokens(made) == tokens(expected)
-
-
-def test_a_few_rows_before_a_large_head_are_fed_as_sixteen_with_the_same_tokens():
-    model = tiny_model(vocab_size=1 << 19)
-    sampling = replace(ENDING, num_generations=20, max_new_tokens=6, stop_token_ids=tuple(range(200_000)))
-    asked, heard = prompts()[:1], []
-    room = 40 * bytes_per_token(model)
-    with recorded(model) as shapes:
-        padded = engine(model, kv_cache_bytes=20 * room, on_tokens=lambda *counts: heard.append(counts))
-        made = padded.generate(asked, sampling)
-    fed = [rows for rows, columns in shapes if columns == 1]
-    assert 16 in fed
-    assert not set(fed) & set(range(7, 16))
-    assert any(useful < computed == 16 for useful, computed in heard)
-    assert tokens(made) == tokens(engine(model, kv_cache_bytes=6 * room).generate(asked, sampling))

@@ -1,0 +1,35 @@
+"""Where the ranks of a restarted run meet.
+
+torchrun's static rendezvous (its default, and accelerate's) keeps one store for all lives of a run, without a prefix for each
+(torch 2.11 to 2.13, static_tcp_rendezvous.py): ranks of the second life read the first life's addresses in it, and fail to connect
+or hang. With `--standalone` or `--rdzv-backend c10d` each life has a store of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_SECONDS = timedelta(seconds=300)
+
+
+def meet_anew() -> None:
+    """In a later life under torchrun: let rank 0 host a new store, and tell the others its port through the old one.
+
+    Call it before the process group is made; it changes MASTER_PORT. Nothing in a run's first life, or without torchrun.
+    """
+    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    agent_hosts = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not life or not agent_hosts or not dist.is_available() or dist.is_initialized():
+        return
+    key = f"lowpeak/life_{life}/port"
+    old = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_SECONDS)
+    if os.environ["RANK"] == "0":
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            old.set(key, str(probe.getsockname()[1]))
+    os.environ["MASTER_PORT"] = old.get(key).decode()  # waits for rank 0
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"

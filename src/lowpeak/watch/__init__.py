@@ -1,0 +1,1 @@
+"""The watch over a run's ranks."""

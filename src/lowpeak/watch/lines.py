@@ -1,0 +1,142 @@
+"""Connections between the ranks' watches: lines of JSON over TCP, on which the kernel itself notices a peer that is gone."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+import weakref
+from contextlib import suppress
+from typing import Any
+
+from lowpeak.ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 30.0
+# A host that is lost closes nothing: the kernel probes it, and gives the connection up after 10 + 4 * 5 seconds.
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
+_SEND_SECONDS = 5.0
+
+_open: weakref.WeakSet[Line] = weakref.WeakSet()
+
+
+class Line:
+    """A connection to the watch of `rank`, on which both ends send JSON values, one a line."""
+
+    def __init__(self, connection: socket.socket, rank: int) -> None:
+        self.rank = rank
+        self.connection = connection
+        self._pending = b""
+        self._sending = threading.Lock()
+        connection.settimeout(_SEND_SECONDS)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for option, value in _PROBES.items():
+            if hasattr(socket, option):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+        _open.add(self)
+
+    def send(self, *message: Any) -> None:
+        """Send a message; one to a peer that is gone is lost, which whoever receives from it learns by itself."""
+        with self._sending, suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> list[list[Any]]:
+        """The messages that have come, once there is something to read; EOFError where the peer is gone."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except TimeoutError:
+            return []
+        except OSError as error:
+            raise EOFError(error.strerror) from error
+        if not data:
+            raise EOFError("the connection was closed")
+        *whole, self._pending = (self._pending + data).split(b"\n")
+        return [json.loads(line) for line in whole]
+
+    def close(self) -> None:
+        """Close the connection, and wake who waits for it."""
+        with suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+
+
+def connect(ranks: Ranks) -> list[Line] | None:
+    """Rank 0's lines to all others, or another rank's line to rank 0; None with one warning where a rank cannot connect."""
+    server, token = None, secrets.token_hex(16)
+    if ranks.rank == 0:
+        server = _listen(ranks.world_size)
+    found = ranks.gather((_own_host(), server.getsockname()[1], token) if server else None)[0]
+    assert found is not None, "rank 0 listens"
+    host, port, token = found
+    lines: list[Line] = []
+    problem: str | None = None
+    try:
+        lines = _answer(server, token, ranks.world_size - 1) if server else [_call(host, port, token, ranks.rank)]
+    except OSError as error:
+        problem = f"rank {ranks.rank} on {socket.gethostname()} with {host}:{port}: {error}"
+    finally:
+        if server is not None:
+            server.close()
+    problems = [each for each in ranks.gather(problem) if each]
+    if not problems:
+        return lines
+    for line in lines:
+        line.close()
+    if ranks.rank == 0:
+        logger.warning(
+            "The ranks cannot watch each other (%s): one that goes away is noticed by the collectives' time limit alone.",
+            problems[-1],
+        )
+    return None
+
+
+def _listen(backlog: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        with suppress(OSError):  # IPv6 may be switched off
+            return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
+    return socket.create_server(("", 0), backlog=backlog)
+
+
+def _own_host() -> str:
+    """The name by which the other ranks found rank 0's host, or what the host calls itself."""
+    return os.environ.get("MASTER_ADDR") or socket.gethostname()
+
+
+def _call(host: str, port: int, token: str, rank: int) -> Line:
+    line = Line(socket.create_connection((host, port), timeout=CONNECT_SECONDS), 0)
+    line.send("hello", token, rank)
+    return line
+
+
+def _answer(server: socket.socket, token: str, number: int) -> list[Line]:
+    """A line to each of so many ranks; whoever calls without the token is none of them."""
+    lines: list[Line] = []
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while len(lines) < number:
+        server.settimeout(max(0.01, deadline - time.monotonic()))
+        connection, _ = server.accept()
+        line = Line(connection, -1)
+        with suppress(EOFError, ValueError):
+            greeting = line.receive()
+            if greeting and greeting[0][:2] == ["hello", token]:
+                line.rank = greeting[0][2]
+                lines.append(line)
+                continue
+        line.close()
+    return lines
+
+
+def _forget() -> None:
+    """In a forked child: it must not keep the connections of a rank that has died open."""
+    for line in list(_open):
+        line.connection.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,368 @@
+"""What ranks do in the tests of faults: small runs in which one of them fails, dies, is slow or is told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from setups import build, named_models, prepare, spread
+from torch import nn
+from transformers import TrainerCallback
+
+from lowpeak.config.memory import MemorySettings
+from lowpeak.ranks import Ranks
+from lowpeak.training.layouts import prepare_layout
+from lowpeak.training.sizes import Sizes
+
+RANK = "RANK"
+
+
+def rank() -> int:
+    return int(os.environ[RANK])
+
+
+def note(place: Path, **found: Any) -> None:
+    """Write what this rank has seen."""
+    (place / f"seen{rank()}.json").write_text(json.dumps(found))
+
+
+def seen(place: Path, world_size: int = 2) -> list[dict[str, Any]]:
+    """What each rank has noted."""
+    return [noted(place, number) for number in range(world_size)]
+
+
+def noted(place: Path, number: int) -> dict[str, Any]:
+    """What one rank has noted."""
+    return json.loads((place / f"seen{number}.json").read_text())
+
+
+def error_of(call: Any) -> str:
+    """The class and words of the error that `call()` raises."""
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def run_with(place: Path, reward: Any, strategy: str = "ddp", name: str = "run", **arguments: Any) -> Any:
+    return build("GRPO", place / name, {**prepare(strategy), **arguments}, rewards=reward)
+
+
+# errors that the ranks agree on
+
+
+def fail_in_turn(place: Path) -> None:
+    """One rank alone fails, again and again in the same processes: in each case all ranks raise, and can go on."""
+    note(place, **{name: error_of(lambda case=case: case(place)) for name, case in FAILURES.items()})
+
+
+def failing_reward(place: Path) -> None:
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        if rank() == 1:
+            raise KeyError("no such answer")
+        return spread(completions)
+
+    run_with(place, reward, name="reward").train()
+
+
+def failing_function(place: Path) -> None:
+    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        if rank() == 1:
+            raise ConnectionError("the sandbox does not answer")
+        rows = len(prompts) * 4
+        return {"prompt_ids": [[2]] * rows, "completion_ids": [[3, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
+
+    trainer = build("GRPO", place / "function", prepare("ddp"), rollout_func=rollout_func)
+    trainer.train()
+
+
+def failing_data(place: Path) -> None:
+    from datasets import IterableDataset
+
+    def rows() -> Any:
+        for number in range(64):
+            yield {"prompt": 7 if rank() == 1 and number == 3 else "12="}
+
+    trainer = run_with(place, spread, name="data")
+    trainer.maker.cursor = type(trainer.maker.cursor)(
+        IterableDataset.from_generator(rows), trainer.maker.new_reader(), shuffle=False, seed=0
+    )
+    trainer.train()
+
+
+def failing_folder(place: Path) -> None:
+    blocked = place / "blocked"
+    blocked.write_text("a file") if rank() == 0 else None
+    run_with(place, spread, name="blocked/run")
+
+
+def failing_load(place: Path) -> None:
+    from lowpeak import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(output_dir=str(place / "load"), report_to="none", use_cpu=True, max_steps=1)
+    model = str(place / "no-such-model") if rank() == 1 else _model()
+    GRPOTrainer(model=model, reward_funcs=spread, args=args, train_dataset=_rows(), processing_class=_tokenizer())
+
+
+def broken_weight(place: Path) -> None:
+    """A NaN in one rank's copy of a weight that no forward reads: only that rank sees it, when the checkpoint is due."""
+    trainer = run_with(place, spread, name="weights", save_strategy="steps", save_steps=1)
+
+    class Break(TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            if rank() == 1:
+                with torch.no_grad():
+                    trainer.model.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
+
+    trainer.add_callback(Break())
+    trainer.train()
+
+
+def out_of_memory(place: Path) -> None:
+    """In a pass that takes no other rank's part."""
+    trainer = run_with(place, spread, name="memory", num_iterations=2)
+
+    def hook(module: Any, args: Any) -> None:
+        if rank() == 1 and not torch.is_grad_enabled() and trainer.run.tracker.where == "phase score":
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    trainer.model.model.register_forward_pre_hook(hook)
+    trainer.train()
+
+
+def second_run_in_the_folder(place: Path) -> None:
+    """Another process holds the folder: rank 0 alone finds out."""
+    from lowpeak.checkpoint.lock import only_run
+
+    trainer = run_with(place, spread, name="held")
+    if rank() == 0:
+        with only_run(place / "held"):
+            trainer.train()
+    else:
+        trainer.train()
+
+
+FAILURES = {
+    "reward": failing_reward,
+    "rollout_func": failing_function,
+    "data": failing_data,
+    "folder": failing_folder,
+    "load": failing_load,
+    "weights": broken_weight,
+    "memory": out_of_memory,
+    "held": second_run_in_the_folder,
+}
+
+
+def _model() -> Any:
+    from tiny import tiny_model
+
+    return tiny_model(len(_tokenizer()))
+
+
+def _tokenizer() -> Any:
+    from tiny import char_tokenizer
+
+    return char_tokenizer()
+
+
+def _rows() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_list([{"prompt": "12="}] * 8)
+
+
+# ranks that go away
+
+
+def die(place: Path, strategy: str, victim: int, how: str, busy: float) -> None:
+    """The rank `victim` goes away while it judges after two steps; the others judge for `busy` seconds, then wait for it."""
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            if rank() == victim:
+                (place / "died").write_text(str(time.monotonic()))
+                leave(how)
+            time.sleep(busy)
+        return spread(completions)
+
+    trainer = run_with(place, reward, strategy, max_steps=4, per_device_train_batch_size=4)
+    found = error_of(trainer.train)
+    note(place, error=found)
+    raise SystemExit(3)
+
+
+def leave(how: str) -> None:
+    if how == "kill, and leave a child" and not os.fork():
+        time.sleep(30)  # it has the sockets of its parent, which so stay open
+        os._exit(0)
+    if how.startswith("kill"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(7)
+
+
+def fail_alone(place: Path) -> None:
+    """Rank 1 fails where nobody asks whether others did: in a callback."""
+
+    class Fail(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if rank() == 1 and state.global_step == 2:
+                raise LookupError("a bug of the user's")
+
+    trainer = run_with(place, spread)
+    trainer.add_callback(Fail())
+    note(place, error=error_of(trainer.train))
+
+
+def forget_to_fail(place: Path) -> None:
+    """Rank 1 runs out of memory in the middle of a step and stays alive, as a notebook does: rank 0 hangs in its collective."""
+    trainer = run_with(place, spread)
+
+    def hook(module: Any, args: Any) -> None:
+        if rank() == 1 and torch.is_grad_enabled() and trainer.state.global_step == 1:
+            raise torch.OutOfMemoryError("tried to allocate 20.00 GiB")
+
+    trainer.model.model.register_forward_pre_hook(hook)
+    note(place, error=error_of(trainer.train))
+    if rank() == 1:
+        time.sleep(9)
+
+
+def wait_too_long(place: Path) -> None:
+    """Rank 1 is alive and takes longer than a collective may."""
+    PartialState(cpu=True, timeout=timedelta(seconds=4))  # as ddp_timeout is on devices
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if rank() == 1 and trainer_state.global_step == 1:
+            time.sleep(30)
+        return spread(completions)
+
+    trainer = run_with(place, reward)
+    note(place, error=error_of(trainer.train))
+
+
+def be_slow(place: Path) -> None:
+    """Rank 1's reward holds the interpreter for seconds, so that not even another thread of it can run."""
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if rank() == 1 and trainer_state.global_step == 1:
+            start = time.monotonic()
+            while time.monotonic() < start + 4:
+                re.match(r"(a+)+b", "a" * 24)
+        return spread(completions)
+
+    trainer = run_with(place, reward)
+    trainer.train()
+    note(place, step=trainer.state.global_step)
+
+
+# stopping
+
+
+def stop(place: Path, when: dict[int, tuple[str, int]]) -> None:
+    """Signals come to ranks at different moments: `when` says which, after how many steps, in the reward."""
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        kind, step = when.get(rank(), ("SIGINT", -1))
+        if trainer_state.global_step == step:
+            os.kill(os.getpid(), getattr(signal, kind))
+            if kind == "SIGTERM":
+                os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and its launcher's
+        return spread(completions)
+
+    trainer = run_with(place, reward, max_steps=6)
+    found = error_of(trainer.train)
+    checkpoints = sorted(path.name for path in (place / "run").glob("checkpoint-*"))
+    resumed = run_with(place, spread, max_steps=6)
+    resumed.train(resume_from_checkpoint=True)
+    note(place, error=found, step=trainer.state.global_step, checkpoints=checkpoints, weights=weights(resumed))
+
+
+def stop_at_once(place: Path) -> None:
+    """Ctrl-C twice on rank 0, while rank 1 is busy for long."""
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if trainer_state.global_step == 2:
+            if rank() == 1:
+                time.sleep(40)
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+        return spread(completions)
+
+    trainer = run_with(place, reward, max_steps=6)
+    note(place, error=error_of(trainer.train))
+
+
+def leave_alone(place: Path) -> None:
+    """The same run, which nobody stops."""
+    trainer = run_with(place, spread, max_steps=6)
+    trainer.train()
+    logs = [{k: v for k, v in row.items() if k != "train_runtime"} for row in trainer.state.log_history[:-1]]
+    flos, tokens = trainer.state.total_flos, trainer.state.num_input_tokens_seen
+    note(place, weights=weights(trainer), logs=logs, flos=flos, tokens=tokens)
+
+
+def weights(trainer: Any) -> list[float]:
+    """A sum of each parameter, by which runs are compared."""
+    return [float(p.detach().double().abs().sum()) for p in trainer.model.parameters()]
+
+
+# what ranks find out by themselves, and must all go by
+
+
+def choose(place: Path) -> None:
+    """Rank 1's memory is full and its model's attention takes no forest; its reward fails beside a sharded reward model."""
+    PartialState(cpu=True)
+    ranks = Ranks(torch.device("cpu"))
+    policy = _model()
+    if rank() == 1:
+        policy.config._attn_implementation = "eager"
+    choice = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), ranks)
+    needs = 10**13 if rank() == 1 else 1
+    full = SimpleNamespace(
+        config=policy.config, parameters=lambda: iter([nn.Parameter(torch.empty(needs, device="meta"))])
+    )
+    sizes = Sizes.of(MemorySettings(), full, torch.device("cpu"), choice, ranks, bf16=False, checkpointing=True)
+    first = ranks.first(lambda: f"rank {rank()}'s")
+    note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)
+
+
+# a rank without prompts
+
+
+def have_nothing(place: Path, strategy: str) -> None:
+    """One prompt a rollout for two ranks: one of them generates and judges nothing."""
+    arguments: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2, "beta": 0.1}
+    policy, judge = named_models(place / "named")
+    settings = {**prepare(strategy), **arguments}
+    trainer = build("GRPO", place / "run", settings, model=policy, rewards=[judge, spread])
+    trainer.train()
+
+    def failing(completions: list[str], **columns: Any) -> list[float]:
+        raise KeyError("no such answer")
+
+    judged = build("GRPO", place / "failing", settings, model=policy, rewards=[judge, failing])
+    error = error_of(judged.train)
+
+    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        rows = len(prompts) * 4
+        return {"prompt_ids": [[2, 3]] * rows, "completion_ids": [[4, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
+
+    arguments.pop("beta")
+    other = build("GRPO", place / "function", {**prepare(strategy), **arguments}, rollout_func=rollout_func)
+    other.train()
+    note(place, steps=[trainer.state.global_step, other.state.global_step], losses=_losses(trainer), error=error)
+
+
+def _losses(trainer: Any) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]

@@ -1,0 +1,128 @@
+"""Several ranks decide alike, fail together with one sentence, and stop at the same step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fault_ranks
+import pytest
+from forked import run_ranks, succeed
+from setups import named_models
+
+from lowpeak.journal import read_steps
+
+ECHO = "on rank {}, and so all ranks stop: "
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    """What each rank raised in each case of `FAILURES`, all in the same two processes."""
+    place = tmp_path_factory.mktemp("failures")
+    succeed(fault_ranks.fail_in_turn, place)
+    return fault_ranks.seen(place)
+
+
+@pytest.mark.parametrize(
+    ("case", "rank", "kind", "words"),
+    [
+        ("reward", 1, "RewardError", "Reward 'reward' raised KeyError: 'no such answer'"),
+        ("rollout_func", 1, "ConnectionError", "the sandbox does not answer"),
+        ("data", 1, "DataError", "row 3 has a prompt of type int"),
+        ("folder", 0, "ArgumentError", "blocked/run' cannot be written: Not a directory"),
+        ("load", 1, "ModelError", "no-such-model"),
+        ("memory", 1, "MemoryExhaustedError", "out of memory in phase score: set micro_batch_tokens below 64"),
+        ("held", 0, "CheckpointError", "is writing into"),
+    ],
+)
+def test_what_one_rank_fails_at_is_an_error_on_all(
+    failures: list[dict[str, str]], case: str, rank: int, kind: str, words: str
+) -> None:
+    own, other = failures[rank][case], failures[1 - rank][case]
+    assert own.startswith(f"{kind}: ")
+    assert words in own
+    ours = "RankError: " if kind == "ConnectionError" else ""  # a user's own class is named in the words
+    assert other == f"{ours or kind + ': '}{ECHO.format(rank)}{own if ours else own.removeprefix(kind + ': ')}"
+
+
+def test_weights_that_one_rank_finds_broken_are_named_by_all(failures: list[dict[str, str]]) -> None:
+    assert failures[0]["weights"] == failures[1]["weights"]
+    words = "NonFiniteError: after step 1: weights are not finite (model.layers.1.mlp.up_proj.weight)."
+    assert failures[0]["weights"].startswith(words)
+
+
+def test_layout_and_sizes_are_those_that_every_rank_can_have(tmp_path: Path) -> None:
+    succeed(fault_ranks.choose, tmp_path)
+    roomy, full = fault_ranks.seen(tmp_path)
+    assert roomy == full
+    assert (roomy["layout"], roomy["first"]) == ("padded", "rank 0's")
+    assert "attn_implementation='eager'" in roomy["why"]
+    assert roomy["sizes"] == {
+        "micro_batch_tokens": 512,
+        "logprob_chunk_size": 16,
+        "kv_cache_bytes": 1 << 24,
+        "layout": "padded",
+    }
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strategy: str) -> None:
+    named_models(tmp_path / "named")
+    succeed(fault_ranks.have_nothing, tmp_path, strategy)
+    first, second = fault_ranks.seen(tmp_path)
+    words = "Reward 'failing' raised KeyError: 'no such answer'"
+    errors = sorted([first.pop("error"), second.pop("error")], key=len)
+    assert errors[0].startswith(f"RewardError: {words}")
+    assert errors[1].startswith(f"RewardError: {ECHO.format(0)}{words}")
+    assert first == second
+    assert first["steps"] == [2, 2]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run that nobody stops: its folder, and what each rank saw."""
+    place = tmp_path_factory.mktemp("alone")
+    succeed(fault_ranks.leave_alone, place)
+    return place / "run", fault_ranks.seen(place)
+
+
+def test_all_ranks_log_the_same_numbers_and_the_first_writes_them_once(
+    alone: tuple[Path, list[dict[str, Any]]],
+) -> None:
+    folder, (first, second) = alone
+    assert first == second
+    assert {"peak_memory/train", "time/reward", "useful_tokens/train", "useful_tokens/rollout"} <= first["logs"][
+        0
+    ].keys()
+    steps = read_steps(folder / "journal")
+    assert [row["step"] for row in steps] == [1, 2, 3, 4, 5, 6]
+    assert len((folder / "journal/rollouts.jsonl").read_text().splitlines()) == 6 * 8
+    per_second = [
+        row["num_tokens"] - before for row, before in zip(steps, [0, *(r["num_tokens"] for r in steps)], strict=False)
+    ]
+    assert [row["tokens_per_second"] * row["step_time"] for row in steps] == pytest.approx(per_second)
+
+
+@pytest.mark.parametrize(
+    ("signals", "step"),
+    [({1: ("SIGINT", 2)}, 3), ({0: ("SIGTERM", 1), 1: ("SIGTERM", 2)}, 2), ({0: ("SIGINT", 3), 1: ("SIGINT", 3)}, 4)],
+    ids=["on one rank", "the launcher's SIGTERM, twice", "in the same step"],
+)
+def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], signals: dict[int, tuple[str, int]], step: int
+) -> None:
+    succeed(fault_ranks.stop, tmp_path, signals)
+    first, second = fault_ranks.seen(tmp_path)
+    assert first == second
+    assert first["error"].startswith("KeyboardInterrupt: stopped on request; everything is saved in ")
+    assert (first["step"], first["checkpoints"]) == (step, [f"checkpoint-{step}"])
+    assert first["weights"] == alone[1][0]["weights"]
+
+
+def test_the_second_ctrl_c_on_any_rank_ends_all_of_them_now(tmp_path: Path) -> None:
+    ended = run_ranks(fault_ranks.stop_at_once, tmp_path)
+    assert [rank.code for rank in ended] == [0, 1]
+    assert json.loads((tmp_path / "seen0.json").read_text())["error"] == "KeyboardInterrupt: "
+    assert "rank 0 failed in phase reward: KeyboardInterrupt. Rank 1 was in phase reward" in ended[1].log
+    assert abs(ended[1].at - ended[0].at) < 20

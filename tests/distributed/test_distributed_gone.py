@@ -1,0 +1,80 @@
+"""A rank that goes away, fails alone or does not come ends the others soon, with a sentence that names it and their phase."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import fault_ranks
+import pytest
+from forked import Ended, run_ranks, succeed
+
+SOON = 20.0  # seconds on a busy machine; a rank that hangs is given 5 to end by itself
+
+
+def after_death(place: Path, survivor: Ended) -> float:
+    """Seconds by which the rank outlived the one that died."""
+    return survivor.at - float((place / "died").read_text())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "victim", "how", "world_size"),
+    [("ddp", 1, "kill", 3), ("ddp", 0, "exit", 2), ("fsdp2", 1, "kill", 2), ("zero3", 1, "kill", 2)],
+)
+def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_were(
+    tmp_path: Path, strategy: str, victim: int, how: str, world_size: int
+) -> None:
+    ended = run_ranks(fault_ranks.die, tmp_path, strategy, victim, how, 0.0, world_size=world_size)
+    for rank in {*range(world_size)} - {victim}:
+        error = fault_ranks.noted(tmp_path, rank)["error"]
+        assert error.startswith(f"RankError: rank {victim} is gone (killed, or its host is lost)")
+        assert error.endswith(f". Rank {rank} was in the step, after phase reward and cannot go on without it.")
+        assert after_death(tmp_path, ended[rank]) < SOON
+
+
+@pytest.mark.parametrize(
+    ("how", "busy", "where"),
+    [("kill", 50.0, "phase reward"), ("kill, and leave a child", 0.0, "the step, after phase reward")],
+)
+def test_a_rank_that_is_busy_or_hangs_when_another_goes_is_ended(
+    tmp_path: Path, how: str, busy: float, where: str
+) -> None:
+    ended = run_ranks(fault_ranks.die, tmp_path, "ddp", 1, how, busy)
+    assert ended[0].code == 1
+    assert "lowpeak: error: rank 1 is gone (killed, or its host is lost)" in ended[0].log
+    assert f"Rank 0 was in {where} and cannot go on without it." in ended[0].log
+    assert after_death(tmp_path, ended[0]) < SOON
+
+
+def test_an_error_that_nobody_agreed_on_is_told_to_the_others(tmp_path: Path) -> None:
+    succeed(fault_ranks.fail_alone, tmp_path)
+    first, second = fault_ranks.seen(tmp_path)
+    assert second["error"] == "LookupError: a bug of the user's"
+    assert first["error"].startswith(
+        "RankError: rank 1 failed in the step, after phase optimizer: LookupError: a bug of"
+    )
+
+
+def test_a_rank_that_runs_out_of_memory_in_a_step_and_lives_on_leaves_nobody_hanging(tmp_path: Path) -> None:
+    ended = run_ranks(fault_ranks.forget_to_fail, tmp_path)
+    words = "out of memory in phase train: set micro_batch_tokens below 64 and logprob_chunk_size below 16;"
+    assert fault_ranks.noted(tmp_path, 1)["error"].startswith(f"MemoryExhaustedError: {words}")
+    assert ended[0].code == 1
+    assert f"lowpeak: error: rank 1 failed in phase train: {words}" in ended[0].log
+    assert "Rank 0 was in phase train and cannot go on without it." in ended[0].log
+
+
+def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
+    succeed(fault_ranks.be_slow, tmp_path)
+    assert [rank["step"] for rank in fault_ranks.seen(tmp_path)] == [3, 3]
+
+
+def test_a_rank_that_does_not_come_within_the_limit_of_collectives_is_named_with_its_phase(tmp_path: Path) -> None:
+    ended = run_ranks(fault_ranks.wait_too_long, tmp_path)
+    error = fault_ranks.noted(tmp_path, 0)["error"]
+    assert error.startswith(
+        "RankError: no answer from the other ranks in the step, after phase reward, though all are alive"
+    )
+    assert "rank 1 is in phase reward for " in error
+    assert error.endswith("Where one only takes long, raise ddp_timeout.")
+    assert ended[1].code == 1
+    assert "rank 0 failed in the step, after phase reward: no answer from the other ranks" in ended[1].log

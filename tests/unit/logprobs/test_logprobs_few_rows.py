@@ -1,0 +1,105 @@
+"""A few rows before a large head on a CPU: which product multiplies them, and that the logits are the same."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowpeak.logprobs.few_rows import linear
+from lowpeak.logprobs.head import install_head
+from tiny import tiny_model
+
+HAS_ONEDNN = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+LARGE, WIDTH = 1 << 19, 32  # 64 MB of fp32
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+    @property
+    def has_onednn(self) -> bool:
+        return "mkldnn._linear_pointwise.default" in self.names
+
+
+@pytest.fixture(scope="module")
+def head() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(WIDTH, LARGE)
+
+
+def ran_by_onednn(hidden, weight, bias=None) -> bool:
+    with Operators() as operators:
+        linear(hidden, weight, bias)
+    return operators.has_onednn
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("shape", [(3,), (5, 2), (15, 1), (64,)])
+def test_a_few_rows_before_a_large_head_have_its_logits(head, shape, has_bias):
+    # The last position of several, as generation cuts it out: not contiguous.
+    hidden = torch.randn(*shape, 4, WIDTH)[..., -1, :]
+    bias = head.bias if has_bias else None
+    with torch.no_grad(), Operators() as operators:
+        logits = linear(hidden, head.weight, bias)
+        exact = hidden.double() @ head.weight.double().T + (bias if has_bias else 0)
+    assert operators.has_onednn == HAS_ONEDNN
+    assert logits.shape == (*shape, LARGE)
+    assert logits.is_contiguous()
+    torch.testing.assert_close(logits.double(), exact, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 65])
+def test_other_numbers_of_rows_go_through_the_plain_product(head, num_rows):
+    with torch.no_grad():
+        assert not ran_by_onednn(torch.randn(num_rows, WIDTH), head.weight)
+
+
+def test_small_heads_other_dtypes_and_gradients_keep_the_plain_product(head):
+    hidden = torch.randn(8, WIDTH)
+    assert not ran_by_onednn(hidden, head.weight)
+    with torch.no_grad():
+        assert ran_by_onednn(hidden, head.weight) == HAS_ONEDNN
+        assert not ran_by_onednn(hidden, head.weight[: LARGE // 2])
+        assert not ran_by_onednn(hidden.double(), head.weight.double())
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not ran_by_onednn(hidden, head.weight)
+    linear(hidden.requires_grad_(), head.weight, head.bias).sum().backward()
+    torch.testing.assert_close(hidden.grad, head.weight.detach().sum(0).expand_as(hidden), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("tied", [True, False])
+def test_an_installed_head_multiplies_a_few_rows_so(tied, mode):
+    model = tiny_model(LARGE, hidden=WIDTH, layers=1, tied=tied)
+    ids = torch.randint(2, LARGE, (7, 5))
+    with torch.no_grad():
+        expected = model(input_ids=ids, logits_to_keep=1).logits
+    installed = copy.deepcopy(install_head(model))
+    with mode(), Operators() if mode is torch.no_grad else contextlib.nullcontext() as operators:
+        logits = installed(input_ids=ids, logits_to_keep=1).logits
+    assert operators is None or operators.has_onednn == HAS_ONEDNN
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_a_head_cast_to_fp32_multiplies_a_few_rows_so():
+    model = tiny_model(LARGE, hidden=WIDTH, layers=1)
+    hidden = torch.randn(8, 1, WIDTH).bfloat16()
+    expected = hidden.float() @ model.lm_head.weight.T.detach()
+    install_head(model, cast_head_to_fp32=True)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+        logits = model.lm_head(hidden)
+    assert operators.has_onednn == HAS_ONEDNN
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)

@@ -1,0 +1,154 @@
+"""How a run starts on several ranks, what a step took over them, and what it says where memory runs out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lowpeak.checkpoint.state import STATE_FILE
+from lowpeak.errors import CheckpointError, MemoryExhaustedError
+from lowpeak.memory.phases import Phase
+from lowpeak.memory.tracker import MemoryTracker, PhaseUse
+from lowpeak.ranks import Ranks
+from lowpeak.training.exhausted import explained
+from lowpeak.training.readout import read_spent
+from lowpeak.training.start import quiet_replicas, take_up
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    found = folder / f"checkpoint-{step}"
+    found.mkdir(parents=True)
+    (found / STATE_FILE).write_text("{}")
+    return found
+
+
+@pytest.mark.parametrize("asked", [None, False, True, "checkpoint-2"])
+def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | bool | None
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    checkpoint(tmp_path, 2)
+    last = checkpoint(tmp_path, 4)
+    (tmp_path / "checkpoint-6.staged").mkdir()
+    assert take_up(tmp_path, asked) == last
+    assert not (tmp_path / "checkpoint-6.staged").exists()
+
+
+def test_a_first_start_and_one_that_saved_nothing_do_as_the_arguments_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert take_up(tmp_path, None) is None
+    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+        take_up(tmp_path, True)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    found = checkpoint(tmp_path, 2)
+    assert take_up(tmp_path, None) is None
+    assert take_up(tmp_path, True) == found
+
+
+@pytest.fixture
+def level() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("lowpeak")
+    before = logger.level
+    yield logger
+    logger.setLevel(before)
+
+
+@pytest.mark.parametrize(
+    ("should_log", "replica", "expected"),
+    [(True, "warning", logging.NOTSET), (False, "warning", logging.ERROR), (False, "info", logging.INFO)],
+)
+def test_one_process_logs_unless_replicas_were_asked_to(
+    level: logging.Logger, should_log: bool, replica: str, expected: int
+) -> None:
+    level.setLevel(logging.NOTSET)
+    args = SimpleNamespace(
+        should_log=should_log,
+        log_level_replica=replica,
+        get_process_log_level=lambda: logging.INFO if replica == "info" else logging.WARNING,
+    )
+    quiet_replicas(args)
+    assert level.level == expected
+
+
+class Another(Ranks):
+    """Two ranks of which the other one has these numbers."""
+
+    def __init__(self, theirs: Sequence[float]) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def max(self, numbers: Sequence[float]) -> list[float]:
+        return [max(pair) for pair in zip(numbers, self.theirs, strict=True)]
+
+
+def test_a_step_took_what_it_took_where_it_took_most() -> None:
+    uses = {"rollout": PhaseUse(2.0, 100, 1), "train": PhaseUse(1.0, 700, 3)}
+    theirs = {Phase.ROLLOUT: (3.0, 90.0), Phase.TRAIN: (0.5, 800.0), Phase.SAVE: (0.25, 10.0)}
+    numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0)))]
+    spent = read_spent(4.0, uses, False, Another(numbers))
+    assert (spent.seconds, spent.stopping) == (4.5, False)
+    assert {name: (use.seconds, use.peak_bytes) for name, use in spent.uses.items()} == {
+        "rollout": (3.0, 100),
+        "train": (1.0, 800),
+        "save": (0.25, 10),
+    }
+
+
+def test_one_rank_that_was_asked_to_stop_is_enough() -> None:
+    nothing = [0.0] * (2 + 2 * len(Phase))
+    assert read_spent(0.0, {}, True, Another(nothing)).stopping
+    assert read_spent(0.0, {}, False, Another([1.0, *nothing[1:]])).stopping
+    assert not read_spent(0.0, {}, False, Ranks()).stopping
+
+
+def test_where_a_run_is_outlasts_the_error_that_left_a_phase() -> None:
+    tracker = MemoryTracker("cpu")
+    assert tracker.where == "the start"
+    with tracker.phase(Phase.EVALUATE), tracker.phase(Phase.REWARD):
+        assert tracker.where == "phase reward"
+    assert tracker.where == "the step, after phase evaluate"
+    with pytest.raises(KeyError), tracker.phase(Phase.EVALUATE), tracker.phase(Phase.REWARD):
+        raise KeyError
+    assert tracker.where == "phase reward"
+    with tracker.phase(Phase.SCORE):
+        assert tracker.where == "phase score"
+
+
+TRAINER = SimpleNamespace(
+    run=SimpleNamespace(
+        sizes=SimpleNamespace(
+            as_dict=lambda: {"micro_batch_tokens": 64, "logprob_chunk_size": 16, "kv_cache_bytes": 4096}
+        )
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("phase", "error", "remedy"),
+    [
+        (Phase.ROLLOUT, torch.OutOfMemoryError("tried 2 GiB"), "set kv_cache_bytes below 4096"),
+        (Phase.TRAIN, MemoryError(), "set micro_batch_tokens below 64 and logprob_chunk_size below 16"),
+        (Phase.SCORE, RuntimeError("DefaultCPUAllocator: can't allocate memory"), "set micro_batch_tokens below 64"),
+        (Phase.OPTIMIZER, torch.OutOfMemoryError("tried 2 GiB"), "shard over more ranks"),
+        (Phase.SYNC, torch.OutOfMemoryError("tried 2 GiB"), "free memory on that device"),
+    ],
+)
+def test_out_of_memory_says_where_and_what_to_set(phase: Phase, error: Exception, remedy: str) -> None:
+    with (
+        pytest.raises(MemoryExhaustedError, match=f"out of memory in phase {phase}: .*{remedy}"),
+        explained(phase, TRAINER),
+    ):
+        raise error
+
+
+def test_other_errors_of_a_phase_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="a shape") as caught, explained(Phase.TRAIN, TRAINER):
+        raise RuntimeError("a shape does not fit")
+    assert type(caught.value) is RuntimeError
