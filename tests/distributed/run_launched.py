@@ -1,6 +1,7 @@
 """`lowpeak COMMAND ...` in a rank that some launcher started: FSDP2 on CPU for real, and what came of the run in a file.
 
-`run_launched.py OUT COMMAND ...`; packages named in HIDE are not there, as on a machine without them.
+`run_launched.py OUT COMMAND ...`; packages named in HIDE are not there, as on a machine without them. With more words in AGAIN
+the command is run a second time, with these added.
 """
 
 from __future__ import annotations
@@ -81,7 +82,12 @@ def main() -> int:
     name = kind.upper()
     library = SimpleNamespace(**{f"{name}Config": getattr(lowpeak, f"{name}Config"), f"{name}Trainer": trainer})
     command_line.COMMANDS[kind] = lambda arguments: run(kind, arguments, library)
-    return command_line.main([kind, *words])
+    status = command_line.main([kind, *words])
+    again = os.environ.get("AGAIN", "").split()
+    if status == 0 and again:
+        print("again", flush=True)
+        status = command_line.main([kind, *words, *again])
+    return status
 
 
 sys.exit(main())

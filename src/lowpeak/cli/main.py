@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import lowpeak
 from lowpeak.cli.launch import MARK
 from lowpeak.cli.tell import tell
-from lowpeak.errors import ArgumentError, LowpeakError
+from lowpeak.errors import ArgumentError, LowpeakError, RankError
 
 USAGE = """\
 usage: lowpeak COMMAND [--config FILE.yaml] [--argument value ...]
@@ -46,12 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LowpeakError as error:
         if os.environ.get("LOWPEAK_TRACEBACK", "0") not in ("", "0"):
             raise
-        tell(f"lowpeak: error: {error}")
+        if not _is_told_by_its_own(error):
+            tell(f"lowpeak: error: {error}")
         return 2
     except KeyboardInterrupt as stop:
         at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
         tell(f"lowpeak: {str(stop) or at_once}")
         return 0 if str(stop) and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
+
+
+def _is_told_by_its_own(error: LowpeakError) -> bool:
+    """Whether this repeats what a living rank of the same host has raised, and so says itself."""
+    if error.rank is None or isinstance(error, RankError) or "LOCAL_RANK" not in os.environ:
+        return False
+    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+    return first <= error.rank < first + int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def dispatch(arguments: list[str]) -> int:

@@ -238,6 +238,17 @@ def start(folder, program, *words, processes=2):
     )
 
 
+def test_the_same_command_runs_on_every_rank():
+    call = (
+        "from lowpeak.cli.arguments import LaunchArguments; from lowpeak.cli.launch import launch_or_join\n"
+        "told = LaunchArguments(accelerate_config='ddp', num_processes=2)\n"
+        "raise SystemExit(launch_or_join(told, ['preset', 'single'], on_cpu=True))"
+    )
+    done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == 2 * text_of("single")
+
+
 def test_ranks_that_end_well_are_a_run_that_ends_well(tmp_path):
     status, out, err = started(tmp_path, "print(f'{rank} of {os.environ[\"WORLD_SIZE\"]}')")
     assert (status, sorted(out.split("\n")), err) == (0, ["", "0 of 2", "1 of 2"], "")
