@@ -158,7 +158,7 @@ def gone(folder: Path) -> Gone:
         ]
         try:
             wait_for("again", logs[0], processes[0], 150)
-            wait_for('"step": 3', folder / "out5/journal/steps.jsonl", processes[0], 60)
+            wait_for('"step":3,', folder / "out5/journal/steps.jsonl", processes[0], 60)
             hosts[1].go_away(processes[1])
             began = time.monotonic()
             status, told = finish(processes[:1], logs[:1], 60)[0]
