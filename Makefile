@@ -13,6 +13,7 @@ SEED ?= 0
 ALGORITHM ?= grpo
 
 export TOKENIZERS_PARALLELISM := false
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help quickstart test lint types unit format clean
 
@@ -29,6 +30,8 @@ $(CORE): pyproject.toml constraints.txt
 $(READY): $(CORE)
 	@echo "installing what the tests need"
 	@$(PIP) --editable '.[test]'
+	@echo "compiling what DeepSpeed needs on CPUs (once, with gcc)"
+	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
 quickstart: $(CORE)

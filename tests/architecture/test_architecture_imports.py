@@ -87,7 +87,10 @@ RULES = {
         only_at_start=True,
     ),
     "process groups are named by ranks and strategies alone": Rule(
-        ("lowpeak",), ("torch.distributed",), not_who=("lowpeak.ranks", "lowpeak.rendezvous", "lowpeak.strategies")
+        ("lowpeak",),
+        ("torch.distributed",),
+        but=("torch.distributed.elastic",),  # torchrun's agent: it starts processes and has no group
+        not_who=("lowpeak.ranks", "lowpeak.rendezvous", "lowpeak.strategies"),
     ),
     "optional packages are imported where they are used": Rule(
         ("lowpeak",), ("peft", "bitsandbytes", "vllm", "deepspeed"), only_at_start=True

@@ -71,3 +71,38 @@ class RunArguments:
         default=False,
         metadata={"help": "resolve model, data, arguments and micro-batches, print them, and do not train"},
     )
+
+
+@dataclass(frozen=True)
+class LaunchArguments:
+    """On how many devices to run, and how the model lies on them; names and meanings are those of `accelerate launch`."""
+
+    accelerate_config: str | None = field(
+        default=None,
+        metadata={
+            "help": "how the model lies on several devices: a config file of accelerate's, or one of single, ddp, fsdp2, "
+            "fsdp2-offload, hsdp, zero1, zero2, zero3, zero3-offload"
+        },
+    )
+    num_processes: int | None = field(
+        default=None,
+        metadata={"help": "processes over all hosts, one a device; by default this host's devices x hosts"},
+    )
+    num_machines: int | None = field(default=None, metadata={"help": "hosts; the same command is started on each"})
+    machine_rank: int | None = field(default=None, metadata={"help": "number of this host, from 0"})
+    main_process_ip: str | None = field(default=None, metadata={"help": "address of host 0"})
+    main_process_port: int | None = field(default=None, metadata={"help": "port on host 0 that nobody uses"})
+    gpu_ids: str | None = field(default=None, metadata={"help": "devices of this host to use, as in 0,1,3"})
+    rdzv_backend: str | None = field(default=None, metadata={"help": "how hosts meet: static or c10d"})
+    rdzv_conf: str | None = field(default=None, metadata={"help": "more of it, as in timeout=600"})
+    max_restarts: int | None = field(
+        default=None, metadata={"help": "start all processes again at most so often when one fails"}
+    )
+    monitor_interval: float | None = field(default=None, metadata={"help": "seconds between looks at the processes"})
+    num_cpu_threads_per_process: int | None = field(default=None, metadata={"help": "CPU threads of a process"})
+    parallelism_config_dp_replicate_size: int | None = field(
+        default=None, metadata={"help": "hsdp: copies of the model (by default one a host)"}
+    )
+    parallelism_config_dp_shard_size: int | None = field(
+        default=None, metadata={"help": "hsdp: devices that a copy is cut over (by default those of a host)"}
+    )

@@ -21,6 +21,9 @@ PACKAGES = (
     "bitsandbytes",
     "vllm",
     "deepspeed",
+    "ninja",
+    "triton",
+    "psutil",
 )
 
 
@@ -46,7 +49,8 @@ def accelerators() -> dict[str, str]:
         import torch
     except (ImportError, OSError) as error:
         return {"devices": f"unknown: torch does not import ({error})"}
-    facts = {"CUDA of torch": str(torch.version.cuda or "none")}
+    facts = {"CUDA of torch": str(torch.version.cuda or "none"), "ROCm of torch": str(torch.version.hip or "none")}
+    facts |= {"process groups": backends()}
     if not torch.cuda.is_available():
         return facts | {"devices": "no GPU that torch can use"}
     for index in range(torch.cuda.device_count()):
@@ -57,6 +61,16 @@ def accelerators() -> dict[str, str]:
 def _device(properties: Any) -> str:
     capability = f"{properties.major}.{properties.minor}"
     return f"{properties.name}, {gibibytes(properties.total_memory)}, compute capability {capability}"
+
+
+def backends() -> str:
+    """What ranks can talk through, as torch was built."""
+    import torch
+
+    if not torch.distributed.is_available():
+        return "none: torch was built without torch.distributed"
+    found = {"nccl": torch.distributed.is_nccl_available(), "gloo": torch.distributed.is_gloo_available()}
+    return ", ".join(name for name, there in found.items() if there) or "none"
 
 
 def cpu() -> str:

@@ -11,17 +11,19 @@ REWARDS = "rewards"
 GENERATION = "generation"
 ALGORITHM = "algorithm"
 MEMORY = "memory"
+DEVICES = "several devices"
 EVALUATION = "evaluation"
 LOGGING = "logging and saving"
 TRAINING = "training (transformers)"
 
-ORDER = (MODEL, DATA, REWARDS, GENERATION, ALGORITHM, MEMORY, EVALUATION, LOGGING, TRAINING)
+ORDER = (MODEL, DATA, REWARDS, GENERATION, ALGORITHM, MEMORY, DEVICES, EVALUATION, LOGGING, TRAINING)
 
 _TITLES = {"logging": LOGGING, "training": TRAINING}
 _PREFIXES = {"log": LOGGING, "save_": LOGGING, "hub_": LOGGING, "push_": LOGGING, "trackio_": LOGGING,
              "report_to": LOGGING, "output_dir": LOGGING, "run_name": LOGGING, "project": LOGGING,
              "disable_tqdm": LOGGING, "resume_from": LOGGING, "eval_": EVALUATION,
-             "gradient_checkpointing": MEMORY, "activation_checkpointing": MEMORY}  # fmt: skip
+             "gradient_checkpointing": MEMORY, "activation_checkpointing": MEMORY, "fsdp": DEVICES,
+             "deepspeed": DEVICES, "ddp_": DEVICES, "parallelism_config": DEVICES}  # fmt: skip
 
 
 def group_of(name: str, metadata: Mapping[str, Any]) -> str:

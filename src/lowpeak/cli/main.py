@@ -7,7 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 
 import lowpeak
-from lowpeak.errors import ArgumentError, LowpeakError
+from lowpeak.cli.launch import MARK
+from lowpeak.cli.tell import tell
+from lowpeak.errors import ArgumentError, LowpeakError, RankError
 
 USAGE = """\
 usage: lowpeak COMMAND [--config FILE.yaml] [--argument value ...]
@@ -19,6 +21,7 @@ commands:
   rloo       train a model with RLOO
   sft        train a model on demonstrations
   env        print versions and hardware, for bug reports
+  preset     print a config for several devices, to change or for `accelerate launch`
 
 options:
   --help     this text; `lowpeak COMMAND --help` lists a command's arguments
@@ -26,11 +29,14 @@ options:
 
 A YAML file sets defaults and the command line overrides them:
   lowpeak grpo --config examples/grpo.yaml --learning_rate 1e-6 --dry-run
+
+Several devices (docs/distributed.md); torchrun and accelerate launch work as well, with -m lowpeak:
+  lowpeak grpo --config examples/grpo.yaml --accelerate_config fsdp2 --num_processes 8
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 after an error of the user's, 130 after Ctrl-C.
+    """Run one command and return its exit status: 0, 2 after an error of the user's, 130 after Ctrl-C; of several ranks, theirs.
 
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """
@@ -40,12 +46,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LowpeakError as error:
         if os.environ.get("LOWPEAK_TRACEBACK", "0") not in ("", "0"):
             raise
-        print(f"lowpeak: error: {error}", file=sys.stderr)
+        if not _is_told_by_its_own(error):
+            tell(f"lowpeak: error: {error}")
         return 2
     except KeyboardInterrupt as stop:
         at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
-        print(f"lowpeak: {str(stop) or at_once}", file=sys.stderr)
-        return 130
+        tell(f"lowpeak: {str(stop) or at_once}")
+        return 0 if str(stop) and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
+
+
+def _is_told_by_its_own(error: LowpeakError) -> bool:
+    """Whether this repeats what a living rank of the same host has raised, and so says itself."""
+    if error.rank is None or isinstance(error, RankError) or "LOCAL_RANK" not in os.environ:
+        return False
+    first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
+    return first <= error.rank < first + int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -80,9 +95,19 @@ def _env(arguments: list[str]) -> int:
     return 0
 
 
+def _preset(arguments: list[str]) -> int:
+    from lowpeak.cli.accelerate_config import ORDER, text_of
+
+    if len(arguments) != 1:
+        raise ArgumentError(f"`lowpeak preset` takes the name of one: {', '.join(ORDER)}.")
+    print(text_of(arguments[0]), end="")
+    return 0
+
+
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "grpo": _train("grpo"),
     "rloo": _train("rloo"),
     "sft": _train("sft"),
     "env": _env,
+    "preset": _preset,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
-from lowpeak.cli.arguments import DataArguments, ModelArguments, RewardArguments, RunArguments
+from lowpeak.cli.arguments import DataArguments, LaunchArguments, ModelArguments, RewardArguments, RunArguments
 from lowpeak.cli.columns import shape
-from lowpeak.cli.groups import DATA, LOGGING, MODEL, REWARDS
+from lowpeak.cli.groups import DATA, DEVICES, LOGGING, MODEL, REWARDS
+from lowpeak.cli.launch import is_first, launch_or_join
 from lowpeak.cli.parse import arguments_of, parse
 from lowpeak.cli.show import dump
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
@@ -31,6 +33,7 @@ class Job:
     data: DataArguments
     rewards: RewardArguments
     run: RunArguments
+    launch: LaunchArguments
     config: Any
     given: Mapping[str, Any]
 
@@ -41,8 +44,15 @@ class Job:
 
 
 def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
-    """Train, or with `--dry_run` print what was resolved. `library` holds the configurations and trainers by name."""
-    job = read_job(kind, argv, library)
+    """Train, or with `--dry_run` print what was resolved. `library` holds the configurations and trainers by name.
+
+    With `--accelerate_config` the same command is started once for each device, and this process waits for them.
+    """
+    told = read_words(kind, argv, library)
+    status = launch_or_join(told.launch, [kind, *argv], on_cpu=bool(told.given.get("use_cpu")))
+    if status is not None:
+        return status
+    job = configured(told, library)
     try:
         trainer = make_trainer(job, library)
     except LowpeakError:
@@ -50,7 +60,9 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     except (ImportError, RuntimeError, ValueError) as error:  # transformers' or peft's own words about an argument
         raise ArgumentError(f"the run cannot be set up: {error}") from error
     if job.run.dry_run:
-        print(dump({"arguments": job.given} | trainer.dry_run()), end="")
+        resolved = trainer.dry_run()
+        if is_first(os.environ):
+            print(dump({"arguments": job.given} | resolved), end="")
         return 0
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(job.config.resume_from_checkpoint))
     trainer.save_model()
@@ -61,12 +73,18 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
 def read_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """The command line and its file as a job; what is missing or contradicts itself is an error."""
+    return configured(read_words(kind, argv, library), library)
+
+
+def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
+    """What was told, without the trainer's configuration: making that one takes the devices."""
     config_class = getattr(library, f"{NAMES[kind]}Config")
     own = {
         ModelArguments: arguments_of(ModelArguments, MODEL),
         DataArguments: arguments_of(DataArguments, DATA),
         RewardArguments: arguments_of(RewardArguments, REWARDS) if kind != "sft" else [],
         RunArguments: arguments_of(RunArguments, LOGGING),
+        LaunchArguments: arguments_of(LaunchArguments, DEVICES),
     }
     theirs = arguments_of(config_class)
     given = parse([*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}")
@@ -74,11 +92,18 @@ def read_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     def pick(part: type[Part]) -> Part:
         return part(**{each.name: given[each.name] for each in own[part] if each.name in given})
 
-    model, data, rewards, run = pick(ModelArguments), pick(DataArguments), pick(RewardArguments), pick(RunArguments)
-    job = Job(kind, model, data, rewards, run, config=None, given=given)
+    model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(RewardArguments)
+    job = Job(kind, model, data, rewards, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
     check(job)
-    settings = {each.name: given[each.name] for each in theirs if each.name in given}
-    return dataclasses.replace(job, config=make_config(config_class, settings, model))
+    return job
+
+
+def configured(job: Job, library: Any = lowpeak) -> Job:
+    """The job with its trainer's configuration; what that refuses is an error with its own words."""
+    config_class = getattr(library, f"{NAMES[job.kind]}Config")
+    known = {each.name for each in arguments_of(config_class)}
+    settings = {name: value for name, value in job.given.items() if name in known}
+    return dataclasses.replace(job, config=make_config(config_class, settings, job.model))
 
 
 def check(job: Job) -> None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import os
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from lowpeak.config.asked import is_on
 from lowpeak.errors import ArgumentError
 from lowpeak.strategies.replicated import Replicated
 from lowpeak.strategies.strategy import Strategy
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
+_UNSHARDED = (DistributedType.NO, DistributedType.MULTI_CPU)
+_ASKED = (
+    ("ACCELERATE_USE_FSDP", "FSDP", DistributedType.FSDP),
+    ("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", DistributedType.DEEPSPEED),
+)
 
 
 def detect_strategy(accelerator: Accelerator) -> Strategy:
@@ -23,8 +30,9 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
     memory is not what was planned with.
     """
     kind = accelerator.distributed_type
-    _check_asked("ACCELERATE_USE_FSDP", "FSDP", kind == DistributedType.FSDP, accelerator)
-    _check_asked("ACCELERATE_USE_DEEPSPEED", "DeepSpeed", kind == DistributedType.DEEPSPEED, accelerator)
+    for variable, name, wanted in _ASKED:
+        if is_on(os.environ, variable) and kind != wanted:
+            raise _not_in_force(name, kind, accelerator.num_processes, accelerator.device)
     if kind == DistributedType.FSDP:
         from lowpeak.strategies.fsdp2 import Fsdp2
 
@@ -46,11 +54,32 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
-def _check_asked(variable: str, name: str, in_force: bool, accelerator: Accelerator) -> None:
-    asked = os.environ.get(variable, "false").lower() in ("true", "1")
-    if asked and not in_force:
+def check_devices(fsdp: bool) -> None:
+    """ArgumentError where what was asked for cannot come into force on the devices that were found; call before loading.
+
+    `fsdp` is whether arguments ask for FSDP; the environment may as well. Needs the process group that
+    TrainingArguments makes.
+    """
+    state = PartialState()
+    launched = int(os.environ.get("WORLD_SIZE") or 1)
+    if launched > 1 and state.num_processes == 1:
         raise ArgumentError(
-            f"{name} was asked for ({variable}=true) and is not in force: accelerate chose "
-            f"{accelerator.distributed_type.value} on {accelerator.num_processes} processes of {accelerator.device.type}; "
-            f"{name} needs several processes that each have a device of their own."
+            f"{launched} processes were launched and accelerate found no device for them, so that each would train by itself: "
+            "run where there are devices, or set use_cpu=True (--use_cpu)."
         )
+    local, devices = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), _num_devices(state.device)
+    if devices is not None and local > devices:
+        raise ArgumentError(f"{local} processes run on this host, and it has {devices} devices: start one for each.")
+    if (fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP")) and state.distributed_type in _UNSHARDED:
+        raise _not_in_force("FSDP", state.distributed_type, state.num_processes, state.device)
+
+
+def _num_devices(device: torch.device) -> int | None:
+    return torch.accelerator.device_count() if device.type not in ("cpu", "mps") else None
+
+
+def _not_in_force(name: str, kind: DistributedType, num_processes: int, device: torch.device) -> ArgumentError:
+    return ArgumentError(
+        f"{name} was asked for and is not in force: accelerate chose {kind.value} on {num_processes} processes of {device.type}; "
+        f"{name} needs processes that a launcher started, each with a device of its own (docs/distributed.md)."
+    )

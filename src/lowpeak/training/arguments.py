@@ -7,15 +7,21 @@ code works with and raises for what cannot act.
 from __future__ import annotations
 
 import json
+import logging
+import os
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
+from lowpeak.config.asked import is_on, refuse_other_parallelism, require_deepspeed, settle_clipping, settled_fsdp
+from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
+
+logger = logging.getLogger(__name__)
 
 _JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs")
 _RENAMED = (
@@ -74,13 +80,28 @@ class CommonConfig(TrainingArguments):
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
+        self._settle_sharding()
         meet_anew()
         super().__post_init__()
+        if self.deepspeed_plugin is not None:
+            settle_clipping(self.deepspeed_plugin.hf_ds_config.config, self.max_grad_norm)
 
     @property
     def checkpoints_activations(self) -> bool:
         """Whether activations are recomputed, by whichever name the installed transformers has for it."""
         return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
+
+    def _settle_sharding(self) -> None:
+        """What was asked of accelerate, here or in the environment: FSDP1 as FSDP2, an error for what lowpeak does not run."""
+        loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
+        refuse_other_parallelism(os.environ, self.parallelism_config, loading)
+        if self.deepspeed or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED"):
+            require_deepspeed("a run under DeepSpeed needs")
+        given: Any = self  # transformers' own types are those of its command line
+        given.fsdp, given.fsdp_config, converted = settled_fsdp(given.fsdp, given.fsdp_config)
+        for changed, where in ((converted, "fsdp"), (convert_environment(os.environ), "the environment (FSDP_*)")):
+            if changed is not None and os.environ.get("RANK", "0") == "0":
+                logger.warning(changed.sentence(where))
 
     def _default_checkpointing(self) -> None:
         """Activation checkpointing on by default, under the name that the installed transformers has for it."""

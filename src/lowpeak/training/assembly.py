@@ -34,7 +34,7 @@ from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.strategies.detect import detect_strategy, is_sharded
+from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
 from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
@@ -76,6 +76,7 @@ def prepare_online(
     model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
+    check_devices(bool(args.fsdp))
     settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
     if args.process_index == 0:
         check_writable(Path(args.output_dir))

@@ -21,7 +21,7 @@ from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.strategies.detect import detect_strategy
+from lowpeak.strategies.detect import check_devices, detect_strategy
 from lowpeak.training.arguments import SFTConfig, check_class
 from lowpeak.training.assembly import make_run
 from lowpeak.training.describe import describe_supervised
@@ -63,6 +63,7 @@ class SFTTrainer(StepTrainer):
     ) -> None:
         args = args if args is not None else SFTConfig(output_dir="sft-output")
         check_class(args, SFTConfig)
+        check_devices(bool(args.fsdp))
         quiet_replicas(args)
         with Ranks(args.device).together():
             self.memory = resolve_common(args)

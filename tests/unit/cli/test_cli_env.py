@@ -11,7 +11,16 @@ def test_versions_and_hardware_are_one_line_each():
     facts = dict(line.split(": ", 1) for line in report().splitlines())
     assert facts["lowpeak"] == lowpeak.__version__
     assert facts["torch"] == installed("torch")
-    assert {*PACKAGES, "python", "platform", "CUDA of torch", "cpu", "memory"} <= facts.keys()
+    assert {
+        *PACKAGES,
+        "python",
+        "platform",
+        "CUDA of torch",
+        "ROCm of torch",
+        "process groups",
+        "cpu",
+        "memory",
+    } <= facts.keys()
     assert "cores" in facts["cpu"]
     assert facts["memory"].endswith(" GiB")
 

@@ -1,33 +1,102 @@
-"""Arguments that concern sharded models or devices with memory of their own, in a run that has neither."""
+"""What arguments and environment ask of accelerate, as a trainer meets it: settled, or refused before a model loads."""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+
 import pytest
-from datasets import Dataset
 
-from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowpeak.errors import ArgumentError
-from tiny import char_tokenizer, tiny_model
+
+ROWS = [{"prompt": "1", "completion": "2"}]
+ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
 
 
-@pytest.mark.parametrize(
-    ("said", "told"),
-    [
-        ({"gather_budget": "1GiB"}, "gather_budget='1GiB' cannot act: parameters are whole on every rank"),
-        ({"ds3_gather_for_generation": True}, "ds3_gather_for_generation=True cannot act"),
-        ({"offload_frozen_models": True, "beta": 0.1}, "the device's memory is the host's"),
-    ],
-)
-def test_what_concerns_sharded_models_or_devices_is_refused_without_them(tmp_path, said, told):
-    tokenizer = char_tokenizer()
-    args = GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, report_to="none", per_device_train_batch_size=8, max_steps=1, **said
-    )
-    with pytest.raises(ArgumentError, match=told):
-        GRPOTrainer(
-            model=tiny_model(len(tokenizer)),
-            reward_funcs=lambda completions, **columns: [0.0] * len(completions),
-            args=args,
-            train_dataset=Dataset.from_list([{"prompt": "1="}] * 4),
-            processing_class=tokenizer,
-        )
+@pytest.fixture(autouse=True)
+def environment():
+    """An environment that is put back."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def config(folder, kind=GRPOConfig, **arguments):
+    return kind(output_dir=str(folder), report_to="none", **{"use_cpu": True, **arguments})
+
+
+def make(folder, **arguments):
+    return GRPOTrainer("nowhere", reward_funcs=len, args=config(folder, **arguments), train_dataset=ROWS)
+
+
+def ours(caplog):
+    return [record.message for record in caplog.records if record.name.startswith("lowpeak")]
+
+
+FSDP = "FSDP was asked for and is not in force: accelerate chose NO on 1 processes of cpu"
+
+
+def test_fsdp_that_would_be_something_else_is_an_error_before_the_model_loads(tmp_path):
+    with pytest.raises(ArgumentError, match=FSDP):
+        make(tmp_path, fsdp=True)
+    with pytest.raises(ArgumentError, match=FSDP):
+        SFTTrainer("nowhere", args=config(tmp_path, SFTConfig, fsdp=True), train_dataset=ROWS)
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")
+    with pytest.raises(ArgumentError, match=FSDP):
+        make(tmp_path)
+
+
+def test_ranks_that_would_each_train_by_themselves_are_an_error(tmp_path):
+    os.environ["WORLD_SIZE"] = "2"
+    with pytest.raises(ArgumentError, match="2 processes were launched and accelerate found no device for them"):
+        make(tmp_path, use_cpu=False, per_device_train_batch_size=8)
+
+
+def test_fsdp1_in_the_environment_becomes_fsdp2_with_one_warning(tmp_path, caplog):
+    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="FULL_SHARD", FSDP_FORWARD_PREFETCH="true")
+    with caplog.at_level(logging.WARNING, logger="lowpeak"):
+        config(tmp_path)
+        config(tmp_path)
+    assert [line.split(",")[0] for line in ours(caplog)] == ["the environment (FSDP_*) asks for FSDP1"]
+    assert (os.environ["FSDP_VERSION"], os.environ["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "true")
+
+
+def test_fsdp1_in_arguments_becomes_fsdp2_with_one_warning(tmp_path, caplog):
+    given = {"version": 1, "reshard_after_forward": "SHARD_GRAD_OP", "limit_all_gathers": True}
+    with caplog.at_level(logging.WARNING, logger="lowpeak"):
+        args = config(tmp_path, fsdp=True, fsdp_config=given)
+    assert [record.message.split(",")[0] for record in caplog.records if record.name.startswith("lowpeak")] == [
+        "fsdp asks for FSDP1"
+    ]
+    assert args.fsdp_plugin_args["fsdp_version"] == 2
+    assert args.fsdp_plugin_args["reshard_after_forward"] is False
+    assert given == {"version": 1, "reshard_after_forward": "SHARD_GRAD_OP", "limit_all_gathers": True}
+
+
+@pytest.mark.parametrize("where", ["argument", "environment"])
+def test_a_deepspeed_config_that_does_not_clip_gets_the_run_s_own_norm(where, tmp_path):
+    if where == "argument":
+        args = config(tmp_path, deepspeed=ZERO, max_grad_norm=0.3)
+    else:
+        (tmp_path / "zero.json").write_text(json.dumps(ZERO))
+        os.environ.update(ACCELERATE_USE_DEEPSPEED="true", ACCELERATE_DEEPSPEED_CONFIG_FILE=str(tmp_path / "zero.json"))
+        args = config(tmp_path, max_grad_norm=0.3)
+    assert args.deepspeed_plugin.hf_ds_config.config["gradient_clipping"] == 0.3
+    assert "gradient_clipping" not in ZERO
+
+
+def test_a_deepspeed_config_that_clips_otherwise_is_an_error(tmp_path):
+    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 and the run max_grad_norm=0.3"):
+        config(tmp_path, deepspeed={**ZERO, "gradient_clipping": 1.0}, max_grad_norm=0.3)
+
+
+def test_other_parallelism_is_refused_where_it_is_asked_for(tmp_path):
+    from accelerate.parallelism_config import ParallelismConfig
+
+    with pytest.raises(ArgumentError, match="tp_size=2 in parallelism_config asks for tensor parallelism"):
+        config(tmp_path, parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(ArgumentError, match="model_init_kwargs has tp_plan"):
+        config(tmp_path, model_init_kwargs='{"tp_plan": "auto"}')

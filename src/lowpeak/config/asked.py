@@ -1,0 +1,109 @@
+"""What a run asks of accelerate, in the environment or in arguments: settled, or refused, before anything is loaded.
+
+Nothing here loads torch. Whether what was asked for is also in force is known once devices are: `strategies.detect`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, MutableMapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lowpeak.config.fsdp1 import Converted, convert_fsdp1, is_fsdp1
+from lowpeak.errors import ArgumentError, MissingPackageError
+
+_AXES = {
+    "tp_size": "tensor parallelism",
+    "cp_size": "context parallelism",
+    "sp_size": "sequence parallelism",
+    "pp_size": "pipeline parallelism",
+}
+_LOADING = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
+
+
+def is_on(environ: Mapping[str, str], name: str) -> bool:
+    """Whether a switch of accelerate's is on in the environment."""
+    return environ.get(name, "false").lower() in ("true", "1")
+
+
+def refuse_axes(sizes: Mapping[str, Any], where: str) -> None:
+    """ArgumentError for a size above 1 of an axis other than data, by which lowpeak does not cut a model."""
+    for axis, words in _AXES.items():
+        size = int(sizes.get(axis) or 1)
+        if size > 1:
+            raise ArgumentError(
+                f"{axis}={size} in {where} asks for {words}, which lowpeak does not run: it cuts models over data ranks "
+                "alone (docs/distributed.md says why); use fsdp2, zero3 or hsdp, and leave it out."
+            )
+
+
+def refuse_other_parallelism(environ: Mapping[str, str], parallelism: Any, loading: Mapping[str, Any]) -> None:
+    """ArgumentError where a model would be cut by tensor, sequence or layer: `loading` are the keywords of from_pretrained."""
+    prefix = "PARALLELISM_CONFIG_"
+    if is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        found = {name.removeprefix(prefix).lower(): value for name, value in environ.items() if name.startswith(prefix)}
+        refuse_axes(found, "accelerate's parallelism config")
+    if parallelism is not None:
+        refuse_axes({axis: getattr(parallelism, axis, 1) for axis in _AXES}, "parallelism_config")
+    if is_on(environ, "ACCELERATE_USE_MEGATRON_LM"):
+        raise ArgumentError(
+            "accelerate was configured for Megatron-LM, which lowpeak does not run: use fsdp2 or zero3."
+        )
+    for name in _LOADING:
+        if loading.get(name) is not None:
+            raise ArgumentError(
+                f"model_init_kwargs has {name}, which cuts the model where it is loaded; lowpeak does not run tensor "
+                "parallelism (docs/distributed.md says why): leave it out, and use fsdp2 or zero3."
+            )
+
+
+def require_deepspeed(what: str) -> None:
+    """MissingPackageError unless DeepSpeed is installed; `what` ends in a verb: needs."""
+    if find_spec("deepspeed") is None:
+        raise MissingPackageError(
+            f"{what} deepspeed, which is not installed; pip install 'lowpeak[deepspeed]', or use fsdp2, which needs "
+            "nothing more."
+        )
+
+
+def settle_clipping(config: MutableMapping[str, Any], max_grad_norm: float) -> None:
+    """Let the run's `max_grad_norm` clip in DeepSpeed's config (accelerate's copy of it, which is changed).
+
+    Without `gradient_clipping` accelerate would clip at 1.0 whatever the run says; a number that differs from the run's is an
+    ArgumentError.
+    """
+    clipping, own = config.get("gradient_clipping", "auto"), float(max_grad_norm or 0.0)
+    if clipping != "auto" and float(clipping) != own:
+        raise ArgumentError(
+            f"the DeepSpeed config has gradient_clipping={clipping} and the run max_grad_norm={max_grad_norm}: set "
+            "gradient_clipping to auto, or leave it out, so that the run's own value clips."
+        )
+    config["gradient_clipping"] = own
+
+
+def settled_fsdp(fsdp: Any, config: Any) -> tuple[Any, Any, Converted | None]:
+    """TrainingArguments' `fsdp` and `fsdp_config` for FSDP2, as copies; what was converted, or None.
+
+    The older spelling `fsdp="full_shard auto_wrap offload"` says what a strategy and a placement are.
+    """
+    if not fsdp:
+        return fsdp, config, None
+    given = json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str) else dict(config or {})
+    settings = {name.removeprefix("fsdp_"): value for name, value in given.items()}
+    words = () if isinstance(fsdp, bool) or str(fsdp).lower() == "true" else _words(fsdp)
+    if not words and not is_fsdp1(settings, default=2):
+        return True, {**settings, "version": 2}, None
+    strategy = [word for word in words if word.lower() not in ("offload", "auto_wrap")]
+    if strategy:
+        settings["sharding_strategy"] = strategy[0]
+    if "offload" in words:
+        settings["cpu_offload"] = True
+    converted = convert_fsdp1(settings)
+    return True, {**converted.settings, "version": 2}, converted
+
+
+def _words(fsdp: Any) -> tuple[str, ...]:
+    items = fsdp.split() if isinstance(fsdp, str) else fsdp
+    return tuple(str(getattr(item, "value", item)) for item in items)

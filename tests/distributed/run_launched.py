@@ -1,0 +1,93 @@
+"""`lowpeak COMMAND ...` in a rank that some launcher started: FSDP2 on CPU for real, and what came of the run in a file.
+
+`run_launched.py OUT COMMAND ...`; packages named in HIDE are not there, as on a machine without them. With more words in AGAIN
+the command is run a second time, with these added.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+
+class Hiding:
+    """A finder of modules that does not find some."""
+
+    def __init__(self, finder: Any, hidden: set[str]) -> None:
+        self._finder, self._hidden = finder, hidden
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        return None if name.partition(".")[0] in self._hidden else self._finder.find_spec(name, path, target)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._finder, name)
+
+
+hidden = set(os.environ.get("HIDE", "").split(",")) - {""}
+if hidden:
+    sys.meta_path[:] = [Hiding(finder, hidden) for finder in sys.meta_path]
+
+import torch  # noqa: E402
+from setups import allow_fsdp_on_cpu  # noqa: E402
+from transformers import TrainerCallback  # noqa: E402
+
+import lowpeak  # noqa: E402
+from lowpeak.cli import main as command_line  # noqa: E402
+from lowpeak.cli.train import run  # noqa: E402
+
+
+class Noting(TrainerCallback):
+    """Writes what is in force, once the first step is done."""
+
+    def __init__(self, trainer: Any, out: Path) -> None:
+        self._trainer, self._out = trainer, out
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The parameters' type and mesh, the strategy, losses, weights."""
+        trainer = self._trainer
+        parameter = next(trainer.model.parameters())
+        weights: dict[str, list[torch.Tensor]] = {}
+        for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 12, None):
+            weights.setdefault(piece.name, []).append(piece.values.clone())
+        plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+        found = {
+            "parameter": type(parameter).__name__,
+            "placements": str(getattr(parameter, "placements", "")),
+            "strategy": type(trainer.run.strategy).__name__,
+            "world_size": trainer.run.strategy.ranks.world_size,
+            "deepspeed": plugin.deepspeed_config if plugin is not None else None,
+            "losses": [row["loss"] for row in state.log_history if "loss" in row],
+            "absent": sorted(name for name in hidden if name not in sys.modules),
+        }
+        self._out.mkdir(parents=True, exist_ok=True)
+        if state.is_world_process_zero:
+            (self._out / "found.json").write_text(json.dumps(found, default=str))
+            torch.save({name: torch.cat(parts) for name, parts in weights.items()}, self._out / "weights.pt")
+
+
+def main() -> int:
+    """The command with trainers that note what they found."""
+    out, kind, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+
+    def trainer(**keywords: Any) -> Any:
+        allow_fsdp_on_cpu()
+        made = getattr(lowpeak, f"{kind.upper()}Trainer")(**keywords)
+        made.add_callback(Noting(made, out))
+        return made
+
+    name = kind.upper()
+    library = SimpleNamespace(**{f"{name}Config": getattr(lowpeak, f"{name}Config"), f"{name}Trainer": trainer})
+    command_line.COMMANDS[kind] = lambda arguments: run(kind, arguments, library)
+    status = command_line.main([kind, *words])
+    again = os.environ.get("AGAIN", "").split()
+    if status == 0 and again:
+        print("again", flush=True)
+        status = command_line.main([kind, *words, *again])
+    return status
+
+
+sys.exit(main())

@@ -1,0 +1,185 @@
+"""How a user starts a run: presets through accelerate's launcher, torchrun, and several hosts."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hosts import SCRIPT, Host, finish, kill_all, port, two_hosts, wait_for
+
+from lowpeak.cli.accelerate_config import FOLDER
+from lowpeak.cli.main import main
+from tiny import char_tokenizer, tiny_model
+
+REWARD = """
+def spread(completions, **columns):
+    return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
+"""
+ROWS = 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, rows and a reward as files."""
+    folder = tmp_path_factory.mktemp("launch")
+    tokenizer = char_tokenizer()
+    tiny_model(len(tokenizer)).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    rows = [json.dumps({"prompt": f"{i % 10}{i // 10}="}) for i in range(ROWS)]
+    (folder / "rows.jsonl").write_text("\n".join(rows))
+    (folder / "judge.py").write_text(REWARD)
+    return folder
+
+
+def words(folder: Path, out: str, ranks: int, **settings: Any) -> list[str]:
+    """A run's command: 16 completions of 4 prompts a step, whatever the number of ranks."""
+    arguments = {
+        "model": folder / "model",
+        "dataset": folder / "rows.jsonl",
+        "reward": f"{folder / 'judge.py'}:spread",
+        "output_dir": folder / out,
+        "per_device_train_batch_size": 16 // ranks,
+        "num_generations": 4,
+        "max_completion_length": 4,
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "beta": 0.1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "kv_cache_bytes": 1 << 24,
+        "micro_batch_tokens": 64,
+        "logprob_chunk_size": 16,
+        **settings,
+    }
+    return ["grpo", "--use_cpu", *(str(word) for name, value in arguments.items() for word in (f"--{name}", value))]
+
+
+def found(folder: Path, name: str) -> dict[str, Any]:
+    """What a rank of the run noted."""
+    return {
+        **json.loads((folder / name / "found.json").read_text()),
+        "weights": torch.load(folder / name / "weights.pt"),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> dict[str, Any]:
+    """The same run in one process: this one."""
+    from safetensors.torch import load_file
+
+    assert main(words(folder, "out1", 1)) == 0
+    steps = (folder / "out1/journal/steps.jsonl").read_text().splitlines()
+    return {
+        "losses": [json.loads(line)["loss"] for line in steps],
+        "weights": load_file(folder / "out1/model.safetensors"),
+    }
+
+
+def is_the_same_run(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert one["losses"] == pytest.approx(other["losses"], abs=1e-5)
+    for name, values in other["weights"].items():
+        torch.testing.assert_close(one["weights"][name], values.flatten(), atol=5e-6, rtol=0)
+
+
+def test_a_dry_run_of_several_ranks_speaks_once(folder: Path) -> None:
+    here = Host("127.0.0.1", "lo", None)
+    logs = [folder / f"dry{rank}.log" for rank in range(2)]
+    ranks = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": here.address, "MASTER_PORT": port()}
+    processes = [
+        here.start(
+            ["-m", "lowpeak", *words(folder, "out2", 2), "--accelerate_config", "ddp", "--dry_run"],
+            log,
+            **ranks,
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+        )
+        for rank, log in enumerate(logs)
+    ]
+    ended = finish(processes, logs, 100)
+    assert [status for status, _ in ended] == [0, 0], ended
+    assert ["micro_batches_at_most: " in told for _, told in ended] == [True, False]
+
+
+def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, alone: dict[str, Any]) -> None:
+    """torchrun's own options on each host; its ranks take the preset over."""
+    with two_hosts() as hosts:
+        logs = [folder / f"zero{i}.log" for i in range(2)]
+        meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", hosts[0].address, "--master_port", port()]
+        command = [SCRIPT, str(folder / "zero3"), *words(folder, "out3", 2), "--accelerate_config", "zero3"]
+        processes = [
+            host.start(["-m", "torch.distributed.run", *meet, "--node_rank", str(i), *command], logs[i])
+            for i, host in enumerate(hosts)
+        ]
+        ended = finish(processes, logs, 120)
+    assert [status for status, _ in ended] == [0, 0], "\n".join(told for _, told in ended)
+    run = found(folder, "zero3")
+    zero = run["deepspeed"]["zero_optimization"]
+    assert (run["strategy"], run["world_size"], zero["stage"]) == ("Zero", 2, 3)
+    assert run["deepspeed"]["gradient_clipping"] == 0.5
+    assert (zero["stage3_max_reuse_distance"], zero["stage3_prefetch_bucket_size"]) == (0, 0)
+    is_the_same_run(run, alone)
+
+
+@dataclass(frozen=True)
+class Gone:
+    """How a host's launcher ended when the other host went away."""
+
+    status: int
+    told: str
+    seconds: float
+
+
+@pytest.fixture(scope="module")
+def gone(folder: Path) -> Gone:
+    """accelerate's launcher and options on two hosts of two ranks: a whole run, and one in which the second host goes away."""
+    logs = [folder / f"hsdp{i}.log" for i in range(2)]
+    with two_hosts() as hosts:
+        run = ["--config_file", str(FOLDER / "hsdp.yaml"), "--num_processes", "4", "--num_machines", "2"]
+        run += ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
+        run += ["--main_process_ip", hosts[0].address, "--main_process_port", port()]
+        command = [SCRIPT, str(folder / "hsdp"), *words(folder, "out4", 4)]
+        again = f"--output_dir {folder}/out5 --max_steps 900 --logging_steps 100"
+        processes = [
+            host.start(
+                ["-m", "accelerate.commands.launch", *run, "--machine_rank", str(i), *command],
+                logs[i],
+                HIDE="deepspeed,vllm",
+                AGAIN=again,
+            )
+            for i, host in enumerate(hosts)
+        ]
+        try:
+            wait_for("again", logs[0], processes[0], 150)
+            wait_for('"step":3,', folder / "out5/journal/steps.jsonl", processes[0], 60)
+            hosts[1].go_away(processes[1])
+            began = time.monotonic()
+            status, told = finish(processes[:1], logs[:1], 60)[0]
+            return Gone(status, told, time.monotonic() - began)
+        finally:
+            for process in processes:
+                kill_all(process)
+
+
+def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(
+    folder: Path, gone: Gone, alone: dict[str, Any]
+) -> None:
+    """FSDP2 with neither DeepSpeed nor vLLM in reach."""
+    run = found(folder, "hsdp")
+    assert (run["parameter"], run["placements"]) == ("DTensor", "(Replicate(), Shard(dim=0))")
+    assert (run["strategy"], run["world_size"], run["absent"]) == ("Fsdp2", 4, ["deepspeed", "vllm"])
+    is_the_same_run(run, alone)
+
+
+def test_a_host_that_goes_away_ends_the_run_on_the_other(gone: Gone) -> None:
+    assert gone.status != 0
+    assert gone.seconds < 60
+    sentences = [line for line in gone.told.splitlines() if line.startswith("lowpeak: error: ")]
+    assert any(f"rank {rank} is gone" in line for line in sentences for rank in (2, 3)), gone.told

@@ -1,0 +1,50 @@
+"""What a run asks of accelerate: settled, or refused, before anything loads."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from lowpeak.config.asked import refuse_axes, refuse_other_parallelism, settle_clipping
+from lowpeak.errors import ArgumentError
+
+
+@pytest.mark.parametrize(
+    ("axis", "words"),
+    [("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence"), ("pp_size", "pipeline")],
+)
+def test_a_model_is_cut_over_data_ranks_alone(axis, words):
+    message = f"{axis}=2 in .* asks for {words} parallelism, which lowpeak does not run"
+    with pytest.raises(ArgumentError, match=message):
+        refuse_axes({axis: 2}, "a.yaml")
+    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{axis.upper()}": "2"}
+    with pytest.raises(ArgumentError, match=message):
+        refuse_other_parallelism(environ, None, {})
+    with pytest.raises(ArgumentError, match=message):
+        refuse_other_parallelism({}, SimpleNamespace(**{axis: 2}), {})
+
+
+def test_hybrid_sharding_is_no_other_parallelism():
+    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
+    environ |= {"PARALLELISM_CONFIG_TP_SIZE": "1", "PARALLELISM_CONFIG_CP_BACKEND": "torch"}
+    refuse_other_parallelism(environ, SimpleNamespace(dp_shard_size=2, tp_size=1), {"dtype": "auto", "tp_plan": None})
+
+
+def test_megatron_and_a_model_that_is_cut_where_it_loads_are_refused():
+    with pytest.raises(ArgumentError, match="Megatron-LM"):
+        refuse_other_parallelism({"ACCELERATE_USE_MEGATRON_LM": "true"}, None, {})
+    with pytest.raises(ArgumentError, match="model_init_kwargs has tp_plan"):
+        refuse_other_parallelism({}, None, {"tp_plan": "auto"})
+
+
+@pytest.mark.parametrize("config", [{}, {"gradient_clipping": "auto"}, {"gradient_clipping": 0.25}])
+def test_the_run_s_own_gradient_norm_clips_under_deepspeed(config):
+    settled = dict(config)
+    settle_clipping(settled, 0.25)
+    assert settled == {"gradient_clipping": 0.25}
+
+
+def test_a_clipping_of_the_config_s_own_is_an_error_where_it_differs():
+    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 and the run max_grad_norm=0.25"):
+        settle_clipping({"gradient_clipping": 1.0}, 0.25)
