@@ -59,7 +59,7 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
     _check_devices(config, places)
     if config.converted is not None and os.environ.get("RANK", "0") == "0":
         logger.warning(config.converted.sentence(config.source))
-    words = [*_words(given | _sizes(config, given, places)), "--num_processes", str(places.processes)]
+    words = [*_words(given | hybrid_sizes(config, given, places)), "--num_processes", str(places.processes)]
     with _written(config) as file:
         if joins:
             _join(file, words)
@@ -150,7 +150,7 @@ def num_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _sizes(config: AccelerateConfig, given: Mapping[str, Any], places: Places) -> dict[str, int]:
+def hybrid_sizes(config: AccelerateConfig, given: Mapping[str, Any], places: Places) -> dict[str, int]:
     """The sizes of hybrid sharding: as given, by the file, or for the preset one copy a host; they must fill the ranks."""
     if not config.settings.get("parallelism_config"):
         _refuse({name: given[name] for name in _SIZES if name in given}, "hybrid sharding is --accelerate_config hsdp")

@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from lowpeak.cli.accelerate_config import FOLDER, ORDER, read, text_of
 from lowpeak.cli.arguments import LaunchArguments
-from lowpeak.cli.launch import MARK, launch_or_join
+from lowpeak.cli.launch import MARK, Places, hybrid_sizes, launch_or_join
 from lowpeak.cli.main import main
 from lowpeak.errors import ArgumentError, MissingPackageError
 
@@ -174,6 +174,36 @@ def test_a_missing_deepspeed_is_said_before_anything_starts():
     assert done.stdout.startswith("accelerate_config='zero2' needs deepspeed, which is not installed; pip install")
 
 
+REPLICATE, SHARD = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"), [({}, (2, 8)), ({REPLICATE: 4}, (4, 4)), ({REPLICATE: 1, SHARD: 16}, (1, 16))]
+)
+def test_hybrid_sharding_is_a_copy_a_host_unless_it_is_told_otherwise(given, sizes):
+    assert hybrid_sizes(read("hsdp"), given, Places(2, 8, on_cpu=False)) == {REPLICATE: sizes[0], SHARD: sizes[1]}
+
+
+def test_a_file_of_the_user_s_own_keeps_its_sizes(tmp_path):
+    fsdp, sizes = {"fsdp_version": 2}, {REPLICATE: 2, SHARD: 4}
+    file = written(tmp_path, distributed_type="FSDP", fsdp_config=fsdp, parallelism_config=sizes)
+    assert hybrid_sizes(read(file), {}, Places(1, 8, on_cpu=False)) == sizes
+
+
+@pytest.mark.parametrize(
+    ("given", "places", "message"),
+    [
+        ({}, Places(1, 8, on_cpu=False), "there is one host: use fsdp2"),
+        ({REPLICATE: 3}, Places(2, 4, on_cpu=False), "3 copies cut over 2 devices each does not fill 8 processes"),
+        ({SHARD: 2}, Places(2, 4, on_cpu=False), "2 copies cut over 2 devices each does not fill 8 processes"),
+        ({REPLICATE: 8}, Places(2, 4, on_cpu=False), "8 copies cut over 1 devices each"),
+    ],
+)
+def test_hybrid_sharding_that_does_not_come_out_even_is_refused(given, places, message):
+    with pytest.raises(ArgumentError, match=message):
+        hybrid_sizes(read("hsdp"), given, places)
+
+
 # a process that a launcher started
 
 
@@ -249,8 +279,30 @@ def test_the_same_command_runs_on_every_rank():
     assert done.stdout == 2 * text_of("single")
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("RewardError('no luck')", 1),
+        ("echo(RewardError('no luck, says rank 0'), 0)", 0),
+        ("echo(RewardError('no luck, says rank 5'), 5)", 1),
+        ("echo(RankError('rank 0 is gone'), 0)", 1),
+    ],
+    ids=["its own", "of a rank beside it", "of another host's rank", "of a rank that is gone"],
+)
+def test_an_error_is_told_by_the_rank_that_raised_it(error, told, tmp_path):
+    """Others of its host repeat it to themselves alone; where it cannot speak, they speak."""
+    program = (
+        "from lowpeak.cli import main\nfrom lowpeak.errors import RankError, RewardError\n"
+        "def echo(error, rank):\n    error.rank = rank\n    return error\n"
+        f"def fail(words):\n    raise {error}\n"
+        "main.COMMANDS['env'] = fail\nsys.exit(main.main(['env']))"
+    )
+    status, _, err = started(tmp_path, program, processes=1)
+    assert (status, err.count("lowpeak: error: ")) == (2, told)
+
+
 def test_ranks_that_end_well_are_a_run_that_ends_well(tmp_path):
-    status, out, err = started(tmp_path, "print(f'{rank} of {os.environ[\"WORLD_SIZE\"]}')")
+    status, out, err = started(tmp_path, "os.write(1, f'{rank} of {os.environ[\"WORLD_SIZE\"]}\\n'.encode())")
     assert (status, sorted(out.split("\n")), err) == (0, ["", "0 of 2", "1 of 2"], "")
 
 
@@ -272,7 +324,7 @@ def test_a_rank_that_could_not_say_why_it_ended_is_named(tmp_path):
 def test_ctrl_c_goes_through_to_the_ranks_which_end_by_themselves(tmp_path):
     program = (
         "def stop(*of):\n    time.sleep(1 + rank)\n    print('saved', rank, flush=True)\n    sys.exit(0)\n"
-        "signal.signal(signal.SIGINT, stop)\nprint('on', flush=True)\ntime.sleep(40)"
+        "signal.signal(signal.SIGINT, stop)\nos.write(1, b'on\\n')\ntime.sleep(40)"
     )
     process = start(tmp_path, program)
     assert [process.stdout.readline(), process.stdout.readline()] == ["on\n", "on\n"]
@@ -285,7 +337,7 @@ def test_a_second_ctrl_c_ends_the_ranks_now(tmp_path):
     program = (
         "pressed = 0\ndef stop(*of):\n    global pressed\n    pressed += 1\n    print('pressed', flush=True)\n"
         "    if pressed > 1:\n        sys.exit(130)\n"
-        "signal.signal(signal.SIGINT, stop)\nprint('on', flush=True)\nwhile True:\n    time.sleep(0.1)"
+        "signal.signal(signal.SIGINT, stop)\nos.write(1, b'on\\n')\nwhile True:\n    time.sleep(0.1)"
     )
     process = start(tmp_path, program, processes=1)
     assert process.stdout.readline() == "on\n"
