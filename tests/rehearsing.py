@@ -35,7 +35,7 @@ def make_model(config: Qwen2Config = MID) -> Qwen2ForCausalLM:
     return model
 
 
-def micro_batches(prompt: int, completion: int, rows: int, tokens: int, layout: str = "padded") -> list[MicroBatch]:
+def micro_batches(prompt: int, completion: int, rows: int, tokens: int, layout: str = "shared") -> list[MicroBatch]:
     """Equally long rows of one group, packed as a run packs them."""
     values = torch.zeros(completion)
     ids, mask = torch.ones(completion, dtype=torch.int32), torch.ones(completion, dtype=torch.bool)

@@ -40,7 +40,9 @@ class Pretended:
 def pretended_ranks(world_size: int) -> Iterator[None]:
     """Rank 0 of `world_size`, whose collectives return at once; ArgumentError where real ranks are connected."""
     if dist.is_initialized():
-        raise ArgumentError("a process that is connected to others cannot pretend to be: rehearse in a process of its own.")
+        raise ArgumentError(
+            "a process that is connected to others cannot pretend to be: rehearse in a process of its own."
+        )
     if world_size == 1:
         yield
         return
