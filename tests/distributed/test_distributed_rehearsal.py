@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 from spawn import launch
 
 from lowpeak.memory.rehearsal import rehearse
+from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
 MB = 1e6
 

@@ -17,6 +17,7 @@ from lowpeak.records import MicroBatch
 from lowpeak.strategies.pretended import Pretended, make_mesh, prepare, pretended_ranks
 from lowpeak.training.step import Core, run_step, score
 
+_FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 _STEPS = 2  # the optimizer's states are made in the first
 
 
@@ -44,7 +45,7 @@ def rehearse(
     *,
     world_size: int = 1,
     compute: torch.dtype | None = None,
-    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = partial(torch.optim.AdamW, fused=True),
+    make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
     max_grad_norm: float = 1.0,
 ) -> Rehearsed:
     """The peak of each phase of a step on rank 0 of `world_size` (FSDP2; one rank is one device), with no weight anywhere.

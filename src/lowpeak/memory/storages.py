@@ -18,8 +18,9 @@ class StorageMeter(TorchDispatchMode):
     """While it is entered: the bytes of all storages that operations gave out and that still live, and the most of each phase.
 
     A storage is counted once, whatever views it has, in blocks of 512 bytes, at the size that it has now: FSDP shrinks its
-    buffers to nothing and grows them again, which no operation shows, so `UntypedStorage.resize_` is followed. What an
-    operation allocates and frees inside itself is not seen. Enter it inside of a FakeTensorMode.
+    buffers to nothing and grows them again, which no operation shows, so `UntypedStorage.resize_` is followed. Autograd adds
+    the gradients that meet at a parameter in place, but not those of fake tensors: there the sum counts when what it
+    replaces is gone. What an operation allocates and frees inside itself is not seen. Enter it inside of a FakeTensorMode.
     """
 
     def __init__(self) -> None:
@@ -27,11 +28,13 @@ class StorageMeter(TorchDispatchMode):
         self.live_bytes = 0
         self.peaks: dict[str, int] = {}
         self._peak = 0
+        self._replaces = False
         self._phase: str | None = None
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def begin(self, phase: str | None) -> None:
         """What is alive from here on counts as `phase`'s, until the next begins; None is nobody's."""
+        self._settle()
         if self._phase is not None:
             self.peaks[self._phase] = max(self._peak, self.peaks.get(self._phase, 0))
         self._phase, self._peak = phase, self.live_bytes
@@ -49,11 +52,17 @@ class StorageMeter(TorchDispatchMode):
         """Run an operation and see to whom its results belong; one on tensors made of others comes again for those."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        self._settle()
+        self._replaces = func is torch.ops.aten.add.Tensor and _autograd_adds()
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self.see(leaf.untyped_storage())
         return out
+
+    def _settle(self) -> None:
+        self._replaces = False
+        self._peak = max(self._peak, self.live_bytes)
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage at the size that it has now, until it dies."""
@@ -72,7 +81,13 @@ class StorageMeter(TorchDispatchMode):
 
     def _add(self, num_bytes: int) -> None:
         self.live_bytes += num_bytes
-        self._peak = max(self._peak, self.live_bytes)
+        if not self._replaces:
+            self._peak = max(self._peak, self.live_bytes)
+
+
+def _autograd_adds() -> bool:
+    """Whether a backward without a graph of its own is under way: not the forwards that checkpointing repeats in it."""
+    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
 
 
 def _followed(resize: Callable[..., Any], meter: StorageMeter) -> Callable[..., Any]:
