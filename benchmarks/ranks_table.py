@@ -2,8 +2,9 @@
 
 Two gloo ranks of one thread each, the same accelerate or DeepSpeed configuration and arguments on both sides, each side's
 defaults for the rest, fresh processes in turns. A Qwen2 shape of 113M parameters in fp32 (432 MiB), random, checkpointing,
-2 prompts of 64 tokens x 8 completions a step, all as long as allowed, since random weights do not stop. Memory is resident
-memory of the worse rank above the process before it loaded the model, in MiB, sampled every 10 ms; seconds are the last step's.
+2 prompts of 64 tokens x 8 completions a step: generated ones are as long as allowed, since random weights do not stop. Memory
+is resident memory of the worse rank above the process before it loaded the model, in MiB, sampled every
+10 ms; seconds are the last step's.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ def main() -> None:
     parser.add_argument("--completion", type=int, default=128, help="tokens of each completion")
     parser.add_argument("--steps", type=int, default=2, help="steps of a run; memory is of all, seconds of the last")
     parser.add_argument("--limit", type=float, default=900, help="seconds of a run")
+    parser.add_argument(
+        "--canned", action="store_true", help="completions of exponential lengths that nobody generates"
+    )
     parser.add_argument("--quick", action="store_true", help="FSDP2 and ZeRO-3, beta 0, completions of 16 tokens")
     plan = parser.parse_args()
     if plan.quick:
@@ -51,17 +55,27 @@ def main() -> None:
         for beta in plan.betas:
             for strategy in plan.strategies:
                 rows += compared(plan, strategy, beta, start, Path(folder))
-    print_result({"benchmark": "ranks_table", "completion": plan.completion, "rows": rows, "versions": versions()})
+    print_result(
+        {
+            "benchmark": "ranks_table",
+            "completion": plan.completion,
+            "canned": plan.canned,
+            "rows": rows,
+            "versions": versions(),
+        }
+    )
 
 
 def compared(plan: argparse.Namespace, strategy: str, beta: float, start: Path, folder: Path) -> list[dict[str, Any]]:
     """Both sides under one strategy, TRL in each of its ways; each is printed when it is there."""
-    ways = [(OURS, "", {}), *((PEER, name, way) for name, way in PEER_WAYS.get(strategy, {"": {}}).items())]
+    peers = {"": {}} if plan.canned else PEER_WAYS.get(strategy, {"": {}})
+    ways: list[tuple[str, str, dict[str, Any]]] = [(OURS, "", {}), *((PEER, *way) for way in peers.items())]
     rows: list[dict[str, Any]] = []
     for library, name, options in ways:
         request = {
             "library": library, "strategy": strategy, "beta": beta, "completion": plan.completion, "steps": plan.steps,
-            "start": str(start), "folder": str(folder / f"{library}{len(rows)}-{strategy}-{beta}"), "options": options,
+            "start": str(start), "folder": str(folder / f"{library}{len(rows)}-{strategy}-{beta}"),
+            "canned": plan.canned, "options": options,
         }  # fmt: skip
         row: dict[str, Any] = {"strategy": strategy, "beta": beta, "library": library, "way": name}
         try:

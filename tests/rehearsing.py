@@ -14,7 +14,7 @@ from lowpeak.training.step import Core
 from steps import GRPO
 
 ALGORITHM = make_grpo(GRPO)
-CORE = Core(1.0, 64, torch.device("cpu"))
+CORE = Core(1.0, 16, torch.device("cpu"))
 # 109M parameters: 437 MB in fp32, 94 MB of them the tied embedding.
 MID = Qwen2Config(
     vocab_size=30_720,

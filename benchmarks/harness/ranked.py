@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 from benchmarks.harness import shapes, task
 from benchmarks.harness.clock import PhaseClock, watch_step
 from benchmarks.harness.process import MemoryWatch, in_mb, peaks_by_phase, resident_bytes
-from benchmarks.harness.report import print_result
-from benchmarks.harness.stepping import spread
+from benchmarks.harness.report import OURS, print_result
+from benchmarks.harness.stepping import our_countdowns, spread
 
 HIDDEN, LAYERS, VOCABULARY = 768, 12, 30_720  # 113M parameters, 24M of them the tied embedding
 PROMPT = 64
@@ -40,6 +41,7 @@ class RankedRequest:
     steps: int
     start: str
     folder: str
+    canned: bool = False  # fixed completions of exponential lengths in the place of generation
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -89,13 +91,29 @@ def make_trainer(request: RankedRequest) -> Any:
     if request.strategy == "fsdp2":
         _allow_fsdp_on_cpu()
     words = [text.replace("<start>", "w257") for text in shapes.make_prompts(2 * request.steps, PROMPT)]
-    return package.GRPOTrainer(
+    ours, lengths = request.library == OURS, canned_lengths(request)
+    trainer = package.GRPOTrainer(
         model=request.start,
         reward_funcs=spread([]),
         args=args,
         train_dataset=Dataset.from_list([{"prompt": text} for text in words]),
         processing_class=PreTrainedTokenizerFast.from_pretrained(request.start),
+        **(
+            {"rollout_func": lambda texts, owner: our_countdowns(texts, owner, lengths)}
+            if ours and request.canned
+            else {}
+        ),
     )
+    if request.canned and not ours:
+        trainer._generate_single_turn = lambda *_, **__: (list(map(shapes.countdown, next(lengths))), None)
+    return trainer
+
+
+def canned_lengths(request: RankedRequest) -> Iterator[list[int]]:
+    """Lengths of a rank's eight completions, step by step, the same on both sides."""
+    rank = int(os.environ["RANK"])
+    for step in range(request.steps):
+        yield shapes.draw_lengths(shapes.NUM_GENERATIONS, 2 * step + rank, request.completion)
 
 
 def run_steps(request: RankedRequest) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The real step that a rehearsal is compared with, under FSDP2: `run_rehearsal.py OUT LAYOUT [bf16]` writes its peaks."""
+"""The real step that a rehearsal is compared with, under FSDP2: `run_rehearsal.py OUT` writes its peaks."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ class Watched(Fsdp2):
         super().backward(loss, last)
 
 
-def main(out, layout, precision="no"):
-    """Steps until nothing is allocated for the first time; the last one counts."""
+def main(out):
+    """A step that warms up, and the one that counts."""
     torch.set_num_threads(1)
     os.environ.update(FSDP2)
     PartialState(cpu=True)
     allow_fsdp_on_cpu()
-    accelerator, model = Accelerator(mixed_precision=precision), make_model().train()
+    accelerator, model = Accelerator(), make_model().train()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
     assert isinstance(next(model.parameters()), DTensor)
-    batches, water = micro_batches(32, 32, 4, 128, layout), HighWater()
+    batches, water = micro_batches(16, 16, 4, 64), HighWater()
     strategy = Watched(accelerator, water)
     for _ in range(2):
         water.peaks.clear()
@@ -72,7 +72,7 @@ def main(out, layout, precision="no"):
         optimizer.step()
         optimizer.zero_grad()
         water.begin(None)
-    Path(out, f"{layout}-{precision}-{accelerator.process_index}.json").write_text(json.dumps(water.peaks))
+    Path(out, f"{accelerator.process_index}.json").write_text(json.dumps(water.peaks))
     accelerator.end_training()
 
 
