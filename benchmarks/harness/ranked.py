@@ -162,11 +162,13 @@ def _allow_fsdp_on_cpu() -> None:
 
 
 def _zero_config(stage: int) -> dict[str, Any]:
-    """DeepSpeed as transformers' documentation starts with it."""
+    """DeepSpeed with the sizes that transformers derives from the model's width, as its documentation has them."""
+    sizes = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+    own = dict.fromkeys(sizes, "auto") if stage == 3 else {}
     return {
         "train_micro_batch_size_per_gpu": "auto",
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
-        "zero_optimization": {"stage": stage},
+        "zero_optimization": {"stage": stage, **own},
         "zero_allow_untested_optimizer": True,
     }

@@ -52,8 +52,8 @@ def rehearse(
     """The peak of each phase of a step on rank 0 of `world_size` (FSDP2; one rank is one device), with no weight anywhere.
 
     A first step makes the optimizer's states; then `score`, `run_step`, clipping and the optimizer count. They run under
-    FakeTensorMode on the model that `make_model` gives, with its head installed (and made inside, where it takes no memory). `micro_batches`
-    are this rank's, packed outside; `compute` is torch.bfloat16 where a run has `bf16=True`.
+    FakeTensorMode on the model that `make_model` gives, with its head installed (and made inside, where it takes no memory).
+    `micro_batches` are this rank's, packed outside; `compute` is torch.bfloat16 where a run has `bf16=True`.
 
     Counted: every storage that an operation gives out, in blocks of 512 bytes: weights, shards and what is gathered of them,
     activations, gradients, the optimizer's states. Not counted: what an operation takes inside itself, an allocator's
