@@ -1,0 +1,130 @@
+"""A rehearsal without ranks, weights or devices: it counts what real tensors take, and answers for models of any size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from transformers import Qwen2Config
+
+from lowpeak.errors import ArgumentError
+from lowpeak.memory.rehearsal import rehearse
+from lowpeak.memory.storages import StorageMeter
+from rehearsing import ALGORITHM, CORE, make_model, micro_batches
+
+GB = 10**9
+RESIZE = torch.UntypedStorage.resize_
+SMALL = Qwen2Config(
+    vocab_size=1_000,
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=128,
+    tie_word_embeddings=True,
+)
+SEVEN_B = Qwen2Config(
+    vocab_size=152_064,
+    hidden_size=3_584,
+    num_hidden_layers=28,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    intermediate_size=18_944,
+    tie_word_embeddings=False,
+    max_position_embeddings=8_192,
+)
+BATCHES = micro_batches(8, 8, 4, 40)
+
+
+def checkpointed():
+    model = make_model(SEVEN_B)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def test_64_ranks_of_a_7b_model_answer_at_once():
+    batches, core = micro_batches(512, 1536, 1, 2048), replace(CORE, chunk_size=256)
+    found = rehearse(checkpointed, batches, ALGORITHM, core, world_size=64, compute=torch.bfloat16)
+    num_bytes = 4 * 7_615_616_512  # in fp32
+    assert found.loaded == pytest.approx(num_bytes / 64, rel=0.01)
+    assert found.optimizer == pytest.approx(4 * num_bytes / 64, rel=0.01)  # weights, gradients, AdamW's two
+    head = 152_064 * 3_584 * 2
+    assert found.score > 3 * num_bytes / 64 + head  # weights, AdamW's states, the head gathered in bf16
+    assert 3 * num_bytes / 64 + 2 * head < found.train < 8 * GB  # and its gradient, far from the 30 GB of all weights
+
+
+def test_one_device_holds_weights_gradients_and_both_states():
+    found = rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE)
+    assert found.optimizer == pytest.approx(4 * found.loaded, rel=0.05)
+    assert found.train == max(found.forward, found.backward) > found.score > 3 * found.loaded
+
+
+def test_a_rank_holds_its_share():
+    one, four = (rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=w) for w in (1, 4))
+    assert four.loaded == pytest.approx(one.loaded / 4, rel=0.1)
+    assert four.optimizer < 0.5 * one.optimizer
+    assert not dist.is_initialized()
+
+
+def test_more_tokens_take_more():
+    few, many = (
+        rehearse(lambda: make_model(SMALL), micro_batches(8, length, 4, 1000), ALGORITHM, CORE) for length in (8, 64)
+    )
+    assert many.forward > few.forward
+    assert many.optimizer == few.optimizer
+
+
+def test_a_phase_that_reads_a_value_is_refused():
+    def reading(logprobs_T, entropy_T, tokens):
+        return logprobs_T * logprobs_T.sum().item()
+
+    with pytest.raises(DataDependentOutputException):
+        rehearse(lambda: make_model(SMALL), BATCHES, replace(ALGORITHM, loss=reading), CORE)
+    assert torch.UntypedStorage.resize_ is RESIZE
+
+
+def test_connected_ranks_cannot_rehearse():
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        with pytest.raises(ArgumentError, match="process of its own"):
+            rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=2)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_storage_counts_once_in_blocks_while_it_lives():
+    with StorageMeter() as meter:
+        tensor = torch.zeros(300)  # 1,200 bytes
+        view = tensor.view(2, 150)[0]
+        assert meter.live_bytes == 1536
+        del tensor
+        assert meter.live_bytes == 1536
+        del view
+    assert meter.live_bytes == 0
+
+
+def test_a_storage_that_is_resized_counts_at_its_size():
+    with StorageMeter() as meter:
+        tensor = torch.zeros(1024)
+        meter.begin("freed")
+        tensor.untyped_storage().resize_(0)
+        meter.begin("grown")
+        tensor.untyped_storage().resize_(8192)
+        meter.begin(None)
+    assert meter.peaks == {"freed": 4096, "grown": 8192}
+    assert torch.UntypedStorage.resize_ is RESIZE
+
+
+def test_gradients_that_meet_are_added_in_place():
+    weight = torch.zeros(1 << 16, requires_grad=True)
+    with StorageMeter() as meter:
+        loss = (weight * 2).sum() + (weight * 3).sum()
+        meter.begin("backward")
+        loss.backward()
+        meter.begin(None)
+    assert meter.peaks["backward"] < 2.5 * weight.nbytes
