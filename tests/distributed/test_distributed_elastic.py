@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import fault_ranks
+import pytest
 from forked import run_ranks
 from spawn import QUIET, TESTS, free_port
 
@@ -30,8 +31,9 @@ def torchrun(script: str, *arguments: str, timeout: float = 240) -> subprocess.C
     )
 
 
-def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path: Path) -> None:
-    ended = torchrun("run_elastic.py", "ddp", str(tmp_path))
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(strategy: str, tmp_path: Path) -> None:
+    ended = torchrun("run_elastic.py", strategy, str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["restarts"], found["steps"]) == (1, 6)
@@ -40,5 +42,5 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_p
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
     lines = (tmp_path / "run/journal/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [step for step in range(1, 7) for _ in range(8)]
-    run_ranks(fault_ranks.leave_alone, tmp_path / "alone")
+    run_ranks(fault_ranks.leave_alone, tmp_path / "alone", strategy)
     assert found["weights"] == fault_ranks.seen(tmp_path / "alone")[0]["weights"]

@@ -120,6 +120,16 @@ def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(
     assert first["weights"] == alone[1][0]["weights"]
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_sharded_run_that_was_asked_to_stop_goes_on_to_the_same_weights(
+    tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], strategy: str
+) -> None:
+    succeed(fault_ranks.stop, tmp_path, {1: ("SIGTERM", 2)}, strategy)
+    first, second = fault_ranks.seen(tmp_path)
+    assert (first["step"], first["checkpoints"]) == (3, ["checkpoint-3"])
+    assert first["weights"] == second["weights"] == pytest.approx(alone[1][0]["weights"], abs=1e-3)
+
+
 def test_the_second_ctrl_c_on_any_rank_ends_all_of_them_now(tmp_path: Path) -> None:
     ended = run_ranks(fault_ranks.stop_at_once, tmp_path)
     assert [rank.code for rank in ended] == [0, 1]
