@@ -155,23 +155,27 @@ def hybrid_sizes(config: AccelerateConfig, given: Mapping[str, Any], places: Pla
     if not config.settings.get("parallelism_config"):
         _refuse({name: given[name] for name in _SIZES if name in given}, "hybrid sharding is --accelerate_config hsdp")
         return {}
-    said = dict(config.settings["parallelism_config"])
-    if config.is_preset:
-        said = {_SIZES[0]: places.hosts, _SIZES[1]: places.per_host}
-        if places.hosts == 1 and not any(name in given for name in _SIZES):
-            raise ArgumentError(
-                "hsdp keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
-                "--parallelism_config_dp_replicate_size."
-            )
-    replicate = int(given.get(_SIZES[0]) or said.get(_SIZES[0]) or 1)
-    shard = int(
-        given.get(_SIZES[1]) or (places.processes // replicate if config.is_preset else said.get(_SIZES[1]) or 1)
-    )
-    if replicate * shard != places.processes or shard < 2:
+    copies, parts = _SIZES
+    own = _preset_sizes(given, places) if config.is_preset else config.settings["parallelism_config"]
+    sizes = {name: int(given.get(name) or own.get(name) or 1) for name in _SIZES}
+    if sizes[copies] * sizes[parts] != places.processes or sizes[parts] < 2:
         raise ArgumentError(
-            f"hybrid sharding of {replicate} copies cut over {shard} devices each does not fill {places.processes} processes."
+            f"hybrid sharding of {sizes[copies]} copies cut over {sizes[parts]} devices each does not fill {places.processes} "
+            "processes."
         )
-    return dict(zip(_SIZES, (replicate, shard), strict=True))
+    return sizes
+
+
+def _preset_sizes(given: Mapping[str, Any], places: Places) -> dict[str, int]:
+    """A copy a host, or as many copies as were given, each cut over what is left."""
+    copies, parts = _SIZES
+    if places.hosts == 1 and copies not in given and parts not in given:
+        raise ArgumentError(
+            "hsdp keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
+            "--parallelism_config_dp_replicate_size."
+        )
+    number = int(given.get(copies) or places.hosts)
+    return {copies: number, parts: places.processes // number}
 
 
 def _words(given: Mapping[str, Any]) -> list[str]:
