@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import DeepSpeedSchedulerWrapper
 from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -63,11 +62,7 @@ def _save_training(trainer: Any, stage: Path) -> None:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
             trainer._save_optimizer_and_scheduler(folder)
-    if (
-        strategy.cuts_states
-        and strategy.ranks.rank == 0
-        and not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper)
-    ):
+    if strategy.cuts_states and strategy.ranks.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
         torch.save(trainer.lr_scheduler.state_dict(), stage / SCHEDULER_NAME)
     trainer._save_scaler(folder)
 
@@ -76,9 +71,14 @@ def load_training(trainer: Any, checkpoint: Path) -> None:
     """Weights, optimizer states, schedule and loss scale that ranks wrote together, on the ranks that are now."""
     strategy = trainer.run.strategy
     strategy.load_state(checkpoint, trainer.model_wrapped, trainer.optimizer)
-    if not isinstance(trainer.lr_scheduler, DeepSpeedSchedulerWrapper):
+    if not _is_deepspeeds(trainer.lr_scheduler):
         trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
     trainer._load_scaler(os.fspath(checkpoint))
+
+
+def _is_deepspeeds(schedule: Any) -> bool:
+    """Whether DeepSpeed moves the schedule and saves it; by name, as accelerate has the class only where DeepSpeed is."""
+    return type(schedule).__name__ == "DeepSpeedSchedulerWrapper"
 
 
 def check_kind(checkpoint: Path, strategy: Strategy) -> None:
