@@ -25,11 +25,17 @@ _ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "DS_ACCELERATOR": "cpu", "MAS
 
 def run_ranks(module: str, request: dict[str, Any], world_size: int = 2, limit_s: float = 900) -> dict[str, Any]:
     """What `module.main(request)` prints last on rank 0."""
-    return run_all("benchmarks.harness.ranks", [module, json.dumps(request)], world_size, limit_s)[0]
+    outputs = _outputs("benchmarks.harness.ranks", [module, json.dumps(request)], world_size, limit_s)
+    return last_object(outputs[0], module)
 
 
 def run_all(module: str, arguments: Sequence[str], world_size: int = 2, limit_s: float = 600) -> list[dict[str, Any]]:
-    """What each rank of `python -m module` prints last; SideError with the ranks' words where one fails."""
+    """What each rank of `python -m module` prints last."""
+    return [last_object(output, module) for output in _outputs(module, arguments, world_size, limit_s)]
+
+
+def _outputs(module: str, arguments: Sequence[str], world_size: int, limit_s: float) -> list[str]:
+    """All that each rank of `python -m module` prints; SideError with the ranks' words where one fails."""
     common = {
         **one_thread(os.environ),
         **_ENVIRONMENT,
@@ -55,7 +61,7 @@ def run_all(module: str, arguments: Sequence[str], world_size: int = 2, limit_s:
             process.kill()
     if any(process.returncode for process in processes):
         raise SideError("\n".join([f"{module}: ranks ended with {[p.returncode for p in processes]}.", *outputs]))
-    return [last_object(output, module) for output in outputs]
+    return outputs
 
 
 def _free_port() -> int:
