@@ -79,7 +79,7 @@ class Broken:
             raise ValueError("out of luck")
 
 
-def without_room_at(number: int, on_rank: int) -> Any:
+def without_room_at(number: int, on_rank: int, error: Exception) -> Any:
     """`torch.empty` that has no room in this call, on one rank."""
     calls = 0
 
@@ -87,7 +87,7 @@ def without_room_at(number: int, on_rank: int) -> Any:
         nonlocal calls
         calls += 1
         if calls == number and on_rank == RANK:
-            raise torch.OutOfMemoryError("no room")
+            raise error
         return torch.empty(*args, **kwargs)
 
     return allocate
@@ -150,9 +150,15 @@ def try_failures(trainer: Any) -> dict[str, Any]:
         except (ValueError, EngineError) as error:
             told[part] = f"{type(error).__name__}: {error}"
         assert footprint(model) == before, "something was not given back"
-    gatherer = Gatherer(strategy.ranks, trainer.accelerator.device, without_room_at(20, on_rank=1))
-    hold = lambda: gatherer.gathered(model, strategy._shard, None)  # noqa: E731
-    return {"told": told, "without_room": generate(trainer, hold, TEXTS["uneven"][RANK])}
+    tokens = {}
+    # One of a layer's tensors on a GPU, and the last of all, the embedding, on a CPU, whose allocator has its own words.
+    for number, error in ((20, torch.OutOfMemoryError("no room")), (49, RuntimeError("can't allocate memory"))):
+        gatherer = Gatherer(strategy.ranks, trainer.accelerator.device, without_room_at(number, 1, error))
+        tokens[str(number)] = generate(
+            trainer, lambda g=gatherer: g.gathered(model, strategy._shard, None), TEXTS["uneven"][RANK]
+        )
+        assert RANK == 0 or not strategy.cuts_parameters or error.__traceback__, "nothing ran out of room"
+    return {"told": told, "without_room": tokens}
 
 
 main()

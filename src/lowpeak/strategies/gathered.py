@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.flat import FlatShard, Sharded
 from lowpeak.strategies.generating import generating
@@ -122,11 +123,11 @@ def _fill_all(
 ) -> None:
     """Gather what is kept, and let the rest be gathered or stay cut as it is used: the steps of a forward, in their order."""
     _fill(stack, parts.rest, _buffers(parts.rest))
-    for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=True):
+    for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=False):
         _fill(stack, places, own)
     head: Any = _transformers_model(model).get_output_embeddings()
     whole = parts.vocabulary if kept.vocabulary else _tied_to(head, parts.vocabulary) if whole_head else []
-    _fill(stack, whole, _buffers(whole))
+    _fill(stack, whole, buffers[-1] if kept.vocabulary else _buffers(whole))
     cut = [(place, ShardedRows(place.shard, _in_fp32(place))) for place in parts.vocabulary if place not in whole]
     for place, rows in cut:
         if place.module is not head:
@@ -219,18 +220,23 @@ def _buffers(places: Sequence[Place], allocate: Callable[..., Tensor] = torch.em
 
 
 def _allocate(parts: Parts, kept: Kept, ranks: Ranks, allocate: Callable[..., Tensor]) -> tuple[Kept, list[Buffers]]:
-    """Buffers of the layers that stay, of as many as there is room for on every rank: half as many after each failure."""
+    """Buffers of what stays, of as much as there is room for on every rank: half as many layers after each failure."""
     while True:
         buffers: list[Buffers] = []
         failed: Exception | None = None
         try:
             for _, places in parts.layers[: kept.num_layers]:
                 buffers.append(_buffers(places, allocate))
-        except (torch.OutOfMemoryError, MemoryError) as error:
+            if kept.vocabulary:
+                buffers.append(_buffers(parts.vocabulary, allocate))
+        except (MemoryError, RuntimeError) as error:
+            if not is_exhaustion(error):
+                raise
             failed = error
         if not ranks.max([float(failed is not None)])[0]:
             return kept, buffers
-        if not kept.num_layers:
+        buffers.clear()
+        if kept == Kept(0, False):
             raise failed or MemoryError("another rank has no room for a layer's buffers")
         kept = Kept(kept.num_layers // 2, False)
         logger.warning(

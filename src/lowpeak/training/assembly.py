@@ -232,7 +232,7 @@ def _free_to_gather(trainer: Any, strategy: Strategy, run: Run) -> int:
     if not strategy.cuts_parameters:
         return ALL
     free = free_bytes(trainer.accelerator.device) - run.sizes.kv_cache_bytes
-    return int(-strategy.ranks.max([-max(0, free) // 2])[0])
+    return int(strategy.ranks.min([max(0, free)])[0]) // 2
 
 
 def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-
 from lowpeak.errors import MemoryExhaustedError
+from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.phases import Phase
 
 _PASSES = "set micro_batch_tokens below {micro_batch_tokens} and logprob_chunk_size below {logprob_chunk_size}"
@@ -28,14 +27,9 @@ def explained(phase: Phase, trainer: Any) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if isinstance(error, MemoryExhaustedError) or not _is_exhaustion(error):
+        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
             raise
         sizes = trainer.run.sizes.as_dict()
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**sizes)
         words = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({words})") from error
-
-
-def _is_exhaustion(error: Exception) -> bool:
-    """A CPU's allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
