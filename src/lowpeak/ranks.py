@@ -144,6 +144,12 @@ class Ranks:
         return values.tolist()
 
 
+def leave() -> None:
+    """End the process group, if there is one: its threads, alive when Python exits, may abort a run that has succeeded."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def is_lost_connection(error: BaseException) -> bool:
     """Whether a process group raised this because another rank did not answer, as far as its words tell."""
     text = str(error).lower()

@@ -68,6 +68,9 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     trainer.save_model()
     if job.config.push_to_hub:
         trainer.push_to_hub()
+    from lowpeak.ranks import leave
+
+    leave()
     return 0
 
 
