@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -70,7 +71,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         trainer.push_to_hub()
     from lowpeak.ranks import leave
 
-    leave()
+    atexit.register(leave)
     return 0
 
 
