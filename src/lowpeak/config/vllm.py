@@ -1,0 +1,63 @@
+"""What a run was told about vLLM: where it runs, how weights get there, how large a wave is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+VllmMode = Literal["colocate", "server"]
+Transport = Literal["auto", "process", "ipc", "nccl", "shm", "tcp"]
+
+
+@dataclass(frozen=True)
+class ColocateSettings:
+    """An engine in each training process, or one over `tensor_parallel_size` of them.
+
+    `gpu_memory_utilization` is vLLM's share of the device, `engine_kwargs` go to `vllm.LLM` as they are. With `sleeps` the
+    engine gives memory back while training.
+    """
+
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.3
+    max_model_length: int | None = None
+    model_impl: str = "vllm"
+    sleeps: bool = False
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Servers that answer over HTTP, one engine each; several share the prompts.
+
+    `timeout` is how many seconds a server may take to be there (at the start, and after it died). `token` is what a server
+    that demands one gets.
+    """
+
+    base_urls: tuple[str, ...]
+    timeout: float = 240.0
+    token: str | None = None
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Rollouts by vLLM.
+
+    `batch_size` is the rows of a wave (None: as many as the KV cache holds at full length), `wave_timeout` the seconds a wave
+    may take (None: no limit). Weights go in buckets of `bucket_bytes` over `transport`; with `verify` each load and wake is
+    proved. `structured_regex` bounds what a completion may be.
+    """
+
+    where: ColocateSettings | ServerSettings
+    batch_size: int | None = None
+    wave_timeout: float | None = None
+    bucket_bytes: int = 64 << 20
+    transport: Transport = "auto"
+    verify: bool = True
+    adapters: bool = True
+    structured_regex: str | None = None
+
+    @property
+    def mode(self) -> VllmMode:
+        """TRL's word for where the engine runs."""
+        return "colocate" if isinstance(self.where, ColocateSettings) else "server"

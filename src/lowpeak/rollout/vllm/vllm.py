@@ -1,0 +1,117 @@
+"""What the engine asks of one vLLM, in this process or behind a URL; who holds its weights, and who answers prompts.
+
+Both implementations (`colocated.py`, `server.py`) and the fake (`scripted.py`) have these members and no others, so that
+waves, weights, proof and faults are written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from lowpeak.errors import EngineError
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to be written: token ids in, and vLLM's sampling parameters by name (one completion: no `n`)."""
+
+    prompt_ids: tuple[int, ...]
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The tokens that came back, the end-of-sequence token included, and the log-prob of each.
+
+    `finish_reason` is vLLM's: "stop", "length", or "abort" where the request was given up before its end. `policy_versions`
+    are the versions of the weights that wrote it, where vLLM tells them.
+    """
+
+    ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: str
+    policy_versions: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a vLLM says of itself: what it was built from, and how much it can hold.
+
+    `model` is the name or path that it loaded, `fingerprint` a hash of its configuration's sizes and of its tokenizer's
+    vocabulary, `dtype` torch's name of its weights' dtype, `kv_tokens` how many tokens its KV cache holds.
+    """
+
+    version: str
+    model: str
+    fingerprint: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    kv_tokens: int
+    num_workers: int
+    serves_adapters: bool = False
+
+
+class LostEngineError(EngineError):
+    """A vLLM is gone, was restarted, or gave its requests up: it holds no known weights and must be loaded again."""
+
+
+@runtime_checkable
+class Workers(Protocol):
+    """The processes of one vLLM that hold its weights; each has the methods of `weights/extension.py`.
+
+    `in_process` says that they live in this process, so that arguments may be tensors; else they are JSON.
+    """
+
+    @property
+    def in_process(self) -> bool:
+        """Whether a call's arguments may be tensors."""
+        ...
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        """What each worker's method returns, in rank order; LostEngineError when one is gone."""
+        ...
+
+
+@runtime_checkable
+class Vllm(Protocol):
+    """One vLLM engine."""
+
+    @property
+    def workers(self) -> Workers:
+        """Who holds the weights."""
+        ...
+
+    def facts(self) -> Facts:
+        """What it is; asked once it is there, and again after a restart."""
+        ...
+
+    def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
+        """One wave: an answer for each request, in order. LostEngineError when it dies or does not answer in time."""
+        ...
+
+    def pause(self) -> None:
+        """Give up what is being written and start nothing until `resume`: weights are about to change."""
+        ...
+
+    def resume(self) -> None:
+        """Forget cached keys and values of the old weights, and answer again."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Return when it answers, within `seconds`; EngineError says what was waited for."""
+        ...
+
+    def sleep(self) -> None:
+        """Give its memory back, as far as it can; weights may be lost."""
+        ...
+
+    def wake(self) -> None:
+        """Have its memory again."""
+        ...
+
+    def close(self) -> None:
+        """Let go of it: an engine of this process is freed, a server is left running."""
+        ...
