@@ -126,7 +126,7 @@ class ColocatedVllm:
         """It is there as long as this process is."""
 
     def sleep(self) -> None:
-        """Give its device memory back: weights go to host memory where there is room for twice their size, else they are dropped."""
+        """Give its device memory back: weights go to host memory where twice their size is free, else they are dropped."""
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self._workers.model.parameters())
         level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * self._team.world_size else 2
@@ -154,8 +154,9 @@ class ColocatedVllm:
 
     def _add(self, requests: Sequence[Request]) -> list[str]:
         """Hand the requests over; the names that their outputs will have."""
-        from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        from vllm import SamplingParams, TokensPrompt
 
         names: list[str] = []
         for request in requests:
@@ -204,17 +205,11 @@ class InProcessWorkers:
 
 
 def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
-    """ArgumentError for what cannot go together with the device or with its allocator's settings."""
+    """ArgumentError for what cannot act on the device."""
     if settings.sleeps and device.type == "cpu":
         raise ArgumentError(
             "vllm_enable_sleep_mode=True cannot act: vLLM has no sleep on CPUs, where its memory is the host's; remove it."
         )
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if settings.sleeps and "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            raise ArgumentError(
-                f"vllm_enable_sleep_mode=True with {name}={os.environ[name]!r}: vLLM's memory pool does not work with "
-                f"expandable segments; remove expandable_segments:True from {name}, or set vllm_enable_sleep_mode=False."
-            )
 
 
 def _write(blueprint: Blueprint, folder: Path) -> None:

@@ -42,7 +42,7 @@ class Model:
     """What the engine must know of the policy: which tokens end a completion, and how many tokens there are."""
 
     end_ids: Callable[[Sampling], Iterable[int]]
-    num_tokens: int
+    num_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,8 @@ class VllmEngine:
         team = self._company.team
         with team.together():
             self._check_lengths(prompts, sampling)
-        mine = rows_of(prompts, sampling, self._model.end_ids(sampling), self._settings.structured_regex)
+        told = self._settings
+        mine = rows_of(prompts, sampling, self._model.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
         rows = [row for rows in team.gather(mine) for row in rows]
         self._keep_for(self._policy_version, sampling)
         try:
@@ -141,7 +142,11 @@ class VllmEngine:
         try:
             if self._company.pushes:
                 self._make_ready()
+                for vllm in self._vllms:
+                    vllm.pause()
                 self.reports.append(self._push(pieces, self._vllms, self._settings, policy_version))
+                for vllm in self._vllms:
+                    vllm.resume()
         finally:
             for _ in pieces:  # they are broadcast: other ranks wait for this one
                 pass
@@ -228,10 +233,10 @@ class VllmEngine:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
         asked = [pair for pair in zip(self._vllms, shares, strict=True) if pair[1]]
         if len(asked) == 1:
-            failures = [self._ask(*asked[0], version)]
+            failures = [self._ask(asked[0][0], asked[0][1], version)]
         else:
             with ThreadPoolExecutor(len(asked)) as pool:
-                failures = list(pool.map(lambda pair: self._ask(*pair, version), asked))
+                failures = list(pool.map(lambda pair: self._ask(pair[0], pair[1], version), asked))
         return [failure for failure in failures if failure is not None]
 
     def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> Exception | None:
