@@ -25,6 +25,8 @@ from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_coloc
 from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
 from lowpeak.rollout.vllm.versions import require_vllm
 from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.weights.proof import prove
+from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, num_embeddings
 from lowpeak.training.rollouts import Tally
@@ -78,9 +80,6 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     team = strategy.ranks.teams(where.tensor_parallel_size)
     blueprint = _blueprint(parts, where, policy, run, device)
     connect = partial(_colocated, blueprint, where, team)
-    from lowpeak.rollout.vllm.weights.proof import prove
-    from lowpeak.rollout.vllm.weights.push import push
-
     return VllmEngine(connect, settings, model, Company(team), push, prove)
 
 
@@ -112,6 +111,7 @@ def _cache_on_host(policy: Any, run: Run, device: torch.device) -> int | None:
 
 
 def refuse_function(rollout_func: Callable[..., Mapping[str, Any]] | None) -> None:
+    """ArgumentError where a function is to generate beside vLLM."""
     if rollout_func is not None:
         raise ArgumentError(
             "rollout_func generates in place of an engine, so use_vllm=True cannot act: remove one of the two (a rollout_func "

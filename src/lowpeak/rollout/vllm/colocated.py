@@ -89,21 +89,17 @@ class ColocatedVllm:
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""
-        engine = self.llm.llm_engine
         names = self._add(requests)
         deadline = None if timeout is None else time.monotonic() + timeout
         outputs: dict[str, Any] = {}
-        steps = 0
         try:
-            while engine.has_unfinished_requests():
-                outputs |= {out.request_id: out for out in engine.step() if out.finished}
-                steps += 1
-                if deadline is not None and self._is_late(deadline, steps):
-                    break
+            self._run(outputs, deadline)
+        except RuntimeError as error:
+            raise EngineError(f"vLLM failed while generating: {_first_line(error)}") from error
         finally:
             left = [name for name in names if name not in outputs]
             if left:
-                engine.abort_request(left)
+                self.llm.llm_engine.abort_request(left)
         answers = {i: _answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
         if left:
             lost = LostEngineError(
@@ -173,6 +169,15 @@ class ColocatedVllm:
                 raise EngineError(f"vLLM refuses a request: {error}") from error
             names.append(name)
         return names
+
+    def _run(self, outputs: dict[str, Any], deadline: float | None) -> None:
+        """Step until all is finished, or it is too late; what is finished goes into `outputs`."""
+        engine, steps = self.llm.llm_engine, 0
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+            steps += 1
+            if deadline is not None and self._is_late(deadline, steps):
+                return
 
     def _is_late(self, deadline: float, steps: int) -> bool:
         """Whether the limit is past; a team takes its steps together, and so must end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,8 +20,11 @@ from lowpeak.rollout.vllm.answers import checked, completion_of
 from lowpeak.rollout.vllm.requests import Key, Row, rows_of
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Vllm
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
+from lowpeak.rollout.vllm.weights.workers import ask
 
 logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # for what a worker answers at once
 
 
 class Push(Protocol):
@@ -185,7 +188,7 @@ class VllmEngine:
         where = self._settings.where
         for vllm in self._vllms:
             vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
-            vllm.workers.call("lowpeak_score_at_temperature", {})
+        ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
         self._facts = [vllm.facts() for vllm in self._vllms]
 
     def _survived(self) -> bool:
@@ -207,7 +210,7 @@ class VllmEngine:
 
     def _check_held(self) -> None:
         """LostEngineError where a vLLM is not the one that was loaded, or has been loaded by somebody else."""
-        identities = [vllm.workers.call("lowpeak_identity", {}) for vllm in self._vllms]
+        identities = ask(self._vllms, "lowpeak_identity", [{}] * len(self._vllms), _SECONDS)
         held = {worker["policy_version"] for workers in identities for worker in workers}
         if held != {self._policy_version} or (self._identities or identities) != identities:
             found = ", ".join("none" if version is None else str(version) for version in held)
@@ -229,7 +232,7 @@ class VllmEngine:
             if failures:
                 raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
-    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[Exception]:
+    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
         asked = [pair for pair in zip(self._vllms, shares, strict=True) if pair[1]]
         if len(asked) == 1:
@@ -239,20 +242,18 @@ class VllmEngine:
                 failures = list(pool.map(lambda pair: self._ask(pair[0], pair[1], version), asked))
         return [failure for failure in failures if failure is not None]
 
-    def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> Exception | None:
+    def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> EngineError | None:
         """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
+        failure: EngineError | None = None
         try:
             answers = vllm.complete([row.request for row in rows], self._settings.wave_timeout)
             good = dict(enumerate(checked(rows, answers, version, self._model.num_tokens)))
         except LostEngineError as lost:
-            good = {i: answer for i, answer in lost.finished.items() if not answer.policy_versions - {version}}
-            return lost
+            good, failure = _of_version(lost.finished, version), lost
         except EngineError as error:
-            good = {}
-            return error
-        finally:
-            self._kept.update({rows[i].key: answer for i, answer in good.items()})
-        return None
+            good, failure = {}, error
+        self._kept.update({rows[i].key: answer for i, answer in good.items()})
+        return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         context = min(facts.max_model_len for facts in self._facts)
@@ -264,3 +265,8 @@ class VllmEngine:
                     f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
                     f"exceeds vLLM's context of {context}: raise vllm_max_model_length, or shorten prompts or completions."
                 )
+
+
+def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:
+    """The answers that no other weights had a part in."""
+    return {i: answer for i, answer in finished.items() if not answer.policy_versions - {version}}

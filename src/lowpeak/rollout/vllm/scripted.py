@@ -64,7 +64,7 @@ class ScriptedVllm:
         if method == "lowpeak_identity":
             return [{"incarnation": str(self.incarnation), "policy_version": self.policy_version}]
         self.calls.append((method, arguments))
-        return [None]
+        return [{}]
 
     def facts(self) -> Facts:
         """What it was made with."""

@@ -125,7 +125,9 @@ def test_without_prompts_nothing_is_asked():
 def test_several_vllms_share_the_prompts_by_tokens_and_each_has_whole_groups():
     first, second = scripted(), scripted()
     engine = engine_over(first, second)
-    assert tokens(engine.generate(prompts(4), SAMPLING)) == tokens(engine_over(scripted()).generate(prompts(4), SAMPLING))
+    assert tokens(engine.generate(prompts(4), SAMPLING)) == tokens(
+        engine_over(scripted()).generate(prompts(4), SAMPLING)
+    )
     assert len(asked(first)) == len(asked(second)) == 8
     assert not {r.prompt_ids for r in asked(first)} & {r.prompt_ids for r in asked(second)}
 
