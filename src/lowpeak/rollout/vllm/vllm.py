@@ -55,7 +55,14 @@ class Facts:
 
 
 class LostEngineError(EngineError):
-    """A vLLM is gone, was restarted, or gave its requests up: it holds no known weights and must be loaded again."""
+    """A vLLM is gone, was restarted, or gave its requests up: it holds no known weights and must be loaded again.
+
+    `answers` are those of the wave that had come whole, None in the place of the others; empty where none were asked for.
+    """
+
+    def __init__(self, message: str, answers: Sequence[Answer | None] = ()) -> None:
+        super().__init__(message)
+        self.answers = tuple(answers)
 
 
 @runtime_checkable
