@@ -296,7 +296,9 @@ class StepTrainer(Trainer):
         self._export(Path(output_dir), merged=True)
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
-        with agreed(self.run.strategy.ranks, f"the model could not be written into {folder}"):
+        ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        could_not = f"the model could not be written into {folder}"
+        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), agreed(ranks, could_not):
             export_model(self, folder, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
