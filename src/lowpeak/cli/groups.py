@@ -9,6 +9,7 @@ MODEL = "model"
 DATA = "data"
 REWARDS = "rewards"
 GENERATION = "generation"
+VLLM = "rollouts by vLLM"
 ALGORITHM = "algorithm"
 MEMORY = "memory"
 DEVICES = "several devices"
@@ -16,9 +17,9 @@ EVALUATION = "evaluation"
 LOGGING = "logging and saving"
 TRAINING = "training (transformers)"
 
-ORDER = (MODEL, DATA, REWARDS, GENERATION, ALGORITHM, MEMORY, DEVICES, EVALUATION, LOGGING, TRAINING)
+ORDER = (MODEL, DATA, REWARDS, GENERATION, VLLM, ALGORITHM, MEMORY, DEVICES, EVALUATION, LOGGING, TRAINING)
 
-_TITLES = {"logging": LOGGING, "training": TRAINING}
+_TITLES = {"logging": LOGGING, "training": TRAINING, "vllm": VLLM}
 _PREFIXES = {"log": LOGGING, "save_": LOGGING, "hub_": LOGGING, "push_": LOGGING, "trackio_": LOGGING,
              "report_to": LOGGING, "output_dir": LOGGING, "run_name": LOGGING, "project": LOGGING,
              "disable_tqdm": LOGGING, "resume_from": LOGGING, "eval_": EVALUATION,

@@ -10,6 +10,21 @@ GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How far an engine that samples with weights of its own is from the trainer, as a weight of the policy loss.
+
+    The weight is old over sampled probability, of each token or of a whole completion (`per_sequence`); beyond the bounds it
+    is 0 (`masks`), or else the bound itself. A bound of None is none.
+    """
+
+    per_sequence: bool
+    masks: bool
+    minimum: float | None
+    maximum: float | None
 
 
 @dataclass(frozen=True)
@@ -51,6 +66,7 @@ class GRPOSettings:
     max_completion_length: int
     drop_equal_groups: bool
     score_old: bool
+    correction: Correction | None = None
 
 
 @dataclass(frozen=True)
@@ -66,3 +82,4 @@ class RLOOSettings:
     mask_truncated: bool
     drop_equal_groups: bool
     score_old: bool
+    correction: Correction | None = None

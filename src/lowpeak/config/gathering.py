@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
+from lowpeak.config.sizes import parse_bytes
 from lowpeak.errors import ArgumentError
 
 ALL = 1 << 62  # bytes that hold any model
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 _NAMES = ("gather_budget", "ds3_gather_for_generation", "disable_unwrapping_for_generation")
 
 
@@ -39,10 +37,9 @@ def _bytes(text: int | str | None) -> int | None:
     """`8GiB`, `500MB`, `0` or a number as bytes; None for `auto`."""
     if text is None or text == "auto":
         return None
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None:
+    size = parse_bytes(text)
+    if size is None:
         raise ArgumentError(
             f"gather_budget={text!r} must be 'auto', a number of bytes, or a size such as '8GiB' or '500MB'."
         )
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** _POWERS[unit.upper()])
+    return size

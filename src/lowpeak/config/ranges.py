@@ -6,7 +6,15 @@ from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
-from lowpeak.config.algorithm import Aggregation, GRPOLossType, ImportanceLevel, KLEstimator, RewardScale
+from lowpeak.config.algorithm import (
+    Aggregation,
+    CorrectionMode,
+    GRPOLossType,
+    ImportanceLevel,
+    KLEstimator,
+    RewardScale,
+)
+from lowpeak.config.vllm import ModelImpl, Transport, VllmMode
 from lowpeak.errors import ArgumentError
 
 Range = tuple[Callable[[Any], bool], str]  # whether a value fits, and the end of the sentence that says so
@@ -16,6 +24,10 @@ def _one_of(literal: Any, *unsaid: Any) -> Range:
     """The values of a Literal; `unsaid` ones are taken too, for scripts that were written for TRL."""
     values = get_args(literal)
     return lambda x: x in (*values, *unsaid), f"must be one of {', '.join(map(repr, values))}"
+
+
+def _is_port(number: int) -> bool:
+    return 0 < number < 1 << 16
 
 
 RANGES: dict[str, Range] = {
@@ -57,6 +69,20 @@ RANGES: dict[str, Range] = {
     "num_completions_to_print": (lambda x: x is None or x >= 1, "must be at least 1"),
     "per_device_eval_batch_size": (lambda x: x is None or x >= 1, "must be at least 1"),
     "max_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
+    "vllm_mode": _one_of(VllmMode),
+    "vllm_model_impl": _one_of(ModelImpl),
+    "vllm_transport": _one_of(Transport),
+    "vllm_importance_sampling_mode": _one_of(CorrectionMode),
+    "vllm_importance_sampling_clip_max": (lambda x: x is None or x > 0, "must be above 0, or None"),
+    "vllm_importance_sampling_clip_min": (lambda x: x is None or x >= 0, "must be 0 or more, or None"),
+    "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
+    "vllm_max_model_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
+    "vllm_tensor_parallel_size": (lambda x: x >= 1, "must be at least 1"),
+    "vllm_batch_size": (lambda x: x is None or x >= 1, "must be at least 1 row"),
+    "vllm_server_port": (_is_port, "must be a port, from 1 to 65535"),
+    "vllm_group_port": (_is_port, "must be a port, from 1 to 65535"),
+    "vllm_server_timeout": (lambda x: x > 0, "must be a number of seconds above 0"),
+    "vllm_wave_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0, or None"),
     "success_threshold": (lambda x: x == x, "must be a number"),
 }
 

@@ -6,28 +6,10 @@ They are refused by name, because an argument that silently does nothing costs s
 from __future__ import annotations
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
-_VLLM = "vLLM rollouts are not part of this version; remove it, the native engine needs no second copy of the weights"
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
 
 REJECTED: dict[str, str] = {
-    "use_vllm": _VLLM,
-    "vllm_mode": _VLLM,
-    "vllm_model_impl": _VLLM,
-    "vllm_enable_sleep_mode": _VLLM,
-    "vllm_structured_outputs_regex": _VLLM,
-    "vllm_server_base_url": _VLLM,
-    "vllm_server_host": _VLLM,
-    "vllm_server_port": _VLLM,
-    "vllm_server_timeout": _VLLM,
-    "vllm_group_port": _VLLM,
-    "vllm_gpu_memory_utilization": _VLLM,
-    "vllm_max_model_length": _VLLM,
-    "vllm_tensor_parallel_size": _VLLM,
-    "vllm_importance_sampling_correction": _VLLM,
-    "vllm_importance_sampling_mode": _VLLM,
-    "vllm_importance_sampling_clip_max": _VLLM,
-    "vllm_importance_sampling_clip_min": _VLLM,
-    "vllm_importance_sampling_cap": _VLLM,
+    "vllm_importance_sampling_cap": "its name is vllm_importance_sampling_clip_max, as in TRL; use that",
     "cache_implementation": _NATIVE,
     "use_transformers_continuous_batching": _NATIVE,
     "transformers_continuous_batching_config": _NATIVE,

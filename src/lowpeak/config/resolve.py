@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
+from lowpeak.config.correction import resolve_correction
 from lowpeak.config.gathering import resolve_gather_budget
 from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require
 from lowpeak.config.kinds import check_kinds
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.ranges import check_ranges
+from lowpeak.config.resolve_vllm import EVERY_ENGINE, resolve_vllm
 from lowpeak.config.rollout import RolloutSettings, Sampling
+from lowpeak.config.vllm import VllmSettings
 from lowpeak.errors import ArgumentError
-
-_GENERATION_KEYS = ("seed", "stop", "stop_strings", "stop_token_ids")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class OnlineSettings:
     memory: MemorySettings
     reward_weights: tuple[float, ...]
     mask_truncated: bool
+    vllm: VllmSettings | None = None
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
         memory=memory,
         reward_weights=_resolve_weights(args, num_rewards),
         mask_truncated=args.mask_truncated_completions,
+        vllm=resolve_vllm(args, world_size),
     )
 
 
@@ -136,6 +139,7 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
         max_completion_length=args.max_completion_length,
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=reused,
+        correction=resolve_correction(args),
     )
 
 
@@ -143,7 +147,12 @@ def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
     """RLOO's settings; an argument that the run leaves idle is an ArgumentError."""
     reused = online.rollout.num_steps > 1
     refuse_idle(args, ("epsilon", "epsilon_high"), reused, _ON_POLICY)
-    clip = args.reward_clip_range
+    clip, correction = args.reward_clip_range, resolve_correction(args)
+    require(
+        correction is None or correction.per_sequence,
+        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} weighs tokens, and RLOO's ratio and loss are of "
+        "whole completions; use sequence_mask or sequence_truncate.",
+    )
     require(clip is None or (len(clip) == 2 and clip[0] < clip[1]), f"reward_clip_range={clip!r} must be (low, high).")
     return RLOOSettings(
         clip_low=args.epsilon,
@@ -155,6 +164,7 @@ def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
         mask_truncated=args.mask_truncated_completions,
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=reused,
+        correction=correction,
     )
 
 
@@ -247,11 +257,11 @@ def _steps_per_generation(args: Any, batch: int) -> int:
 
 def _resolve_sampling(args: Any) -> Sampling:
     more = dict(args.generation_kwargs or {})
-    unknown = sorted(set(more) - set(_GENERATION_KEYS))
+    unknown = sorted(set(more) - set(EVERY_ENGINE))
     require(
-        not unknown,
+        args.use_vllm or not unknown,
         f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes "
-        f"{', '.join(_GENERATION_KEYS)}; temperature, top_p and the like are arguments of their own.",
+        f"{', '.join(EVERY_ENGINE)}; temperature, top_p and the like are arguments of their own.",
     )
     stop, stop_token_ids = _resolve_stops(more)
     return Sampling(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 VllmMode = Literal["colocate", "server"]
+ModelImpl = Literal["vllm", "transformers", "auto"]
 Transport = Literal["auto", "process", "ipc", "nccl", "shm", "tcp"]
 
 
@@ -15,14 +16,15 @@ class ColocateSettings:
     """An engine in each training process, or one over `tensor_parallel_size` of them.
 
     `gpu_memory_utilization` is vLLM's share of the device, `engine_kwargs` go to `vllm.LLM` as they are. With `sleeps` the
-    engine gives memory back while training.
+    engine gives memory back while training. `kv_cache_bytes` is the size of its KV cache (None: what vLLM finds in its share).
     """
 
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.3
     max_model_length: int | None = None
-    model_impl: str = "vllm"
+    model_impl: ModelImpl = "vllm"
     sleeps: bool = False
+    kv_cache_bytes: int | None = None
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -31,12 +33,13 @@ class ServerSettings:
     """Servers that answer over HTTP, one engine each; several share the prompts.
 
     `timeout` is how many seconds a server may take to be there (at the start, and after it died). `token` is what a server
-    that demands one gets.
+    that demands one gets. `group_port` is where this host listens when weights go by NCCL or TCP.
     """
 
     base_urls: tuple[str, ...]
     timeout: float = 240.0
     token: str | None = None
+    group_port: int = 51216
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class VllmSettings:
 
     `batch_size` is the rows of a wave (None: as many as the KV cache holds at full length), `wave_timeout` the seconds a wave
     may take (None: no limit). Weights go in buckets of `bucket_bytes` over `transport`; with `verify` each load and wake is
-    proved. `structured_regex` bounds what a completion may be.
+    proved. `structured_regex` bounds what a completion may be; `sampling_kwargs` are more of vLLM's sampling parameters.
     """
 
     where: ColocateSettings | ServerSettings
@@ -56,6 +59,7 @@ class VllmSettings:
     verify: bool = True
     adapters: bool = True
     structured_regex: str | None = None
+    sampling_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def mode(self) -> VllmMode:

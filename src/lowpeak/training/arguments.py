@@ -20,10 +20,11 @@ from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
+from lowpeak.training.vllm_arguments import VllmArguments
 
 logger = logging.getLogger(__name__)
 
-_JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs")
+_JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs", "vllm_engine_kwargs")
 _RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -117,7 +118,7 @@ class CommonConfig(TrainingArguments):
 
 
 @dataclass
-class OnlineConfig(CommonConfig):
+class OnlineConfig(VllmArguments, CommonConfig):
     """What GRPO and RLOO share: rollouts, rewards, reference, evaluation."""
 
     num_generations: int = argument(8, "generation", "Completions of each prompt (G).")
@@ -135,7 +136,7 @@ class OnlineConfig(CommonConfig):
     min_p: float | None = argument(None, "generation", "Least probability, as a share of the likeliest token's.")
     repetition_penalty: float = argument(1.0, "generation", "Above 1 makes tokens that were seen less likely.")
     generation_kwargs: dict | str | None = argument(
-        None, "generation", "More of generation: stop_strings, stop_token_ids, seed (JSON)."
+        None, "generation", "More of generation: stop_strings, stop_token_ids, seed; vLLM's own parameters (JSON)."
     )
     kv_cache_bytes: int | None = argument(None, "memory", "Bytes of the engine's KV cache (None: from free memory).")
     gather_budget: str | int | None = argument(

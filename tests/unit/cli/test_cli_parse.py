@@ -65,7 +65,7 @@ def test_the_rest_of_transformers_arguments_are_there():
     ("argv", "message"),
     [
         (["--learning_rte", "1"], "did you mean 'learning_rate'"),
-        (["--use_vllm", "true"], "'use_vllm' is TRL's"),
+        (["--use_liger_loss", "true"], "'use_liger_loss' is TRL's"),
         (["--model_name_or_path", "m"], "use model"),
         (["--num_generations", "many"], "--num_generations expects a whole number, not 'many'"),
         (["--loss_type"], "[Ee]xpected one argument"),

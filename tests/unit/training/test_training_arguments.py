@@ -85,7 +85,7 @@ def test_what_cannot_act_raises_with_the_remedy(tmp_path, changes, words):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("use_vllm", "native engine"), ("vllm_mode", "native engine"), ("lerning_rate", "learning_rate")],
+    [("cache_implementation", "its own engine"), ("vespo_k_pos", "loss_type"), ("lerning_rate", "learning_rate")],
 )
 def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words):
     with pytest.raises(ArgumentError, match=words):

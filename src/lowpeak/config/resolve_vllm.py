@@ -1,0 +1,223 @@
+"""The arguments of vLLM to its settings. What cannot act where vLLM runs, or without it, raises with the remedy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from lowpeak.config.gathering import given_gathering
+from lowpeak.config.inapplicable import refuse_idle, require
+from lowpeak.config.sizes import parse_bytes
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+
+COLOCATED = (
+    "vllm_model_impl",
+    "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization",
+    "vllm_max_model_length",
+    "vllm_tensor_parallel_size",
+    "vllm_engine_kwargs",
+)
+SERVED = (
+    "vllm_server_base_url",
+    "vllm_server_host",
+    "vllm_server_port",
+    "vllm_server_timeout",
+    "vllm_group_port",
+    "vllm_server_token",
+    "vllm_wave_timeout",
+)
+EITHER = (
+    "vllm_mode",
+    "vllm_batch_size",
+    "vllm_structured_outputs_regex",
+    "vllm_bucket_size",
+    "vllm_transport",
+    "vllm_verify_weights",
+    "vllm_adapters",
+)
+CORRECTION = (
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)
+
+# vLLM's sampling parameters that say what an argument says, or that the way of asking decides.
+_SAID_ELSEWHERE = {
+    "n": "num_generations",
+    "max_tokens": "max_completion_length",
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "structured_outputs": "vllm_structured_outputs_regex",
+}
+_OURS = (
+    "logprobs",
+    "prompt_logprobs",
+    "flat_logprobs",
+    "output_kind",
+    "detokenize",
+    "skip_special_tokens",
+    "extra_args",
+)
+_ANY_ADDRESS = ("0.0.0.0", "::", "")  # a server listens on these; it is reached by another name
+_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.environ) -> VllmSettings | None:
+    """The settings of vLLM on `world_size` ranks, None for a run without it; ArgumentError for what cannot act."""
+    off = "use_vllm is off; set use_vllm=True or remove it"
+    refuse_idle(args, EITHER + COLOCATED + SERVED + CORRECTION, args.use_vllm, off)
+    if not args.use_vllm:
+        return None
+    colocated = args.vllm_mode == "colocate"
+    refuse_idle(
+        args,
+        COLOCATED,
+        colocated,
+        "a server decides it where it is started: give it to `lowpeak serve`, here remove it",
+    )
+    refuse_idle(
+        args, SERVED, not colocated, "vllm_mode is 'colocate', there is no server; set vllm_mode='server' or remove it"
+    )
+    _refuse_native(args, colocated)
+    _check_transport(args, colocated)
+    return VllmSettings(
+        where=_colocate(args, world_size, environ) if colocated else _server(args, environ),
+        batch_size=args.vllm_batch_size,
+        wave_timeout=None if colocated else args.vllm_wave_timeout,
+        bucket_bytes=_bucket_bytes(args.vllm_bucket_size),
+        transport=args.vllm_transport,
+        verify=args.vllm_verify_weights,
+        adapters=args.vllm_adapters,
+        structured_regex=args.vllm_structured_outputs_regex,
+        sampling_kwargs=_sampling_kwargs(args),
+    )
+
+
+def _refuse_native(args: Any, colocated: bool) -> None:
+    """ArgumentError for what concerns the native engine alone."""
+    gathering = given_gathering(args)
+    require(
+        gathering is None,
+        f"{gathering}={getattr(args, gathering or 'use_vllm')!r} cannot act: vLLM generates with weights of its own, so nothing "
+        "of the policy is gathered. Remove it.",
+    )
+    refuse_idle(
+        args,
+        ("kv_cache_bytes",),
+        colocated,
+        "a server has a KV cache of its own; give `lowpeak serve` its size (kv_cache_memory_bytes, or "
+        "gpu_memory_utilization), here remove it",
+    )
+
+
+def _check_transport(args: Any, colocated: bool) -> None:
+    fits = args.vllm_transport == "auto" or (args.vllm_transport == "process") == colocated
+    require(
+        fits,
+        f"vllm_transport={args.vllm_transport!r} cannot act with vllm_mode={args.vllm_mode!r}: "
+        + (
+            "a colocated engine is in this process; remove it."
+            if colocated
+            else "a server is another process; use auto."
+        ),
+    )
+
+
+def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:
+    size, length = args.vllm_tensor_parallel_size, args.vllm_max_model_length
+    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    require(
+        size in divisors,
+        f"vllm_tensor_parallel_size={size} does not divide the run's {world_size} rank{'s' * (world_size > 1)}: a colocated "
+        f"engine is cut over whole groups of them; use {' or '.join(map(str, divisors))}, or vllm_mode='server'.",
+    )
+    require(
+        length is None or length > args.max_completion_length,
+        f"vllm_max_model_length={length} leaves no room for a prompt beside max_completion_length="
+        f"{args.max_completion_length}: raise it, or lower max_completion_length.",
+    )
+    if args.vllm_enable_sleep_mode:
+        refuse_expandable(environ)
+    return ColocateSettings(
+        tensor_parallel_size=size,
+        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
+        max_model_length=length,
+        model_impl=args.vllm_model_impl,
+        sleeps=args.vllm_enable_sleep_mode,
+        kv_cache_bytes=args.kv_cache_bytes,
+        engine_kwargs=dict(args.vllm_engine_kwargs or {}),
+    )
+
+
+def refuse_expandable(environ: Mapping[str, str]) -> None:
+    """ArgumentError where torch's allocator has expandable segments, in which vLLM's pool of sleeping memory cannot be."""
+    for name in _ALLOCATOR:
+        words = [word.replace(" ", "").lower() for word in environ.get(name, "").split(",")]
+        require(
+            "expandable_segments:true" not in words,
+            f"{name} has expandable_segments:True, which does not go together with vllm_enable_sleep_mode=True: an engine that "
+            "sleeps keeps its memory in a pool of fixed segments. Take it out of the environment, or let the engine stay awake.",
+        )
+
+
+def _server(args: Any, environ: Mapping[str, str]) -> ServerSettings:
+    return ServerSettings(
+        base_urls=_base_urls(args),
+        timeout=args.vllm_server_timeout,
+        token=args.vllm_server_token or environ.get("VLLM_API_KEY") or None,
+        group_port=args.vllm_group_port,
+    )
+
+
+def _base_urls(args: Any) -> tuple[str, ...]:
+    given = args.vllm_server_base_url
+    if given is None:
+        host = "127.0.0.1" if args.vllm_server_host in _ANY_ADDRESS else args.vllm_server_host
+        return (f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}",)
+    refuse_idle(
+        args, ("vllm_server_host", "vllm_server_port"), False, "vllm_server_base_url says where it is; remove it"
+    )
+    listed = given.split(",") if isinstance(given, str) else given
+    urls = tuple(str(url).strip().rstrip("/") for url in listed)
+    for url in urls:
+        parts = urlsplit(url)
+        require(
+            parts.scheme in ("http", "https") and bool(parts.netloc),
+            f"vllm_server_base_url={given!r} has {url!r}, which is no URL of a server: write it as http://127.0.0.1:8000.",
+        )
+    require(
+        len(set(urls)) == len(urls) > 0, f"vllm_server_base_url={given!r} must name each server once, at least one."
+    )
+    return urls
+
+
+def _bucket_bytes(given: str | int) -> int:
+    size = parse_bytes(given)
+    require(
+        size is not None and size > 0,
+        f"vllm_bucket_size={given!r} must be a number of bytes above 0, or a size such as '64MiB'.",
+    )
+    assert size is not None
+    return size
+
+
+def _sampling_kwargs(args: Any) -> dict[str, Any]:
+    """What generation_kwargs says beyond what every engine takes."""
+    more = {name: value for name, value in (args.generation_kwargs or {}).items() if name not in EVERY_ENGINE}
+    for name in more:
+        require(name not in _SAID_ELSEWHERE, f"generation_kwargs has {name}: say it as {_SAID_ELSEWHERE.get(name)}.")
+        require(
+            name not in _OURS,
+            f"generation_kwargs has {name}, which lowpeak sets itself to train on the answer; remove it.",
+        )
+    return more
+
+
+EVERY_ENGINE = ("seed", "stop", "stop_strings", "stop_token_ids")  # of generation_kwargs
