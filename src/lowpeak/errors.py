@@ -1,5 +1,10 @@
 """Errors a user can meet: each says what is wrong, where, and what to do, and is also the stdlib error it refines."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
 
 class LowpeakError(Exception):
     """Base of every error that lowpeak raises on purpose; `rank` is the rank that failed, where it is another one."""
@@ -33,6 +38,15 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 class EngineError(LowpeakError, RuntimeError):
     """A rollout engine or a `rollout_func` returned something that cannot be used."""
+
+
+class LostEngineError(EngineError):
+    """An engine is gone, was restarted, or gave its requests up: it holds no known weights and must be loaded again.
+
+    `finished` are the answers that came before, by the place of their requests in the wave.
+    """
+
+    finished: Mapping[int, Any] = {}
 
 
 class NonFiniteError(LowpeakError, FloatingPointError):

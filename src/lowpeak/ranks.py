@@ -6,6 +6,7 @@ can fail at goes through `together`, `gathered` and `first`, which make its fail
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -34,15 +35,29 @@ class Ranks:
     """The processes of a run: `rank` of `world_size`, and the few collectives that a run needs.
 
     Sums and extremes are of short lists of Python numbers; they travel in float64. With one process each call is the
-    identity. Collectives run on the default process group.
+    identity. Collectives run on the default process group, or on a part of it (`teams`).
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
-        live = dist.is_available() and dist.is_initialized()
+        live = has_group()
         self.rank = dist.get_rank() if live else 0
         self.world_size = dist.get_world_size() if live else 1
         self._alarm: Callable[[Exception], None] | None = None
+        self._group: Any = None  # the default one
         self._device = device if device is not None else torch.device("cpu")
+
+    def teams(self, size: int) -> Ranks:
+        """The team of this rank: ranks 0 to size-1 are the first one, and so on; all ranks call it together.
+
+        A team's `rank` counts within it. `size` divides the world size.
+        """
+        assert self.world_size % size == 0, f"{self.world_size} ranks are no teams of {size}"
+        team = copy.copy(self)
+        team.rank, team.world_size = self.rank % size, size
+        if size > 1:
+            groups = [dist.new_group(range(start, start + size)) for start in range(0, self.world_size, size)]
+            team._group = groups[self.rank // size]
+        return team
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise sum over ranks."""
@@ -61,13 +76,13 @@ class Ranks:
         if self.world_size == 1:
             return [item]
         items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self._group)
         return items
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         if self.world_size > 1:
-            dist.barrier()
+            dist.barrier(group=self._group)
 
     # failing together
 
@@ -140,13 +155,18 @@ class Ranks:
         if self.world_size == 1:
             return [float(x) for x in numbers]
         values = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
-        dist.all_reduce(values, op=op)
+        dist.all_reduce(values, op=op, group=self._group)
         return values.tolist()
+
+
+def has_group() -> bool:
+    """Whether this process is in a process group, of however few."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def leave() -> None:
     """End the process group, if there is one: its threads, alive when Python exits, may abort a run that has succeeded."""
-    if dist.is_available() and dist.is_initialized():
+    if has_group():
         dist.destroy_process_group()
 
 

@@ -20,6 +20,7 @@ commands:
   grpo       train a model with GRPO (and bnpo, dr_grpo, dapo, cispo, GSPO)
   rloo       train a model with RLOO
   sft        train a model on demonstrations
+  serve      start a vLLM server that a run can send weights to
   env        print versions and hardware, for bug reports
   preset     print a config for several devices, to change or for `accelerate launch`
 
@@ -86,6 +87,12 @@ def _train(kind: str) -> Callable[[list[str]], int]:
     return command
 
 
+def _serve(arguments: list[str]) -> int:
+    from lowpeak.cli.serve import run
+
+    return run(arguments)
+
+
 def _env(arguments: list[str]) -> int:
     from lowpeak.cli.env import report
 
@@ -108,6 +115,7 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "grpo": _train("grpo"),
     "rloo": _train("rloo"),
     "sft": _train("sft"),
+    "serve": _serve,
     "env": _env,
     "preset": _preset,
 }

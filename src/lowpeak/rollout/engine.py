@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Literal, Protocol, runtime_checkable
+
+import torch
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Group, Prompt, WeightSlice
+
+SLICE_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class SliceForm:
+    """The slices that an engine takes: `Strategy.slices`' arguments of these names."""
+
+    max_bytes: int = SLICE_BYTES
+    dtype: torch.dtype | None = None
+    weights: Literal["merged", "adapter"] = "merged"
 
 
 @runtime_checkable
@@ -26,6 +40,11 @@ class RolloutEngine(Protocol):
         """Whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share it."""
         ...
 
+    @property
+    def slice_form(self) -> SliceForm:
+        """What `load` takes; the same on every rank."""
+        ...
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
         ...
@@ -39,5 +58,9 @@ class RolloutEngine(Protocol):
         ...
 
     def wake(self) -> None:
-        """Be ready to generate again."""
+        """Be ready to generate, for the first time or again; all ranks call it together."""
+        ...
+
+    def close(self) -> None:
+        """Let go of everything; `wake` begins anew."""
         ...

@@ -17,6 +17,7 @@ import torch
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.rollout.engine import SliceForm
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -52,10 +53,18 @@ class FunctionEngine:
     def wake(self) -> None:
         """Nothing was given back."""
 
+    def close(self) -> None:
+        """Nothing is held."""
+
     @property
     def cuts_groups(self) -> bool:
         """No: what belongs to a group is the function's to say."""
         return False
+
+    @property
+    def slice_form(self) -> SliceForm:
+        """Any: no slice is read."""
+        return SliceForm()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Call the function once for all prompts; EngineError says what of its answer cannot be used.

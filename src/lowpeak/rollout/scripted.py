@@ -10,6 +10,7 @@ import torch
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.rollout.engine import SliceForm
 
 Line = Sequence[int] | Completion
 Script = Mapping[str | tuple[int, ...], Sequence[Line]] | Callable[[Prompt], Sequence[Line]]
@@ -50,6 +51,11 @@ class ScriptedEngine:
         """No: a script says whole groups."""
         return False
 
+    @property
+    def slice_form(self) -> SliceForm:
+        """Small ones, in their own dtypes: their names alone are kept."""
+        return SliceForm()
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """What the script says for each prompt; EngineError before the first `load`, asleep, or off the script."""
         if self._policy_version is None:
@@ -71,6 +77,9 @@ class ScriptedEngine:
     def wake(self) -> None:
         """Generate again."""
         self.asleep = False
+
+    def close(self) -> None:
+        """Nothing is held."""
 
     def _group(self, prompt: Prompt, num_generations: int) -> Group:
         lines = self._lines(prompt)

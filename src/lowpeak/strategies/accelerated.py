@@ -19,6 +19,7 @@ from lowpeak.strategies.gathered import Gatherer
 from lowpeak.strategies.outgoing import Weights, layout, outgoing
 from lowpeak.strategies.rows import rows_shard
 from lowpeak.strategies.shards import load_torch_state
+from lowpeak.strategies.states import torch_idle
 from lowpeak.strategies.strategy import Frozen
 
 
@@ -83,6 +84,10 @@ class Accelerated:
         """This rank's flat range of each parameter, all of it where it is not cut."""
         named = self._accelerator.unwrap_model(model).named_parameters()
         return {name: (self._shard(p) or whole(p.detach())).local for name, p in named}
+
+    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+        """Gradients and states where the parameters' own optimizer has them; none before it was made."""
+        return [] if optimizer is None else torch_idle(optimizer)
 
     @property
     def cuts_states(self) -> bool:

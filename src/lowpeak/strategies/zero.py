@@ -16,7 +16,7 @@ from lowpeak.strategies.frozen import freeze
 from lowpeak.strategies.shards import save_shards
 from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Frozen
-from lowpeak.strategies.zero_states import load_zero_state, zero_state
+from lowpeak.strategies.zero_states import load_zero_state, zero_idle, zero_state
 
 
 class Zero(Accelerated):
@@ -53,6 +53,10 @@ class Zero(Accelerated):
     def own_step(self) -> None:
         """The engine clips, updates and clears."""
         self._engine.step()
+
+    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+        """The engine's gradients, its fp32 weights and their states; none before it was made."""
+        return [] if self._accelerator.deepspeed_engine_wrapped is None else zero_idle(self._engine)
 
     @property
     def cuts_states(self) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.rollout.engine import SliceForm
 from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
@@ -56,6 +57,11 @@ class NativeEngine:
         """Yes: a draw depends on the completion's number alone."""
         return True
 
+    @property
+    def slice_form(self) -> SliceForm:
+        """Any: no slice is read."""
+        return SliceForm()
+
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group per prompt, in order; EngineError before the first `load` or where a row cannot fit."""
         if self._policy_version is None:
@@ -77,6 +83,9 @@ class NativeEngine:
 
     def wake(self) -> None:
         """Nothing to do: the policy is always there."""
+
+    def close(self) -> None:
+        """Nothing is held between calls."""
 
     def _complete(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
         """All completions, group by group."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from lowpeak.errors import EngineError
+from lowpeak.errors import LostEngineError as LostEngineError  # who implements a Vllm finds here all that it needs
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,6 @@ class Facts:
     kv_tokens: int
     num_workers: int
     serves_adapters: bool = False
-
-
-class LostEngineError(EngineError):
-    """A vLLM is gone, was restarted, or gave its requests up: it holds no known weights and must be loaded again."""
 
 
 @runtime_checkable

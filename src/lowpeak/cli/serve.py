@@ -1,0 +1,126 @@
+"""`lowpeak serve`: vLLM's own server, with what weight updates need, and ended with all its processes.
+
+It is reached from this machine alone unless `--host` says otherwise, and then it demands a token. All other options are vLLM's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from types import FrameType
+from typing import NoReturn
+
+from lowpeak.cli.devices import named
+from lowpeak.errors import ArgumentError, MissingPackageError
+from lowpeak.rollout.vllm.command import LOOPBACK, Server, check
+from lowpeak.rollout.vllm.process import ServerProcess
+from lowpeak.rollout.vllm.token import TOKEN
+
+_POLL_SECONDS = 0.2
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are our errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
+
+
+def run(argv: Sequence[str]) -> int:
+    """Start a server and wait for its end: 0 after SIGTERM, 130 after Ctrl-C, else what vLLM ended with."""
+    server = read(argv, os.environ)
+    require_vllm("lowpeak serve")
+    process = ServerProcess(server, os.environ)
+    with Signals() as signals:
+        try:
+            process.start()
+            status = None
+            while signals.last is None and status is None:
+                time.sleep(_POLL_SECONDS)
+                status = process.status()
+        finally:
+            process.stop()
+    if signals.last is not None:
+        return 130 if signals.last == signal.SIGINT else 0
+    print(f"lowpeak: error: vLLM ended with status {status}; what it said stands above.", file=sys.stderr)
+    return 128 - status if status is not None and status < 0 else status or 1
+
+
+def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
+    """The server that the words ask for; ArgumentError where it could not be, or should not."""
+    parser = _parser()
+    told, options = parser.parse_known_args([_with_underscores(word, _OURS) for word in argv])
+    server = Server(
+        model=told.model,
+        host=told.host,
+        port=told.port,
+        token=told.token or environ.get(TOKEN) or None,
+        tensor_parallel_size=told.tensor_parallel_size,
+        devices=named(told.devices, "--devices") if told.devices else (),
+        dtype=told.dtype,
+        options=tuple(options),
+    )
+    check(server)
+    return server
+
+
+_OURS = ("model", "host", "port", "token", "tensor_parallel_size", "devices", "dtype")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="lowpeak serve",
+        usage="lowpeak serve --model MODEL [--argument value ...] [vLLM's own options]",
+        description=__doc__.split("\n\n")[1] if __doc__ else None,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", default="", help="model to serve, the one that is trained: a folder or a hub name")
+    parser.add_argument("--host", default=LOOPBACK[0], help="address to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
+    parser.add_argument("--token", help=f"demand this token; better in the environment, as {TOKEN}")
+    parser.add_argument(
+        "--tensor_parallel_size", type=int, default=1, help="devices that a copy of the model is cut over"
+    )
+    parser.add_argument("--devices", help="devices to run on, as in 1,2 or cpu; by default those that vLLM takes")
+    parser.add_argument("--dtype", help="dtype of the weights; by default the checkpoint's")
+    return parser
+
+
+def _with_underscores(word: str, names: Sequence[str]) -> str:
+    """Ours in the spelling that the parser knows; vLLM's are left alone."""
+    name, equals, value = word.partition("=")
+    ours = name[2:].replace("-", "_")
+    return f"--{ours}{equals}{value}" if word.startswith("--") and ours in names else word
+
+
+def require_vllm(what: str) -> None:
+    """MissingPackageError where vLLM is not installed; it is not imported, which takes long."""
+    if find_spec("vllm") is None:
+        raise MissingPackageError(f"{what} needs vllm, which is not installed; pip install 'lowpeak[vllm]'.")
+
+
+class Signals:
+    """A context that notes SIGINT, SIGTERM and SIGHUP, so that a loop can end what it watches."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+        self.count = 0
+
+    def __enter__(self) -> Signals:
+        self._before = {
+            each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.last = number
+        self.count += 1

@@ -1,0 +1,281 @@
+"""A vLLM in the training process: one for each rank, or one over several neighbouring ranks that generate together."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowpeak.config.vllm import ColocateSettings
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.memory.tracker import free_bytes
+from lowpeak.ranks import Ranks, has_group
+from lowpeak.rollout.vllm.guarded import free, guarded_build
+from lowpeak.rollout.vllm.versions import import_vllm
+from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
+
+logger = logging.getLogger(__name__)
+
+_EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+_STEPS_PER_AGREEMENT = 32  # of a team: ranks look at their clocks together
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The model that vLLM is built for: its config and tokenizer, which are written to a folder for it; no weights.
+
+    `dtype` is torch's name; `kv_cache_bytes` bounds the cache (None: vLLM's share of the device decides); `seed` is the
+    same in all ranks of a team.
+    """
+
+    config: Any
+    tokenizer: Any
+    architecture: str
+    dtype: str
+    device: torch.device
+    kv_cache_bytes: int | None
+    trust_remote_code: bool
+    seed: int
+
+
+class ColocatedVllm:
+    """One vLLM, or this rank's part of one, behind `vllm.LLM` in this process.
+
+    It is built with random weights, since the policy's are pushed before anything is generated: neither a checkpoint nor a
+    hub is read. All ranks of a `team` build it together and call `complete` with the same requests in the same order.
+    """
+
+    def __init__(self, blueprint: Blueprint, settings: ColocateSettings, team: Ranks) -> None:
+        check_colocated(settings, blueprint.device)
+        self._team = team
+        self._device = blueprint.device
+        self._had_group = has_group()
+        self._version = import_vllm().__version__
+        self._num_requests = 0
+        self._workers = InProcessWorkers(self)
+        self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
+        with tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder, guarded_build():
+            _write(blueprint, Path(folder))
+            self.llm: Any = _build(folder, blueprint, settings, team)
+
+    @property
+    def workers(self) -> InProcessWorkers:
+        """This rank's worker."""
+        return self._workers
+
+    def facts(self) -> Facts:
+        """What vLLM made of its arguments."""
+        config = self.llm.llm_engine.vllm_config
+        cache = config.cache_config
+        return Facts(
+            version=self._version,
+            model=self._model,
+            fingerprint="",
+            dtype=str(config.model_config.dtype).removeprefix("torch."),
+            max_model_len=config.model_config.max_model_len,
+            max_num_seqs=config.scheduler_config.max_num_seqs,
+            kv_tokens=cache.num_gpu_blocks * cache.block_size,
+            num_workers=1,
+            serves_adapters=config.lora_config is not None,
+        )
+
+    def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
+        """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""
+        names = self._add(requests)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        outputs: dict[str, Any] = {}
+        try:
+            self._run(outputs, deadline)
+        except RuntimeError as error:
+            raise EngineError(f"vLLM failed while generating: {_first_line(error)}") from error
+        finally:
+            left = [name for name in names if name not in outputs]
+            if left:
+                self.llm.llm_engine.abort_request(left)
+        answers = {i: _answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
+        if left:
+            lost = LostEngineError(
+                f"vLLM finished {len(answers)} of {len(requests)} completions within the wave's limit of {timeout} s: raise "
+                "vllm_wave_timeout, or lower vllm_batch_size."
+            )
+            lost.finished = answers
+            raise lost
+        return list(answers.values())
+
+    def pause(self) -> None:
+        """Nothing runs between two calls of `complete`."""
+
+    def resume(self) -> None:
+        """Forget the prompts that were cached."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("vLLM did not reset its prefix cache after a load: completions of old weights still run.")
+
+    def wait(self, seconds: float) -> None:
+        """It is there as long as this process is."""
+
+    def sleep(self) -> None:
+        """Give its device memory back: weights go to host memory where twice their size is free, else they are dropped."""
+        before = _used_bytes(self._device)
+        weights = sum(p.numel() * p.element_size() for p in self._workers.model.parameters())
+        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * self._team.world_size else 2
+        self.llm.sleep(level=level)
+        after = _used_bytes(self._device)
+        logger.info(
+            "vLLM sleeps (level %d: weights %s): %d MiB of the device are free again, %d MiB in use.",
+            level,
+            "in host memory" if level == 1 else "dropped, sent again when it wakes",
+            (before - after) >> 20,
+            after >> 20,
+        )
+
+    def wake(self) -> None:
+        """Have its memory again."""
+        self.llm.wake_up()
+
+    def close(self) -> None:
+        """Free it; the trainer's process group stays."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            free(llm, self._had_group)
+            del llm
+            gc.collect()
+
+    def _add(self, requests: Sequence[Request]) -> list[str]:
+        """Hand the requests over; the names that their outputs will have."""
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        from vllm import SamplingParams, TokensPrompt
+
+        names: list[str] = []
+        for request in requests:
+            params = dict(request.params)
+            if "structured_outputs" in params:
+                params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+            self._num_requests += 1
+            name = str(self._num_requests)
+            sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+            try:
+                self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), sampling)
+            except ValueError as error:
+                self.llm.llm_engine.abort_request(names)
+                raise EngineError(f"vLLM refuses a request: {error}") from error
+            names.append(name)
+        return names
+
+    def _run(self, outputs: dict[str, Any], deadline: float | None) -> None:
+        """Step until all is finished, or it is too late; what is finished goes into `outputs`."""
+        engine, steps = self.llm.llm_engine, 0
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+            steps += 1
+            if deadline is not None and self._is_late(deadline, steps):
+                return
+
+    def _is_late(self, deadline: float, steps: int) -> bool:
+        """Whether the limit is past; a team takes its steps together, and so must end."""
+        if self._team.world_size == 1:
+            return time.monotonic() > deadline
+        if steps % _STEPS_PER_AGREEMENT:
+            return False
+        return bool(self._team.max([float(time.monotonic() > deadline)])[0])
+
+
+class InProcessWorkers:
+    """The worker of a colocated vLLM: methods are called, and tensors handed over, as in any object."""
+
+    def __init__(self, vllm: ColocatedVllm) -> None:
+        self._vllm = vllm
+
+    @property
+    def in_process(self) -> bool:
+        """Yes."""
+        return True
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """vLLM's model, or this rank's part of it."""
+        return self._vllm.llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        """What this rank's worker returns."""
+        return self._vllm.llm.collective_rpc(method, kwargs=dict(arguments))
+
+
+def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
+    """ArgumentError for what cannot act on the device."""
+    if settings.sleeps and device.type == "cpu":
+        raise ArgumentError(
+            "vllm_enable_sleep_mode=True cannot act: vLLM has no sleep on CPUs, where its memory is the host's; remove it."
+        )
+
+
+def _write(blueprint: Blueprint, folder: Path) -> None:
+    """Config and tokenizer as `from_pretrained` reads them; what quantizes the policy's base is not vLLM's concern."""
+    config = type(blueprint.config).from_dict(blueprint.config.to_dict())
+    config.architectures = [blueprint.architecture]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.save_pretrained(folder)
+    blueprint.tokenizer.save_pretrained(folder)
+
+
+def _build(folder: str, blueprint: Blueprint, settings: ColocateSettings, team: Ranks) -> Any:
+    """`vllm.LLM` with the run's arguments, and over them those that are passed through."""
+    from vllm import LLM
+
+    on_cpu = blueprint.device.type == "cpu"
+    arguments: dict[str, Any] = {
+        "model": folder,
+        "load_format": "dummy",
+        "dtype": blueprint.dtype,
+        "tensor_parallel_size": team.world_size,
+        "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "max_model_len": settings.max_model_length,
+        "model_impl": settings.model_impl,
+        "enable_prefix_caching": True,
+        "logprobs_mode": "raw_logprobs",
+        "generation_config": "vllm",  # no defaults of the model's own
+        "worker_extension_cls": _EXTENSION,
+        "trust_remote_code": blueprint.trust_remote_code,
+        "seed": blueprint.seed,
+        "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
+        "kv_cache_memory_bytes": blueprint.kv_cache_bytes,
+    }
+    if settings.sleeps:
+        arguments["enable_sleep_mode"] = True
+    try:
+        return LLM(**{**arguments, **settings.engine_kwargs})
+    except TypeError as error:
+        raise ArgumentError(f"vllm_engine_kwargs={dict(settings.engine_kwargs)!r}: {error}") from error
+    except (ValueError, RuntimeError) as error:
+        raise EngineError(f"vLLM could not be built in this process: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(error).__name__
+
+
+def _answer(output: Any) -> Answer:
+    """vLLM's output of one request with one completion."""
+    one = output.outputs[0]
+    ids = tuple(one.token_ids)
+    logprobs = tuple(found[token].logprob for token, found in zip(ids, one.logprobs or (), strict=False))
+    return Answer(ids, logprobs, str(one.finish_reason))
+
+
+def _used_bytes(device: torch.device) -> int:
+    """Bytes in use on the device, by whomever."""
+    if device.type != "cuda":
+        return 0
+    free_now, total = torch.cuda.mem_get_info(device)
+    return total - free_now

@@ -1,0 +1,117 @@
+"""The command line and the environment of one vLLM server: vLLM's own, and what weight updates need."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from lowpeak.errors import ArgumentError
+from lowpeak.rollout.vllm.launched import SCALE_OUT
+from lowpeak.rollout.vllm.orphans import PARENT
+from lowpeak.rollout.vllm.token import TOKEN
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+CPU = "cpu"
+_MIDDLEWARE = "lowpeak.rollout.vllm.token.TokenMiddleware"
+_EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+_TAKEN = ("worker-extension-cls", "api-key", "uds")
+
+
+@dataclass(frozen=True)
+class Server:
+    """One server to be: `devices` are those that it sees (empty: all, `("cpu",)`: none), `options` are vLLM's, as written."""
+
+    model: str
+    host: str = LOOPBACK[0]
+    port: int = 8000
+    token: str | None = None
+    tensor_parallel_size: int = 1
+    devices: tuple[str, ...] = ()
+    dtype: str | None = None
+    options: tuple[str, ...] = ()
+
+    @property
+    def url(self) -> str:
+        """Where a client on this host finds it."""
+        host = LOOPBACK[0] if self.host in ("", "0.0.0.0", "::") else self.host
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+
+
+def check(server: Server) -> None:
+    """ArgumentError for a server that anybody could give other weights, or whose options are ours to set."""
+    if not server.model:
+        raise ArgumentError("a server needs --model, the folder or hub name of the model that is trained.")
+    if server.host not in LOOPBACK and not server.token:
+        raise ArgumentError(
+            f"--host {server.host} can be reached from other machines, and who reaches the server can replace its weights: give "
+            f"it a token (--token, or {TOKEN} in the environment), the run too."
+        )
+    for option in _TAKEN:
+        if _has(server.options, option):
+            raise ArgumentError(f"--{option} is lowpeak's own to set; leave it out (a token is --token).")
+    if len(server.devices) > 1 and len(server.devices) < server.tensor_parallel_size:
+        raise ArgumentError(
+            f"--tensor_parallel_size {server.tensor_parallel_size} needs as many devices, and {len(server.devices)} were named."
+        )
+
+
+def words(server: Server) -> list[str]:
+    """The command; where an option of ours was written by the user, the user's stands.
+
+    Log-probs are of the full softmax, the cache serves a group's prompt once, and a request alone says how it is sampled: defaults
+    that a checkpoint brings along are off.
+    """
+    ours = {
+        "model": server.model,
+        "host": server.host,
+        "port": str(server.port),
+        "tensor-parallel-size": str(server.tensor_parallel_size),
+        "worker-extension-cls": _EXTENSION,
+        "logprobs-mode": "raw_logprobs",
+        "generation-config": "vllm",
+    }
+    if server.dtype is not None:
+        ours["dtype"] = server.dtype
+    said = [word for name, value in ours.items() if not _has(server.options, name) for word in (f"--{name}", value)]
+    flags = ["--enable-prefix-caching"] if not _has(server.options, "enable-prefix-caching") else []
+    flags += [SCALE_OUT] if not _has(server.options, SCALE_OUT[2:]) else []
+    guard = ["--middleware", _MIDDLEWARE] if server.token else []
+    return [sys.executable, "-m", "lowpeak.rollout.vllm.launched", *said, *flags, *guard, *server.options]
+
+
+def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
+    """The server's environment: its devices, the routes that weight updates need, who started it.
+
+    On a CPU, vLLM's default binds each server's threads to the first cores and asserts on two workers: it is off unless set.
+    """
+    found = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **inherited}
+    found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid())}
+    for launcher in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TOKEN):
+        found.pop(launcher, None)
+    if server.token:
+        found[TOKEN] = server.token
+    if server.devices:
+        found |= visible(server.devices, inherited)
+    return found
+
+
+def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables that show a process these devices and no others; indexes count those that are visible here."""
+    if tuple(devices) == (CPU,):
+        return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    if here and any(each.isdigit() and int(each) >= len(here) for each in devices):
+        raise ArgumentError(f"the devices {', '.join(devices)} are not all there: CUDA_VISIBLE_DEVICES shows {len(here)} here.")
+    names = [here[int(each)] if here and each.isdigit() else each for each in devices]
+    found = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
+    return found | (
+        {"HIP_VISIBLE_DEVICES": found["CUDA_VISIBLE_DEVICES"]} if "HIP_VISIBLE_DEVICES" in inherited else {}
+    )
+
+
+def _has(options: Sequence[str], name: str) -> bool:
+    """Whether the user wrote `--name`, `--no-name` or `--name=...`, with dashes or underscores."""
+    written = {option.split("=")[0].replace("_", "-") for option in options if option.startswith("--")}
+    return f"--{name}" in written or f"--no-{name}" in written

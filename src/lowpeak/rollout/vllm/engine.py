@@ -1,0 +1,272 @@
+"""The rollout engine over one or more vLLMs: prompts go out in waves, the policy's weights in buckets, tokens come back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.ranks import Ranks
+from lowpeak.records import Group, Prompt, WeightSlice
+from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
+from lowpeak.rollout.vllm.answers import checked, completion_of
+from lowpeak.rollout.vllm.requests import Key, Row, rows_of
+from lowpeak.rollout.vllm.vllm import Answer, Facts, Vllm
+from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
+from lowpeak.rollout.vllm.weights.workers import ask
+
+logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # for what a worker answers at once
+
+
+class Push(Protocol):
+    """Sends slices to vLLMs and proves them; what it returns is its report."""
+
+    def __call__(
+        self, slices: Iterable[WeightSlice], vllms: Sequence[Vllm], settings: VllmSettings, policy_version: int
+    ) -> Any:
+        """All or nothing: every worker has committed `policy_version` when it returns."""
+        ...
+
+
+Prove = Callable[[Sequence[Vllm]], Any]
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the engine must know of the policy: which tokens end a completion, and how many tokens there are."""
+
+    end_ids: Callable[[Sampling], Iterable[int]]
+    num_tokens: int | None
+
+
+@dataclass(frozen=True)
+class Company:
+    """Who else uses the same vLLMs.
+
+    `team` are the ranks of one tensor-parallel engine, which generate the same rows together; `num_callers` ranks share
+    the vLLMs, each with rows of its own, and `pushes` says whether this one sends them the weights.
+    """
+
+    team: Ranks
+    num_callers: int = 1
+    pushes: bool = True
+
+
+class VllmEngine:
+    """A rollout engine over vLLMs, which `connect()` gives when they are first needed and after `close`.
+
+    `generate` keeps the completions of waves that were answered when an engine is lost in a later one, so that the same
+    call after the next `load` of the same version asks for the others alone. `reports` are those of the pushes since they
+    were taken.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], Sequence[Vllm]],
+        settings: VllmSettings,
+        model: Model,
+        company: Company,
+        push: Push,
+        prove: Prove,
+    ) -> None:
+        self._connect = connect
+        self._settings = settings
+        self._model = model
+        self._company = company
+        self._push = push
+        self._prove = prove
+        self._vllms: Sequence[Vllm] = ()
+        self._facts: list[Facts] = []
+        self._policy_version: int | None = None
+        self._identities: list[Any] | None = None
+        self._kept: dict[Key, Answer] = {}
+        self._kept_for: tuple[int, Sampling] | None = None
+        self._asleep = False
+        self.reports: list[Any] = []
+
+    @property
+    def policy_version(self) -> int | None:
+        """The version that all vLLMs have committed and proved; None after one of them was lost or slept its weights away."""
+        return self._policy_version
+
+    @property
+    def cuts_groups(self) -> bool:
+        """Yes: a completion's seed is its own."""
+        return True
+
+    @property
+    def slice_form(self) -> SliceForm:
+        """The engines' dtype, in slices that no bucket is too small for."""
+        dtypes = {facts.dtype for facts in self._facts}
+        if len(dtypes) != 1:
+            raise EngineError(
+                f"The vLLM engines have different dtypes ({', '.join(sorted(dtypes))}): start them alike."
+            )
+        return SliceForm(min(SLICE_BYTES, self._settings.bucket_bytes), getattr(torch, dtypes.pop()))
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
+        """One group per prompt, in order; LostEngineError where an engine died, restarted or holds other weights.
+
+        EngineError before the first `load`, where a row cannot fit, or for answers that cannot be used.
+        """
+        if self._policy_version is None:
+            raise EngineError("The engine holds no known weights yet: call load() before generate().")
+        team = self._company.team
+        with team.together():
+            self._check_lengths(prompts, sampling)
+        told = self._settings
+        mine = rows_of(prompts, sampling, self._model.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
+        rows = [row for rows in team.gather(mine) for row in rows]
+        self._keep_for(self._policy_version, sampling)
+        try:
+            self._check_held()
+            self._answer([row for row in rows if row.key not in self._kept], self._policy_version)
+        except LostEngineError:
+            self._policy_version = None
+            raise
+        completions = [completion_of(self._kept[row.key]) for row in mine]
+        self._kept = {}
+        size = sampling.num_generations
+        return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
+
+    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+        """Wait for the vLLMs, push the slices and prove them; a rank that does not push reads them all the same."""
+        self._policy_version = self._identities = None
+        pieces = iter(slices)
+        try:
+            if self._company.pushes:
+                self._make_ready()
+                for vllm in self._vllms:
+                    vllm.pause()
+                self.reports.append(self._push(pieces, self._vllms, self._settings, policy_version))
+                for vllm in self._vllms:
+                    vllm.resume()
+        finally:
+            for _ in pieces:  # they are broadcast: other ranks wait for this one
+                pass
+        self._policy_version = policy_version
+
+    def sleep(self) -> None:
+        """Give back memory while the policy trains, where that was asked for."""
+        if self._vllms and getattr(self._settings.where, "sleeps", False) and not self._asleep:
+            self._asleep = True
+            for vllm in self._vllms:
+                vllm.sleep()
+
+    def wake(self) -> None:
+        """Connect, or have the memory again; weights that did not survive the sleep are held no more."""
+        if not self._vllms:
+            self._vllms = tuple(self._connect())
+            self._facts = [vllm.facts() for vllm in self._vllms]
+        if not self._asleep:
+            return
+        for vllm in self._vllms:
+            vllm.wake()
+        self._asleep = False
+        if self._policy_version is not None and not self._survived():
+            self._policy_version = None
+
+    def close(self) -> None:
+        """Let go of the vLLMs: those of this process are freed, servers go on."""
+        vllms, self._vllms, self._facts = self._vllms, (), []
+        self._policy_version = self._identities = None
+        self._kept, self._asleep = {}, False
+        for vllm in vllms:
+            vllm.close()
+
+    def _make_ready(self) -> None:
+        """Wait for each vLLM, as long as the settings say; it may have been started again since, with what it was not told."""
+        where = self._settings.where
+        for vllm in self._vllms:
+            vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
+        ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
+        self._facts = [vllm.facts() for vllm in self._vllms]
+
+    def _survived(self) -> bool:
+        """Whether the weights are still the policy's, by the same proof as after a push."""
+        if not self._settings.verify:
+            return False
+        try:
+            self._prove(self._vllms)
+        except EngineError as error:
+            logger.info("The engine's weights did not survive its sleep and are sent again: %s", error)
+            return False
+        return True
+
+    def _keep_for(self, version: int, sampling: Sampling) -> None:
+        """Forget completions that were kept for another question."""
+        asked = version, replace(sampling, num_generations=0, first_completion=0)
+        if asked != self._kept_for:
+            self._kept, self._kept_for = {}, asked
+
+    def _check_held(self) -> None:
+        """LostEngineError where a vLLM is not the one that was loaded, or has been loaded by somebody else."""
+        identities = ask(self._vllms, "lowpeak_identity", [{}] * len(self._vllms), _SECONDS)
+        held = {worker["policy_version"] for workers in identities for worker in workers}
+        if held != {self._policy_version} or (self._identities or identities) != identities:
+            found = ", ".join("none" if version is None else str(version) for version in held)
+            raise LostEngineError(
+                f"vLLM holds weights of version {found} where {self._policy_version} was loaded: it was started again, or "
+                "somebody else loads it."
+            )
+        self._identities = identities
+
+    def _answer(self, rows: Sequence[Row], version: int) -> None:
+        """Ask for these rows, wave by wave, and keep what comes."""
+        if not rows:
+            return
+        longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
+        fitting = rows_that_fit(self._facts, longest, self._company.num_callers)
+        for wave in form_waves(rows, self._settings.batch_size or fitting):
+            shares = share(wave, len(self._vllms))
+            failures = self._ask_each([[wave[i] for i in mine] for mine in shares], version)
+            if failures:
+                raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
+
+    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
+        """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
+        asked = [pair for pair in zip(self._vllms, shares, strict=True) if pair[1]]
+        if len(asked) == 1:
+            failures = [self._ask(asked[0][0], asked[0][1], version)]
+        else:
+            with ThreadPoolExecutor(len(asked)) as pool:
+                failures = list(pool.map(lambda pair: self._ask(pair[0], pair[1], version), asked))
+        return [failure for failure in failures if failure is not None]
+
+    def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> EngineError | None:
+        """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
+        failure: EngineError | None = None
+        try:
+            answers = vllm.complete([row.request for row in rows], self._settings.wave_timeout)
+            good = dict(enumerate(checked(rows, answers, version, self._model.num_tokens)))
+        except LostEngineError as lost:
+            good, failure = _of_version(lost.finished, version), lost
+        except EngineError as error:
+            good, failure = {}, error
+        self._kept.update({rows[i].key: answer for i, answer in good.items()})
+        return failure
+
+    def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
+        context = min(facts.max_model_len for facts in self._facts)
+        for prompt in prompts:
+            if not prompt.ids:
+                raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
+            if len(prompt.ids) + sampling.max_new_tokens > context:
+                raise EngineError(
+                    f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
+                    f"exceeds vLLM's context of {context}: raise vllm_max_model_length, or shorten prompts or completions."
+                )
+
+
+def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:
+    """The answers that no other weights had a part in."""
+    return {i: answer for i, answer in finished.items() if not answer.policy_versions - {version}}

@@ -1,0 +1,85 @@
+"""What a vLLM is, told by its workers, and whether it is what a run trains.
+
+A fingerprint is two hashes: of the sizes in the model's configuration, and of the tokenizer's vocabulary. The weights are not
+in it: they are sent. Both sides compute it with the same function, each from what transformers loaded for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.vllm import Facts
+
+SIZES = (
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+)
+
+
+def fingerprint(config: Any, vocabulary: Mapping[str, int]) -> str:
+    """`model:tokenizer`, 16 hexadecimal digits each."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return f"{_digest({name: getattr(text, name, None) for name in SIZES})}:{_digest(sorted(vocabulary.items()))}"
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+
+
+def facts_of(config: Any) -> dict[str, Any]:
+    """The facts of the vLLM that runs in this process, from its `VllmConfig`, as JSON has them; its tokenizer is loaded for it."""
+    import vllm
+
+    model, cache = config.model_config, config.cache_config
+    return asdict(
+        Facts(
+            version=vllm.__version__,
+            model=str(model.model),
+            fingerprint=fingerprint(model.hf_config, _vocabulary(model)),
+            dtype=str(model.dtype).removeprefix("torch."),
+            max_model_len=int(model.max_model_len),
+            max_num_seqs=int(config.scheduler_config.max_num_seqs),
+            kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
+            num_workers=int(config.parallel_config.world_size),
+            serves_adapters=config.lora_config is not None,
+        )
+    )
+
+
+def _vocabulary(model: Any) -> Mapping[str, int]:
+    """As `AutoTokenizer` loads it, which is how the trainer has it."""
+    from transformers import AutoTokenizer
+
+    if model.skip_tokenizer_init:
+        return {}
+    found = AutoTokenizer.from_pretrained(
+        model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
+    )
+    return found.get_vocab()
+
+
+def check_same(facts: Facts, model: Any, tokenizer: Any) -> None:
+    """EngineError with both names where vLLM holds another model or tokenizer than the trainer's."""
+    name = getattr(model.config, "_name_or_path", "") or type(model).__name__
+    sizes, vocabulary = fingerprint(model.config, tokenizer.get_vocab()).split(":")
+    its_sizes, its_vocabulary = facts.fingerprint.split(":")
+    if sizes != its_sizes:
+        raise EngineError(
+            f"vLLM has {facts.model!r} loaded, which has other sizes than the model that is trained, {name!r}: start it with "
+            f"`lowpeak serve --model {name}`."
+        )
+    if vocabulary != its_vocabulary:
+        raise EngineError(
+            f"vLLM's tokenizer, from {facts.model!r}, has another vocabulary than the trainer's, "
+            f"{getattr(tokenizer, 'name_or_path', '') or name!r}: start vLLM with the same (--tokenizer)."
+        )

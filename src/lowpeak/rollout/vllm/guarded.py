@@ -1,0 +1,75 @@
+"""What building a vLLM in this process does to it, undone: it thinks that the process is its own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+
+from lowpeak.ranks import has_group
+
+# Read by vLLM while it is built. Without the first its engine would be a process of its own; without the second it binds
+# this process's threads to cores on CPUs.
+_WHILE_BUILDING = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+_UNLESS_SET = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@contextmanager
+def guarded_build() -> Iterator[None]:
+    """A block that builds a vLLM (0.31 to 0.33): environment, random states, threads and frozen objects are as before.
+
+    It overwrites LOCAL_WORLD_SIZE, LD_PRELOAD and others, seeds all generators, replaces `torch.set_num_threads` by
+    a function that only warns, and freezes every object that the garbage collector knows, the trainer's too.
+    """
+    environment = dict(os.environ)
+    random_states = random.getstate(), numpy.random.get_state(), torch.get_rng_state(), _device_states()
+    set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
+    num_frozen = gc.get_freeze_count()
+    os.environ.update({**_UNLESS_SET, **environment, **_WHILE_BUILDING})
+    try:
+        yield
+    finally:
+        _restore_environment(environment)
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(num_threads)
+        random.setstate(random_states[0])
+        numpy.random.set_state(random_states[1])
+        torch.set_rng_state(random_states[2])
+        if random_states[3]:
+            torch.cuda.set_rng_state_all(random_states[3])
+        if not num_frozen:
+            gc.unfreeze()
+
+
+def free(llm: Any, had_group: bool) -> None:
+    """End a vLLM of this process; the trainer's process group, which vLLM would end too, stays where there was one."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.engine import core
+
+    cleanup = core.cleanup_dist_env_and_memory
+    core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
+    try:
+        llm.llm_engine.engine_core.shutdown()
+    finally:
+        core.cleanup_dist_env_and_memory = cleanup
+    parallel_state.destroy_model_parallel()
+    if not had_group and has_group():
+        parallel_state.destroy_distributed_environment()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _device_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+
+
+def _restore_environment(environment: dict[str, str]) -> None:
+    for name in set(os.environ) - set(environment):
+        del os.environ[name]
+    os.environ.update(environment)

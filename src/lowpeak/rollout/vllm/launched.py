@@ -1,0 +1,45 @@
+"""vLLM's API server as a process: `python -m lowpeak.rollout.vllm.launched --model ...`, with vLLM's own options.
+
+The processes that vLLM spawns import this module again, as multiprocessing does with a main module: that is how they, too, come to
+watch who started them. `vllm serve` is not used: it looks for a distribution named vllm, which the CPU build has not.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
+
+SCALE_OUT = "--enable-scale-out"
+
+if PARENT in os.environ:
+    end_with_parent(first=__name__ == "__main__")  # spawned processes import it as __mp_main__
+
+
+def main() -> None:
+    """Call vLLM's server, whose settings are `sys.argv`."""
+    if SCALE_OUT in sys.argv and not _has(SCALE_OUT):
+        sys.argv.remove(SCALE_OUT)
+    try:
+        from vllm.entrypoints.launchers.api_server.entry import main as serve
+    except ImportError:  # before vLLM 0.32
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+    else:
+        serve()
+
+
+def _has(option: str) -> bool:
+    """Whether this version of vLLM's server takes the option."""
+    from dataclasses import fields
+
+    try:
+        from vllm.entrypoints.launchers.cli_args import FrontendArgs
+    except ImportError:
+        from vllm.entrypoints.openai.cli_args import FrontendArgs
+    return option.removeprefix("--").replace("-", "_") in {field.name for field in fields(FrontendArgs)}
+
+
+if __name__ == "__main__":
+    main()

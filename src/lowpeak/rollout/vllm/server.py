@@ -1,0 +1,174 @@
+"""A vLLM behind a URL, as `lowpeak serve` starts it.
+
+Every request has a time limit or a socket that notices when the other host is gone. A server is known by its incarnation, which
+its workers choose when they start: an answer of another incarnation was written by the checkpoint's weights, and is none.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from lowpeak.config.vllm import ServerSettings
+from lowpeak.errors import ArgumentError, EngineError
+from lowpeak.rollout.vllm.http import Connections, Http, deadline, gather
+from lowpeak.rollout.vllm.vllm import Answer, Facts, LostEngineError, Request
+from lowpeak.rollout.vllm.wire import COMPLETIONS, GENERATE, Route, body_of, read
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 600.0  # of a worker's method, where the caller names none
+_ASK_SECONDS = 60.0
+_POLL_SECONDS = 0.5
+_TOLD_EVERY = 30.0
+_RESETS = 20
+
+
+def connect(settings: ServerSettings) -> tuple[ServerVllm, ...]:
+    """A `Vllm` for each of the servers' addresses; nothing is asked of them."""
+    found = tuple(ServerVllm(url, settings.token) for url in settings.base_urls)
+    urls = [each.url for each in found]
+    if len(set(urls)) < len(urls):
+        raise ArgumentError(f"vllm_server_base_url names a server twice: {', '.join(urls)}.")
+    return found
+
+
+class ServerWorkers:
+    """The workers of a server; their methods are called by vLLM's `/collective_rpc`.
+
+    Arguments are JSON. What a method returns is a mapping, a list or None; vLLM hands anything else on as text.
+    """
+
+    in_process = False
+
+    def __init__(self, http: Http) -> None:
+        self._http = http
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        """What each worker's method returns, in rank order."""
+        seconds = CALL_SECONDS if timeout is None else timeout
+        body = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
+        answer = self._http.post("/collective_rpc", body, seconds + 5.0)  # the server's own limit speaks first
+        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list) or not answer["results"]:
+            raise EngineError(f"the server at {self._http.url} returned nothing for {method}: {str(answer)[:200]}.")
+        return list(answer["results"])
+
+
+class ServerVllm:
+    """One vLLM over HTTP; see the protocol `Vllm` for what its methods promise."""
+
+    def __init__(self, base_url: str, token: str | None = None) -> None:
+        self._http = Http(base_url, token)
+        self._workers = ServerWorkers(self._http)
+        self._route: Route | None = None
+        self._incarnation: str | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._http.url
+
+    @property
+    def workers(self) -> ServerWorkers:
+        """Who holds the weights."""
+        return self._workers
+
+    def facts(self) -> Facts:
+        """What it is; from now on answers of another incarnation are refused."""
+        self._route = None
+        self._incarnation = self._asked_incarnation()
+        told = self._workers.call("lowpeak_facts", {}, _ASK_SECONDS)[0]
+        try:
+            return Facts(**told)
+        except TypeError as error:
+            raise EngineError(
+                f"the server at {self.url} tells other facts than this lowpeak asks for: {error}."
+            ) from None
+
+    def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
+        """One wave, all requests at once; LostEngineError carries the answers that had come."""
+        if not requests:
+            return []
+        until = deadline(timeout)
+        self._check_incarnation()
+        route = self._generating_route()
+        calls = [partial(self._complete_one, request, route, until) for request in requests]
+        answers, failed = gather(calls)
+        if isinstance(failed, LostEngineError):
+            raise LostEngineError(str(failed), answers) from failed
+        if failed is not None:
+            raise failed
+        self._check_incarnation()
+        return [answer for answer in answers if answer is not None]
+
+    def pause(self) -> None:
+        """Requests under way end with the reason "abort"; new ones wait, or are refused as from a lost engine (vLLM 0.33)."""
+        self._http.post("/pause?mode=abort&clear_cache=true", None, _ASK_SECONDS)
+
+    def resume(self) -> None:
+        """The cache of keys and values is emptied first: vLLM says no while blocks are still held, and is asked again."""
+        for _ in range(_RESETS):
+            if self._http.post("/reset_prefix_cache", None, _ASK_SECONDS)["success"]:
+                break
+            time.sleep(0.1)
+        else:
+            raise EngineError(
+                f"the server at {self.url} does not empty its prefix cache, which the old weights filled."
+            )
+        self._http.post("/resume", None, _ASK_SECONDS)
+
+    def wait(self, seconds: float) -> None:
+        """Poll `/health` until it is well; the log says what is waited for, at once and every half minute."""
+        began, told, until = time.monotonic(), 0.0, time.monotonic() + seconds
+        while True:
+            try:
+                self._http.get("/health", min(5.0, max(0.1, until - time.monotonic())))
+                return
+            except LostEngineError as error:
+                reason = str(error)
+            now = time.monotonic()
+            if now >= until:
+                raise EngineError(
+                    f"no vLLM was ready at {self.url} within {seconds:.0f} s ({reason}) Start one with `lowpeak serve "
+                    "--model ...`, or give it longer with vllm_server_timeout."
+                )
+            if not told or now - told >= _TOLD_EVERY:
+                told = now
+                logger.warning(
+                    "waiting for vLLM at %s, %.0f s of %.0f so far: %s", self.url, now - began, seconds, reason
+                )
+            time.sleep(min(_POLL_SECONDS, until - now))
+
+    def sleep(self) -> None:
+        """Nothing: a server has devices of its own, and its memory is not the trainer's."""
+
+    def wake(self) -> None:
+        """Nothing, since it does not sleep."""
+
+    def close(self) -> None:
+        """Nothing is held: connections last as long as their request."""
+
+    def _complete_one(self, request: Request, route: Route, until: float | None, open_: Connections) -> Answer:
+        answer = read(self._http.send("POST", route, body_of(request, route), until, open_), route, self.url)
+        if answer.finish_reason == "abort":
+            raise LostEngineError(f"the server at {self.url} gave a request up before its end.")
+        return answer
+
+    def _generating_route(self) -> Route:
+        """The route that tells the weights' version, where the server has it; an empty request finds out."""
+        if self._route is None:
+            status, _ = self._http.exchange("POST", GENERATE, {}, deadline(_ASK_SECONDS))
+            self._route = COMPLETIONS if status in (403, 404, 405) else GENERATE
+        return self._route
+
+    def _asked_incarnation(self) -> str:
+        told = self._workers.call("lowpeak_identity", {}, _ASK_SECONDS)
+        return "/".join(str(each["incarnation"]) for each in told)
+
+    def _check_incarnation(self) -> None:
+        """LostEngineError where it was restarted since its facts were asked."""
+        if self._incarnation is not None and self._asked_incarnation() != self._incarnation:
+            raise LostEngineError(f"the server at {self.url} was restarted: it holds the checkpoint's weights.")

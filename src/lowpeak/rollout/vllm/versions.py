@@ -1,0 +1,45 @@
+"""Which vLLM lowpeak works with: the one place that says it."""
+
+from __future__ import annotations
+
+import logging
+import re
+from importlib.util import find_spec
+from types import ModuleType
+
+from lowpeak.errors import MissingPackageError
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 31)
+BELOW = (0, 34)
+SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
+
+
+def require_vllm() -> None:
+    """MissingPackageError where vLLM is not installed; it is not imported (that takes many seconds)."""
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name on the path is no package
+        raise MissingPackageError(
+            f"use_vllm=True needs vLLM {SUPPORTED}: pip install 'lowpeak[vllm]', or generate with use_vllm=False."
+        )
+
+
+def import_vllm() -> ModuleType:
+    """vLLM, with one warning where its version is none that lowpeak is tested with."""
+    require_vllm()
+    import vllm
+
+    warn_unsupported(vllm.__version__)
+    return vllm
+
+
+def warn_unsupported(version: str) -> None:
+    """A warning that names `version` and the supported range, where it is outside of it or says nothing."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    if found is None or not OLDEST <= (int(found[1]), int(found[2])) < BELOW:
+        logger.warning(
+            "vLLM %s is outside of %s, the versions that lowpeak is tested with: loading weights may fail.",
+            version,
+            SUPPORTED,
+        )
