@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tiny import char_tokenizer
 # Models and settings, of which each lies on the ranks in its own way, or changes what they must agree on.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "grpo": ("GRPO", "tied", {"num_iterations": 2, "max_steps": 4}),
-    "rloo": ("RLOO", "qwen3", {"beta": 0.0, "num_generations": 4}),
+    "rloo": ("RLOO", "qwen3", {"beta": 0.0, "num_generations": 4, "micro_batch_tokens": 24}),
     "frozen": (
         "GRPO",
         "untied",
@@ -30,7 +29,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
 def saved_model(kind: str, folder: Path) -> str:
     """A model in a folder: tied or not, with biases, or with norms of single heads, whose gradients peers have in parts."""
     torch.manual_seed(0)
-    tokenizer = char_tokenizer("0123456789=+-*") 
+    tokenizer = char_tokenizer("0123456789=+-*")
     sizes = {
         "vocab_size": 16,
         "hidden_size": 32,
@@ -45,7 +44,11 @@ def saved_model(kind: str, folder: Path) -> str:
         "eos_token_id": 1,
         "bos_token_id": None,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8)) if kind == "qwen3" else Qwen2ForCausalLM(Qwen2Config(**sizes))
+    model = (
+        Qwen3ForCausalLM(Qwen3Config(**sizes, head_dim=8))
+        if kind == "qwen3"
+        else Qwen2ForCausalLM(Qwen2Config(**sizes))
+    )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

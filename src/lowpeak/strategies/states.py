@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # no public name says where a part lies
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import plain_name
@@ -110,7 +110,8 @@ def in_rows(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor) or all(getattr(cut, "dim", 0) == 0 for cut in tensor.placements):
         return tensor
     placements = [Shard(0) if getattr(cut, "dim", 0) else cut for cut in tensor.placements]
-    return tensor.detach().redistribute(placements=placements)
+    detached: Any = tensor.detach()
+    return detached.redistribute(placements=placements)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:

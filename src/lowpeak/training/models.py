@@ -80,7 +80,9 @@ def _load_causal(
 def _check_cut(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
     """ArgumentError for what tensor parallelism was not tried with."""
     if not isinstance(model, str):
-        raise ArgumentError("tensor parallelism cuts a model where it is loaded: pass its name or path, not an instance.")
+        raise ArgumentError(
+            "tensor parallelism cuts a model where it is loaded: pass its name or path, not an instance."
+        )
     if peft_config is not None or "quantization_config" in (init_kwargs or {}):
         raise ArgumentError(
             "adapters and quantised models do not run under tensor parallelism: train them under fsdp2 or zero3."
