@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -153,7 +154,14 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's."""
+    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's.
+
+    Where the numbers differ, groups of like options are one: transformers divides them by how tensor parallelism cut.
+    """
+    if len(options) != len(optimizer.param_groups):
+        kinds, now = _kinds(options), _kinds(group_options(optimizer))
+        if max(kinds) == max(now):
+            options = [options[kinds.index(kind)] for kind in now]
     if len(options) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(options)} groups of parameters and this run's {len(optimizer.param_groups)}: "
@@ -167,3 +175,11 @@ def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
                 "arguments, or start a new run."
             )
         group.update({key: copied(value) for key, value in saved.items()})
+
+
+def _kinds(options: list[dict[str, Any]]) -> list[int]:
+    """For each group, how many times options have changed from one group to the next."""
+    kinds = [0]
+    for before, after in pairwise(options):
+        kinds.append(kinds[-1] + (before != after))
+    return kinds
