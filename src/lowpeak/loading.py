@@ -59,9 +59,8 @@ def give_room(module: nn.Module) -> None:
                 part._parameters[name] = made[id(parameter)]
 
 
-IN_PARTS = (
-    "replicated_with_grad_allreduce"  # norms of single heads: whole on every peer, whose gradients are of its heads
-)
+# A norm of single heads (Qwen3): every peer has all of its weight, and the gradient from its own heads.
+IN_PARTS = "replicated_with_grad_allreduce"
 _STYLES = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", IN_PARTS)
 
 
@@ -69,15 +68,13 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
     """The model that `auto.from_pretrained(name, **options)` gives, cut by transformers: each process reads its part alone.
 
     ArgumentError for a model whose plan does what was not tried here. The model is then told that nobody has cut it:
-    transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers go:
-    they do it after each micro-batch, to sums that hold the ones before (transformers 5.23), and the strategy does it once.
+    transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers
+    go: they do so after each micro-batch, with the sums of those before in it (transformers 5.23); the strategy does it once.
     """
-    try:
-        from transformers.distributed.configuration_utils import DistributedConfig
-        from transformers.distributed.fsdp import apply_fully_sharded_data_parallelism as _  # noqa: F401
-        from transformers.distributed.utils import initialize_distributed_mesh as _  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.") from error
+    from transformers.distributed import DistributedConfig
+
+    if not _cuts_both_ways():
+        raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
     sizes = DistributedConfig(tp_size=cut.tensor, fsdp_size=cut.data)
     model = auto.from_pretrained(name, **options, distributed_config=sizes)
     unknown = sorted(set(model.tp_plan.values()) - set(_STYLES))
@@ -93,14 +90,21 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
     return model
 
 
+def _cuts_both_ways() -> bool:
+    """Whether transformers itself cuts over tensors and data ranks together: accelerate's way needs one of its older names."""
+    from transformers import PreTrainedModel
+
+    return hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
+
+
 def _check_tied(model: Any, cut: Cut) -> None:
     """ArgumentError where FSDP2 would keep two copies of a tied weight, one for each of its places, and pad each by itself."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     if tied and cut.data > 1 and table.weight.shape[0] % (cut.tensor * cut.data):
         raise ArgumentError(
-            f"the tied embedding has {table.weight.shape[0]} rows, which {cut.tensor} x {cut.data} processes do not divide: head and "
-            "embedding would become different weights. Use other sizes, tensor parallelism alone, or fsdp2."
+            f"the tied embedding has {table.weight.shape[0]} rows, which {cut.tensor} x {cut.data} processes do not divide: head "
+            "and embedding would become different weights. Use other sizes, tensor parallelism alone, or fsdp2."
         )
 
 

@@ -1,8 +1,9 @@
 """Ranks: all that a run asks of other processes. One process is the degenerate case of the same calls.
 
 A *rank* has a share of the data. Under tensor parallelism several processes, *peers*, are one rank: they hold parts of one
-model's tensors and do the same work, and what the first of them says counts. Sums and choices that must be the same everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one rank alone
-can fail at goes through `together`, `gathered` and `first`, which make its failure everybody's.
+model's tensors and do the same work, and what the first of them says counts. Sums and choices that must be the same
+everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one process alone can fail at goes through
+`together`, `gathered` and `first`, which make its failure everybody's.
 """
 
 from __future__ import annotations

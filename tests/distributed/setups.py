@@ -39,7 +39,7 @@ def forget() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     unset_hf_deepspeed_config()
-    for name in [*FSDP2, "ACCELERATE_USE_DEEPSPEED"]:
+    for name in [*FSDP2, "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         os.environ.pop(name, None)
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._utils import (
-    compute_local_shape_and_global_offset,
-)  # no public name says where a part lies
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import plain_name
@@ -112,7 +111,8 @@ def in_rows(tensor: Any) -> Any:
     if not isinstance(tensor, DTensor) or all(getattr(cut, "dim", 0) == 0 for cut in tensor.placements):
         return tensor
     placements = [Shard(0) if getattr(cut, "dim", 0) else cut for cut in tensor.placements]
-    return tensor.detach().redistribute(placements=placements)
+    detached: Any = tensor.detach()
+    return detached.redistribute(placements=placements)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -143,13 +143,6 @@ def make_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: S
             states[key] = copied(value).to(parameter.device) if on else copied(value)
 
 
-def torch_idle(optimizer: Any) -> list[Tensor]:
-    """What a torch optimizer reads in its step alone: its parameters' gradients, and its states."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [value for state in optimizer.state.values() for value in state.values()]
-    return [each for each in [*(p.grad for p in parameters), *states] if isinstance(each, Tensor)]
-
-
 def copied(value: Any) -> Any:
     """A number that is no longer the checkpoint's own."""
     return value.clone() if isinstance(value, Tensor) else value
@@ -161,7 +154,14 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's."""
+    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's.
+
+    Where the numbers differ, groups of like options are one: transformers divides them by how tensor parallelism cut.
+    """
+    if len(options) != len(optimizer.param_groups):
+        kinds, now = _kinds(options), _kinds(group_options(optimizer))
+        if max(kinds) == max(now):
+            options = [options[kinds.index(kind)] for kind in now]
     if len(options) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(options)} groups of parameters and this run's {len(optimizer.param_groups)}: "
@@ -175,3 +175,11 @@ def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
                 "arguments, or start a new run."
             )
         group.update({key: copied(value) for key, value in saved.items()})
+
+
+def _kinds(options: list[dict[str, Any]]) -> list[int]:
+    """For each group, how many times options have changed from one group to the next."""
+    kinds = [0]
+    for before, after in pairwise(options):
+        kinds.append(kinds[-1] + (before != after))
+    return kinds

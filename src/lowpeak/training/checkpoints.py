@@ -6,7 +6,7 @@ Ranks write it together. A part of it that waits for all ranks ends in `together
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -72,8 +72,16 @@ def load_training(trainer: Any, checkpoint: Path) -> None:
     strategy = trainer.run.strategy
     strategy.load_state(checkpoint, trainer.model_wrapped, trainer.optimizer)
     if not _is_deepspeeds(trainer.lr_scheduler):
-        trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
+        saved = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
+        trainer.lr_scheduler.load_state_dict(_for_groups(saved, len(trainer.optimizer.param_groups)))
     trainer._load_scaler(os.fspath(checkpoint))
+
+
+def _for_groups(schedule: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A schedule's state for so many groups of parameters, where its own have all the same: tensor parallelism divides them."""
+    lists = {key: value for key, value in schedule.items() if isinstance(value, list) and value}
+    alike = {key: value[:1] * number for key, value in lists.items() if all(each == value[0] for each in value)}
+    return {**schedule, **alike}
 
 
 def _is_deepspeeds(schedule: Any) -> bool:

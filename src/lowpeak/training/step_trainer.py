@@ -325,7 +325,9 @@ class StepTrainer(Trainer):
             super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The base's way; weights of another shape are told in one sentence."""
+        """The base's way; weights of another shape are told in one sentence. What ranks wrote together is loaded later."""
+        if self.run.strategy.cuts_states:
+            return
         with _fitting(resume_from_checkpoint, "weights", "the model"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
