@@ -22,6 +22,8 @@ from lowpeak.rollout.vllm.weights.workers import ask
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
 
+ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
+
 
 @dataclass(frozen=True)
 class PushReport:
@@ -95,7 +97,7 @@ class _Update:
         if error is not None:
             for vllm in self._vllms:
                 try:
-                    vllm.workers.call("lowpeak_abort", {}, self._timeout)
+                    vllm.workers.call("lowpeak_abort", {}, min(self._timeout, ABORT_SECONDS))
                 except Exception:  # it may be what failed; without a commit it holds no version anyway
                     continue
 
