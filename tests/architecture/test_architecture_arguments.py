@@ -55,6 +55,7 @@ SHOWN_BY = {
     "ds3_gather_for_generation": "test_one_budget_is_said_in_three_ways",
     "disable_unwrapping_for_generation": "test_one_budget_is_said_in_three_ways",
     "offload_frozen_models": "test_what_concerns_sharded_models_or_devices_is_refused_without_them",
+    "offload_during_rollout": "test_what_concerns_sharded_models_or_devices_is_refused_without_them",
     "share_prompt": "test_what_was_asked_decides_the_layout",
     "overlong_prompts": "test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop",
     "beta": "test_rloo_trains",

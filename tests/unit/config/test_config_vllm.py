@@ -156,6 +156,7 @@ OTHERWISE = {
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"}, "must name each server once"),
         ({"vllm_mode": "server", "vllm_server_base_url": []}, "must name each server once, at least one"),
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_server_port": 2}, "says where it is"),
+        ({"vllm_mode": "server", "offload_during_rollout": True}, "servers generate on devices of their own"),
         ({"vllm_bucket_size": "64 sheep"}, "vllm_bucket_size='64 sheep' must be a number of bytes above 0"),
         ({"vllm_bucket_size": 0}, "must be a number of bytes above 0"),
         ({"gather_budget": "8GiB"}, "gather_budget='8GiB' cannot act: vLLM generates with weights of its own"),

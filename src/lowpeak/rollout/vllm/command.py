@@ -103,7 +103,9 @@ def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, s
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     if here and any(each.isdigit() and int(each) >= len(here) for each in devices):
-        raise ArgumentError(f"the devices {', '.join(devices)} are not all there: CUDA_VISIBLE_DEVICES shows {len(here)} here.")
+        raise ArgumentError(
+            f"the devices {', '.join(devices)} are not all there: CUDA_VISIBLE_DEVICES shows {len(here)} here."
+        )
     names = [here[int(each)] if here and each.isdigit() else each for each in devices]
     found = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
     return found | (
