@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
 
@@ -29,6 +29,7 @@ from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Recor
 from lowpeak.rewards.combine import RewardPanel, reward_metrics
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.vllm.weights.push import PushReport
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
 from lowpeak.training.reuse import Rollout
@@ -45,10 +46,11 @@ Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
 
 @dataclass
 class Tally:
-    """Tokens that the engine added to completions, and rows that its forwards computed for them."""
+    """Tokens that the engine added to completions, and rows that its forwards computed for them; what was pushed to it."""
 
     useful: int = 0
     computed: int = 0
+    pushes: dict[str, Metric] = field(default_factory=dict)
 
     def add(self, useful: int, computed: int) -> None:
         """One forward more."""
@@ -60,6 +62,17 @@ class Tally:
         metric = Metric(float(self.useful), float(self.computed))
         self.useful = self.computed = 0
         return {"useful_tokens/rollout": metric} if metric.count else {}
+
+    def note_push(self, report: PushReport) -> None:
+        """Weights were pushed."""
+        sums = {"bytes": report.num_bytes, "seconds": report.seconds, "proof_seconds": report.proof_seconds}
+        new = {f"push/{name}": Metric(float(value), 1.0, "sum") for name, value in sums.items()}
+        self.pushes = merge_metrics(self.pushes, new)
+
+    def take_pushes(self) -> dict[str, Metric]:
+        """The bytes and seconds of the pushes since the last call, on the rank that pushes; nothing where nothing is pushed."""
+        pushes, self.pushes = self.pushes, {}
+        return pushes
 
 
 @dataclass
@@ -100,7 +113,7 @@ class RolloutMaker:
         records = tuple(self._with_advantages(*pair) for pair in zip(records, advantages.per_token, strict=True))
         metrics = merge_metrics(judged.metrics, advantages.metrics)
         metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring)
-        metrics |= self._rested()
+        metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested())
         return Rollout(number, records, metrics, describe(judged, records, self.panel.names))
 
     def _rested(self) -> dict[str, Metric]:
