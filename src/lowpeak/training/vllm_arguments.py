@@ -37,7 +37,9 @@ class VllmArguments:
     )
     vllm_group_port: int = argument(51216, "vllm", "Server: this host's port for weights that go by NCCL or TCP.")
     vllm_server_token: str | None = argument(
-        None, "vllm", "Server: the token that it demands (None: that of VLLM_API_KEY in the environment, if any)."
+        None,
+        "vllm",
+        "Server: the token that it demands (None: LOWPEAK_SERVER_TOKEN or VLLM_API_KEY in the environment, if any).",
     )
     vllm_wave_timeout: float | None = argument(
         3600.0, "vllm", "Server: seconds that one wave may take before the server counts as lost (None: no limit)."
