@@ -1,0 +1,162 @@
+"""Slices gathered into buckets of bounded size: one buffer, filled again and again, and what lies where in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowpeak.errors import EngineError
+from lowpeak.records import WeightSlice
+from lowpeak.rollout.vllm.weights.checksum import BLOCK_BYTES, ROW_BYTES, Checksum
+
+ALIGNMENT = 64  # of a piece in the bucket, plus what puts its words where the tensor has them
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A flat range of one tensor in a bucket: `count` elements from `start`, which lie from byte `offset` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    count: int
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole tensor."""
+        return torch.Size(self.shape).numel()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the piece is all of its tensor."""
+        return self.count == self.numel
+
+    def values_in(self, bucket: Tensor) -> Tensor:
+        """The piece's elements, flat, in the bytes of its bucket."""
+        return bucket[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
+
+    def to_json(self) -> dict[str, Any]:
+        """What JSON can hold of it."""
+        return asdict(self) | {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
+
+    @staticmethod
+    def from_json(given: Mapping[str, Any]) -> Piece:
+        """What `to_json` gave."""
+        return Piece(**{**given, "shape": tuple(given["shape"]), "dtype": getattr(torch, given["dtype"])})
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Pieces and the bytes that hold them; good until the next bucket is asked for."""
+
+    pieces: tuple[Piece, ...]
+    data: Tensor
+
+
+@dataclass
+class Sums:
+    """The checksum of every tensor that passed, whether it was sent or held back, and what they took."""
+
+    of: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float = 0.0
+    _open: dict[str, Checksum] = field(default_factory=dict)
+    _left: dict[str, int] = field(default_factory=dict)
+
+    def add(self, name: str, num_bytes: int, first: int, values: Tensor) -> None:
+        """Take a range of a tensor of `num_bytes`, whose first byte is `first`."""
+        began = time.perf_counter()
+        if name not in self._open:
+            self._open[name] = Checksum(num_bytes, values.device)
+            self._left[name] = num_bytes
+        self._open[name].add(first, values)
+        self._left[name] -= values.numel() * values.element_size()
+        if not self._left[name]:
+            self.of[name] = self._open.pop(name).value()
+        self.seconds += time.perf_counter() - began
+
+    def read(self) -> dict[str, str]:
+        """All of them as hexadecimal, read from the device together; EngineError where a tensor is not whole."""
+        if self._open:
+            raise EngineError(f"The slices of {', '.join(sorted(self._open)[:5])} ended before the tensor did.")
+        return read_sums(self.of)
+
+
+def read_sums(sums: Mapping[str, Tensor]) -> dict[str, str]:
+    """Checksums as hexadecimal, which JSON keeps whole; one read for each device that they live on."""
+    found: dict[str, str] = {}
+    for device in {value.device for value in sums.values()}:
+        names = [name for name, value in sums.items() if value.device == device]
+        numbers = torch.stack([sums[name] for name in names]).tolist()
+        found |= {name: f"{number % 2**64:016x}" for name, number in zip(names, numbers, strict=True)}
+    return found
+
+
+def fill(
+    slices: Iterable[WeightSlice],
+    buffer: Callable[[torch.device], Tensor],
+    sums: Sums | None,
+    held_back: Collection[str] = (),
+) -> Iterator[Bucket]:
+    """Buckets of the slices' values, each at most the buffer long; what is `held_back` is summed and not sent.
+
+    The buffer is asked for once, with the device of the first slice. A slice that is longer than what is left is cut.
+    """
+    data: Tensor | None = None
+    pieces: list[Piece] = []
+    end = 0
+    for piece in slices:
+        if piece.name in held_back:
+            _copied(piece, 0, piece.values, None, sums)
+            continue
+        data = buffer(piece.values.device) if data is None else data
+        done, count = 0, piece.values.numel()
+        while done < count:
+            start = piece.start + done
+            offset = _offset(end, start * piece.dtype.itemsize)
+            fits = min(count - done, (len(data) - offset) // piece.dtype.itemsize)
+            if fits <= 0:
+                yield _bucket(pieces, data, end, piece)
+                pieces, end = [], 0
+                continue
+            placed = Piece(piece.name, piece.shape, piece.dtype, start, fits, offset)
+            _copied(piece, done, piece.values[done : done + fits], placed.values_in(data), sums)
+            pieces.append(placed)
+            done, end = done + fits, offset + fits * piece.dtype.itemsize
+    if pieces and data is not None:
+        yield Bucket(tuple(pieces), data[:end])
+
+
+def _bucket(pieces: list[Piece], data: Tensor, end: int, piece: WeightSlice) -> Bucket:
+    if not pieces:
+        raise EngineError(
+            f"A bucket of {len(data)} bytes holds no element of {piece.name}: give buckets of at least 4096 bytes."
+        )
+    return Bucket(tuple(pieces), data[:end])
+
+
+def _offset(end: int, first: int) -> int:
+    """Where a range may lie whose first byte is byte `first` of its tensor: its words stay words, so that both sides sum fast."""
+    return -(-end // ALIGNMENT) * ALIGNMENT + first % 8
+
+
+def _copied(piece: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: Sums | None) -> None:
+    """Sum values and copy them, block by block, so that each is read from memory once."""
+    size = piece.dtype.itemsize
+    num_bytes = torch.Size(piece.shape).numel() * size
+    step = BLOCK_BYTES if values.device.type == "cpu" else max(BLOCK_BYTES, values.numel() * size)
+    first = 0
+    while first < values.numel():
+        byte = (piece.start + done + first) * size
+        block = values[first : first + (step - byte % ROW_BYTES) // size]  # so that the next one begins with a row
+        if sums is not None:
+            sums.add(piece.name, num_bytes, byte, block)
+        if into is not None:
+            into[first : first + len(block)].copy_(block)
+        first += len(block)

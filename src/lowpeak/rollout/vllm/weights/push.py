@@ -1,0 +1,175 @@
+"""The policy's weights on their way into vLLM: slices fill buckets, buckets go to every worker; all is proved, or nothing holds."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowpeak.config.vllm import VllmSettings
+from lowpeak.errors import EngineError
+from lowpeak.records import WeightSlice
+from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, fill
+from lowpeak.rollout.vllm.weights.transports.choose import open_sender
+from lowpeak.rollout.vllm.weights.transports.transport import Sender
+from lowpeak.rollout.vllm.weights.workers import ask
+
+TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What an update took: tensors, bytes sent and bytes held back because they were there, seconds and the proof's of them."""
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    num_bytes_held_back: int = 0
+    seconds: float = 0.0
+    proof_seconds: float = 0.0
+    transport: str = ""
+
+
+def push(
+    slices: Iterable[WeightSlice],
+    vllms: Sequence[Vllm],
+    settings: VllmSettings,
+    policy_version: int,
+    *,
+    unchanging: Collection[str] = (),
+    timeout: float = TIMEOUT,
+) -> PushReport:
+    """One whole update of every engine: when it returns, all hold these weights, proved, as `policy_version`.
+
+    `slices` are taken to their end in any case, because other ranks wait for them; where there is no engine they are only taken.
+    Errors come after that, and leave every engine without a version. Tensors that training does not change (`unchanging`) come
+    once: an engine that holds them proves it against their checksums instead. Alive are one bucket here, and in a worker the bucket
+    and the largest tensor. EngineError names what was wrong: tensors that vLLM does not take, that did not arrive as they were,
+    or that are lacking; LostEngineError is a worker's end.
+    """
+    rest = iter(slices)
+    if not vllms:
+        _exhaust(rest)
+        return PushReport()
+    began = time.perf_counter()
+    try:
+        first = next(rest, None)
+        if first is None:
+            raise EngineError("There are no weights to push.")
+        with _Update(vllms, settings, first.values.device, timeout) as update:
+            update.send(itertools.chain([first], rest), unchanging)
+            update.verify()
+            update.commit(policy_version)
+    except BaseException as error:
+        if isinstance(error, Exception):
+            _exhaust(rest)
+        raise
+    return update.report(time.perf_counter() - began)
+
+
+class _Update:
+    """An update under way; leaving it by an error makes every engine that can still be reached forget its version."""
+
+    def __init__(self, vllms: Sequence[Vllm], settings: VllmSettings, device: torch.device, timeout: float) -> None:
+        self._vllms = vllms
+        self._settings = settings
+        self._device = device
+        self._timeout = timeout
+        self._sums = Sums() if settings.verify else None
+        self._counts: dict[str, int] = {}
+        self._num_bytes = self._num_bytes_held_back = 0
+        self._proof_seconds = 0.0
+        self._sender: Sender | None = None
+
+    def __enter__(self) -> _Update:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._sender is not None:
+            self._sender.close()
+        if error is not None:
+            for vllm in self._vllms:
+                try:
+                    vllm.workers.call("lowpeak_abort", {}, self._timeout)
+                except Exception:  # it may be what failed; without a commit it holds no version anyway
+                    continue
+
+    def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
+        """All slices, but the `unchanging` that every worker holds."""
+        settings = self._settings
+        sender = open_sender(settings.transport, self._vllms, settings.bucket_bytes, self._device, self._timeout)
+        self._sender = sender
+        held_back = self._begin(sender) & frozenset(unchanging)
+        sender.joined()
+        for bucket in fill(self._counted(slices, held_back), sender.buffer, self._sums, held_back):
+            self._deliver(sender, bucket)
+
+    def verify(self) -> None:
+        """Every worker holds what was sent, and together they hold all of it."""
+        began = time.perf_counter()
+        sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
+        arguments = {"sent": sent, "counts": self._counts}
+        answers = ask(self._vllms, "lowpeak_verify", [arguments] * len(self._vllms), self._timeout)
+        for vllm, each in zip(self._vllms, answers, strict=True):
+            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.workers.in_process)
+        self._proof_seconds = time.perf_counter() - began
+
+    def commit(self, policy_version: int) -> None:
+        """All engines hold this version from here on."""
+        ask(self._vllms, "lowpeak_commit", [{"policy_version": policy_version}] * len(self._vllms), self._timeout)
+
+    def report(self, seconds: float) -> PushReport:
+        """What it took."""
+        proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
+        name = "" if self._sender is None else self._sender.name
+        return PushReport(len(self._counts), self._num_bytes, self._num_bytes_held_back, seconds, proof, name)
+
+    def _begin(self, sender: Sender) -> frozenset[str]:
+        """Open every worker's end; the names of tensors that all of them hold."""
+        invitation = sender.invitation()
+        first_ranks = itertools.accumulate((vllm.facts().num_workers for vllm in self._vllms[:-1]), initial=1)
+        arguments = [
+            {"invitation": invitation | {"first_rank": rank}, "summing": self._sums is not None} for rank in first_ranks
+        ]
+        answers = [answer for each in ask(self._vllms, "lowpeak_begin", arguments, self._timeout) for answer in each]
+        return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
+
+    def _counted(self, slices: Iterable[WeightSlice], held_back: Collection[str]) -> Iterator[WeightSlice]:
+        for piece in slices:
+            self._counts.setdefault(piece.name, torch.Size(piece.shape).numel())
+            if piece.name in held_back:
+                self._num_bytes_held_back += piece.values.numel() * piece.dtype.itemsize
+            yield piece
+
+    def _deliver(self, sender: Sender, bucket: Bucket) -> None:
+        pieces = [piece.to_json() for piece in bucket.pieces]
+        self._num_bytes += sum(piece.count * piece.dtype.itemsize for piece in bucket.pieces)
+
+        def take(arguments: Mapping[str, Any]) -> None:
+            ask(self._vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self._vllms), self._timeout)
+
+        sender.deliver(bucket, take)
+
+
+def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
+    """EngineError where a part of a tensor is in no worker; `lacking` are the elements placed where they are not all.
+
+    An engine over the trainer's own ranks answers for one of its workers alone (`shared`): what another one holds is not known.
+    """
+    names = set().union(*lacking)
+    placed = {name: sum(each.get(name, counts[name]) for each in lacking) for name in names}
+    lost = sorted(name for name in names if placed[name] < counts[name])
+    if lost and not shared:
+        raise EngineError(
+            f"vLLM took only a part of {', '.join(lost[:5])}{f' and {len(lost) - 5} more' if lost[5:] else ''}: its model has "
+            "other shapes, or does not have these tensors."
+        )
+
+
+def _exhaust(slices: Iterator[WeightSlice]) -> None:
+    deque(slices, maxlen=0)

@@ -1,0 +1,1 @@
+"""The ways by which weights reach the workers of vLLM."""

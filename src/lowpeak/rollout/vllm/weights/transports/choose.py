@@ -1,0 +1,118 @@
+"""Which transport reaches all workers of all engines of an update, and its two ends."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowpeak.config.vllm import Transport
+from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.weights.transports.ipc import IpcInlet, IpcSender
+from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender
+from lowpeak.rollout.vllm.weights.transports.process import ProcessInlet, ProcessSender
+from lowpeak.rollout.vllm.weights.transports.shm import ShmInlet, ShmSender, is_ours, new_name, shared_folder, sweep
+from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
+from lowpeak.rollout.vllm.weights.transports.transport import Inlet, Sender
+from lowpeak.rollout.vllm.weights.workers import ask
+
+
+def open_sender(
+    transport: Transport, vllms: Sequence[Vllm], bucket_bytes: int, device: torch.device, timeout: float
+) -> Sender:
+    """The trainer's end of `transport`, of the one that fits best with "auto"; EngineError where it reaches no worker.
+
+    "auto" is the process where the engine is in it; on CUDA IPC where all workers are on the trainer's device, else NCCL; on
+    CPUs shared memory where they are on its host, else TCP.
+    """
+    if transport == "process" or (transport == "auto" and all(vllm.workers.in_process for vllm in vllms)):
+        _check_in_process(vllms)
+        return ProcessSender(bucket_bytes)
+    seen = _Seen.of(vllms, timeout)
+    chosen = seen.best(device) if transport == "auto" else transport
+    if chosen == "shm" and not seen.all_here:
+        raise EngineError(
+            "vllm_weights_transport='shm': vLLM runs on another host, or has other shared memory: use 'tcp'."
+        )
+    makers: Mapping[str, Callable[[], Sender]] = {
+        "shm": lambda: ShmSender(bucket_bytes),
+        "tcp": lambda: TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout),
+        "ipc": lambda: IpcSender(bucket_bytes, device),
+        "nccl": lambda: NcclSender(
+            bucket_bytes, device, "127.0.0.1" if seen.all_here else own_addresses()[0], seen.num_workers, timeout
+        ),
+    }
+    try:
+        return makers[chosen]()
+    except EngineError:
+        if transport != "auto" or chosen != "shm":
+            raise
+        return makers["tcp"]()  # shared memory is full, or a container's few megabytes
+
+
+def open_inlet(invitation: Mapping[str, Any], device: torch.device, rank: int) -> Inlet:
+    """A worker's end of what the trainer offers; `rank` is the worker's among its engine's."""
+    given = dict(invitation)
+    transport, first_rank = given.pop("transport"), given.pop("first_rank")
+    makers: Mapping[str, Callable[[], Inlet]] = {
+        "process": ProcessInlet,
+        "shm": lambda: ShmInlet(**given),
+        "tcp": lambda: TcpInlet(**given),
+        "ipc": lambda: IpcInlet(**given, device=device),
+        "nccl": lambda: NcclInlet(**given, rank=first_rank + rank, device=device),
+    }
+    return makers[transport]()
+
+
+class _Seen:
+    """What the workers told: their devices, and whether they see a file that this process wrote."""
+
+    def __init__(self, all_here: bool, devices: frozenset[str], num_workers: int) -> None:
+        self.all_here = all_here
+        self.devices = devices
+        self.num_workers = num_workers
+
+    @staticmethod
+    def of(vllms: Sequence[Vllm], timeout: float) -> _Seen:
+        folder = shared_folder()
+        sweep(folder)
+        path, secret = folder / new_name(), secrets.token_hex(16)
+        try:
+            path.write_text(secret)
+            answers = [
+                a for each in ask(vllms, "lowpeak_look", [{"path": str(path)}] * len(vllms), timeout) for a in each
+            ]
+        finally:
+            path.unlink(missing_ok=True)
+        here = all(answer["content"] == secret for answer in answers)
+        return _Seen(here, frozenset(answer["device"] for answer in answers), len(answers))
+
+    def best(self, device: torch.device) -> Transport:
+        if device.type != "cuda" or "cpu" in self.devices:
+            return "shm" if self.all_here else "tcp"
+        return "ipc" if self.all_here and self.devices == {device_id(device)} else "nccl"
+
+
+def device_id(device: torch.device) -> str:
+    """A name of the device that is the same in every process of the host: a GPU's UUID."""
+    if device.type != "cuda":
+        return device.type
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def look(path: str, device: torch.device) -> dict[str, Any]:
+    """A worker's answer: what is in the file, where it is one that a trainer made to be seen, and its device."""
+    content = ""
+    with contextlib.suppress(OSError, ValueError):
+        content = Path(path).read_text() if is_ours(Path(path)) else ""
+    return {"content": content, "device": device_id(device)}
+
+
+def _check_in_process(vllms: Sequence[Vllm]) -> None:
+    if not all(vllm.workers.in_process for vllm in vllms):
+        raise EngineError("vllm_weights_transport='process': vLLM runs in other processes; use 'auto'.")
