@@ -46,7 +46,7 @@ class LostEngineError(EngineError):
     `finished` are the answers that came before, by the place of their requests in the wave.
     """
 
-    finished: Mapping[int, Any] = {}  # noqa: RUF012 (an instance sets its own)
+    finished: Mapping[int, Any] = {}
 
 
 class NonFiniteError(LowpeakError, FloatingPointError):

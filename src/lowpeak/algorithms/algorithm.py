@@ -51,6 +51,7 @@ class Algorithm:
     reduction   (counted tokens of a row, counts of the step) -> weight of each of that row's units
     loss        (logprobs_T, entropy_T or None, tokens) -> loss_U; differentiable, no host synchronisation
     measure     the same inputs, detached -> metrics
+    coupled     whether a token's loss needs its whole row, although the unit is a token: then it is not formed in one visit
     idle        whether a row whose advantages are all exactly zero changes nothing, so that it need not be trained on
     state       the algorithm's own numbers at the start (adaptive coefficients); handed to losses as
                 `tokens.coefficients`, checkpointed
@@ -67,5 +68,6 @@ class Algorithm:
     loss: Callable[[Tensor, Tensor | None, TokenBatch], Tensor]
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
     idle: bool
+    coupled: bool = False
     state: Mapping[str, float] = field(default_factory=dict)
     update: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda state, metrics: state

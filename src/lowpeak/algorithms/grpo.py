@@ -15,6 +15,7 @@ from functools import partial
 
 from lowpeak.algorithms.advantages import grpo_advantages
 from lowpeak.algorithms.algorithm import Algorithm, Need
+from lowpeak.algorithms.correction import corrected_advantages
 from lowpeak.algorithms.entropy import next_entropy_state, start_entropy_state
 from lowpeak.algorithms.losses import grpo_loss
 from lowpeak.algorithms.measure import measure_grpo
@@ -36,10 +37,11 @@ def make_grpo(settings: GRPOSettings) -> Algorithm:
         needs=frozenset(need for need, needed in needs.items() if needed),
         loss_entropy=settings.entropy_bonus is not None,
         select=select_unequal if settings.drop_equal_groups else select_all,
-        advantages=partial(grpo_advantages, settings),
+        advantages=partial(corrected_advantages, settings, partial(grpo_advantages, settings)),
         reduction=grpo_reduction(settings),
         loss=partial(grpo_loss, settings),
         measure=partial(measure_grpo, settings),
+        coupled=settings.step_correction is not None and settings.step_correction.per_sequence,
         idle=settings.beta == 0.0 and settings.entropy_bonus is None,
         state=start_entropy_state(settings.entropy_bonus),
         update=partial(next_entropy_state, settings.entropy_bonus),

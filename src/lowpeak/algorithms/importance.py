@@ -25,17 +25,17 @@ def old_logprobs(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
 
 def token_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """`exp(logprob - old)` of each token: [T]."""
-    return _ratio(logprobs_T - old_logprobs(logprobs_T, tokens))
+    return bounded_exp(logprobs_T - old_logprobs(logprobs_T, tokens))
 
 
 def mean_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """GSPO's ratio of a row, `exp(mean(logprob - old))` over its counted tokens: [B] (arXiv 2507.18071)."""
-    return _ratio(row_means(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
+    return bounded_exp(row_means(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
 
 
 def product_ratio(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """The ratio of a row's probabilities, `exp(sum(logprob) - sum(old))` over its counted tokens: [B]."""
-    return _ratio(row_sums(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
+    return bounded_exp(row_sums(logprobs_T - old_logprobs(logprobs_T, tokens), tokens))
 
 
 def importance_ratio(logprobs_T: Tensor, tokens: TokenBatch, level: ImportanceLevel) -> Tensor:
@@ -45,5 +45,6 @@ def importance_ratio(logprobs_T: Tensor, tokens: TokenBatch, level: ImportanceLe
     return over_tokens(mean_ratio(logprobs_T, tokens), tokens)
 
 
-def _ratio(log_ratio: Tensor) -> Tensor:
+def bounded_exp(log_ratio: Tensor) -> Tensor:
+    """`exp(log_ratio)`, held below what overflows float32: elementwise, differentiable."""
     return torch.exp(log_ratio.clamp(max=_LARGEST_LOG_RATIO))

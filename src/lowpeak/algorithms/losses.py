@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lowpeak.algorithms.correction import step_weights
 from lowpeak.algorithms.importance import importance_ratio, product_ratio
 from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.rows import row_means, row_values
@@ -39,13 +40,15 @@ def clipped_weight(logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_hig
 
 
 def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
-    """A unit's GRPO loss: `policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
+    """A unit's GRPO loss: `weight * policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
 
-    The unit is a row where `importance_level` is "sequence" (GSPO): all of a row's tokens then share one ratio. A row
-    without counted tokens has loss 0.
+    The weight is 1, or corrects the sampler's drift (`correction.py`). The unit is a row where `importance_level` is
+    "sequence" (GSPO): all of a row's tokens then share one ratio. A row without counted tokens has loss 0.
     """
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
     loss_T = policy_loss(settings, logprobs_T, ratio_T, tokens.advantages_T)
+    if settings.step_correction is not None:
+        loss_T = loss_T * step_weights(settings.step_correction, logprobs_T, tokens)
     if settings.beta != 0.0:
         loss_T = loss_T + settings.beta * grpo_kl(settings, logprobs_T, ratio_T, tokens)
     if settings.entropy_bonus is not None:
@@ -78,7 +81,11 @@ def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, entropy_T: Tensor | No
     On-policy its gradient is REINFORCE's, `-A * sum(grad logprob)` (arXiv 2402.14740).
     """
     advantages_B = row_values(tokens.advantages_T, tokens)
-    return clipped_surrogate(product_ratio(logprobs_T, tokens), advantages_B, settings.clip_low, settings.clip_high)
+    ratio_B = product_ratio(logprobs_T, tokens)
+    loss_B = clipped_surrogate(ratio_B, advantages_B, settings.clip_low, settings.clip_high)
+    if settings.step_correction is None:
+        return loss_B
+    return loss_B * row_values(step_weights(settings.step_correction, logprobs_T, tokens), tokens)
 
 
 def supervised_loss(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:

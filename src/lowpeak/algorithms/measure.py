@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Unit
+from lowpeak.algorithms.correction import measure_correction, step_weights
 from lowpeak.algorithms.importance import importance_ratio, old_logprobs, product_ratio
 from lowpeak.algorithms.losses import grpo_kl
 from lowpeak.algorithms.rows import over_tokens, row_means, row_sums, row_values
-from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
+from lowpeak.config.algorithm import Correction, GRPOSettings, RLOOSettings
 from lowpeak.records import Metric, TokenBatch
 
 
@@ -29,7 +30,7 @@ def measure_grpo(
     unit: Unit = settings.importance_level
     counted_T = _counted(tokens, unit)
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    metrics = _measure_pass(logprobs_T, entropy_T, tokens, counted_T)
+    metrics = _measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
     if settings.beta != 0.0:
         metrics["kl"] = _mean(grpo_kl(settings, logprobs_T, ratio_T, tokens), counted_T)
     if settings.loss_type == "cispo":
@@ -46,7 +47,7 @@ def measure_rloo(
     """Clipping of rows, entropy and drift of the sampler."""
     counted_T = _counted(tokens, "sequence")
     ratio_T = over_tokens(product_ratio(logprobs_T, tokens), tokens)
-    metrics = _measure_pass(logprobs_T, entropy_T, tokens, counted_T)
+    metrics = _measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
     return metrics | _clip_ratios(ratio_T, tokens, counted_T, "sequence", settings.clip_low, settings.clip_high)
 
 
@@ -56,9 +57,9 @@ def measure_supervised(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: Tok
 
 
 def _measure_pass(
-    logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch, counted_T: Tensor
+    correction: Correction | None, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch, counted_T: Tensor
 ) -> dict[str, Metric]:
-    """What is asked of every policy pass: entropy, and how far old is from what the sampler said, in nats."""
+    """What is asked of every policy pass: entropy, how far old is from what the sampler said, in nats, and its correction."""
     metrics = {} if entropy_T is None else {"entropy": _mean(entropy_T, counted_T)}
     if tokens.sampling_T is not None:
         drift_T = (old_logprobs(logprobs_T, tokens) - tokens.sampling_T).abs()
@@ -67,6 +68,9 @@ def _measure_pass(
         drift_T = drift_T.nan_to_num(nan=0.0)
         metrics["sampling/sampling_logp_difference/mean"] = _mean(drift_T, known_T)
         metrics["sampling/sampling_logp_difference/max"] = Metric((drift_T * known_T).max(), kind="max")
+    if correction is not None:
+        weights_T = step_weights(correction, logprobs_T, tokens)
+        metrics |= measure_correction(weights_T, counted_T, correction.per_sequence, tokens)
     return metrics
 
 

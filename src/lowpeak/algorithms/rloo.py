@@ -10,6 +10,7 @@ from functools import partial
 
 from lowpeak.algorithms.advantages import rloo_advantages
 from lowpeak.algorithms.algorithm import Algorithm, Need
+from lowpeak.algorithms.correction import corrected_advantages
 from lowpeak.algorithms.losses import rloo_loss
 from lowpeak.algorithms.measure import measure_rloo
 from lowpeak.algorithms.reduction import sequence_mean
@@ -20,7 +21,7 @@ from lowpeak.config.algorithm import RLOOSettings
 def make_rloo(settings: RLOOSettings) -> Algorithm:
     """RLOO as functions of tensors; a row without an advantage is always idle, since the KL is in the advantage."""
     needs: dict[Need, bool] = {
-        "old": settings.score_old or settings.beta != 0.0,
+        "old": settings.needs_old,
         "reference": settings.beta != 0.0,
     }
     return Algorithm(
@@ -29,7 +30,7 @@ def make_rloo(settings: RLOOSettings) -> Algorithm:
         needs=frozenset(need for need, needed in needs.items() if needed),
         loss_entropy=False,
         select=select_unequal if settings.drop_equal_groups else select_all,
-        advantages=partial(rloo_advantages, settings),
+        advantages=partial(corrected_advantages, settings, partial(rloo_advantages, settings)),
         reduction=sequence_mean,
         loss=partial(rloo_loss, settings),
         measure=partial(measure_rloo, settings),

@@ -64,13 +64,15 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
         model=told.model,
         host=told.host,
         port=told.port,
-        token=told.token or environ.get(TOKEN) or environ.get(_VLLM_TOKEN) or None,
+        token=told.token or environ.get(TOKEN) or None,
         tensor_parallel_size=told.tensor_parallel_size,
         devices=named(told.devices, "--devices") if told.devices else (),
         dtype=told.dtype,
         options=tuple(options),
     )
     check(server)
+    if server.token is None and environ.get(_VLLM_TOKEN):
+        raise ArgumentError(f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead.")
     return server
 
 

@@ -68,6 +68,16 @@ class GRPOSettings:
     score_old: bool
     correction: Correction | None = None
 
+    @property
+    def step_correction(self) -> Correction | None:
+        """The correction that each step forms with its own log-probs: old is not scored."""
+        return None if self.score_old else self.correction
+
+    @property
+    def rollout_correction(self) -> Correction | None:
+        """The correction that is fixed for the rollout: old is scored."""
+        return self.correction if self.score_old else None
+
 
 @dataclass(frozen=True)
 class RLOOSettings:
@@ -83,3 +93,18 @@ class RLOOSettings:
     drop_equal_groups: bool
     score_old: bool
     correction: Correction | None = None
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether old log-probs are scored: for reuse, or for the KL in the reward."""
+        return self.score_old or self.beta != 0.0
+
+    @property
+    def step_correction(self) -> Correction | None:
+        """The correction that each step forms with its own log-probs: old is not scored."""
+        return None if self.needs_old else self.correction
+
+    @property
+    def rollout_correction(self) -> Correction | None:
+        """The correction that is fixed for the rollout: old is scored."""
+        return self.correction if self.needs_old else None

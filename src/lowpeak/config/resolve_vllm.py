@@ -171,7 +171,7 @@ def _server(args: Any, environ: Mapping[str, str]) -> ServerSettings:
     return ServerSettings(
         base_urls=_base_urls(args),
         timeout=args.vllm_server_timeout,
-        token=args.vllm_server_token or environ.get("LOWPEAK_SERVER_TOKEN") or environ.get("VLLM_API_KEY") or None,
+        token=args.vllm_server_token or environ.get("LOWPEAK_SERVER_TOKEN") or None,
         group_port=args.vllm_group_port,
     )
 

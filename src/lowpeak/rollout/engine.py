@@ -11,7 +11,6 @@ import torch
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Group, Prompt, WeightSlice
 
-
 SLICE_BYTES = 8 << 20
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
-from lowpeak.config.gathering import ALL, given_gathering
+from lowpeak.config.gathering import given_gathering
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.data.cursor import PromptCursor
@@ -31,11 +31,9 @@ from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
-from lowpeak.rollout.engine import RolloutEngine
-from lowpeak.rollout.function import FunctionEngine
-from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
 from lowpeak.strategies.strategy import Frozen, Strategy
+from lowpeak.training.engines import check_engine, make_engine
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
@@ -78,6 +76,7 @@ def prepare_online(
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
     check_devices(bool(args.fsdp))
     settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
+    check_engine(settings.vllm)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     judges = make_rewards(
@@ -136,7 +135,7 @@ def connect_online(
     maker = RolloutMaker(
         settings=settings,
         algorithm=algorithm,
-        engine=_engine(trainer, parts, strategy, run, tally, rollout_func),
+        engine=make_engine(trainer, parts, strategy, run, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,
         new_reader=new_reader,
@@ -206,33 +205,6 @@ def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Ref
     install_head(parts.reference_model, cast_head_to_fp32=parts.args.cast_lm_head_to_fp32)
     frozen = freeze(parts.reference_model)
     return Reference(frozen.model, frozen.ready)
-
-
-def _engine(
-    trainer: Any,
-    parts: OnlineParts,
-    strategy: Strategy,
-    run: Run,
-    tally: Tally,
-    rollout_func: Callable[..., Mapping[str, Any]] | None,
-) -> RolloutEngine:
-    budget = parts.settings.memory.gather_budget
-
-    def hold() -> AbstractContextManager[nn.Module]:
-        bytes_to_gather = _free_to_gather(trainer, strategy, run) if budget is None else budget
-        return strategy.hold(trainer.model_wrapped, bytes_to_gather)
-
-    if rollout_func is not None:
-        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
-    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
-
-
-def _free_to_gather(trainer: Any, strategy: Strategy, run: Run) -> int:
-    """Half of what the KV cache leaves of the free memory, on the rank that has least."""
-    if not strategy.cuts_parameters:
-        return ALL
-    free = free_bytes(trainer.accelerator.device) - run.sizes.kv_cache_bytes
-    return int(strategy.ranks.min([max(0, free)])[0]) // 2
 
 
 def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:

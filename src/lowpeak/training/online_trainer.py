@@ -90,6 +90,15 @@ class OnlineTrainer(StepTrainer):
         self.steps_used = 0
         self.add_callback(StepCallback(self))
 
+    # a run
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """The base's way; the engine is let go of in the end, and made anew when it is needed again."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.maker.engine.close()
+
     # a step
 
     def num_steps_per_epoch(self) -> int | None:
@@ -166,8 +175,9 @@ class OnlineTrainer(StepTrainer):
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
                 prompts = eval_prompts(data, self.maker.new_reader())
-            self.maker.load_weights(self.state.global_step)
-            return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)
+            with self.maker.awake():
+                self.maker.load_weights(self.state.global_step)
+                return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)
 
     # what a checkpoint holds
 

@@ -75,7 +75,7 @@ def run_step(
 def loss_of(
     model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core, promised_scale: float | None = None
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The weighted loss of one micro-batch and its metrics: in one visit of the head where the unit is a token.
+    """The weighted loss of one micro-batch and its metrics: in one visit of the head where a token's loss is its own.
 
     With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see HeadRequest).
     """
@@ -86,7 +86,7 @@ def loss_of(
         used = entropy if algorithm.loss_entropy else None
         return (part.weights_U * algorithm.loss(logprobs, used, part)).sum()
 
-    one_visit = algorithm.unit == "token"
+    one_visit = algorithm.unit == "token" and not algorithm.coupled
     out = _forward(
         model,
         batch,

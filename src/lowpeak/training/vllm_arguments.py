@@ -39,7 +39,7 @@ class VllmArguments:
     vllm_server_token: str | None = argument(
         None,
         "vllm",
-        "Server: the token that it demands (None: LOWPEAK_SERVER_TOKEN or VLLM_API_KEY in the environment, if any).",
+        "Server: the token that it demands (None: that of LOWPEAK_SERVER_TOKEN in the environment, if any).",
     )
     vllm_wave_timeout: float | None = argument(
         3600.0, "vllm", "Server: seconds that one wave may take before the server counts as lost (None: no limit)."

@@ -76,13 +76,18 @@ def test_ours_are_read_with_dashes_too():
     assert "--devices" not in command
 
 
-@pytest.mark.parametrize("environ", [{TOKEN: "secret"}, {"VLLM_API_KEY": "secret"}])
-def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line(environ):
+def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
+    environ = {TOKEN: "secret", "VLLM_API_KEY": "other"}
     server = read(["--model", "m"], environ)
     assert value_of(words(server), "middleware") == "lowpeak.rollout.vllm.token.TokenMiddleware"
     assert "secret" not in " ".join(words(server))
     given = environment(server, environ)
     assert (given[TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
+
+
+def test_vllms_own_key_is_not_taken_for_a_guard():
+    with pytest.raises(ArgumentError, match="VLLM_API_KEY guards only some of vLLM's routes.*LOWPEAK_SERVER_TOKEN"):
+        said(environ={"VLLM_API_KEY": "secret"})
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::"])

@@ -79,7 +79,7 @@ def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
     assert found.where == ServerSettings(("http://127.0.0.1:8000",), 30.0, "secret", 4000)
     assert found.wave_timeout == 9.0
     args = config(tmp_path, **SERVER)
-    assert resolve_vllm(args, 1, {"VLLM_API_KEY": "key"}).where.token == "key"
+    assert resolve_vllm(args, 1, {"LOWPEAK_SERVER_TOKEN": "key"}).where.token == "key"
     assert resolve_vllm(args, 1, {}).where.token is None
     assert "secret" not in str(config(tmp_path, **SERVER, vllm_server_token="secret").to_dict())
 

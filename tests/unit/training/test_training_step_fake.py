@@ -13,7 +13,7 @@ from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
-from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
+from lowpeak.config.algorithm import Correction, EntropyBonus, RLOOSettings
 from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step, score
@@ -34,6 +34,7 @@ SEVEN_B = Qwen2Config(
 GRPO = replace(
     BASE, clip_high=0.2, beta=0.04, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.01), max_completion_length=512
 )
+MASKED = replace(GRPO, score_old=False, correction=Correction(True, True, 0.5, 3.0))
 RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
 
 
@@ -61,7 +62,9 @@ def fake_model():
 
 
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
-@pytest.mark.parametrize("algorithm", [make_grpo(GRPO), make_rloo(RLOO)], ids=["grpo", "rloo"])
+@pytest.mark.parametrize(
+    "algorithm", [make_grpo(GRPO), make_grpo(MASKED), make_rloo(RLOO)], ids=["grpo", "masked", "rloo"]
+)
 def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
     batches = micro_batches(layout=layout)
     core = Core(1.0, 256, torch.device("cpu"))

@@ -13,15 +13,16 @@ from lowpeak.rollout.vllm.requests import Row
 from lowpeak.rollout.vllm.vllm import Answer
 
 
-def checked(rows: Sequence[Row], answers: Sequence[Answer], version: int, num_tokens: int) -> list[Answer]:
-    """The answers to these rows, written by the weights of `version` from a vocabulary of `num_tokens`.
+def checked(rows: Sequence[Row], answers: Sequence[Answer], version: int, num_tokens: int | None) -> list[Answer]:
+    """The answers to these rows, written by the weights of `version` from a vocabulary of `num_tokens` (None: any).
 
     EngineError for too few of them or what is none; LostEngineError, with those that are good, where an answer was given
     up or was written by other weights.
     """
     if len(answers) != len(rows):
         raise EngineError(f"vLLM returned {len(answers)} completions for {len(rows)} requests; one for each is needed.")
-    good, given_up, others = {}, 0, set()
+    good: dict[int, Answer] = {}
+    given_up, others = 0, set[int]()
     for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
         if answer.finish_reason == "abort":
             given_up += 1
@@ -40,7 +41,7 @@ def checked(rows: Sequence[Row], answers: Sequence[Answer], version: int, num_to
     raise error
 
 
-def _check(row: Row, answer: Answer, num_tokens: int) -> None:
+def _check(row: Row, answer: Answer, num_tokens: int | None) -> None:
     where = f"vLLM's completion {row.number} of prompt {row.serial}"
     count, most = len(answer.ids), int(row.request.params["max_tokens"])
     if not 0 < count <= most or count != len(answer.logprobs):
@@ -51,7 +52,7 @@ def _check(row: Row, answer: Answer, num_tokens: int) -> None:
         raise EngineError(
             f"{where} ended with {answer.finish_reason!r} after {count} of {most} tokens, which is no end."
         )
-    wrong = [token for token in answer.ids if not 0 <= token < num_tokens]
+    wrong = [token for token in answer.ids if token < 0 or (num_tokens is not None and token >= num_tokens)]
     if wrong:
         raise EngineError(
             f"{where} has token {wrong[0]}, which is none of the model's {num_tokens}: another tokenizer?"

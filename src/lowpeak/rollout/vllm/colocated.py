@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import ColocateSettings
-from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.config.vllm import ColocateSettings, VllmSettings
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.rollout.vllm.guarded import free, guarded_build
+from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
 
@@ -53,8 +54,10 @@ class ColocatedVllm:
     hub is read. All ranks of a `team` build it together and call `complete` with the same requests in the same order.
     """
 
-    def __init__(self, blueprint: Blueprint, settings: ColocateSettings, team: Ranks) -> None:
-        check_colocated(settings, blueprint.device)
+    def __init__(self, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> None:
+        assert isinstance(settings.where, ColocateSettings)
+        check_colocated(settings.where, blueprint.device)
+        self._settings = settings
         self._team = team
         self._device = blueprint.device
         self._had_group = has_group()
@@ -89,21 +92,17 @@ class ColocatedVllm:
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""
-        engine = self.llm.llm_engine
         names = self._add(requests)
         deadline = None if timeout is None else time.monotonic() + timeout
         outputs: dict[str, Any] = {}
-        steps = 0
         try:
-            while engine.has_unfinished_requests():
-                outputs |= {out.request_id: out for out in engine.step() if out.finished}
-                steps += 1
-                if deadline is not None and self._is_late(deadline, steps):
-                    break
+            self._run(outputs, deadline)
+        except RuntimeError as error:
+            raise _explained("vLLM failed while generating", error, self._settings) from error
         finally:
             left = [name for name in names if name not in outputs]
             if left:
-                engine.abort_request(left)
+                self.llm.llm_engine.abort_request(left)
         answers = {i: _answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
         if left:
             lost = LostEngineError(
@@ -126,7 +125,7 @@ class ColocatedVllm:
         """It is there as long as this process is."""
 
     def sleep(self) -> None:
-        """Give its device memory back: weights go to host memory where there is room for twice their size, else they are dropped."""
+        """Give its device memory back: weights go to host memory where twice their size is free, else they are dropped."""
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self._workers.model.parameters())
         level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * self._team.world_size else 2
@@ -154,8 +153,9 @@ class ColocatedVllm:
 
     def _add(self, requests: Sequence[Request]) -> list[str]:
         """Hand the requests over; the names that their outputs will have."""
-        from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        from vllm import SamplingParams, TokensPrompt
 
         names: list[str] = []
         for request in requests:
@@ -172,6 +172,15 @@ class ColocatedVllm:
                 raise EngineError(f"vLLM refuses a request: {error}") from error
             names.append(name)
         return names
+
+    def _run(self, outputs: dict[str, Any], deadline: float | None) -> None:
+        """Step until all is finished, or it is too late; what is finished goes into `outputs`."""
+        engine, steps = self.llm.llm_engine, 0
+        while engine.has_unfinished_requests():
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+            steps += 1
+            if deadline is not None and self._is_late(deadline, steps):
+                return
 
     def _is_late(self, deadline: float, steps: int) -> bool:
         """Whether the limit is past; a team takes its steps together, and so must end."""
@@ -204,17 +213,11 @@ class InProcessWorkers:
 
 
 def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
-    """ArgumentError for what cannot go together with the device or with its allocator's settings."""
+    """ArgumentError for what cannot act on the device."""
     if settings.sleeps and device.type == "cpu":
         raise ArgumentError(
             "vllm_enable_sleep_mode=True cannot act: vLLM has no sleep on CPUs, where its memory is the host's; remove it."
         )
-    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
-        if settings.sleeps and "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
-            raise ArgumentError(
-                f"vllm_enable_sleep_mode=True with {name}={os.environ[name]!r}: vLLM's memory pool does not work with "
-                f"expandable segments; remove expandable_segments:True from {name}, or set vllm_enable_sleep_mode=False."
-            )
 
 
 def _write(blueprint: Blueprint, folder: Path) -> None:
@@ -227,20 +230,21 @@ def _write(blueprint: Blueprint, folder: Path) -> None:
     blueprint.tokenizer.save_pretrained(folder)
 
 
-def _build(folder: str, blueprint: Blueprint, settings: ColocateSettings, team: Ranks) -> Any:
+def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Any:
     """`vllm.LLM` with the run's arguments, and over them those that are passed through."""
     from vllm import LLM
 
-    on_cpu = blueprint.device.type == "cpu"
+    on_cpu, where = blueprint.device.type == "cpu", settings.where
+    assert isinstance(where, ColocateSettings)
     arguments: dict[str, Any] = {
         "model": folder,
         "load_format": "dummy",
         "dtype": blueprint.dtype,
         "tensor_parallel_size": team.world_size,
         "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_model_len": settings.max_model_length,
-        "model_impl": settings.model_impl,
+        "gpu_memory_utilization": where.gpu_memory_utilization,
+        "max_model_len": where.max_model_length,
+        "model_impl": where.model_impl,
         "enable_prefix_caching": True,
         "logprobs_mode": "raw_logprobs",
         "generation_config": "vllm",  # no defaults of the model's own
@@ -250,14 +254,19 @@ def _build(folder: str, blueprint: Blueprint, settings: ColocateSettings, team: 
         "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
         "kv_cache_memory_bytes": blueprint.kv_cache_bytes,
     }
-    if settings.sleeps:
+    if where.sleeps:
         arguments["enable_sleep_mode"] = True
     try:
-        return LLM(**{**arguments, **settings.engine_kwargs})
+        return LLM(**{**arguments, **where.engine_kwargs})
     except TypeError as error:
-        raise ArgumentError(f"vllm_engine_kwargs={dict(settings.engine_kwargs)!r}: {error}") from error
+        raise ArgumentError(f"vllm_engine_kwargs={dict(where.engine_kwargs)!r}: {error}") from error
     except (ValueError, RuntimeError) as error:
-        raise EngineError(f"vLLM could not be built in this process: {_first_line(error)}") from error
+        raise _explained("vLLM could not be built in this process", error, settings) from error
+
+
+def _explained(what: str, error: Exception, settings: VllmSettings) -> LowpeakError:
+    """What to change where it is about memory; else vLLM's own words."""
+    return misfit(str(error), settings) or EngineError(f"{what}: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

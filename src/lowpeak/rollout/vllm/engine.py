@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -20,8 +20,11 @@ from lowpeak.rollout.vllm.answers import checked, completion_of
 from lowpeak.rollout.vllm.requests import Key, Row, rows_of
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Vllm
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
+from lowpeak.rollout.vllm.weights.workers import ask
 
 logger = logging.getLogger(__name__)
+
+_SECONDS = 60.0  # for what a worker answers at once
 
 
 class Push(Protocol):
@@ -42,7 +45,7 @@ class Model:
     """What the engine must know of the policy: which tokens end a completion, and how many tokens there are."""
 
     end_ids: Callable[[Sampling], Iterable[int]]
-    num_tokens: int
+    num_tokens: int | None
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,7 @@ class VllmEngine:
     """A rollout engine over vLLMs, which `connect()` gives when they are first needed and after `close`.
 
     `generate` keeps the completions of waves that were answered when an engine is lost in a later one, so that the same
-    call after the next `load` of the same version asks for the others alone. `reports` are those of the pushes since they
-    were taken.
+    call after the next `load` of the same version asks for the others alone. `on_push` hears what each push reports.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class VllmEngine:
         company: Company,
         push: Push,
         prove: Prove,
+        on_push: Callable[[Any], None] | None = None,
     ) -> None:
         self._connect = connect
         self._settings = settings
@@ -81,6 +84,7 @@ class VllmEngine:
         self._company = company
         self._push = push
         self._prove = prove
+        self._on_push = on_push or (lambda report: None)
         self._vllms: Sequence[Vllm] = ()
         self._facts: list[Facts] = []
         self._policy_version: int | None = None
@@ -88,7 +92,6 @@ class VllmEngine:
         self._kept: dict[Key, Answer] = {}
         self._kept_for: tuple[int, Sampling] | None = None
         self._asleep = False
-        self.reports: list[Any] = []
 
     @property
     def policy_version(self) -> int | None:
@@ -120,7 +123,8 @@ class VllmEngine:
         team = self._company.team
         with team.together():
             self._check_lengths(prompts, sampling)
-        mine = rows_of(prompts, sampling, self._model.end_ids(sampling), self._settings.structured_regex)
+        told = self._settings
+        mine = rows_of(prompts, sampling, self._model.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
         rows = [row for rows in team.gather(mine) for row in rows]
         self._keep_for(self._policy_version, sampling)
         try:
@@ -141,7 +145,11 @@ class VllmEngine:
         try:
             if self._company.pushes:
                 self._make_ready()
-                self.reports.append(self._push(pieces, self._vllms, self._settings, policy_version))
+                for vllm in self._vllms:
+                    vllm.pause()
+                self._on_push(self._push(pieces, self._vllms, self._settings, policy_version))
+                for vllm in self._vllms:
+                    vllm.resume()
         finally:
             for _ in pieces:  # they are broadcast: other ranks wait for this one
                 pass
@@ -180,8 +188,7 @@ class VllmEngine:
         where = self._settings.where
         for vllm in self._vllms:
             vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
-            vllm.workers.call("lowpeak_score_at_temperature", {})
-        self._facts = [vllm.facts() for vllm in self._vllms]
+        ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
 
     def _survived(self) -> bool:
         """Whether the weights are still the policy's, by the same proof as after a push."""
@@ -202,7 +209,7 @@ class VllmEngine:
 
     def _check_held(self) -> None:
         """LostEngineError where a vLLM is not the one that was loaded, or has been loaded by somebody else."""
-        identities = [vllm.workers.call("lowpeak_identity", {}) for vllm in self._vllms]
+        identities = ask(self._vllms, "lowpeak_identity", [{}] * len(self._vllms), _SECONDS)
         held = {worker["policy_version"] for workers in identities for worker in workers}
         if held != {self._policy_version} or (self._identities or identities) != identities:
             found = ", ".join("none" if version is None else str(version) for version in held)
@@ -210,6 +217,8 @@ class VllmEngine:
                 f"vLLM holds weights of version {found} where {self._policy_version} was loaded: it was started again, or "
                 "somebody else loads it."
             )
+        if self._identities is None:  # the first time after a load: the vLLMs may be others than before it
+            self._facts = [vllm.facts() for vllm in self._vllms]
         self._identities = identities
 
     def _answer(self, rows: Sequence[Row], version: int) -> None:
@@ -224,30 +233,28 @@ class VllmEngine:
             if failures:
                 raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
-    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[Exception]:
+    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
         asked = [pair for pair in zip(self._vllms, shares, strict=True) if pair[1]]
         if len(asked) == 1:
-            failures = [self._ask(*asked[0], version)]
+            failures = [self._ask(asked[0][0], asked[0][1], version)]
         else:
             with ThreadPoolExecutor(len(asked)) as pool:
-                failures = list(pool.map(lambda pair: self._ask(*pair, version), asked))
+                failures = list(pool.map(lambda pair: self._ask(pair[0], pair[1], version), asked))
         return [failure for failure in failures if failure is not None]
 
-    def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> Exception | None:
+    def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> EngineError | None:
         """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
+        failure: EngineError | None = None
         try:
             answers = vllm.complete([row.request for row in rows], self._settings.wave_timeout)
             good = dict(enumerate(checked(rows, answers, version, self._model.num_tokens)))
         except LostEngineError as lost:
-            good = {i: answer for i, answer in lost.finished.items() if not answer.policy_versions - {version}}
-            return lost
+            good, failure = _of_version(lost.finished, version), lost
         except EngineError as error:
-            good = {}
-            return error
-        finally:
-            self._kept.update({rows[i].key: answer for i, answer in good.items()})
-        return None
+            good, failure = {}, error
+        self._kept.update({rows[i].key: answer for i, answer in good.items()})
+        return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         context = min(facts.max_model_len for facts in self._facts)
@@ -259,3 +266,8 @@ class VllmEngine:
                     f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
                     f"exceeds vLLM's context of {context}: raise vllm_max_model_length, or shorten prompts or completions."
                 )
+
+
+def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:
+    """The answers that no other weights had a part in."""
+    return {i: answer for i, answer in finished.items() if not answer.policy_versions - {version}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,9 +28,18 @@ class Row:
         return self.serial, self.number, self.request.prompt_ids
 
 
-def rows_of(prompts: Sequence[Prompt], sampling: Sampling, end_ids: Iterable[int], regex: str | None) -> list[Row]:
-    """A row per completion, a prompt's one after another so that vLLM's prefix cache has it once."""
-    common = parameters(sampling, end_ids, regex)
+def rows_of(
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    end_ids: Iterable[int],
+    regex: str | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> list[Row]:
+    """A row per completion, a prompt's one after another so that vLLM's prefix cache has it once.
+
+    `regex` is what a completion must match, `more` are vLLM's own sampling parameters.
+    """
+    common = {**parameters(sampling, end_ids, regex), **(more or {})}
     rows = []
     for prompt in prompts:
         for number in range(sampling.first_completion, sampling.first_completion + sampling.num_generations):

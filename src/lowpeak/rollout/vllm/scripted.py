@@ -31,7 +31,7 @@ class ScriptedVllm:
     """One vLLM that needs no model: `script` says each request's tokens, or its whole answer.
 
     `waves` are the requests of each call that was answered or failed. To misbehave it is told: `dies_after` so many
-    answers it is lost, and there again with no weights; `answers_short` by so many; `seconds` are what an answer takes;
+    answers more it is lost, and there again with no weights; `answers_short` by so many; `seconds` are what an answer takes;
     `restart()` and `hold(version)` change what it holds behind the engine's back. `weights` are the pieces that came with
     the last `scripted_push`.
     """
@@ -64,7 +64,7 @@ class ScriptedVllm:
         if method == "lowpeak_identity":
             return [{"incarnation": str(self.incarnation), "policy_version": self.policy_version}]
         self.calls.append((method, arguments))
-        return [None]
+        return [{}]
 
     def facts(self) -> Facts:
         """What it was made with."""
@@ -75,10 +75,12 @@ class ScriptedVllm:
         self.waves.append(tuple(requests))
         answers: dict[int, Answer] = {}
         for i, request in enumerate(requests):
-            if self.dies_after is not None and len(answers) >= self.dies_after:
+            if self.dies_after == 0:
                 self.dies_after = None
                 self.restart()
                 raise _lost("The scripted vLLM died.", answers)
+            if self.dies_after is not None:
+                self.dies_after -= 1
             if timeout is not None and (i + 1) * self.seconds > timeout:
                 raise _lost(f"The scripted vLLM did not answer within {timeout} s.", answers)
             time.sleep(self.seconds)

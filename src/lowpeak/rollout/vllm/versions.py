@@ -18,7 +18,8 @@ SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
 
 def require_vllm() -> None:
     """MissingPackageError where vLLM is not installed; it is not imported (that takes many seconds)."""
-    if find_spec("vllm") is None:
+    found = find_spec("vllm")
+    if found is None or found.origin is None:  # a folder of that name on the path is no package
         raise MissingPackageError(
             f"use_vllm=True needs vLLM {SUPPORTED}: pip install 'lowpeak[vllm]', or generate with use_vllm=False."
         )

@@ -1,0 +1,112 @@
+"""A vLLM that does not fit: its own words about memory to one sentence that names what to change, in the run's words.
+
+The patterns are of vLLM 0.31 to 0.33 (`v1/core/kv_cache_utils.py`, `v1/worker/utils.py`, `config/model.py`) and of torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.errors import ArgumentError, LowpeakError, MemoryExhaustedError
+
+_NO_CACHE = re.compile(r"No available memory for the cache blocks")
+_SHORT_CACHE = re.compile(
+    r"max seq len\s+\((\d+)\), \(([\d.]+) GiB KV\s+cache is needed, which is larger than the available KV cache\s+memory "
+    r"\(([\d.]+) GiB\)(?:.*?estimated maximum model length is (\d+))?",
+    re.DOTALL,
+)
+_NO_SHARE = re.compile(
+    r"Free memory on device.*?\(([\d.]+)/([\d.]+) GiB\) on startup.*?desired GPU memory utilization \(([\d.]+), ([\d.]+) GiB\)",
+    re.DOTALL,
+)
+_LONG = re.compile(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)")
+_EXHAUSTED = re.compile(
+    r"out of memory|OutOfMemoryError|can't allocate memory|not enough memory|MemoryError|std::bad_alloc", re.IGNORECASE
+)
+
+
+def misfit(text: str, settings: VllmSettings) -> LowpeakError | None:
+    """The error of ours that says what to change, for what vLLM or torch said; None where it is not about memory."""
+    for pattern, explain in _CASES:
+        found = pattern.search(text)
+        if found is not None:
+            return explain(found, settings.where, settings)
+    return None
+
+
+Where = ColocateSettings | ServerSettings
+
+
+def _no_cache(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+    return MemoryExhaustedError(
+        f"vLLM's weights leave no memory for a KV cache: {_share(where, 'raise')}, {_cut(where)}{_room(where)}."
+    )
+
+
+def _short_cache(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+    length, needed, there, fits = found.groups()
+    at_most = f" to at most {fits}" if fits else ""
+    return MemoryExhaustedError(
+        f"vLLM's KV cache has {there} GiB, and one row of {length} tokens needs {needed}: lower "
+        f"{_name(where, 'max_model_length')}{at_most}, {_share(where, 'raise')}, {_cut(where)}."
+    )
+
+
+def _no_share(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+    free, total, share, wanted = found.groups()
+    return MemoryExhaustedError(
+        f"vLLM wants {wanted} GiB, {share} of a device, of which {free} of {total} GiB are free: lower "
+        f"{_name(where, 'gpu_memory_utilization')}, {_cut(where)}{_room(where)}."
+    )
+
+
+def _long(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+    length, context = found.groups()
+    return ArgumentError(
+        f"{_name(where, 'max_model_length')} is {length}, and the model's context has {context} tokens: lower it, or leave it out."
+    )
+
+
+def _exhausted(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+    rows = "the rows that its KV cache holds" if settings.batch_size is None else str(settings.batch_size)
+    return MemoryExhaustedError(
+        f"vLLM ran out of memory: set vllm_batch_size below {rows} (smaller waves), {_share(where, 'lower')}, {_cut(where)}"
+        f"{_room(where)}."
+    )
+
+
+def _name(where: Where, name: str) -> str:
+    """An option of the engine, as it is said where the engine is."""
+    if isinstance(where, ColocateSettings):
+        return f"vllm_{name}"
+    return f"`lowpeak serve --{'max_model_len' if name == 'max_model_length' else name}`"
+
+
+def _share(where: Where, verb: str) -> str:
+    """What sizes the KV cache: bytes where they were given, else vLLM's share of the device."""
+    if isinstance(where, ServerSettings):
+        return f"{verb} {_name(where, 'gpu_memory_utilization')} (or its --kv_cache_memory_bytes)"
+    if where.kv_cache_bytes is not None:
+        return f"{verb} kv_cache_bytes (now {where.kv_cache_bytes})"
+    return f"{verb} vllm_gpu_memory_utilization (now {where.gpu_memory_utilization}) or set kv_cache_bytes"
+
+
+def _cut(where: Where) -> str:
+    now = f" (now {where.tensor_parallel_size})" if isinstance(where, ColocateSettings) else ""
+    return f"raise {_name(where, 'tensor_parallel_size')}{now}"
+
+
+def _room(where: Where) -> str:
+    """What the trainer can give up, where it is on the same device."""
+    return ", or let the trainer make room (offload_during_rollout=True)" if isinstance(where, ColocateSettings) else ""
+
+
+_CASES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], Where, VllmSettings], LowpeakError]], ...] = (
+    (_NO_CACHE, _no_cache),
+    (_SHORT_CACHE, _short_cache),
+    (_NO_SHARE, _no_share),
+    (_LONG, _long),
+    (_EXHAUSTED, _exhausted),
+)

@@ -1,0 +1,141 @@
+"""Which engine a run generates with: the policy itself, a function of the user's, or vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lowpeak.config.gathering import ALL
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.errors import ArgumentError
+from lowpeak.logprobs.head import causal_lm
+from lowpeak.memory.tracker import free_bytes
+from lowpeak.ranks import Ranks
+from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.function import FunctionEngine
+from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.rollout.native.stop import end_token_ids
+from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_colocated
+from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.facts import check_same
+from lowpeak.rollout.vllm.server import connect as connect_servers
+from lowpeak.rollout.vllm.versions import require_vllm
+from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.weights.proof import prove
+from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.strategies.outgoing import unchanging
+from lowpeak.strategies.strategy import Strategy
+from lowpeak.training.models import context_length, num_embeddings
+from lowpeak.training.rollouts import Tally
+from lowpeak.training.step_trainer import Run
+
+if TYPE_CHECKING:
+    from lowpeak.training.assembly import OnlineParts
+
+_MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
+_LEAST_CACHE = 1 << 24
+
+
+def check_engine(settings: VllmSettings | None) -> None:
+    """MissingPackageError for an engine in this process that is not installed; before anything loads."""
+    if settings is not None and isinstance(settings.where, ColocateSettings):
+        require_vllm()
+
+
+def make_engine(
+    trainer: Any,
+    parts: OnlineParts,
+    strategy: Strategy,
+    run: Run,
+    tally: Tally,
+    rollout_func: Callable[..., Mapping[str, Any]] | None,
+) -> RolloutEngine:
+    """The engine that the arguments ask for; vLLM's is connected, or built, when it is first needed."""
+    budget = parts.settings.memory.gather_budget
+
+    def hold() -> AbstractContextManager[nn.Module]:
+        bytes_to_gather = _free_to_gather(trainer, strategy, run) if budget is None else budget
+        return strategy.hold(trainer.model_wrapped, bytes_to_gather)
+
+    if parts.settings.vllm is not None:
+        refuse_function(rollout_func)
+        return vllm_engine(parts, strategy, run, trainer.accelerator.device, tally)
+    if rollout_func is not None:
+        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
+    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
+
+
+def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.device, tally: Tally) -> VllmEngine:
+    """The engine over vLLM in this process, or over servers."""
+    settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
+    assert settings is not None, "the run has vLLM"
+    ranks, where = strategy.ranks, settings.where
+    model = Model(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy))
+    if isinstance(where, ColocateSettings):
+        check_colocated(where, device)
+        company = Company(ranks.teams(where.tensor_parallel_size))
+        connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, company.team)
+    else:
+        company = Company(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
+        connect = partial(_served, where, policy, tokenizer)
+    pushing = partial(push, unchanging=unchanging(parts.policy))
+    return VllmEngine(connect, settings, model, company, pushing, prove, tally.note_push)
+
+
+def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
+    return [ColocatedVllm(blueprint, settings, team)]
+
+
+def _served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
+    """The servers, once all of them answer and have the policy's model and tokenizer loaded."""
+    vllms = connect_servers(where)
+    for vllm in vllms:
+        vllm.wait(where.timeout)
+        check_same(vllm.facts(), policy, tokenizer)
+    return vllms
+
+
+def _blueprint(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device) -> Blueprint:
+    args, config = parts.args, policy.config
+    dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(parameter_dtype(policy)).removeprefix("torch.")
+    return Blueprint(
+        config=config,
+        tokenizer=parts.tokenizer,
+        architecture=(config.architectures or [type(policy).__name__])[0],
+        dtype=dtype,
+        device=device,
+        kv_cache_bytes=where.kv_cache_bytes or _cache_on_host(policy, run, device),
+        trust_remote_code=args.trust_remote_code,
+        seed=args.seed,
+    )
+
+
+def _cache_on_host(policy: Any, run: Run, device: torch.device) -> int | None:
+    """On CPUs, where vLLM's share would be of all the host's memory: the native engine's bytes, or what most rows can fill."""
+    if device.type != "cpu":
+        return None
+    enough = _MOST_ROWS * (context_length(policy) or 1 << 15) * bytes_per_token(policy)
+    return int(min(run.sizes.kv_cache_bytes, max(_LEAST_CACHE, enough)))
+
+
+def refuse_function(rollout_func: Callable[..., Mapping[str, Any]] | None) -> None:
+    """ArgumentError where a function is to generate beside vLLM."""
+    if rollout_func is not None:
+        raise ArgumentError(
+            "rollout_func generates in place of an engine, so use_vllm=True cannot act: remove one of the two (a rollout_func "
+            "may call a vLLM of its own)."
+        )
+
+
+def _free_to_gather(trainer: Any, strategy: Strategy, run: Run) -> int:
+    """Half of what the KV cache leaves of the free memory, on the rank that has least."""
+    if not strategy.cuts_parameters:
+        return ALL
+    free = free_bytes(trainer.accelerator.device) - run.sizes.kv_cache_bytes
+    return int(strategy.ranks.min([max(0, free)])[0]) // 2

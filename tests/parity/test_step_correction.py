@@ -1,0 +1,156 @@
+"""A whole step with a drifting sampler: the plain padded way's gradients, in one visit or two, however it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from step_cases import (
+    BASE,
+    MAX_LENGTH,
+    TEMPERATURE,
+    assert_same_gradients,
+    micro_batches,
+    plain_logprobs,
+    ragged_records,
+)
+
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.batching.packing import Budget
+from lowpeak.config.algorithm import Correction, RLOOSettings
+from lowpeak.logprobs.head import install_head
+from lowpeak.training.step import Core, run_step
+from steps import LocalStrategy
+from tiny import tiny_model
+
+MODES = {
+    "token_truncate": Correction(False, False, 0.8, 1.25),
+    "token_mask": Correction(False, True, 0.8, 1.25),
+    "sequence_truncate": Correction(True, False, 0.6, 1.6),
+    "sequence_mask": Correction(True, True, 0.6, 1.6),
+}
+SEQUENCE_MODES = [name for name in MODES if name.startswith("sequence")]
+
+
+def drifted(model, seed=0):
+    """Records of an on-policy step whose sampler was off by a quarter of a nat a token."""
+    generator = torch.Generator().manual_seed(seed)
+    records = []
+    for record in ragged_records(model):
+        said = record.completion.logprobs + 0.25 * torch.randn(len(record.completion), generator=generator)
+        records.append(replace(record, old=None, completion=replace(record.completion, logprobs=said)))
+    return records
+
+
+def weights_of(correction, logprobs, sampling):
+    drift = (logprobs.detach() - sampling).double()
+    ratio = (drift.sum() if correction.per_sequence else drift).exp().expand(len(drift)).float()
+    bounded = ratio.clamp(correction.minimum, correction.maximum)
+    return torch.where(bounded == ratio, ratio, 0.0) if correction.masks else bounded
+
+
+def plain_loss(settings, model, records, per_row):
+    """On-policy every ratio is 1: the gradient of a token's policy term is that of `-weight * advantage * logprob`."""
+    total, num_tokens = 0.0, sum(int(record.completion.loss_mask.sum()) for record in records)
+    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
+        mask = record.completion.loss_mask
+        p, sampling, reference, advantage = (
+            x[mask] for x in (logprobs, record.completion.logprobs, record.reference, record.advantages)
+        )
+        weights = weights_of(settings.correction, p, sampling)
+        ratio = (p - p.detach()).exp()
+        if per_row == "mean":
+            ratio = (p - p.detach()).mean().exp().expand_as(p)
+        elif per_row == "sum":
+            ratio = (p - p.detach()).sum().exp() / len(p)  # one term of the whole row, in as many parts
+        losses = -weights * advantage * (p if getattr(settings, "loss_type", "") == "cispo" else ratio)
+        if settings.beta:
+            losses = losses + settings.beta * ((reference - p).exp() - (reference - p) - 1)
+        scale = {
+            "grpo": 1 / (len(p) * len(records)),
+            "dr_grpo": 1 / (len(records) * MAX_LENGTH),
+            "rloo": 1 / len(records),
+        }
+        total = total + losses.sum() * scale.get(getattr(settings, "loss_type", "rloo"), 1 / num_tokens)
+    return total
+
+
+def streamed(algorithm, model, records, max_tokens, chunk_size):
+    core = Core(TEMPERATURE, chunk_size, torch.device("cpu"))
+    batches = micro_batches(algorithm, records, Budget(max_tokens))
+    loss, metrics = run_step(model, batches, algorithm, core, LocalStrategy(), {})
+    return loss, {name: metric.value() for name, metric in metrics.items()}
+
+
+@pytest.mark.parametrize(("max_tokens", "chunk_size"), [(12, 4), (1000, 4), (1000, 7), (1000, 64)])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+def test_a_corrected_step_equals_the_plain_padded_way(loss_type, level, mode, max_tokens, chunk_size):
+    model = tiny_model()
+    records = drifted(model)
+    install_head(model)
+    clip_low = None if loss_type == "cispo" else 0.2
+    settings = replace(BASE, loss_type=loss_type, importance_level=level, clip_low=clip_low, score_old=False, beta=0.04)
+    settings = replace(settings, correction=MODES[mode])
+    per_row = "mean" if level == "sequence" else ""
+    assert_same_gradients(
+        model,
+        lambda m: plain_loss(settings, m, records, per_row),
+        lambda m: streamed(make_grpo(settings), m, records, max_tokens, chunk_size)[0],
+    )
+
+
+@pytest.mark.parametrize(("max_tokens", "chunk_size"), [(12, 4), (1000, 64)])
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+def test_a_corrected_rloo_step_equals_the_plain_padded_way(mode, max_tokens, chunk_size):
+    model = tiny_model()
+    records = drifted(model)
+    install_head(model)
+    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, False, MODES[mode])
+    assert_same_gradients(
+        model,
+        lambda m: plain_loss(settings, m, records, "sum"),
+        lambda m: streamed(make_rloo(settings), m, records, max_tokens, chunk_size)[0],
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fixed_for_the_rollout_or_formed_in_the_step_the_weights_are_the_same(mode):
+    """With old scored by the weights that train, both ways say the same; the advantages are then the corrected ones."""
+    model = tiny_model()
+    records = drifted(model)
+    install_head(model)
+    in_step = make_grpo(replace(BASE, score_old=False, correction=MODES[mode]))
+    fixed = make_grpo(replace(BASE, score_old=True, correction=MODES[mode]))
+    with torch.no_grad():
+        scored = [replace(r, old=old) for r, old in zip(records, plain_logprobs(model, records), strict=True)]
+    weighed = [replace(r, advantages=r.advantages * weights_of_record(MODES[mode], r)) for r in scored]
+    gradients = []
+    for algorithm, rows in ((in_step, records), (fixed, weighed)):
+        model.zero_grad(set_to_none=True)
+        streamed(algorithm, model, rows, 30, 8)
+        gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, grad in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def weights_of_record(correction, record):
+    weights = torch.zeros(len(record.completion))
+    mask = record.completion.loss_mask
+    weights[mask] = weights_of(correction, record.old[mask], record.completion.logprobs[mask])
+    return weights
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_micro_batches_change_no_metric_of_the_correction(mode):
+    model = tiny_model()
+    records = drifted(model)
+    install_head(model)
+    algorithm = make_grpo(replace(BASE, score_old=False, correction=MODES[mode]))
+    (_, whole), (_, cut) = (streamed(algorithm, model, records, size, 8) for size in (1000, 12))
+    ratios = [name for name in whole if "importance_sampling_ratio" in name]
+    assert len(ratios) == 3
+    assert {name: cut[name] for name in ratios} == pytest.approx({name: whole[name] for name in ratios}, rel=1e-4)

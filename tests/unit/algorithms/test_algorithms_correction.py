@@ -1,0 +1,180 @@
+"""The correction of a drifting sampler against its definition, row by row and token by token in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from algorithm_cases import CISPO, GRPO, RLOO, gradients, plain_grpo, plain_rloo, ragged_rows, token_batch, trained_loss
+
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.correction import correction_weight
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.config.algorithm import Correction, EntropyBonus
+from lowpeak.records import Completion, Metric, Record, merge_metrics
+
+LEAST, MOST = 0.6, 1.5
+MODES = {
+    "token_truncate": Correction(False, False, LEAST, MOST),
+    "token_mask": Correction(False, True, LEAST, MOST),
+    "sequence_truncate": Correction(True, False, LEAST, MOST),
+    "sequence_mask": Correction(True, True, LEAST, MOST),
+}
+SEQUENCE_MODES = [name for name in MODES if name.startswith("sequence")]
+RATIO = "sampling/importance_sampling_ratio"
+
+
+def drawn(rows, seed=7):
+    """What the sampler said of each row's tokens: a drift of either sign; one token is not known."""
+    generator = torch.Generator().manual_seed(seed)
+    said = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
+    said[0][1] = math.nan
+    return said
+
+
+def plain_weights(correction, old, sampling):
+    """A row's weights with Python's own numbers."""
+    drift = [0.0 if math.isnan(s) else o - s for o, s in zip(old.tolist(), sampling.tolist(), strict=True)]
+    if correction.per_sequence:
+        drift = [sum(drift)] * len(drift)
+    weights = []
+    for ratio in map(math.exp, drift):
+        inside = min(max(ratio, correction.minimum), correction.maximum)
+        weights.append((ratio if inside == ratio else 0.0) if correction.masks else inside)
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def on_policy(rows, said):
+    """The rows with their weights where the plain loss multiplies its policy term, and what a step is told."""
+    weights = {
+        name: [plain_weights(c, row.logprobs, s) for row, s in zip(rows, said, strict=True)]
+        for name, c in MODES.items()
+    }
+    return weights, {"old_T": None, "sampling_T": torch.cat(said)}
+
+
+def assert_same(loss, expected, rows):
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(loss, rows), gradients(expected, rows), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_rows_below_reach_every_bound_of_a_mode(mode):
+    rows = ragged_rows()
+    weights, _ = on_policy(rows, drawn(rows))
+    found = set(torch.cat(weights[mode]).tolist())
+    assert ({0.0} if MODES[mode].masks else {LEAST, MOST}) <= found
+    assert any(LEAST < weight < MOST for weight in found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
+def test_on_policy_the_policy_term_is_weighed_in_the_step(loss_type, level, mode):
+    base = replace(
+        CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type, importance_level=level, score_old=False
+    )
+    settings = replace(base, beta=0.1, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3), correction=MODES[mode])
+    rows = ragged_rows()
+    weights, told = on_policy(rows, drawn(rows))
+    masked = [replace(row, mask=w) for row, w in zip(rows, weights[mode], strict=True)]
+    loss = trained_loss(make_grpo(settings), rows, **told)
+    assert_same(loss, plain_grpo(settings, masked, on_policy=True, masked=True), rows)
+
+
+@pytest.mark.parametrize("mode", SEQUENCE_MODES)
+def test_on_policy_rloo_weighs_whole_rows(mode):
+    rows = ragged_rows()
+    weights, told = on_policy(rows, drawn(rows))
+    settings = replace(RLOO, score_old=False, correction=MODES[mode])
+    same = [replace(row, old=row.logprobs.detach()) for row in rows]
+    expected = sum(w[0] * plain_rloo(settings, [r]) for r, w in zip(same, weights[mode], strict=True) if len(w)) / len(
+        rows
+    )
+    assert_same(trained_loss(make_rloo(settings), rows, **told), expected, rows)
+
+
+def records_of(rows, said):
+    """Records with scored log-probs; the last token of rows of three and more is not the policy's."""
+    records = []
+    for number, (row, sampling) in enumerate(zip(rows, said, strict=True)):
+        mask = torch.tensor([t < 2 or t < len(sampling) - 1 for t in range(len(sampling))], dtype=torch.bool)
+        completion = Completion(torch.zeros(len(sampling), dtype=torch.int32), sampling.float(), mask, "stop")
+        records.append(Record(number // 2, (1,), completion, (row.advantage,), row.advantage, old=row.old.float()))
+    return records
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_with_old_scored_the_weights_are_in_the_advantages_and_the_step_has_none(mode):
+    rows = ragged_rows((3, 1, 6, 2, 5, 4))
+    records = records_of(rows, drawn(rows))
+    plain, corrected = make_grpo(GRPO), make_grpo(replace(GRPO, correction=MODES[mode]))
+    before, after = plain.advantages(records), corrected.advantages(records)
+    counted = []
+    for record, old, new in zip(records, before.per_token, after.per_token, strict=True):
+        mask = record.completion.loss_mask
+        weights = plain_weights(MODES[mode], record.old[mask], record.completion.logprobs[mask])
+        torch.testing.assert_close(new[mask], (old[mask] * weights).float())
+        counted += (weights[:1] if MODES[mode].per_sequence else weights).tolist()
+    assert after.metrics[f"{RATIO}/mean"].value() == pytest.approx(sum(counted) / len(counted), rel=1e-5)
+    assert after.metrics[f"{RATIO}/min"].value() == pytest.approx(min(counted))
+    assert after.metrics[f"{RATIO}/max"].value() == pytest.approx(max(counted))
+    told = {"sampling_T": torch.cat(drawn(rows))}
+    assert trained_loss(corrected, rows, **told) == trained_loss(plain, rows, **told)
+
+
+def test_a_kl_in_rloos_reward_fixes_the_weights_on_policy_too():
+    settings = replace(RLOO, score_old=False, beta=0.1, correction=MODES["sequence_mask"])
+    assert settings.step_correction is None
+    assert settings.rollout_correction == MODES["sequence_mask"]
+    assert replace(settings, beta=0.0).step_correction == MODES["sequence_mask"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_formed_in_one_visit_unless_a_row_is_weighed_as_a_whole(mode):
+    on_policy_settings = replace(GRPO, score_old=False, correction=MODES[mode])
+    assert make_grpo(on_policy_settings).coupled is MODES[mode].per_sequence
+    assert not make_grpo(replace(on_policy_settings, score_old=True)).coupled
+    assert not make_grpo(replace(on_policy_settings, correction=None)).coupled
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_weights_are_measured_alike_whole_and_in_micro_batches(mode):
+    algorithm = make_grpo(replace(GRPO, score_old=False, correction=MODES[mode]))
+    rows = ragged_rows()
+    said = drawn(rows)
+    weights, _ = on_policy(rows, said)
+    counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
+    merged: dict[str, Metric] = {}
+    for part in (slice(0, 2), slice(2, 6)):
+        told = {"old_T": None, "sampling_T": torch.cat(said[part])}
+        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **told)
+        merged = merge_metrics(
+            merged, algorithm.measure(torch.cat([r.logprobs for r in rows[part]]).detach(), None, tokens)
+        )
+    counted = torch.cat([w[:1] if MODES[mode].per_sequence else w for w in weights[mode]])
+    assert merged[f"{RATIO}/mean"].value() == pytest.approx(counted.mean().item())
+    assert merged[f"{RATIO}/min"].value() == pytest.approx(counted.min().item())
+    assert merged[f"{RATIO}/max"].value() == pytest.approx(counted.max().item())
+
+
+def test_a_missing_bound_is_none_and_a_ratio_beyond_floats_stays_finite():
+    drift = torch.tensor([-400.0, -1.0, 0.0, 1.0, 400.0])
+    ratios = drift.clamp(max=80.0).exp()
+    assert correction_weight(Correction(False, True, None, None), drift).equal(ratios)
+    assert correction_weight(Correction(False, False, None, 2.0), drift).equal(ratios.clamp(max=2.0))
+    assert correction_weight(Correction(False, False, 0.5, None), drift).equal(ratios.clamp(min=0.5))
+    assert correction_weight(Correction(False, True, None, 3.0), drift).tolist() == [*ratios[:4].tolist(), 0.0]
+    assert correction_weight(Correction(False, True, 0.9, None), drift)[:2].tolist() == [0.0, 0.0]
+
+
+def test_what_no_sampler_scored_is_not_corrected():
+    rows = ragged_rows()
+    nothing = torch.full((sum(len(row.old) for row in rows),), math.nan)
+    settings = replace(GRPO, score_old=False, correction=MODES["sequence_mask"])
+    plain = trained_loss(make_grpo(replace(settings, correction=None)), rows, old_T=None)
+    for sampling in (nothing, None):
+        assert trained_loss(make_grpo(settings), rows, old_T=None, sampling_T=sampling) == plain

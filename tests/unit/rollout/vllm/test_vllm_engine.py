@@ -1,0 +1,339 @@
+"""The engine over scripted vLLMs: what it asks, in which waves, and what it does when something fails."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowpeak.config.vllm import ColocateSettings
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.vllm.requests import seed_of
+from lowpeak.rollout.vllm.vllm import Answer, Vllm
+from vllms import SAMPLING, engine_over, prompts, scripted, slices
+
+
+def asked(vllm):
+    return [request for wave in vllm.waves for request in wave]
+
+
+def tokens(groups):
+    return [[completion.ids.tolist() for completion in group.completions] for group in groups]
+
+
+def test_it_is_a_rollout_engine_and_the_fake_a_vllm():
+    assert isinstance(engine_over(scripted()), RolloutEngine)
+    assert isinstance(scripted(), Vllm)
+
+
+def test_groups_come_in_the_order_of_the_prompts_with_tokens_logprobs_and_ends():
+    groups = engine_over(scripted()).generate(prompts(), SAMPLING)
+    assert [group.prompt.serial for group in groups] == [0, 1, 2]
+    for group in groups:
+        for number, completion in enumerate(group.completions):
+            seed = seed_of(SAMPLING, group.prompt.serial, number)
+            assert completion.ids.tolist() == [group.prompt.ids[0], 2 + seed % 7, 1 if seed % 2 else 3]
+            assert completion.finish_reason == ("stop" if seed % 2 else "length")
+            assert completion.loss_mask.all()
+            assert completion.logprobs.dtype == torch.float32
+
+
+def test_each_completion_has_a_seed_of_its_own_that_neither_waves_nor_parts_change():
+    whole, narrow = scripted(), scripted()
+    one = engine_over(whole).generate(prompts(), SAMPLING)
+    many = engine_over(narrow, batch_size=2).generate(prompts(), SAMPLING)
+    assert len(whole.waves) == 1
+    assert len(narrow.waves) == 6
+    assert tokens(one) == tokens(many)
+    assert len({request.params["seed"] for request in asked(whole)}) == 12
+    part = replace(SAMPLING, num_generations=2, first_completion=2)
+    assert tokens(engine_over(scripted()).generate(prompts(), part)) == [group[2:] for group in tokens(one)]
+
+
+def test_another_seed_or_rollout_draws_anew():
+    seeds = {seed_of(replace(SAMPLING, seed=s, rollout=r), 3, 1) for s in (0, 1) for r in (0, 1)}
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+def test_sampling_becomes_vllms_parameters():
+    vllm = scripted()
+    told = replace(
+        SAMPLING,
+        temperature=0.7,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        repetition_penalty=1.2,
+        stop=("a", "bc"),
+        stop_token_ids=(7,),
+    )
+    engine_over(vllm, structured_regex="[0-9]+", sampling_kwargs={"min_tokens": 2}).generate(prompts(1), told)
+    params = dict(asked(vllm)[0].params)
+    del params["seed"]
+    assert params == {
+        "max_tokens": 3,
+        "temperature": 0.7,
+        "top_k": 5,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repetition_penalty": 1.2,
+        "ignore_eos": True,
+        "stop_token_ids": [1, 7],
+        "logprobs": 0,
+        "detokenize": True,
+        "skip_special_tokens": False,
+        "stop": ["a", "bc"],
+        "include_stop_str_in_output": True,
+        "structured_outputs": {"regex": "[0-9]+"},
+        "min_tokens": 2,
+    }
+
+
+def test_greedy_needs_no_seed():
+    vllm = scripted()
+    engine_over(vllm).generate(prompts(1), replace(SAMPLING, temperature=0.0))
+    assert "seed" not in asked(vllm)[0].params
+
+
+def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length():
+    vllm = scripted(kv_tokens=4 * 9)  # the longest row: 6 prompt tokens and 3 new ones
+    engine_over(vllm).generate(prompts(), SAMPLING)
+    assert [len(wave) for wave in vllm.waves] == [4, 4, 4]
+    assert [len({request.prompt_ids for request in wave}) for wave in vllm.waves] == [1, 1, 1]
+    assert [len(wave[0].prompt_ids) for wave in vllm.waves] == [6, 5, 4]
+
+
+def test_a_row_that_the_cache_cannot_hold_is_one_sentence_with_the_numbers():
+    with pytest.raises(EngineError, match=r"One row of 9 tokens .* cache of 8 tokens"):
+        engine_over(scripted(kv_tokens=8)).generate(prompts(), SAMPLING)
+
+
+def test_a_prompt_beyond_the_context_is_one_sentence_with_the_numbers():
+    with pytest.raises(EngineError, match=r"Prompt 2 has 6 tokens; with 3 new tokens it exceeds vLLM's context of 8"):
+        engine_over(scripted(max_model_len=8)).generate(prompts(), SAMPLING)
+
+
+def test_without_prompts_nothing_is_asked():
+    vllm = scripted()
+    assert engine_over(vllm).generate([], SAMPLING) == []
+    assert vllm.waves == []
+
+
+def test_several_vllms_share_the_prompts_by_tokens_and_each_has_whole_groups():
+    first, second = scripted(), scripted()
+    engine = engine_over(first, second)
+    assert tokens(engine.generate(prompts(4), SAMPLING)) == tokens(
+        engine_over(scripted()).generate(prompts(4), SAMPLING)
+    )
+    assert len(asked(first)) == len(asked(second)) == 8
+    assert not {r.prompt_ids for r in asked(first)} & {r.prompt_ids for r in asked(second)}
+
+
+def test_one_group_is_cut_where_there_are_more_vllms_than_prompts():
+    first, second = scripted(), scripted()
+    groups = engine_over(first, second).generate(prompts(1), SAMPLING)
+    assert len(asked(first)) == len(asked(second)) == 2
+    assert tokens(groups) == tokens(engine_over(scripted()).generate(prompts(1), SAMPLING))
+
+
+def test_nothing_is_generated_before_a_load():
+    engine = engine_over(scripted())
+    engine.close()
+    engine.wake()
+    with pytest.raises(EngineError, match="holds no known weights"):
+        engine.generate(prompts(), SAMPLING)
+
+
+def test_a_load_gives_all_slices_and_the_version():
+    vllm = scripted()
+    engine = engine_over(vllm)
+    engine.load(slices((3.0, 4.0)), 5)
+    assert engine.policy_version == vllm.policy_version == 5
+    assert vllm.weights["weight"][0].tolist() == [3.0, 4.0]
+    assert ("lowpeak_score_at_temperature", {}) in vllm.calls
+    assert vllm.events == ["wait", "pause", "resume"] * 2  # nothing runs while weights change, no cache outlives them
+
+
+def test_a_load_that_fails_holds_no_version_and_still_reads_every_slice():
+    read = []
+
+    def noted():
+        for piece in slices():
+            read.append(piece.name)
+            yield piece
+
+    def refuse(slices, vllms, settings, policy_version):
+        raise EngineError("refused")
+
+    engine = engine_over(scripted())
+    engine._push = refuse
+    with pytest.raises(EngineError, match="refused"):
+        engine.load(noted(), 1)
+    assert read == ["weight"]
+    assert engine.policy_version is None
+
+
+@pytest.mark.parametrize("behind", ["restart", "hold"])
+def test_a_vllm_that_was_started_again_or_loaded_by_others_is_not_asked(behind):
+    vllm = scripted()
+    engine = engine_over(vllm)
+    engine.generate(prompts(1), SAMPLING)
+    vllm.restart()
+    if behind == "hold":
+        vllm.hold(0)  # the same number, in another process
+    with pytest.raises(LostEngineError, match="started again, or somebody else"):
+        engine.generate(prompts(1), SAMPLING)
+    assert engine.policy_version is None
+    assert len(vllm.waves) == 1
+    engine.load(slices(), 0)
+    assert len(engine.generate(prompts(1), SAMPLING)) == 1
+
+
+def test_what_was_answered_before_a_vllm_died_is_kept_and_not_asked_again():
+    expected = tokens(engine_over(scripted()).generate(prompts(), SAMPLING))
+    vllm = scripted()
+    engine = engine_over(vllm, batch_size=4)
+    vllm.dies_after = 6
+    with pytest.raises(LostEngineError):
+        engine.generate(prompts(), SAMPLING)
+    assert [len(wave) for wave in vllm.waves] == [4, 4]  # the second was answered in half
+    engine.load(slices(), 0)
+    assert tokens(engine.generate(prompts(), SAMPLING)) == expected
+    seeds = [request.params["seed"] for request in [*vllm.waves[0], *vllm.waves[1][:2], *asked(vllm)[8:]]]
+    assert len(seeds) == len(set(seeds)) == 12
+
+
+def test_what_was_kept_answers_no_other_question():
+    vllm = scripted()
+    engine = engine_over(vllm)
+    vllm.dies_after = 6
+    with pytest.raises(LostEngineError):
+        engine.generate(prompts(), replace(SAMPLING, rollout=1))
+    engine.load(slices(), 0)
+    vllm.waves.clear()
+    engine.generate(prompts(), SAMPLING)
+    assert len(asked(vllm)) == 12
+
+
+def test_what_other_weights_wrote_is_not_kept():
+    vllm = scripted()
+    engine = engine_over(vllm)
+    vllm.dies_after = 2
+    with pytest.raises(LostEngineError):
+        engine.generate(prompts(), SAMPLING)
+    engine.load(slices(), 1)
+    vllm.waves.clear()
+    engine.generate(prompts(), SAMPLING)
+    assert len(asked(vllm)) == 12
+
+
+def test_a_wave_has_a_time_limit():
+    vllm = scripted()
+    engine = engine_over(vllm, wave_timeout=0.02)
+    vllm.seconds = 0.008
+    with pytest.raises(LostEngineError, match=r"within 0\.02 s"):
+        engine.generate(prompts(), SAMPLING)
+
+
+def test_one_of_two_vllms_that_dies_loses_its_own_rows_alone():
+    first, second = scripted(), scripted()
+    engine = engine_over(first, second)
+    first.dies_after = 1
+    with pytest.raises(LostEngineError):
+        engine.generate(prompts(2), SAMPLING)
+    engine.load(slices(), 0)
+    engine.generate(prompts(2), SAMPLING)
+    assert sum(len(wave) for wave in first.waves[1:] + second.waves[1:]) == 3
+
+
+def answer(ids=(3, 1), logprobs=None, finish_reason="stop", versions=()):
+    return Answer(ids, (0.0,) * len(ids) if logprobs is None else logprobs, finish_reason, frozenset(versions))
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [
+        (answer(ids=()), "0 tokens and 0 log-probs"),
+        (answer(logprobs=(0.0,)), "2 tokens and 1 log-probs"),
+        (answer(ids=(3,) * 4), "4 tokens and 4 log-probs; as many of each are needed, from 1 to 3"),
+        (answer(finish_reason="repetition"), "ended with 'repetition'"),
+        (answer(finish_reason="length"), "ended with 'length' after 2 of 3 tokens"),
+        (answer(ids=(13, 1)), "has token 13, which is none of the model's 13"),
+        (answer(logprobs=(0.0, float("nan"))), "NaN or infinite"),
+    ],
+)
+def test_a_malformed_answer_is_one_sentence(bad, match):
+    with pytest.raises(EngineError, match=match) as caught:
+        engine_over(scripted(lambda request: bad)).generate(prompts(1), SAMPLING)
+    assert not isinstance(caught.value, LostEngineError)
+
+
+def test_fewer_answers_than_requests_are_an_error_with_the_numbers():
+    vllm = scripted()
+    vllm.answers_short = 1
+    with pytest.raises(EngineError, match="returned 11 completions for 12 requests"):
+        engine_over(vllm).generate(prompts(), SAMPLING)
+
+
+@pytest.mark.parametrize(
+    ("bad", "match"),
+    [(answer(finish_reason="abort"), r"gave up 1 of 4 requests"), (answer(versions=[7]), r"weights of \[7\]")],
+)
+def test_answers_of_other_weights_or_given_up_are_asked_again_after_a_load(bad, match):
+    seeds = [seed_of(SAMPLING, 0, number) for number in range(4)]
+    told = []
+
+    def script(request):
+        first = request.params["seed"] == seeds[1] and not told
+        told.extend([1] if first else [])
+        return bad if first else answer(versions=[0])
+
+    vllm = scripted(script)
+    engine = engine_over(vllm)
+    with pytest.raises(LostEngineError, match=match):
+        engine.generate(prompts(1), SAMPLING)
+    engine.load(slices(), 0)
+    assert len(engine.generate(prompts(1), SAMPLING)[0].completions) == 4
+    assert [request.params["seed"] for request in vllm.waves[1]] == [seeds[1]]
+
+
+def test_an_engine_that_sleeps_proves_its_weights_when_it_wakes():
+    vllm = scripted()
+    engine = engine_over(vllm, where=ColocateSettings(sleeps=True))
+    engine.sleep()
+    engine.sleep()
+    engine.wake()
+    assert engine.policy_version is None  # the fake forgets them
+    engine.load(slices(), 0)
+    engine.sleep()
+    vllm.hold(0)
+    engine.wake()
+    assert engine.policy_version == 0
+    assert [event for event in vllm.events if event in ("sleep", "wake")] == ["sleep", "wake", "sleep", "wake"]
+
+
+def test_an_engine_that_is_not_to_sleep_stays_awake():
+    vllm = scripted()
+    engine = engine_over(vllm)
+    engine.sleep()
+    assert "sleep" not in vllm.events
+    assert engine.policy_version == 0
+
+
+def test_closing_lets_go_of_the_vllms_once():
+    vllm = scripted()
+    engine = engine_over(vllm)
+    engine.close()
+    engine.close()
+    assert vllm.events.count("close") == 1
+    assert engine.policy_version is None
+
+
+def test_it_takes_slices_in_the_engines_dtype_that_fit_a_bucket():
+    form = engine_over(scripted(dtype="bfloat16"), bucket_bytes=1 << 20).slice_form
+    assert (form.max_bytes, form.dtype, form.weights) == (1 << 20, torch.bfloat16, "merged")
+    with pytest.raises(EngineError, match="different dtypes"):
+        _ = engine_over(scripted(dtype="bfloat16"), scripted()).slice_form

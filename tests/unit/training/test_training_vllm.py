@@ -1,0 +1,170 @@
+"""A run whose engine is over (scripted) vLLMs: weights follow the policy, and an engine that is lost loses nothing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+
+from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak.errors import ArgumentError, LostEngineError, MissingPackageError
+from lowpeak.training.rollouts import MOST_RETURNS
+from tiny import char_tokenizer, tiny_model
+from vllms import engine_over, said, scripted
+
+DATA = Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(10)])
+
+
+class Reward:
+    """Counts what it judges."""
+
+    __name__ = "reward"
+
+    def __init__(self):
+        self.judged = []
+
+    def __call__(self, completions, completion_ids, **columns):
+        self.judged += [tuple(ids) for ids in completion_ids]
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+
+def grpo(folder, *vllms, reward=None, **changes):
+    args = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 3,
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "micro_batch_tokens": 512,
+        "logprob_chunk_size": 64,
+        **changes,
+    }
+    run = GRPOTrainer(
+        tiny_model(),
+        reward or Reward(),
+        GRPOConfig(output_dir=str(folder), **args),
+        DATA,
+        DATA if "eval_strategy" in changes else None,
+        char_tokenizer(),
+    )
+    if vllms:
+        run.maker.engine = engine_over(*vllms, batch_size=4)
+        run.maker.engine.close()
+    return run
+
+
+def weights(run):
+    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
+
+
+class Watching:
+    """A script that compares the vLLM's weights with the policy's whenever it is asked."""
+
+    def __init__(self):
+        self.run = None
+        self.vllm = None
+        self.versions = []
+
+    def __call__(self, request):
+        self.versions.append(self.vllm.policy_version)
+        for name, parameter in self.run.model.named_parameters():
+            pieces = torch.cat([piece.view(-1) for piece in self.vllm.weights[name]])
+            assert torch.equal(pieces, parameter.detach().view(-1)), name
+        return said(request)
+
+
+def test_every_rollout_is_written_by_the_policys_own_weights(tmp_path):
+    watching = Watching()
+    watching.vllm = scripted(watching)
+    watching.run = grpo(tmp_path, watching.vllm)
+    watching.run.train()
+    assert watching.versions == [0] * 8 + [1] * 8 + [2] * 8
+
+
+def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judged_twice(tmp_path):
+    calm, shaken, rewards = scripted(), scripted(), [Reward(), Reward()]
+    undisturbed = grpo(tmp_path / "a", calm, reward=rewards[0])
+    disturbed = grpo(tmp_path / "b", shaken, reward=rewards[1])
+    undisturbed.train()
+    shaken.dies_after = 8 + 6  # in the second wave of the second rollout
+    disturbed.train()
+    assert rewards[0].judged == rewards[1].judged
+    assert [len(wave) for wave in shaken.waves] == [4, 4, 4, 4, 2, 4, 4]
+    for name, weight in weights(undisturbed).items():
+        assert torch.equal(weights(disturbed)[name], weight), name
+
+
+def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path):
+    vllm = scripted()
+    run = grpo(tmp_path, vllm, steps_per_generation=2, max_steps=4)
+    seen = []
+
+    def reward(completions, **columns):
+        seen.append(vllm.incarnation)
+        vllm.restart()
+        return [0.0, 1.0] * (len(completions) // 2)
+
+    run.maker.panel.rewards[0].function = reward
+    run.train()
+    assert len(seen) >= 2
+
+
+def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path):
+    class Doomed:
+        def __init__(self):
+            self.vllm = None
+
+        def __call__(self, request):
+            self.vllm.dies_after = 0
+            return said(request)
+
+    doomed = Doomed()
+    doomed.vllm = scripted(doomed)
+    run = grpo(tmp_path, doomed.vllm, per_device_train_batch_size=16)
+    with pytest.raises(LostEngineError, match="died"):
+        run.train()
+    assert doomed.vllm.events.count("pause") == 1 + 1 + MOST_RETURNS  # the first load is the test's own
+    assert "close" in doomed.vllm.events
+
+
+def test_evaluation_asks_the_engine_too(tmp_path):
+    vllm = scripted()
+    run = grpo(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)
+    run.train()
+    greedy = [request for wave in vllm.waves for request in wave if request.params["temperature"] == 0]
+    assert len(greedy) == len(DATA)
+    assert any("eval_reward" in row for row in run.state.log_history)
+
+
+def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_path):
+    vllm = scripted()
+    run = grpo(tmp_path, vllm, max_steps=1)
+    run.train()
+    assert vllm.events[-1] == "close"
+    run.evaluate(DATA)
+    assert vllm.policy_version == 1
+
+
+def test_the_journal_says_the_versions_loads(tmp_path):
+    run = grpo(tmp_path, scripted(), max_steps=2)
+    run.train()
+    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
+    assert all(row["time/sync"] > 0 for row in rows)
+
+
+def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
+    with pytest.raises(MissingPackageError, match=r"needs vLLM >=0\.31,<0\.34: pip install 'lowpeak\[vllm\]'"):
+        grpo(tmp_path, use_vllm=True)
+
+
+def test_a_rollout_func_and_vllm_are_one_too_many(tmp_path):
+    from lowpeak.training.engines import refuse_function
+
+    with pytest.raises(ArgumentError, match="rollout_func generates in place of an engine"):
+        refuse_function(lambda prompts, trainer: {})
