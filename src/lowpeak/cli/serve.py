@@ -72,7 +72,9 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
     )
     check(server)
     if server.token is None and environ.get(_VLLM_TOKEN):
-        raise ArgumentError(f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead.")
+        raise ArgumentError(
+            f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead."
+        )
     return server
 
 

@@ -94,8 +94,9 @@ class UnderWay:
         self._restarts[number] += 1
         if not self._were_ready[number] or self._restarts[number] > _RESTARTS:
             raise EngineError(server.told_of_end(status))
-        tell(f"lowpeak: vLLM at {server.server.url} ended with status {status} and is started again")
         server.start()
+        said = f"vLLM at {server.server.url} ended with status {status} and is started again (process {server.pid})"
+        tell(f"lowpeak: {said}")
 
 
 def _end(trainer: subprocess.Popen[bytes]) -> None:

@@ -86,7 +86,7 @@ def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
 
 
 def test_vllms_own_key_is_not_taken_for_a_guard():
-    with pytest.raises(ArgumentError, match="VLLM_API_KEY guards only some of vLLM's routes.*LOWPEAK_SERVER_TOKEN"):
+    with pytest.raises(ArgumentError, match=r"VLLM_API_KEY guards only some of vLLM's routes.*LOWPEAK_SERVER_TOKEN"):
         said(environ={"VLLM_API_KEY": "secret"})
 
 

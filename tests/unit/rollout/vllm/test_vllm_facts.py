@@ -44,3 +44,9 @@ def test_the_order_in_which_a_vocabulary_is_listed_does_not_matter(policy):
     vocabulary = char_tokenizer().get_vocab()
     backwards = dict(reversed(vocabulary.items()))
     assert fingerprint(policy.config, vocabulary) == fingerprint(policy.config, backwards)
+
+
+def test_tokens_that_the_model_does_not_embed_do_not_count(policy):
+    vocabulary = char_tokenizer().get_vocab()
+    more = vocabulary | {"<|endoftext|>": policy.config.vocab_size}
+    assert fingerprint(policy.config, vocabulary) == fingerprint(policy.config, more)
