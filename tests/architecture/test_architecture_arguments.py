@@ -91,7 +91,7 @@ SHOWN_BY = {
     "vllm_server_timeout": "test_a_server_has_its_time_its_port_and_its_token",
     "vllm_group_port": "test_a_server_has_its_time_its_port_and_its_token",
     "vllm_server_token": "test_a_server_has_its_time_its_port_and_its_token",
-    "vllm_wave_timeout": "test_a_server_has_its_time_its_port_and_its_token",
+    "vllm_wave_timeout": "test_weights_waves_and_completions_are_said_for_both_modes",
     "vllm_batch_size": "test_weights_waves_and_completions_are_said_for_both_modes",
     "vllm_structured_outputs_regex": "test_weights_waves_and_completions_are_said_for_both_modes",
     "vllm_bucket_size": "test_weights_waves_and_completions_are_said_for_both_modes",
