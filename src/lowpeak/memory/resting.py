@@ -48,7 +48,7 @@ class CudaHostMover:
     """Pinned host memory, copies on the computing stream; freed blocks go back to the device, for an engine's own pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
     def away(self, flat: Tensor) -> Tensor:
         """Ordered on the stream before whatever may get the freed memory next."""

@@ -46,6 +46,19 @@ def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> dict[str, tu
     return {one.name: (tuple(one.shard.shape), one.shard.local.dtype) for one in leaving}
 
 
+def unchanging(model: nn.Module) -> frozenset[str]:
+    """The names, among those that leave `merged`, of what training leaves as it is: frozen, and without an adapter."""
+    names = set()
+    for raw, parameter in model.named_parameters():
+        name = plain_name(raw)
+        if hasattr(model, "peft_config"):
+            base = _base_name(name, active_adapters(model))
+            name = "" if base is None or ".base_layer." in name else base
+        if name and not parameter.requires_grad:
+            names.add(name)
+    return frozenset(names)
+
+
 def plain_name(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
     for wrapper in _WRAPPERS:

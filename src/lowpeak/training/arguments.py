@@ -169,6 +169,11 @@ class OnlineConfig(VllmArguments, CommonConfig):
     offload_frozen_models: bool = argument(
         False, "memory", "Keep reference and reward models in host memory, on the device a layer at a time (GPUs)."
     )
+    offload_during_rollout: bool = argument(
+        False,
+        "memory",
+        "Gradients, optimizer states and frozen models wait in host memory while completions are generated (GPUs).",
+    )
     share_prompt: bool | None = argument(
         None, "memory", "Forward a prompt once for all of its completions (None: where it pays)."
     )

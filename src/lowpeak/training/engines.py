@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowpeak.config.gathering import ALL
-from lowpeak.config.vllm import ColocateSettings, VllmSettings
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError
 from lowpeak.logprobs.head import causal_lm
 from lowpeak.memory.tracker import free_bytes
@@ -23,10 +23,13 @@ from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.stop import end_token_ids
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_colocated
 from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.facts import check_same
+from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm
 from lowpeak.rollout.vllm.vllm import Vllm
 from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.strategies.outgoing import unchanging
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, num_embeddings
 from lowpeak.training.rollouts import Tally
@@ -70,29 +73,40 @@ def make_engine(
 
     if parts.settings.vllm is not None:
         refuse_function(rollout_func)
-        return vllm_engine(parts, strategy, run, trainer.accelerator.device)
+        return vllm_engine(parts, strategy, run, trainer.accelerator.device, tally)
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
     return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
 
 
-def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.device) -> VllmEngine:
+def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.device, tally: Tally) -> VllmEngine:
     """The engine over vLLM in this process, or over servers."""
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
+    ranks, where = strategy.ranks, settings.where
     model = Model(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy))
-    where = settings.where
-    if not isinstance(where, ColocateSettings):
-        raise ArgumentError("vllm_mode='server' is not here yet")
-    check_colocated(where, device)
-    team = strategy.ranks.teams(where.tensor_parallel_size)
-    blueprint = _blueprint(parts, where, policy, run, device)
-    connect = partial(_colocated, blueprint, where, team)
-    return VllmEngine(connect, settings, model, Company(team), push, prove)
+    if isinstance(where, ColocateSettings):
+        check_colocated(where, device)
+        company = Company(ranks.teams(where.tensor_parallel_size))
+        connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, company.team)
+    else:
+        company = Company(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
+        connect = partial(_served, where, policy, tokenizer)
+    pushing = partial(push, unchanging=unchanging(parts.policy))
+    return VllmEngine(connect, settings, model, company, pushing, prove, tally.note_push)
 
 
-def _colocated(blueprint: Blueprint, where: ColocateSettings, team: Ranks) -> Sequence[Vllm]:
-    return [ColocatedVllm(blueprint, where, team)]
+def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
+    return [ColocatedVllm(blueprint, settings, team)]
+
+
+def _served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
+    """The servers, once all of them answer and have the policy's model and tokenizer loaded."""
+    vllms = connect_servers(where)
+    for vllm in vllms:
+        vllm.wait(where.timeout)
+        check_same(vllm.facts(), policy, tokenizer)
+    return vllms
 
 
 def _blueprint(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device) -> Blueprint:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
 
@@ -23,11 +23,13 @@ from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import LostEngineError
 from lowpeak.memory.phases import Phase
+from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards.combine import RewardPanel, reward_metrics
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
+from lowpeak.rollout.vllm.weights.push import PushReport
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
 from lowpeak.training.reuse import Rollout
@@ -44,10 +46,11 @@ Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
 
 @dataclass
 class Tally:
-    """Tokens that the engine added to completions, and rows that its forwards computed for them."""
+    """Tokens that the engine added to completions, and rows that its forwards computed for them; what was pushed to it."""
 
     useful: int = 0
     computed: int = 0
+    pushes: dict[str, Metric] = field(default_factory=dict)
 
     def add(self, useful: int, computed: int) -> None:
         """One forward more."""
@@ -60,14 +63,25 @@ class Tally:
         self.useful = self.computed = 0
         return {"useful_tokens/rollout": metric} if metric.count else {}
 
+    def note_push(self, report: PushReport) -> None:
+        """Weights were pushed."""
+        sums = {"bytes": report.num_bytes, "seconds": report.seconds, "proof_seconds": report.proof_seconds}
+        new = {f"push/{name}": Metric(float(value), 1.0, "sum") for name, value in sums.items()}
+        self.pushes = merge_metrics(self.pushes, new)
+
+    def take_pushes(self) -> dict[str, Metric]:
+        """The bytes and seconds of the pushes since the last call, on the rank that pushes; nothing where nothing is pushed."""
+        pushes, self.pushes = self.pushes, {}
+        return pushes
+
 
 @dataclass
 class RolloutMaker:
     """The parts that a rollout needs.
 
-    `model` gives the (wrapped) policy; `core` and `budget` are what passes run with. `weights_changed` says that the
-    policy's weights were replaced (loaded) without a step, which a version cannot tell; `policy_version` is the one that
-    the engine is to hold.
+    `model` gives the (wrapped) policy; `core` and `budget` are what passes run with; `rest` is what waits in host memory
+    meanwhile. `weights_changed` says that the policy's weights were replaced (loaded) without a step, which a version cannot
+    tell; `policy_version` is the one that the engine is to hold.
     """
 
     settings: OnlineSettings
@@ -83,6 +97,7 @@ class RolloutMaker:
     budget: Budget
     tracker: MemoryTracker
     tally: Tally
+    rest: Rest | None = None
     weights_changed: bool = False
     policy_version: int | None = None
 
@@ -98,15 +113,28 @@ class RolloutMaker:
         records = tuple(self._with_advantages(*pair) for pair in zip(records, advantages.per_token, strict=True))
         metrics = merge_metrics(judged.metrics, advantages.metrics)
         metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring)
+        metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested())
         return Rollout(number, records, metrics, describe(judged, records, self.panel.names))
+
+    def _rested(self) -> dict[str, Metric]:
+        """Bytes that left the device for the rollout and seconds that both ways took, of the rank where they are most."""
+        if self.rest is None:
+            return {}
+        num_bytes, seconds = self.strategy.ranks.max([float(number) for number in self.rest.take()])
+        return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The engine is ready to generate in the block, and gives its memory back after it."""
-        with self.strategy.ranks.together():
-            self.engine.wake()
-        yield
-        self.engine.sleep()
+        """The engine is ready to generate in the block, and gives its memory back after it; what rests has gone before."""
+        with ExitStack() as stack:
+            with self.strategy.ranks.together():
+                if self.rest is not None:
+                    stack.enter_context(self.rest.rollout())
+                self.engine.wake()
+            yield
+            self.engine.sleep()
+            with self.strategy.ranks.together():
+                stack.close()
 
     def load_weights(self, policy_version: int) -> None:
         """Stations 2 and 3: the engine gets the policy's weights, unless it holds them already, on every rank."""

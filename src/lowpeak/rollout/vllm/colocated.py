@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import ColocateSettings
-from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.config.vllm import ColocateSettings, VllmSettings
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.guarded import free, guarded_build
+from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups
+from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
 
@@ -53,8 +54,10 @@ class ColocatedVllm:
     hub is read. All ranks of a `team` build it together and call `complete` with the same requests in the same order.
     """
 
-    def __init__(self, blueprint: Blueprint, settings: ColocateSettings, team: Ranks) -> None:
-        check_colocated(settings, blueprint.device)
+    def __init__(self, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> None:
+        assert isinstance(settings.where, ColocateSettings)
+        check_colocated(settings.where, blueprint.device)
+        self._settings = settings
         self._team = team
         self._device = blueprint.device
         self._had_group = has_group()
@@ -64,7 +67,11 @@ class ColocatedVllm:
         self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
         with tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder, guarded_build():
             _write(blueprint, Path(folder))
-            self.llm: Any = _build(folder, blueprint, settings, team)
+            try:
+                self.llm: Any = _build(folder, blueprint, settings, team)
+            except BaseException:
+                leave_groups(self._had_group)
+                raise
 
     @property
     def workers(self) -> InProcessWorkers:
@@ -95,7 +102,7 @@ class ColocatedVllm:
         try:
             self._run(outputs, deadline)
         except RuntimeError as error:
-            raise EngineError(f"vLLM failed while generating: {_first_line(error)}") from error
+            raise _explained("vLLM failed while generating", error, self._settings) from error
         finally:
             left = [name for name in names if name not in outputs]
             if left:
@@ -164,7 +171,7 @@ class ColocatedVllm:
             sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
             try:
                 self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), sampling)
-            except ValueError as error:
+            except Exception as error:
                 self.llm.llm_engine.abort_request(names)
                 raise EngineError(f"vLLM refuses a request: {error}") from error
             names.append(name)
@@ -227,20 +234,21 @@ def _write(blueprint: Blueprint, folder: Path) -> None:
     blueprint.tokenizer.save_pretrained(folder)
 
 
-def _build(folder: str, blueprint: Blueprint, settings: ColocateSettings, team: Ranks) -> Any:
+def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Any:
     """`vllm.LLM` with the run's arguments, and over them those that are passed through."""
     from vllm import LLM
 
-    on_cpu = blueprint.device.type == "cpu"
+    on_cpu, where = blueprint.device.type == "cpu", settings.where
+    assert isinstance(where, ColocateSettings)
     arguments: dict[str, Any] = {
         "model": folder,
         "load_format": "dummy",
         "dtype": blueprint.dtype,
         "tensor_parallel_size": team.world_size,
         "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
-        "gpu_memory_utilization": settings.gpu_memory_utilization,
-        "max_model_len": settings.max_model_length,
-        "model_impl": settings.model_impl,
+        "gpu_memory_utilization": where.gpu_memory_utilization,
+        "max_model_len": where.max_model_length,
+        "model_impl": where.model_impl,
         "enable_prefix_caching": True,
         "logprobs_mode": "raw_logprobs",
         "generation_config": "vllm",  # no defaults of the model's own
@@ -250,14 +258,19 @@ def _build(folder: str, blueprint: Blueprint, settings: ColocateSettings, team: 
         "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
         "kv_cache_memory_bytes": blueprint.kv_cache_bytes,
     }
-    if settings.sleeps:
+    if where.sleeps:
         arguments["enable_sleep_mode"] = True
     try:
-        return LLM(**{**arguments, **settings.engine_kwargs})
+        return LLM(**{**arguments, **where.engine_kwargs})
     except TypeError as error:
-        raise ArgumentError(f"vllm_engine_kwargs={dict(settings.engine_kwargs)!r}: {error}") from error
-    except (ValueError, RuntimeError) as error:
-        raise EngineError(f"vLLM could not be built in this process: {_first_line(error)}") from error
+        raise ArgumentError(f"vllm_engine_kwargs={dict(where.engine_kwargs)!r}: {error}") from error
+    except Exception as error:
+        raise _explained("vLLM could not be built in this process", error, settings) from error
+
+
+def _explained(what: str, error: Exception, settings: VllmSettings) -> LowpeakError:
+    """What to change where it is about memory; else vLLM's own words."""
+    return misfit(str(error), settings) or EngineError(f"{what}: {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:

@@ -65,8 +65,7 @@ class VllmEngine:
     """A rollout engine over vLLMs, which `connect()` gives when they are first needed and after `close`.
 
     `generate` keeps the completions of waves that were answered when an engine is lost in a later one, so that the same
-    call after the next `load` of the same version asks for the others alone. `reports` are those of the pushes since they
-    were taken.
+    call after the next `load` of the same version asks for the others alone. `on_push` hears what each push reports.
     """
 
     def __init__(
@@ -77,6 +76,7 @@ class VllmEngine:
         company: Company,
         push: Push,
         prove: Prove,
+        on_push: Callable[[Any], None] | None = None,
     ) -> None:
         self._connect = connect
         self._settings = settings
@@ -84,6 +84,7 @@ class VllmEngine:
         self._company = company
         self._push = push
         self._prove = prove
+        self._on_push = on_push or (lambda report: None)
         self._vllms: Sequence[Vllm] = ()
         self._facts: list[Facts] = []
         self._policy_version: int | None = None
@@ -91,7 +92,6 @@ class VllmEngine:
         self._kept: dict[Key, Answer] = {}
         self._kept_for: tuple[int, Sampling] | None = None
         self._asleep = False
-        self.reports: list[Any] = []
 
     @property
     def policy_version(self) -> int | None:
@@ -147,7 +147,7 @@ class VllmEngine:
                 self._make_ready()
                 for vllm in self._vllms:
                     vllm.pause()
-                self.reports.append(self._push(pieces, self._vllms, self._settings, policy_version))
+                self._on_push(self._push(pieces, self._vllms, self._settings, policy_version))
                 for vllm in self._vllms:
                     vllm.resume()
         finally:
@@ -189,7 +189,6 @@ class VllmEngine:
         for vllm in self._vllms:
             vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
         ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
-        self._facts = [vllm.facts() for vllm in self._vllms]
 
     def _survived(self) -> bool:
         """Whether the weights are still the policy's, by the same proof as after a push."""
@@ -218,6 +217,8 @@ class VllmEngine:
                 f"vLLM holds weights of version {found} where {self._policy_version} was loaded: it was started again, or "
                 "somebody else loads it."
             )
+        if self._identities is None:  # the first time after a load: the vLLMs may be others than before it
+            self._facts = [vllm.facts() for vllm in self._vllms]
         self._identities = identities
 
     def _answer(self, rows: Sequence[Row], version: int) -> None:

@@ -11,6 +11,7 @@ from functools import wraps
 from typing import Any
 
 from lowpeak.errors import LowpeakError
+from lowpeak.rollout.vllm.facts import facts_of
 from lowpeak.rollout.vllm.weights.buckets import Piece
 from lowpeak.rollout.vllm.weights.sampling import score_at_temperature
 from lowpeak.rollout.vllm.weights.transports.choose import look, open_inlet
@@ -40,6 +41,11 @@ class Methods:
         """Which worker this is, and the version that it holds: another incarnation is one that restarted."""
         work = _work(self)
         return {"incarnation": work.incarnation, "policy_version": work.receiver.policy_version}
+
+    @answering
+    def lowpeak_facts(self) -> dict[str, Any]:
+        """What this vLLM is, as the fields of `Facts`."""
+        return facts_of(self.vllm_config)  # type: ignore[attr-defined]
 
     @answering
     def lowpeak_look(self, path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import VllmSettings
+from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Adapter, Vllm
@@ -114,7 +114,8 @@ class _Update:
     def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
         """All slices, but the `unchanging` that every worker holds."""
         settings = self._settings
-        sender = open_sender(settings.transport, self._vllms, settings.bucket_bytes, self._device, self._timeout)
+        port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
+        sender = open_sender(settings.transport, self._vllms, settings.bucket_bytes, self._device, self._timeout, port)
         self._sender = sender
         held_back = self._begin(sender) & frozenset(unchanging)
         sender.joined()
