@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from lowpeak.config.asked import is_on, refuse_other_parallelism, require_deepspeed, settle_clipping, settled_fsdp
+from lowpeak.config.asked import is_on, refuse_other_parallelism, require_deepspeed, settle_deepspeed, settled_fsdp
 from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
@@ -84,7 +84,7 @@ class CommonConfig(TrainingArguments):
         meet_anew()
         super().__post_init__()
         if self.deepspeed_plugin is not None:
-            settle_clipping(self.deepspeed_plugin.hf_ds_config.config, self.max_grad_norm)
+            settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
 
     @property
     def checkpoints_activations(self) -> bool:
