@@ -43,7 +43,7 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 def refuse_axes(sizes: Mapping[str, Any], where: str) -> None:
     """ArgumentError for a size above 1 of an axis other than data, by which lowpeak does not cut a model."""
     for axis, words in _AXES.items():
-        size = int(sizes.get(axis) or 1)
+        size = _whole(sizes.get(axis) or 1, axis, where)
         if size > 1:
             raise ArgumentError(
                 f"{axis}={size} in {where} asks for {words}, which lowpeak does not run (docs/distributed.md says why); "
@@ -51,14 +51,23 @@ def refuse_axes(sizes: Mapping[str, Any], where: str) -> None:
             )
 
 
+def _whole(value: Any, name: str, where: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{where} has {name}: {value}, which is no whole number.") from None
+
+
 def asked_sizes(environ: Mapping[str, str], parallelism: Any) -> tuple[dict[str, int], str]:
     """The sizes of accelerate's parallelism config, and where it stands: the argument, else the environment."""
     if parallelism is not None:
-        return {axis: int(getattr(parallelism, axis, 1) or 1) for axis in (*_SIZES, *_AXES)}, "parallelism_config"
+        where = "parallelism_config"
+        return {axis: _whole(getattr(parallelism, axis, 1) or 1, axis, where) for axis in (*_SIZES, *_AXES)}, where
     if not is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         return {}, ""
-    found = {axis: int(environ.get(f"PARALLELISM_CONFIG_{axis.upper()}") or 1) for axis in (*_SIZES, *_AXES)}
-    return found, "accelerate's parallelism config"
+    where = "accelerate's parallelism config"
+    found = {axis: environ.get(f"PARALLELISM_CONFIG_{axis.upper()}") or 1 for axis in (*_SIZES, *_AXES)}
+    return {axis: _whole(value, axis, where) for axis, value in found.items()}, where
 
 
 def settled_cut(environ: Mapping[str, str], parallelism: Any, fsdp: bool, deepspeed: bool) -> Cut:
@@ -119,6 +128,35 @@ def settle_clipping(config: MutableMapping[str, Any], max_grad_norm: float) -> N
             "gradient_clipping to auto, or leave it out, so that the run's own value clips."
         )
     config["gradient_clipping"] = own
+
+
+def settle_deepspeed(config: MutableMapping[str, Any], args: Any) -> None:
+    """Let the run's own arguments stand in DeepSpeed's config (accelerate's copy of it, which is changed).
+
+    What the config says of clipping and of batches must be what the arguments say: how a step is cut into micro-batches is not
+    DeepSpeed's to know here. ArgumentError where it differs, and for stage 0, which shards nothing.
+    """
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if str(stage) not in ("1", "2", "3"):
+        raise ArgumentError(
+            f"the DeepSpeed config has ZeRO stage {stage}: lowpeak runs 1, 2 and 3; where nothing is to be sharded use ddp."
+        )
+    settle_clipping(config, args.max_grad_norm)
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    own = {
+        "train_micro_batch_size_per_gpu": size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": size * accumulation * args.world_size,
+    }
+    for name, value in own.items():
+        said = config.get(name, "auto")
+        if said not in ("auto", value):
+            raise ArgumentError(
+                f"the DeepSpeed config has {name}={said}, and the run's arguments make {value}: set {name} to auto, or leave it "
+                "out."
+            )
+        if name in config and getattr(args, "hf_deepspeed_config", None) is None:  # else transformers has filled it in
+            config[name] = "auto"  # the trainer's step is one mapping, and its accumulation 1
 
 
 def settled_fsdp(fsdp: Any, config: Any) -> tuple[Any, Any, Converted | None]:

@@ -143,6 +143,13 @@ def make_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: S
             states[key] = copied(value).to(parameter.device) if on else copied(value)
 
 
+def torch_idle(optimizer: Any) -> list[Tensor]:
+    """What a torch optimizer reads in its step alone: its parameters' gradients, and its states."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [each for each in [*(p.grad for p in parameters), *states] if isinstance(each, Tensor)]
+
+
 def copied(value: Any) -> Any:
     """A number that is no longer the checkpoint's own."""
     return value.clone() if isinstance(value, Tensor) else value

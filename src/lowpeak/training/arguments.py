@@ -20,7 +20,7 @@ from lowpeak.config.asked import (
     is_on,
     refuse_other_parallelism,
     require_deepspeed,
-    settle_clipping,
+    settle_deepspeed,
     settled_cut,
     settled_fsdp,
 )
@@ -93,7 +93,7 @@ class CommonConfig(TrainingArguments):
         meet_anew()
         super().__post_init__()
         if self.deepspeed_plugin is not None:
-            settle_clipping(self.deepspeed_plugin.hf_ds_config.config, self.max_grad_norm)
+            settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
 
     @property
     def cut(self) -> Cut:

@@ -46,7 +46,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import put_others_aside, take_up
+from lowpeak.training.start import note_launch, put_others_aside, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -167,6 +167,7 @@ class StepTrainer(Trainer):
         put_others_aside(output_dir, step)
         if self.run.resumed is not None:
             self.run.journal.resume_at(step)
+        note_launch(output_dir, step)
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
