@@ -106,3 +106,19 @@ class LaunchArguments:
     parallelism_config_dp_shard_size: int | None = field(
         default=None, metadata={"help": "hsdp: devices that a copy is cut over (by default those of a host)"}
     )
+
+
+@dataclass(frozen=True)
+class ServingArguments:
+    """Which of this machine's devices train and which generate, where one command starts both."""
+
+    train_devices: str | None = field(
+        default=None, metadata={"help": "devices to train on, as in 0,3; by default all that vLLM does not get"}
+    )
+    vllm_devices: str | None = field(
+        default=None,
+        metadata={
+            "help": "start vLLM servers on these devices, as in 1,2, for as long as the run lasts: as many as "
+            "vllm_tensor_parallel_size divides them into; cpu is one server without a device"
+        },
+    )

@@ -22,6 +22,7 @@ from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.token import TOKEN
 
 _POLL_SECONDS = 0.2
+_VLLM_TOKEN = "VLLM_API_KEY"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,23 +33,27 @@ class _Parser(argparse.ArgumentParser):
 
 
 def run(argv: Sequence[str]) -> int:
-    """Start a server and wait for its end: 0 after SIGTERM, 130 after Ctrl-C, else what vLLM ended with."""
+    """Start a server and wait for its end."""
     server = read(argv, os.environ)
     require_vllm("lowpeak serve")
-    process = ServerProcess(server, os.environ)
+    return wait_for(ServerProcess(server, os.environ))
+
+
+def wait_for(process: ServerProcess) -> int:
+    """Start it, and wait until it ends or is to end: 0 after SIGTERM, 130 after Ctrl-C, else what it ended with."""
+    status: int | None = None
     with Signals() as signals:
         try:
             process.start()
-            status = None
             while signals.last is None and status is None:
                 time.sleep(_POLL_SECONDS)
                 status = process.status()
         finally:
             process.stop()
-    if signals.last is not None:
+    if status is None:
         return 130 if signals.last == signal.SIGINT else 0
-    print(f"lowpeak: error: vLLM ended with status {status}; what it said stands above.", file=sys.stderr)
-    return 128 - status if status is not None and status < 0 else status or 1
+    print(f"lowpeak: error: {process.told_of_end(status)}", file=sys.stderr)
+    return 128 - status if status < 0 else status or 1
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
@@ -66,6 +71,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
         options=tuple(options),
     )
     check(server)
+    if server.token is None and environ.get(_VLLM_TOKEN):
+        raise ArgumentError(
+            f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead."
+        )
     return server
 
 

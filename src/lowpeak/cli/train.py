@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
-from lowpeak.cli.arguments import DataArguments, LaunchArguments, ModelArguments, RewardArguments, RunArguments
+from lowpeak.cli.arguments import (
+    DataArguments,
+    LaunchArguments,
+    ModelArguments,
+    RewardArguments,
+    RunArguments,
+    ServingArguments,
+)
+from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
 from lowpeak.cli.groups import DATA, DEVICES, LOGGING, MODEL, REWARDS
 from lowpeak.cli.launch import is_first, launch_or_join
@@ -47,10 +55,13 @@ class Job:
 def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     """Train, or with `--dry_run` print what was resolved. `library` holds the configurations and trainers by name.
 
-    With `--accelerate_config` the same command is started once for each device, and this process waits for them.
+    With `--accelerate_config` the same command is started once for each device, and this process waits for them; with
+    `--vllm_devices` it is started beside the servers.
     """
     told = read_words(kind, argv, library)
-    status = launch_or_join(told.launch, [kind, *argv], on_cpu=bool(told.given.get("use_cpu")))
+    status = run_beside_servers(kind, argv, told.given)
+    if status is None:
+        status = launch_or_join(told.launch, [kind, *argv], on_cpu=bool(told.given.get("use_cpu")))
     if status is not None:
         return status
     job = configured(told, library)
@@ -89,6 +100,7 @@ def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
         RewardArguments: arguments_of(RewardArguments, REWARDS) if kind != "sft" else [],
         RunArguments: arguments_of(RunArguments, LOGGING),
         LaunchArguments: arguments_of(LaunchArguments, DEVICES),
+        ServingArguments: arguments_of(ServingArguments, DEVICES) if kind != "sft" else [],
     }
     theirs = arguments_of(config_class)
     given = parse([*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}")
@@ -106,7 +118,7 @@ def configured(job: Job, library: Any = lowpeak) -> Job:
     """The job with its trainer's configuration; what that refuses is an error with its own words."""
     config_class = getattr(library, f"{NAMES[job.kind]}Config")
     known = {each.name for each in arguments_of(config_class)}
-    settings = {name: value for name, value in job.given.items() if name in known}
+    settings = {name: value for name, value in handed_over(job.given, os.environ).items() if name in known}
     return dataclasses.replace(job, config=make_config(config_class, settings, job.model))
 
 

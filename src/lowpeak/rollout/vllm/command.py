@@ -16,6 +16,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU = "cpu"
 _MIDDLEWARE = "lowpeak.rollout.vllm.token.TokenMiddleware"
 _EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TAKEN = ("worker-extension-cls", "api-key", "uds")
 
 
@@ -88,17 +89,20 @@ def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
     """
     found = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **inherited}
     found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid())}
-    for launcher in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", TOKEN):
-        found.pop(launcher, None)
+    for name in (*_RANKS, TOKEN, "VLLM_API_KEY"):  # vLLM's own key guards less than the token does
+        found.pop(name, None)
     if server.token:
         found[TOKEN] = server.token
-    if server.devices:
-        found |= visible(server.devices, inherited)
-    return found
+    return found | visible(server.devices, inherited)
 
 
 def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that show a process these devices and no others; indexes count those that are visible here."""
+    """The variables that show a process these devices and no others; indexes count those that are visible here.
+
+    Of no devices: nothing is changed.
+    """
+    if not devices:
+        return {}
     if tuple(devices) == (CPU,):
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]

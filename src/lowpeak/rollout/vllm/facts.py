@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from lowpeak.errors import EngineError
@@ -27,9 +28,15 @@ SIZES = (
 
 
 def fingerprint(config: Any, vocabulary: Mapping[str, int]) -> str:
-    """`model:tokenizer`, 16 hexadecimal digits each."""
+    """`model:tokenizer`, 16 hexadecimal digits each.
+
+    Tokens that the model does not embed do not count: with a model's config beside it, transformers may load a tokenizer as a class
+    that adds tokens of its own.
+    """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return f"{_digest({name: getattr(text, name, None) for name in SIZES})}:{_digest(sorted(vocabulary.items()))}"
+    size = getattr(text, "vocab_size", None)
+    embedded = sorted(pair for pair in vocabulary.items() if size is None or pair[1] < size)
+    return f"{_digest({name: getattr(text, name, None) for name in SIZES})}:{_digest(embedded)}"
 
 
 def _digest(what: Any) -> str:
@@ -57,15 +64,20 @@ def facts_of(config: Any) -> dict[str, Any]:
 
 
 def _vocabulary(model: Any) -> Mapping[str, int]:
-    """As `AutoTokenizer` loads it, which is how the trainer has it."""
-    from transformers import AutoTokenizer
-
     if model.skip_tokenizer_init:
         return {}
-    found = AutoTokenizer.from_pretrained(
-        model.tokenizer, revision=model.tokenizer_revision, trust_remote_code=model.trust_remote_code
-    )
-    return found.get_vocab()
+    return _read_vocabulary(str(model.tokenizer), model.tokenizer_revision, bool(model.trust_remote_code))
+
+
+@cache
+def _read_vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> Mapping[str, int]:
+    """As `AutoTokenizer` has it, which is how the trainer loads it; read once a process."""
+    from transformers import AutoTokenizer
+
+    vocabulary: Mapping[str, int] = AutoTokenizer.from_pretrained(
+        name, revision=revision, trust_remote_code=trust_remote_code
+    ).get_vocab()
+    return vocabulary
 
 
 def check_same(facts: Facts, model: Any, tokenizer: Any) -> None:

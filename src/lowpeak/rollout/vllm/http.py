@@ -17,8 +17,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.rollout.vllm.vllm import LostEngineError
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 
 MAX_CONNECTIONS = 512
 _CONNECT_SECONDS = 10.0

@@ -10,12 +10,13 @@ import os
 import runpy
 import sys
 
-from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
+from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent, watch_forks
 
 SCALE_OUT = "--enable-scale-out"
 
 if PARENT in os.environ:
     end_with_parent(first=__name__ == "__main__")  # spawned processes import it as __mp_main__
+    watch_forks()
 
 
 def main() -> None:

@@ -10,7 +10,6 @@ import logging
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -29,10 +28,17 @@ _LINES = 20
 
 
 class ServerProcess:
-    """One server; `log` is the file that its output goes to, None where it is this process's."""
+    """One server; `log` is the file that its output goes to, None where it is this process's. `command` makes its command line."""
 
-    def __init__(self, server: Server, inherited: Mapping[str, str], log: Path | None = None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        inherited: Mapping[str, str],
+        log: Path | None = None,
+        command: Callable[[Server], list[str]] = words,
+    ) -> None:
         self.server = server
+        self._command = command
         self.log = log
         self._http = Http(server.url, server.token)
         self._inherited = inherited
@@ -51,7 +57,7 @@ class ServerProcess:
             out = self.log.open("ab")
         try:
             self._process = subprocess.Popen(
-                words(self.server),
+                self._command(self.server),
                 env=environment(self.server, self._inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -74,22 +80,6 @@ class ServerProcess:
         """Whether it answers."""
         return self._http.is_healthy()
 
-    def wait(self, seconds: float, stopped: Callable[[], bool] = lambda: False) -> None:
-        """Return when it answers or `stopped()`; EngineError when it has ended before, with its last lines, or takes too long."""
-        until = time.monotonic() + seconds
-        while not stopped() and not self.is_ready():
-            status = self.status()
-            if status is not None:
-                raise EngineError(
-                    f"the vLLM server of {self.server.url} ended before it was ready (status {status}){self._told()}"
-                )
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"the vLLM server of {self.server.url} was not ready within {seconds:.0f} s; give it longer with "
-                    f"--vllm_server_timeout{self._told()}"
-                )
-            time.sleep(_POLL_SECONDS)
-
     def stop(self) -> None:
         """End it and all that it started, within seven seconds and whatever state it is in; nothing where it has ended."""
         if self._process is None:
@@ -109,9 +99,10 @@ class ServerProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def _told(self) -> str:
-        """The last lines of its log, for an error's end."""
+    def told_of_end(self, status: int) -> str:
+        """A sentence about its end, with the last lines of its log."""
+        said = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
-            return "; what it said stands above."
+            return f"{said}; what it said stands above."
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
-        return f"; the end of {self.log}:\n" + "\n".join(lines)
+        return f"{said}; the end of {self.log}:\n" + "\n".join(lines)

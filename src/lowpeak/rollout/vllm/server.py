@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from lowpeak.config.vllm import ServerSettings
-from lowpeak.errors import ArgumentError, EngineError
+from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.vllm.http import Connections, Http, deadline, gather
-from lowpeak.rollout.vllm.vllm import Answer, Facts, LostEngineError, Request
+from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
 from lowpeak.rollout.vllm.wire import COMPLETIONS, GENERATE, Route, body_of, read
 
 logger = logging.getLogger(__name__)
@@ -28,11 +28,11 @@ _RESETS = 20
 
 
 def connect(settings: ServerSettings) -> tuple[ServerVllm, ...]:
-    """A `Vllm` for each of the servers' addresses; nothing is asked of them."""
+    """A `Vllm` for each of the servers' addresses, once all of them answer; EngineError where one does not in time."""
     found = tuple(ServerVllm(url, settings.token) for url in settings.base_urls)
-    urls = [each.url for each in found]
-    if len(set(urls)) < len(urls):
-        raise ArgumentError(f"vllm_server_base_url names a server twice: {', '.join(urls)}.")
+    until = time.monotonic() + settings.timeout
+    for each in found:
+        each.wait(max(0.0, until - time.monotonic()))
     return found
 
 
@@ -98,7 +98,7 @@ class ServerVllm:
         calls = [partial(self._complete_one, request, route, until) for request in requests]
         answers, failed = gather(calls)
         if isinstance(failed, LostEngineError):
-            raise LostEngineError(str(failed), answers) from failed
+            failed.finished = {i: answer for i, answer in enumerate(answers) if answer is not None}
         if failed is not None:
             raise failed
         self._check_incarnation()
@@ -165,8 +165,15 @@ class ServerVllm:
         return self._route
 
     def _asked_incarnation(self) -> str:
-        told = self._workers.call("lowpeak_identity", {}, _ASK_SECONDS)
-        return "/".join(str(each["incarnation"]) for each in told)
+        return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
+
+    def _ask(self, method: str) -> list[dict[str, Any]]:
+        """What the workers answer to a question without arguments, their complaint as an error."""
+        told = self._workers.call(method, {}, _ASK_SECONDS)
+        for each in told:
+            if not isinstance(each, dict) or "error" in each:
+                raise EngineError(f"a worker of the server at {self.url} does not answer {method}: {str(each)[:500]}")
+        return told
 
     def _check_incarnation(self) -> None:
         """LostEngineError where it was restarted since its facts were asked."""

@@ -9,7 +9,7 @@ later time, whatever changed since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,22 +99,23 @@ class Placement:
     _names: dict[int, str] = field(default_factory=dict)
     _summing: bool = True
 
-    def begin(self, summing: bool = True) -> None:
-        """Look where the parameters are now: waking may have moved them."""
+    def begin(self, summing: bool = True, skipped: Collection[str] = ()) -> None:
+        """Look where the parameters are now, waking may have moved them; those that are `skipped` are not looked after."""
         self._names, self._summing = {}, summing
         for name, parameter in self.model.named_parameters():
-            if parameter.numel():
+            if parameter.numel() and name not in skipped:
                 self._names.setdefault(parameter.untyped_storage().data_ptr(), name)
 
-    def load(self, name: str, tensor: Tensor, load: Callable[[], Any]) -> None:
-        """Call `load` and note what it wrote of `tensor`, which is summed itself unless it went into its place whole."""
+    def load(self, name: str, tensor: Tensor, load: Callable[[], Any]) -> Any:
+        """What `load` gives; noted is what it wrote of `tensor`, which is summed itself unless it went into its place whole."""
         with WriteTracing(self._names, tensor, self._summing) as seen:
-            load()
+            result = load()
         self.regions[name] = seen.regions
         self._num_filled |= seen.num_filled
         self.received.pop(name, None)
         if self._summing and (not seen.regions or any(region.expected is not None for region in seen.regions)):
             self.received[name] = checksum(tensor)
+        return result
 
     def verify(self, sent: Mapping[str, str]) -> list[str]:
         """The names of tensors that are not, bit by bit, what was sent; regions are read back and their sums kept."""
@@ -133,7 +134,7 @@ class Placement:
         found = self._read()
         return sorted({key.partition("\0")[0] for key in found if found[key] != self.expected.get(key)})
 
-    def missing(self, sent: Mapping[str, str]) -> list[str]:
+    def missing(self, sent: Iterable[str]) -> list[str]:
         """Parameters that the tensors did not write all of; what is left over may be padding, which is zero."""
         parameters = dict(self.model.named_parameters())
         written: dict[str, list[Region]] = {}
@@ -146,7 +147,7 @@ class Placement:
             if not _is_covered(parameters, name, written.get(name, []), self._num_filled.get(name, 0))
         ]
 
-    def num_placed(self, names: Mapping[str, Any]) -> dict[str, int]:
+    def num_placed(self, names: Iterable[str]) -> dict[str, int]:
         """How many elements of each tensor are in this worker's parameters."""
         return {name: sum(region.num_read for region in self.regions.get(name, ())) for name in names}
 

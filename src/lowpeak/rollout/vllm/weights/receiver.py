@@ -6,90 +6,15 @@ loaded from there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.weights.buckets import Piece
-from lowpeak.rollout.vllm.weights.placement import Placement
-
-
-class Loader(Protocol):
-    """Puts whole tensors into a model, and says whether their bytes are there as they came."""
-
-    def begin(self, summing: bool) -> None:
-        """Make the model ready to be written; without `summing` nothing will be asked about checksums."""
-        ...
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Put one tensor where it belongs; it is nobody's afterwards."""
-        ...
-
-    def finish(self) -> None:
-        """All tensors are there."""
-        ...
-
-    def wrong(self, sent: Mapping[str, str]) -> list[str]:
-        """The names of tensors that are not what was sent, by the senders' checksums."""
-        ...
-
-    def missing(self, sent: Mapping[str, str]) -> list[str]:
-        """The model's parameters that were not written."""
-        ...
-
-    def num_placed(self, names: Mapping[str, Any]) -> dict[str, int]:
-        """How many elements of each tensor went into this worker's parameters."""
-        ...
-
-    def changed(self) -> list[str]:
-        """The names of tensors that are no longer what was verified."""
-        ...
-
-
-class InPlace:
-    """The loader of models whose parameters are the checkpoint's values: vLLM's own, called tensor by tensor."""
-
-    def __init__(self, model: Any, name_in_model: Callable[[str], str]) -> None:
-        self._model = model
-        self._name_in_model = name_in_model
-        self._placement = Placement(model)
-
-    def begin(self, summing: bool) -> None:
-        """Find the parameters."""
-        self._placement.begin(summing)
-
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Load one tensor and note where it went; vLLM's complaints come with the tensor's name."""
-        try:
-            weights = [(self._name_in_model(name), tensor)]
-            self._placement.load(name, tensor, lambda: self._model.load_weights(weights))
-        except Exception as error:
-            shape = "x".join(map(str, tensor.shape))
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            raise EngineError(f"vLLM's model does not take the tensor {name} of shape {shape} ({said}).") from error
-
-    def finish(self) -> None:
-        """Nothing is left to do."""
-
-    def wrong(self, sent: Mapping[str, str]) -> list[str]:
-        """What the parameters hold, against what was sent."""
-        return self._placement.verify(sent)
-
-    def missing(self, sent: Mapping[str, str]) -> list[str]:
-        """Parameters without values from `sent`."""
-        return self._placement.missing(sent)
-
-    def num_placed(self, names: Mapping[str, Any]) -> dict[str, int]:
-        """Elements of each tensor that are in the parameters."""
-        return self._placement.num_placed(names)
-
-    def changed(self) -> list[str]:
-        """What the parameters hold, against what they held when they were verified."""
-        return self._placement.changed()
+from lowpeak.rollout.vllm.weights.loader import Loader
 
 
 @dataclass
@@ -138,20 +63,24 @@ class Receiver:
         lost = sent.keys() - self._loaded - self._held
         if lost:
             raise EngineError(f"These tensors did not come: {_few(lost)}.")
-        self.loader.finish()
+        missing = self.loader.finish()
         wrong = self.loader.wrong(sent) if self._summing else []
         if wrong:
             raise EngineError(f"vLLM's weights are not the policy's: {_few(wrong)}.")
-        missing = self.loader.missing(sent)
+        missing += self.loader.missing(sent)
         if missing:
             raise EngineError(f"The update has no values for these parameters of vLLM's model: {_few(missing)}.")
-        self.known = tuple(sent) if self._summing else ()
+        self.known = self.loader.known if self._summing else ()
         placed = self.loader.num_placed(sent)
         return {name: placed[name] for name, count in shapes.items() if placed[name] < count}
 
     def commit(self, policy_version: int) -> None:
         """The weights are this version's."""
         self.policy_version = policy_version
+
+    def adapter(self) -> None:
+        """Requests name no adapter."""
+        return
 
     def abort(self) -> None:
         """Give the update up: the weights are of no version."""

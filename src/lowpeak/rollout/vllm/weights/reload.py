@@ -1,103 +1,132 @@
-"""Engines whose parameters are not the checkpoint's values: quantised weights, or layouts that a kernel wants.
+"""Modules whose parameters are not the checkpoint's values: quantised weights, experts in a kernel's layout, absorbed projections.
 
-There a plain `load_weights` would write into what is no weight any more. vLLM's layerwise reload makes each layer anew, processes
-it and copies it where it was: beyond the model a layer is alive, and vLLM keeps every tensor until its layer is whole, so they
-are copied first. What arrived is proved by each tensor's checksum; what stands in the parameters afterwards is another thing,
-and is summed to prove later that it did not change.
+There a plain `load_weights` would write into what is no weight any more (vLLM's CPU kernel for experts keeps the parameter's
+name, shape and loader, and packs what is in it). vLLM's layerwise reload makes such a module anew, processes it and copies it
+where it was. Beyond the model one module is alive, and every tensor is kept until its module is whole, so they are copied first.
+What arrived is proved by each tensor's checksum; what stands in the parameters afterwards is another thing, and is summed to
+prove later that it did not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.buckets import read_sums
 from lowpeak.rollout.vllm.weights.checksum import checksum
 
+AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # once oneDNN's format is off, see extension.py
+PLAIN_ATTENTION = {"Attention", "MMEncoderAttention"}  # MLAAttention absorbs a projection
 
-def rewrites_parameters(model: Any, vllm_config: Any) -> bool:
-    """Whether loading is more than copying: a quantised model, or parameters that lost their loader when they were processed.
 
-    Seen from the model itself: quantisation says so in the config, and a kernel's layout (oneDNN's on CPUs) shows in a parameter
-    that is empty, or was replaced and so has no `weight_loader`. Experts on devices other than CPUs are always reloaded: which
-    kernels reorder them in place is not told anywhere.
+def rewritten(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
+    """The topmost modules that vLLM processes after loading; the whole model where it is quantised.
+
+    Seen from the modules: a `quant_method` that is not one of those that leave weights as they are, or processing of their
+    own. What is not known to be plain is reloaded, as vLLM itself does for all.
     """
-    if vllm_config.quant_config is not None:
-        return True
-    lost = any(
-        parameter.numel() == 0 or (parameter.dim() > 1 and not hasattr(parameter, "weight_loader"))
-        for module in model.modules()
-        if hasattr(module, "quant_method")
-        for parameter in module.parameters(recurse=False)
-    )
-    device = next(model.parameters()).device
-    has_experts = any(hasattr(module, "w13_weight") for module in model.modules())
-    return lost or (has_experts and device.type != "cpu")
+    if vllm_config.quant_config is not None or hasattr(model, "process_weights_after_loading"):
+        return [model]
+    found: list[nn.Module] = []
+    _collect(model, found)
+    return found
 
 
-class Reloading:
-    """The loader of such models."""
+def _collect(module: nn.Module, found: list[nn.Module]) -> None:
+    if not _is_plain(module):
+        found.append(module)
+        return
+    for child in module.children():
+        _collect(child, found)
 
-    def __init__(self, model: Any, model_config: Any) -> None:
-        self._model = model
+
+def _is_plain(module: nn.Module) -> bool:
+    method = getattr(module, "quant_method", None)
+    if hasattr(module, "process_weights_after_loading"):
+        return bool(PLAIN_ATTENTION & {kind.__name__ for kind in type(module).__mro__})
+    processed = hasattr(method, "process_weights_after_loading")
+    return not processed or type(method).__name__ in AS_LOADED
+
+
+class Reloads:
+    """The modules of one model that are made anew in each update."""
+
+    def __init__(self, modules: Sequence[nn.Module], names: Mapping[nn.Module, str], model_config: Any) -> None:
+        self._modules = modules
+        self._names = names
         self._model_config = model_config
-        self._received: dict[str, Tensor] = {}
-        self._held: dict[str, str] = {}
-        self._counts: dict[str, int] = {}
         self._open = False
 
-    def begin(self, summing: bool) -> None:
-        """Make every layer ready to be made anew."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    def __bool__(self) -> bool:
+        return bool(self._modules)
 
+    def parameters(self) -> dict[str, Tensor]:
+        """Their parameters as they are now, by name."""
+        return {
+            f"{self._names[module]}.{name}".lstrip("."): parameter
+            for module in self._modules
+            for name, parameter in module.named_parameters()
+        }
+
+    def begin(self) -> None:
+        """Make them ready to be made anew; those of an update that was given up are finished first."""
         self.finish()
-        self._summing = summing
-        self._received, self._counts = {}, {}
-        initialize_layerwise_reload(self._model)
+        for module in self._modules:
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(module)
         self._open = True
 
-    def load(self, name: str, tensor: Tensor) -> None:
-        """Hand a copy of one tensor over, on the device of the model."""
-        try:
-            own = tensor.to(next(iter(self._model.buffers()), tensor).device, copy=True)
-            self._model.load_weights([(name, own)])
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            raise EngineError(f"vLLM's model does not take the tensor {name} ({said}).") from error
-        self._counts[name] = tensor.numel()
-        if self._summing:
-            self._received[name] = checksum(tensor)
+    def missing(self) -> list[str]:
+        """Parameters that nothing was loaded into, while the update is open."""
+        return sorted(name for module in self._modules if self._open for name in _unloaded(module, self._names[module]))
 
     def finish(self) -> None:
-        """Process what is left, and go back to how the model was."""
-        if self._open:
+        """Process what is left, and go back to how the modules were."""
+        for module in self._modules if self._open else ():
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-            finalize_layerwise_reload(self._model, self._model_config)
-            self._open = False
+            loaded = [layer for layer in module.modules() if _was_loaded(layer)]
+            finalize_layerwise_reload(module, self._model_config)
+            for layer in loaded:
+                _pack_experts(layer)
+        self._open = False
 
-    def wrong(self, sent: Mapping[str, str]) -> list[str]:
-        """Tensors that did not arrive as they were sent; the parameters' sums are kept."""
-        self._held = self._sums()
-        found = read_sums(self._received)
-        return sorted(name for name, value in sent.items() if found.get(name) != value)
-
-    def missing(self, sent: Mapping[str, str]) -> list[str]:
-        """Nothing: vLLM puts back what was there where a layer got no values, and does not tell."""
-        return []
-
-    def num_placed(self, names: Mapping[str, Any]) -> dict[str, int]:
-        """All that came."""
-        return {name: self._counts.get(name, 0) for name in names}
-
-    def changed(self) -> list[str]:
-        """Parameters that changed since they were summed."""
-        return sorted(name for name, value in self._sums().items() if self._held.get(name) != value)
-
-    def _sums(self) -> dict[str, str]:
+    def sums(self) -> dict[str, Tensor]:
+        """The checksum of each of their parameters as it is."""
         with torch.no_grad():
-            return read_sums({name: checksum(p.data) for name, p in self._model.named_parameters() if p.numel()})
+            return {
+                name: checksum(parameter.data) for name, parameter in self.parameters().items() if parameter.numel()
+            }
+
+
+def _unloaded(module: nn.Module, prefix: str) -> Iterator[str]:
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, layer in module.named_modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and not hasattr(
+            layer, "process_weights_after_loading"
+        ):  # else it is whole, or has no weights
+            loaded = {parameter for parameter, _ in info.loaded_weights}
+            for parameter, _ in layer.named_parameters(recurse=False):
+                if parameter not in loaded:
+                    yield ".".join(part for part in (prefix, name, parameter) if part)
+
+
+def _was_loaded(layer: nn.Module) -> bool:
+    """Whether an open reload has values for a layer, or has already made it anew."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    info = get_layerwise_info(layer)
+    return not info.can_load() or info.load_numel > 0
+
+
+def _pack_experts(layer: nn.Module) -> None:
+    """Pack a CPU's experts again: vLLM 0.32 does it at the first load alone, and a reload leaves them as the kernel cannot read."""
+    kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
+    experts = getattr(kernel, "fused_experts", None)
+    if experts is not None and next(layer.parameters()).device.type == "cpu":
+        experts.process_weights_after_loading(layer)

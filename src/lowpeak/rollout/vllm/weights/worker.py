@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.receiver import InPlace, Loader, Receiver
-from lowpeak.rollout.vllm.weights.reload import Reloading, rewrites_parameters
+from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
+from lowpeak.rollout.vllm.weights.loader import Loader
+from lowpeak.rollout.vllm.weights.names import Names
+from lowpeak.rollout.vllm.weights.receiver import Receiver
+from lowpeak.rollout.vllm.weights.reload import Reloads, rewritten
 from lowpeak.rollout.vllm.weights.transports.transport import Inlet
 
 
 @dataclass
 class Work:
-    """One worker's part in updates; `rank` is its place among its engine's workers."""
+    """One worker's part in updates; `rank` is its place among its engine's workers.
 
-    receiver: Receiver
+    `receiver` is that of the last update: of the model's weights, or of adapters beside the model that was loaded.
+    """
+
+    weights: Receiver
+    adapters: AdapterReceiver
+    receiver: Receiver | AdapterReceiver
     device: torch.device
     rank: int
     incarnation: str
@@ -36,6 +44,15 @@ class Work:
             self.inlet.close()
             self.inlet = None
 
+    def begin(self, summing: bool, adapter: Mapping[str, Any] | None) -> tuple[str, ...]:
+        """Begin an update of the weights, or of the adapter; the names of tensors that need not come again."""
+        self.close_inlet()
+        if adapter is None:
+            self.receiver = self.weights
+            return self.weights.begin(summing)
+        self.receiver = self.adapters
+        return self.adapters.begin(adapter)
+
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
         if self.device.type != "cpu":
@@ -46,25 +63,9 @@ def open_work(worker: Any, incarnation: str) -> Work:
     """The work of a worker whose model is loaded."""
     model = worker.model_runner.get_model()
     device = next(model.parameters()).device
-    loader: Loader
-    if rewrites_parameters(model, worker.vllm_config):
-        loader = Reloading(model, worker.vllm_config.model_config)
-    else:
-        loader = InPlace(model, Names(model))
-    return Work(Receiver(loader), device, worker.vllm_config.parallel_config.rank, incarnation)
-
-
-class Names:
-    """A checkpoint's name of a tensor as the engine's model has it: layers that serve adapters keep theirs in `base_layer`."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
-        packed = getattr(model, "packed_modules_mapping", {})
-        self._packed = {part: whole for whole, parts in packed.items() for part in parts}
-
-    def __call__(self, name: str) -> str:
-        """The name with `.base_layer` where its layer is wrapped."""
-        layer, _, parameter = name.rpartition(".")
-        above, _, last = layer.rpartition(".")
-        joined = f"{above}.{self._packed.get(last, last)}".lstrip(".")
-        return f"{layer}.base_layer.{parameter}" if {layer, joined} & self._wrapped else name
+    config = worker.vllm_config
+    paths = {module: name for name, module in model.named_modules()}
+    reloads = Reloads(rewritten(model, config), paths, config.model_config)
+    loader = Loader(model, Names(config.model_config.hf_config), reloads)
+    weights = Receiver(loader)
+    return Work(weights, AdapterReceiver(worker), weights, device, config.parallel_config.rank, incarnation)

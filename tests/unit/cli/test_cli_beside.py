@@ -1,0 +1,292 @@
+"""One command for servers and trainer: what each gets to see, what is refused, and that all of them end together."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowpeak.cli.beside import BESIDE, FOR_SERVERS, URLS, handed_over, options, plan
+from lowpeak.cli.main import main
+from lowpeak.errors import ArgumentError
+from lowpeak.rollout.vllm.token import TOKEN
+from processes import are_gone
+
+GIVEN = {"use_vllm": True, "model": "m", "output_dir": "out"}
+
+
+def planned(environ=None, num_devices=4, **given):
+    return plan("grpo", ["--model", "m"], GIVEN | given, num_devices, environ or {})
+
+
+def seen(both):
+    return both.trainer_environ.get("CUDA_VISIBLE_DEVICES"), [each.devices for each in both.servers]
+
+
+# devices
+
+
+@pytest.mark.parametrize(
+    ("given", "trainer", "servers"),
+    [
+        ({"train_devices": "0", "vllm_devices": "1"}, "0", [("1",)]),
+        ({"train_devices": "0,3", "vllm_devices": "1,2", "accelerate_config": "ddp"}, "0,3", [("1",), ("2",)]),
+        ({"vllm_devices": "3,1", "vllm_tensor_parallel_size": 2, "accelerate_config": "ddp"}, "0,2", [("3", "1")]),
+        ({"vllm_devices": "cuda:1"}, "0", [("1",)]),
+        ({"train_devices": "GPU-8f", "vllm_devices": "GPU-2a,MIG-1"}, "GPU-8f", [("GPU-2a",), ("MIG-1",)]),
+        ({"vllm_devices": "cpu", "accelerate_config": "ddp"}, "0,1,2,3", [("cpu",)]),
+        ({"train_devices": "2"}, "2", []),
+        ({"train_devices": "cpu", "vllm_devices": "0"}, "", [("0",)]),
+    ],
+)
+def test_each_list_names_what_its_processes_see(given, trainer, servers):
+    given = dict(given)
+    assert seen(planned(**given)) == (trainer, servers)
+
+
+def test_indexes_count_what_this_process_sees():
+    both = planned(
+        {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, train_devices="0,3", vllm_devices="1,2", accelerate_config="ddp"
+    )
+    assert both.trainer_environ["CUDA_VISIBLE_DEVICES"] == "4,7"
+
+
+def test_without_devices_of_its_own_a_machine_has_a_server_on_its_cpus():
+    assert seen(planned(num_devices=0, vllm_devices="cpu")) == (None, [("cpu",)])
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"train_devices": "0,1", "vllm_devices": "1,2", "accelerate_config": "ddp"}, "both name 1: give vLLM its own"),
+        ({"vllm_devices": "1,1"}, "names a device twice"),
+        ({"vllm_devices": "4"}, "names the device 4, and the devices of this machine are 0 to 3"),
+        ({"train_devices": "9", "vllm_devices": "1"}, "--train_devices names the device 9"),
+        ({"vllm_devices": "one"}, "'one' is no device"),
+        ({"vllm_devices": "1,cpu"}, "cpu stands alone"),
+        ({"vllm_devices": "1,2,3", "vllm_tensor_parallel_size": 2}, "2 does not divide the 3 devices"),
+        ({"vllm_devices": "0,1,2,3"}, "none is left to train on"),
+        ({"train_devices": "0,1", "vllm_devices": "2"}, "--train_devices 0,1 needs --accelerate_config"),
+        ({"train_devices": "0", "vllm_devices": "2", "gpu_ids": "0"}, "say the same"),
+        ({"vllm_devices": "1", "use_vllm": False}, "no effect without --use_vllm true"),
+        ({"vllm_devices": "1", "vllm_mode": "colocate"}, "colocate runs vLLM on the training devices"),
+        ({"vllm_devices": "1", "vllm_server_port": 8000}, "--vllm_server_port names one that runs"),
+        ({"vllm_devices": "1", "vllm_enable_sleep_mode": True}, "servers have devices of their own"),
+        ({"vllm_devices": "1", "num_machines": 2}, "a run on one host"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": {"api_key": "x"}}, "--api-key is lowpeak's own"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence_before_anything_starts(given, message):
+    with pytest.raises(ArgumentError, match=message):
+        planned(**given)
+
+
+def test_an_unknown_device_is_refused_where_there_are_none():
+    with pytest.raises(ArgumentError, match="none; cpu is always there"):
+        planned(num_devices=0, vllm_devices="0")
+
+
+@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"LOWPEAK_LAUNCHED": "1"}])
+def test_a_rank_of_another_launcher_starts_no_servers(environ):
+    with pytest.raises(ArgumentError, match="that another launcher started"):
+        planned(environ, vllm_devices="1")
+
+
+# what servers and trainer are told
+
+
+def test_what_was_said_of_the_engine_goes_to_the_servers():
+    both = planned(
+        vllm_devices="1,2",
+        vllm_tensor_parallel_size=2,
+        vllm_gpu_memory_utilization=0.8,
+        vllm_max_model_length=512,
+        kv_cache_bytes="1MiB",
+        bf16=True,
+        vllm_engine_kwargs={"enforce_eager": True, "hf_overrides": {"a": 1}, "enable_chunked_prefill": False},
+    )
+    (server,) = both.servers
+    assert (server.model, server.tensor_parallel_size, server.dtype, server.host) == ("m", 2, "bfloat16", "127.0.0.1")
+    said = "--gpu-memory-utilization 0.8 --max-model-len 512 --kv-cache-memory-bytes 1048576 --enforce-eager --hf-overrides"
+    assert server.options == (*said.split(), '{"a": 1}', "--no-enable-chunked-prefill")
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({"vllm_devices": "cpu"}, "float32"),
+        ({"vllm_devices": "1"}, None),
+        ({"vllm_devices": "1", "bf16": False}, "float32"),
+        ({"vllm_devices": "1", "fp16": True}, "float16"),
+        ({"vllm_devices": "1", "bf16": True, "vllm_engine_kwargs": {"dtype": "float32"}}, None),
+    ],
+)
+def test_a_server_computes_in_the_trainers_dtype_where_that_is_known(given, dtype):
+    assert planned(**given).servers[0].dtype == dtype
+
+
+def test_a_list_is_several_words_and_none_is_none():
+    assert options({"lora_modules": ["a", "b"], "seed": None}) == ("--lora-modules", "a", "b")
+
+
+def test_the_trainer_is_configured_with_the_servers_and_without_what_was_said_to_them():
+    both = planned(vllm_devices="1,2", vllm_max_model_length=512)
+    urls = [each.url for each in both.servers]
+    assert len(set(urls)) == 2
+    told = handed_over(GIVEN | {"vllm_max_model_length": 512, "kv_cache_bytes": 1}, both.trainer_environ)
+    assert told == GIVEN | {"vllm_mode": "server", "vllm_server_base_url": ",".join(urls)}
+    assert handed_over(GIVEN, {}) == GIVEN
+    assert both.command == (sys.executable, "-m", "lowpeak", "grpo", "--model", "m")
+    assert "vllm_max_model_length" in FOR_SERVERS
+
+
+def test_servers_on_this_host_demand_a_token_that_nobody_else_knows():
+    one, other = planned(vllm_devices="1"), planned(vllm_devices="1")
+    assert one.servers[0].token == one.trainer_environ[TOKEN] != other.servers[0].token
+    assert planned({TOKEN: "mine"}, vllm_devices="1").servers[0].token == "mine"
+
+
+def test_the_lists_are_arguments_of_the_command(capsys):
+    words = ["--model", "m", "--dataset", "d", "--reward", "r", "--use_vllm", "--train_devices", "0"]
+    assert main(["grpo", *words, "--vllm_devices", "0"]) == 2
+    assert "lowpeak: error: --" in capsys.readouterr().err
+
+
+# under way, with programs of no weight in the place of vLLM and of a run
+
+SERVER = """
+import http.server, json, os, signal, sys, threading
+name, port = sys.argv[1:]
+if os.path.exists('broken'):
+    sys.exit('vLLM: no such option')
+with open(f'{name}.json', 'a') as file:
+    file.write(json.dumps(dict(os.environ, PID=os.getpid())) + '\\n')
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    do_POST = do_GET
+    def log_message(self, *args): pass
+print('serving', flush=True)
+http.server.ThreadingHTTPServer(('127.0.0.1', int(port)), Handler).serve_forever()
+"""
+
+START = """
+import os, sys
+from pathlib import Path
+from lowpeak.cli.beside import plan
+from lowpeak.cli.under_way import UnderWay
+from lowpeak.errors import EngineError
+from dataclasses import replace
+given = {'use_vllm': True, 'model': 'm', 'output_dir': 'logs', 'vllm_devices': '1,2', 'train_devices': '0,3',
+         'accelerate_config': 'ddp'}
+both = replace(plan('grpo', [], given, 4, os.environ), command=(sys.executable, 'trainer.py'))
+def command(server):
+    return [sys.executable, 'server.py', 'server' + server.devices[0], str(server.port)]
+try:
+    sys.exit(UnderWay(both, os.environ, command).run())
+except EngineError as error:
+    sys.exit(f'lowpeak: error: {error}')
+"""
+
+RECORD = "import json, os, signal, sys, time\nopen('trainer.json', 'w').write(json.dumps(dict(os.environ, PID=os.getpid())))\n"
+
+
+def start(folder, trainer):
+    (folder / "server.py").write_text(SERVER)
+    (folder / "trainer.py").write_text(RECORD + trainer)
+    environ = {name: value for name, value in os.environ.items() if name not in (BESIDE, URLS, "CUDA_VISIBLE_DEVICES")}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[3] / "src")
+    return subprocess.Popen(
+        [sys.executable, "-c", START],
+        cwd=folder,
+        env=environ,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def ended(process, seconds=30):
+    _, err = process.communicate(timeout=seconds)
+    return process.returncode, err
+
+
+def recorded(folder, name, life=0):
+    """The environment that a child was started with, once it has written it."""
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        file = folder / f"{name}.json"
+        lines = file.read_text().splitlines() if file.exists() else []
+        if len(lines) > life:
+            return json.loads(lines[life])
+        time.sleep(0.05)
+    raise AssertionError(f"{name} has not started")
+
+
+def gone(folder, *names):
+    """Whether all of them have ended, given a moment."""
+    return are_gone([recorded(folder, name)["PID"] for name in names], 10)
+
+
+ALL = ("server1", "server2", "trainer")
+
+
+def test_the_children_see_their_devices_and_what_they_need(tmp_path):
+    wait = "while not all(os.path.exists(f'server{i}.json') for i in (1, 2)): time.sleep(0.05)\n"
+    status, err = ended(start(tmp_path, f"{wait}sys.exit(7)"))
+    assert status == 7
+    first, second, trainer = (recorded(tmp_path, name) for name in ALL)
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in (first, second, trainer)] == ["1", "2", "0,3"]
+    assert first["VLLM_SERVER_DEV_MODE"] == "1"
+    assert first[TOKEN] == trainer[TOKEN]
+    assert trainer[URLS].count("http://127.0.0.1:") == 2
+    assert "vLLM starts on 1 at http://127.0.0.1:" in err
+    assert gone(tmp_path, *ALL)
+    assert (tmp_path / "logs/vllm-0.log").read_text() == "serving\n"
+
+
+def test_a_server_that_never_was_ready_ends_all_and_its_last_words_are_shown(tmp_path):
+    (tmp_path / "broken").touch()
+    status, err = ended(start(tmp_path, "time.sleep(60)"))
+    assert status == 1
+    assert "ended with status 1; the end of logs/vllm-0.log:\nvLLM: no such option" in err
+    assert gone(tmp_path, "trainer")
+
+
+def test_a_server_that_dies_later_is_started_again(tmp_path):
+    process = start(tmp_path, "while not os.path.exists('end'): time.sleep(0.05)")
+    first = recorded(tmp_path, "server1")["PID"]
+    time.sleep(2.5)  # it has answered by now
+    os.kill(first, signal.SIGKILL)
+    assert recorded(tmp_path, "server1", life=1)["PID"] != first
+    (tmp_path / "end").touch()
+    status, err = ended(process)
+    assert (status, "is started again" in err) == (0, True)
+    assert gone(tmp_path, "server2", "trainer")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_goes_to_the_trainer_which_ends_as_it_does_and_the_servers_after_it(number, tmp_path):
+    told = f"signal.signal({int(number)}, lambda *of: (open('told', 'w').close(), sys.exit(5)))\n"
+    process = start(tmp_path, told + "open('on', 'w').close()\ntime.sleep(60)")
+    for name in ALL:
+        recorded(tmp_path, name)
+    until = time.monotonic() + 10
+    while not (tmp_path / "on").exists() and time.monotonic() < until:
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert ended(process)[0] == 5
+    assert (tmp_path / "told").exists()
+    assert gone(tmp_path, *ALL)
+
+
+def test_a_trainer_that_dies_takes_the_servers_along(tmp_path):
+    status, _ = ended(start(tmp_path, "time.sleep(1)\nos.kill(os.getpid(), signal.SIGKILL)"))
+    assert status == 137
+    assert gone(tmp_path, *ALL)

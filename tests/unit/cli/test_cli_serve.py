@@ -1,0 +1,231 @@
+"""`lowpeak serve`: the command line and the environment that vLLM gets, what is refused, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lowpeak.cli.main import main
+from lowpeak.cli.serve import read
+from lowpeak.errors import ArgumentError
+from lowpeak.rollout.vllm.command import Server, environment, words
+from lowpeak.rollout.vllm.orphans import PARENT
+from lowpeak.rollout.vllm.token import TOKEN
+from processes import are_gone
+
+EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+
+
+def said(*argv, environ=None):
+    return words(read(["--model", "m", *argv], environ or {}))
+
+
+def value_of(command, name):
+    return command[command.index(f"--{name}") + 1]
+
+
+def test_vllm_gets_what_weight_updates_need():
+    command = said()
+    assert command[:3] == [sys.executable, "-m", "lowpeak.rollout.vllm.launched"]
+    wanted = {
+        "model": "m",
+        "host": "127.0.0.1",
+        "port": "8000",
+        "tensor-parallel-size": "1",
+        "worker-extension-cls": EXTENSION,
+        "logprobs-mode": "raw_logprobs",
+        "generation-config": "vllm",
+    }
+    assert {name: value_of(command, name) for name in wanted} == wanted
+    assert {"--enable-prefix-caching", "--enable-scale-out"} <= set(command)
+    assert not {"--middleware", "--dtype"} & set(command)
+
+
+def test_vllms_own_options_pass_through_as_they_are():
+    assert said("--max-model-len", "512", "--seed=3", "--enforce_eager")[-4:] == [
+        "--max-model-len",
+        "512",
+        "--seed=3",
+        "--enforce_eager",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "ours"),
+    [
+        ("--logprobs-mode=processed_logprobs", "logprobs-mode"),
+        ("--no-enable-prefix-caching", "enable-prefix-caching"),
+        ("--generation_config=auto", "generation-config"),
+    ],
+)
+def test_what_the_user_says_of_an_option_stands(option, ours):
+    command = said(option)
+    assert option in command
+    assert f"--{ours}" not in command
+
+
+def test_ours_are_read_with_dashes_too():
+    command = said("--tensor-parallel-size", "2", "--dtype=float32", "--devices", "cuda:2,3")
+    assert (value_of(command, "tensor-parallel-size"), value_of(command, "dtype")) == ("2", "float32")
+    assert "--devices" not in command
+
+
+def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
+    environ = {TOKEN: "secret", "VLLM_API_KEY": "other"}
+    server = read(["--model", "m"], environ)
+    assert value_of(words(server), "middleware") == "lowpeak.rollout.vllm.token.TokenMiddleware"
+    assert "secret" not in " ".join(words(server))
+    given = environment(server, environ)
+    assert (given[TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
+
+
+def test_vllms_own_key_is_not_taken_for_a_guard():
+    with pytest.raises(ArgumentError, match=r"VLLM_API_KEY guards only some of vLLM's routes.*LOWPEAK_SERVER_TOKEN"):
+        said(environ={"VLLM_API_KEY": "secret"})
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::"])
+def test_a_server_that_others_can_reach_needs_a_token(host):
+    with pytest.raises(ArgumentError, match=r"reached from other machines.*LOWPEAK_SERVER_TOKEN"):
+        said("--host", host)
+    assert value_of(said("--host", host, environ={TOKEN: "t"}), "host") == host
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--worker-extension-cls", "x"], "--worker-extension-cls is lowpeak's own to set"),
+        (["--api_key=x"], "--api-key is lowpeak's own to set"),
+        (["--devices", "0,x"], "'x' is no device"),
+        (["--devices", "0,1", "--tensor_parallel_size", "3"], "needs as many devices, and 2 were named"),
+        (["--port", "many"], "invalid int value"),
+        (["--model", ""], "a server needs --model"),
+    ],
+)
+def test_what_cannot_be_served_is_said_first(argv, message):
+    with pytest.raises(ArgumentError, match=message):
+        said(*argv)
+
+
+def test_the_environment_turns_the_routes_on_and_names_the_parent():
+    given = environment(Server("m", devices=("2", "0")), {"CUDA_VISIBLE_DEVICES": "5,6,7", "RANK": "1", "HOME": "h"})
+    assert given == {
+        "CUDA_VISIBLE_DEVICES": "7,5",
+        "HOME": "h",
+        PARENT: str(os.getpid()),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+
+
+def test_what_the_user_set_for_cpus_stands_and_no_device_is_visible_there():
+    given = environment(Server("m", devices=("cpu",)), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
+    assert (given["VLLM_CPU_OMP_THREADS_BIND"], given["CUDA_VISIBLE_DEVICES"]) == ("0-3", "")
+
+
+def test_a_device_that_is_not_visible_is_refused():
+    with pytest.raises(ArgumentError, match="not all there: CUDA_VISIBLE_DEVICES shows 1"):
+        environment(Server("m", devices=("1",)), {"CUDA_VISIBLE_DEVICES": "5"})
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("box", "http://box:8000"),
+    ],
+)
+def test_a_client_on_this_host_finds_it(host, url):
+    assert Server("m", host=host).url == url
+
+
+def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    shown = capsys.readouterr().out
+    assert all(f"--{name}" in shown for name in ("model", "host", "port", "token", "tensor_parallel_size", "devices"))
+    assert "vLLM's own options" in shown
+
+
+def test_a_missing_vllm_is_said_at_once():
+    program = (
+        "import sys\n"
+        "class Without:\n"
+        "    def __init__(self, finder): self.finder = finder\n"
+        "    def find_spec(self, name, *more):\n"
+        "        return None if name == 'vllm' else self.finder.find_spec(name, *more)\n"
+        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
+        "from lowpeak.cli.main import main\n"
+        "sys.exit(main(['serve', '--model', 'm']))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "pip install 'lowpeak[vllm]'" in done.stderr
+
+
+# how it ends, with a program that has vLLM's bad manners: deaf to SIGTERM, with a child of its own
+
+SERVER = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(60)'])
+open('pids', 'w').write(f'{os.getpid()} {child.pid} ')
+time.sleep(float(sys.argv[1]))
+"""
+
+SERVE = """
+import os, sys
+from lowpeak.cli.serve import wait_for
+from lowpeak.rollout.vllm.command import Server
+from lowpeak.rollout.vllm.process import ServerProcess
+command = [sys.executable, 'server.py', sys.argv[1]]
+sys.exit(wait_for(ServerProcess(Server('m', port=1), os.environ, command=lambda server: command)))
+"""
+
+
+def serving(folder, seconds):
+    (folder / "server.py").write_text(SERVER)
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    return subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(seconds)], cwd=folder, env=environ, stderr=subprocess.PIPE, text=True
+    )
+
+
+def pids(folder):
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        if (folder / "pids").exists() and (folder / "pids").read_text().endswith(" "):
+            return [int(pid) for pid in (folder / "pids").read_text().split()]
+        time.sleep(0.05)
+    raise AssertionError("the server has not started")
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_deaf_server_and_its_children_end_within_seconds(number, status, tmp_path):
+    process = serving(tmp_path, 60)
+    started = pids(tmp_path)
+    time.sleep(0.5)
+    began = time.monotonic()
+    process.send_signal(number)
+    process.communicate(timeout=20)
+    assert process.returncode == status
+    assert time.monotonic() - began < 8
+    assert are_gone(started, 5)
+
+
+def test_a_server_that_ends_by_itself_leaves_no_child_and_is_told(tmp_path):
+    process = serving(tmp_path, 0.2)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert (
+        err == "lowpeak: error: the vLLM server of http://127.0.0.1:1 ended with status 0; what it said stands above.\n"
+    )
+    assert are_gone(pids(tmp_path), 5)

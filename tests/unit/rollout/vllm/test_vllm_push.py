@@ -1,0 +1,301 @@
+"""One update is all or nothing, is proved where vLLM put it, and sends nothing twice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fused import VOCAB, FusedModel, FusedVllm, slices, weights
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError
+from lowpeak.records import WeightSlice
+from lowpeak.rollout.vllm.vllm import LostEngineError
+from lowpeak.rollout.vllm.weights.proof import held_version, prove
+from lowpeak.rollout.vllm.weights.push import push
+
+
+def _settings(transport="process", bucket_bytes=256, verify=True):
+    return VllmSettings(ServerSettings(()), bucket_bytes=bucket_bytes, transport=transport, verify=verify)
+
+
+def _holds(model, tensors):
+    """Whether a model without tensor parallelism has these weights, and zeros where it pads."""
+    joined = torch.cat([tensors["q.weight"], tensors["k.weight"], tensors["v.weight"]])
+    head = tensors.get("head.weight", tensors["embed.weight"])
+    return (
+        torch.equal(model.qkv.data, joined)
+        and torch.equal(model.embed.data[:VOCAB], tensors["embed.weight"])
+        and torch.equal(model.head.data[:VOCAB], head)
+        and not model.head.data[VOCAB:].any()
+        and torch.equal(model.o.data, tensors["o.weight"])
+        and torch.equal(model.norm.data, tensors["norm.weight"])
+    )
+
+
+@pytest.mark.parametrize("transport", ["process", "shm", "tcp", "auto"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bucket_bytes", [100, 256, 1 << 16])
+def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied, bucket_bytes):
+    vllm = FusedVllm(FusedModel(tied=tied), in_process=transport in ("process", "auto"))
+    for version in (3, 4):
+        tensors = weights(version, tied=tied)
+        report = push(slices(tensors), [vllm], _settings(transport, bucket_bytes), version)
+        assert _holds(vllm.model, tensors)
+        assert vllm.versions() == [version]
+        assert report.num_tensors == len(tensors)
+        assert report.num_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
+        assert 0 < report.proof_seconds < report.seconds
+    prove([vllm])
+
+
+def test_every_engine_and_every_cut_of_it_is_pushed_to():
+    cut = FusedVllm(FusedModel(tp=2, rank=0), FusedModel(tp=2, rank=1), in_process=False)
+    whole = FusedVllm(in_process=False)
+    tensors = weights()
+    push(slices(tensors), [whole, cut], _settings("tcp"), 1)
+    assert _holds(whole.model, tensors)
+    parts = [worker.model for worker in cut.workers.workers]
+    assert torch.equal(torch.cat([part.o.data for part in parts], 1), tensors["o.weight"])
+    assert torch.equal(torch.cat([part.qkv.data[:4] for part in parts]), tensors["q.weight"])
+    assert held_version([whole, cut]) == 1
+
+
+def _damage(at, change):
+    """The slices of some weights, one of which is changed after the sender summed it: on its way."""
+
+    def before(vllm):
+        def damage(method, arguments):
+            if method == "lowpeak_take":
+                for piece in arguments["pieces"]:
+                    if piece["name"] == at:
+                        change(arguments["data"], piece)
+
+        vllm.workers.before = damage
+
+    return before
+
+
+def _flip(data, piece):
+    data[piece["offset"]] ^= 1
+
+
+def _swap(data, piece):
+    first = data[piece["offset"] : piece["offset"] + 4].clone()
+    data[piece["offset"] : piece["offset"] + 4] = data[piece["offset"] + 4 : piece["offset"] + 8]
+    data[piece["offset"] + 4 : piece["offset"] + 8] = first
+
+
+@pytest.mark.parametrize("change", [_flip, _swap])
+@pytest.mark.parametrize("name", ["embed.weight", "k.weight", "o.weight", "norm.weight"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_tensor_that_is_damaged_on_its_way_is_named_and_nothing_is_committed(name, change, tp):
+    vllm = FusedVllm(*(FusedModel(tp=tp, rank=rank) for rank in range(tp)))
+    push(slices(weights()), [vllm], _settings(), 1)
+    _damage(name, change)(vllm)
+    with pytest.raises(EngineError, match=rf"not the policy's: {name}\.$"):
+        push(slices(weights(1)), [vllm], _settings(), 2)
+    assert vllm.versions() == [None] * tp
+
+
+class MisplacingModel(FusedModel):
+    """Puts v over k as well, after k was right."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            super().load_weights([(name, tensor)])
+            if name == "v.weight":
+                self.qkv.data[8:12].copy_(tensor)  # and so over k
+
+
+def test_a_tensor_that_another_one_overwrote_is_named():
+    with pytest.raises(EngineError, match=r"k\.weight"):
+        push(slices(weights()), [FusedVllm(MisplacingModel())], _settings(), 1)
+
+
+class StaleHead(FusedModel):
+    """Has a head of its own, and believes that it is tied."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+
+
+def test_a_head_that_keeps_old_values_is_named():
+    vllm = FusedVllm(StaleHead())
+    with pytest.raises(EngineError, match="no values for these parameters of vLLM's model: head"):
+        push(slices(weights(tied=True)), [vllm], _settings(), 1)
+    assert vllm.versions() == [None]
+
+
+@pytest.mark.parametrize(
+    ("lost", "parameter"), [("norm.weight", "norm"), ("v.weight", "qkv"), ("embed.weight", "embed")]
+)
+def test_an_update_that_lacks_a_tensor_is_refused_with_the_parameter(lost, parameter):
+    vllm = FusedVllm()
+    kept = {name: tensor for name, tensor in weights().items() if name != lost}
+    with pytest.raises(EngineError, match=f"no values for these parameters of vLLM's model: {parameter}"):
+        push(slices(kept), [vllm], _settings(), 1)
+    assert vllm.versions() == [None]
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [("foo.weight", (3,), "foo.weight of shape 3"), ("o.weight", (12, 9), "o.weight of shape 12x9")],
+)
+def test_what_the_model_does_not_take_is_refused_with_its_name(name, shape, said):
+    vllm = FusedVllm()
+    with pytest.raises(EngineError, match=said):
+        push(slices(weights() | {name: torch.ones(shape)}), [vllm], _settings(), 1)
+    assert vllm.versions() == [None]
+
+
+class TakesTheTop(FusedModel):
+    """Takes as many rows as it has and does not ask whether there are more."""
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            super().load_weights([(name, tensor[:12] if name == "o.weight" else tensor)])
+
+
+def test_a_tensor_of_which_only_a_part_was_taken_is_refused():
+    vllm = FusedVllm(TakesTheTop(), in_process=False)
+    with pytest.raises(EngineError, match=r"only a part of o\.weight"):
+        push(slices(weights() | {"o.weight": torch.randn(14, 8)}), [vllm], _settings("shm"), 1)
+    assert vllm.versions() == [None]
+
+
+def test_slices_are_taken_to_their_end_when_an_engine_fails_midway():
+    vllm, taken = FusedVllm(), []
+
+    def watched():
+        for piece in slices(weights()):
+            taken.append(piece.name)
+            yield piece
+
+    def die(method, arguments):
+        if method == "lowpeak_take" and vllm.workers.calls.count(method) == 2:
+            raise LostEngineError("gone")
+
+    vllm.workers.before = die
+    with pytest.raises(LostEngineError, match="gone"):
+        push(watched(), [vllm], _settings(), 1)
+    assert len(taken) == len(list(slices(weights())))
+    assert vllm.versions() == [None]
+
+
+def test_without_engines_slices_are_only_taken():
+    taken = [0]
+
+    def watched():
+        for piece in slices(weights()):
+            taken[0] += 1
+            yield piece
+
+    assert push(watched(), [], _settings(), 1).num_bytes == 0
+    assert taken[0] == len(list(slices(weights())))
+
+
+def test_an_error_of_the_policy_ends_the_update_without_a_version():
+    def broken():
+        yield next(iter(slices(weights())))
+        raise RuntimeError("a rank is gone")
+
+    vllm = FusedVllm()
+    push(slices(weights()), [vllm], _settings(), 1)
+    with pytest.raises(RuntimeError, match="a rank is gone"):
+        push(broken(), [vllm], _settings(), 2)
+    assert vllm.versions() == [None]
+
+
+def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
+    vllm = FusedVllm()
+    push(slices(weights()), [vllm], _settings(), 1)
+    seen = []
+    vllm.workers.before = lambda method, arguments: (
+        seen.append(vllm.workers.workers[0].lowpeak_identity()["policy_version"])
+        if method in ("lowpeak_take", "lowpeak_verify", "lowpeak_commit")
+        else None
+    )
+    push(slices(weights()), [vllm], _settings(), 2)
+    assert set(seen) == {None}
+    assert vllm.versions() == [2]
+
+
+def test_what_changes_after_the_push_is_named_by_a_later_proof():
+    vllm = FusedVllm()
+    push(slices(weights()), [vllm], _settings(), 1)
+    prove([vllm])
+    vllm.model.qkv.data[9, 3] += 1
+    with pytest.raises(EngineError, match=r"no longer the policy's: k\.weight\.$"):
+        prove([vllm])
+    assert held_version([vllm]) is None
+
+
+def test_tensors_that_change_places_are_named_by_a_later_proof():
+    vllm = FusedVllm()
+    push(slices(weights()), [vllm], _settings(), 1)
+    key, value = vllm.model.qkv.data[8:12].clone(), vllm.model.qkv.data[12:].clone()
+    vllm.model.qkv.data[8:12], vllm.model.qkv.data[12:] = value, key
+    with pytest.raises(EngineError, match=r"no longer the policy's: k\.weight, v\.weight\.$"):
+        prove([vllm])
+
+
+def test_a_worker_without_a_version_proves_nothing():
+    with pytest.raises(EngineError, match="no version"):
+        prove([FusedVllm()])
+
+
+def test_tensors_that_do_not_change_come_once_and_are_proved_again():
+    vllm, tensors = FusedVllm(), weights()
+    frozen = {"embed.weight", "o.weight", "k.weight"}
+    assert push(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes_held_back == 0
+    tensors |= {name: weights(5)[name] for name in ("q.weight", "v.weight", "norm.weight")}
+    report = push(slices(tensors), [vllm], _settings(), 2, unchanging=frozen)
+    assert report.num_bytes_held_back == 4 * sum(tensors[name].numel() for name in frozen)
+    assert report.num_bytes == 4 * sum(tensor.numel() for tensor in tensors.values()) - report.num_bytes_held_back
+    assert _holds(vllm.model, tensors)
+    tensors["k.weight"] = tensors["k.weight"] + 1
+    with pytest.raises(EngineError, match=r"not the policy's: k\.weight\.$"):
+        push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen)
+    assert push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes_held_back == 0
+    assert _holds(vllm.model, tensors)
+
+
+def test_a_restarted_engine_gets_everything():
+    tensors = weights()
+    push(slices(tensors), [FusedVllm()], _settings(), 1, unchanging=set(tensors))
+    restarted = FusedVllm()
+    assert push(slices(tensors), [restarted], _settings(), 1, unchanging=set(tensors)).num_bytes_held_back == 0
+    assert _holds(restarted.model, tensors)
+
+
+def test_without_proof_weights_arrive_and_what_lacks_is_still_refused():
+    vllm = FusedVllm()
+    assert push(slices(weights()), [vllm], _settings(verify=False), 1).num_tensors == 6
+    assert _holds(vllm.model, weights())
+    with pytest.raises(EngineError, match="norm"):
+        push(slices({"embed.weight": weights()["embed.weight"]}), [vllm], _settings(verify=False), 2)
+
+
+def test_an_engine_of_half_precision_holds_what_its_slices_said():
+    model = FusedModel().bfloat16()
+    tensors = weights(dtype=torch.bfloat16)
+    push(slices(tensors), [FusedVllm(model)], _settings(), 1)
+    assert _holds(model, tensors)
+
+
+def test_a_parameter_of_another_dtype_is_proved_in_its_own():
+    model = FusedModel().bfloat16()
+    model.norm = torch.nn.Parameter(model.norm.data.float())
+    push(slices(weights(dtype=torch.bfloat16)), [FusedVllm(model)], _settings(), 1)
+    assert torch.equal(model.norm.data, weights(dtype=torch.bfloat16)["norm.weight"].float())
+
+
+def test_a_tensor_in_two_pieces_of_the_same_place_is_refused():
+    half = WeightSlice("norm.weight", (12,), torch.float32, 0, torch.ones(6))
+    with pytest.raises(EngineError, match=r"norm\.weight"):
+        push([half, half], [FusedVllm()], _settings(), 1)
+
+
+def test_no_slices_are_an_error():
+    with pytest.raises(EngineError, match="no weights"):
+        push([], [FusedVllm()], _settings(), 1)

@@ -1,0 +1,58 @@
+"""The token that a server demands, on every route but the one that says whether it lives."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from lowpeak.rollout.vllm.token import TOKEN, TokenMiddleware
+
+
+@pytest.fixture
+def guarded(monkeypatch):
+    monkeypatch.setenv(TOKEN, "sécret")
+
+    async def app(scope, receive, send):
+        await send({"type": "passed"})
+
+    return TokenMiddleware(app)
+
+
+def answered(middleware, path, *authorizations, kind="http"):
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"authorization", each.encode()) for each in authorizations]
+    asyncio.run(middleware({"type": kind, "path": path, "headers": headers}, None, send))
+    return sent
+
+
+PASSED = [{"type": "passed"}]
+
+
+@pytest.mark.parametrize(
+    "path", ["/collective_rpc", "/pause", "/v1/completions", "/metrics", "/docs", "//health", "/health/"]
+)
+@pytest.mark.parametrize(
+    "given", [(), ("Bearer other",), ("sécret",), ("Bearer sécret", "Bearer sécret"), ("Bearer ",)]
+)
+def test_without_the_token_every_route_is_refused(guarded, path, given):
+    start, body = answered(guarded, path, *given)
+    assert start["status"] == 401
+    assert b"demands a token" in body["body"]
+
+
+def test_with_it_they_answer(guarded):
+    assert answered(guarded, "/collective_rpc", "Bearer sécret") == PASSED
+
+
+def test_whether_it_lives_anybody_may_ask(guarded):
+    assert answered(guarded, "/health") == PASSED
+
+
+def test_a_socket_is_closed_and_a_lifespan_is_let_through(guarded):
+    assert answered(guarded, "/v1/realtime", kind="websocket") == [{"type": "websocket.close", "code": 1008}]
+    assert answered(guarded, "", kind="lifespan") == PASSED

@@ -1,0 +1,317 @@
+"""Servers with a real vLLM: what they answer, who may ask, that weights reach them, and that nothing of them stays behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from urllib.error import HTTPError
+from urllib.request import Request as UrlRequest
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.ranks import Ranks
+from lowpeak.records import Prompt, WeightSlice
+from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.facts import check_same
+from lowpeak.rollout.vllm.server import ServerVllm, connect
+from lowpeak.rollout.vllm.vllm import Request
+from lowpeak.rollout.vllm.weights.proof import prove
+from lowpeak.rollout.vllm.weights.push import push
+from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
+from tiny import char_tokenizer
+
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return model_in(tmp_path_factory.mktemp("server") / "model")
+
+
+@pytest.fixture(scope="module")
+def servers(folder):
+    """Two servers, started side by side."""
+    with serving(folder, folder.parent / "first.log") as first, serving(folder, folder.parent / "second.log") as second:
+        first.vllm()
+        second.vllm()
+        yield first, second
+
+
+@pytest.fixture(scope="module")
+def vllm(servers):
+    return servers[0].vllm()
+
+
+def request(first, length=24, **params):
+    return Request((first, 5, 6), {"max_tokens": length, "stop_token_ids": [EOS], "ignore_eos": True, **params})
+
+
+def long_wave():
+    return [request(2 + i % 8, 900, min_tokens=900, seed=i) for i in range(32)]
+
+
+def logprobs_of(model, prompt_ids, ids, temperature=1.0):
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt_ids, *ids]])).logits[0, len(prompt_ids) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0]
+
+
+def largest_error(model, requests, answers, temperature=1.0):
+    pairs = zip(requests, answers, strict=True)
+    return max(
+        float((logprobs_of(model, asked.prompt_ids, got.ids, temperature) - torch.tensor(got.logprobs)).abs().max())
+        for asked, got in pairs
+    )
+
+
+# what it is, and who may ask
+
+
+def test_it_says_what_it_is(vllm, folder):
+    facts = vllm.facts()
+    assert (facts.model, facts.dtype, facts.max_model_len, facts.max_num_seqs) == (str(folder), "float32", 1024, 32)
+    assert (facts.num_workers, facts.version.split(".")[0]) == (1, "0")
+    assert facts.kv_tokens > 1000
+    check_same(facts, model_of(seed=3), char_tokenizer())
+
+
+def test_another_model_or_tokenizer_is_refused_with_both_names(vllm, folder):
+    other = model_of(layers=3)
+    other.config._name_or_path = "models/other"
+    with pytest.raises(EngineError, match=rf"{folder}.*models/other"):
+        check_same(vllm.facts(), other, char_tokenizer())
+    with pytest.raises(EngineError, match="another vocabulary"):
+        check_same(vllm.facts(), model_of(), char_tokenizer("abcdefghijk"))
+
+
+@pytest.mark.parametrize(
+    "path", ["collective_rpc", "pause", "v1/completions", "inference/v1/generate", "metrics", "server_info"]
+)
+def test_no_route_but_health_answers_without_the_token(vllm, path):
+    with pytest.raises(HTTPError) as refused:
+        urlopen(UrlRequest(f"{vllm.url}/{path}", data=b"{}"), timeout=10)
+    assert refused.value.code == 401
+    assert urlopen(f"{vllm.url}/health", timeout=10).status == 200
+
+
+def test_a_client_with_another_token_is_told_so(servers):
+    with pytest.raises(EngineError, match="demands a token"):
+        ServerVllm(servers[0].url, "guessed").facts()
+
+
+# what it answers
+
+
+@pytest.mark.parametrize("route", ["/inference/v1/generate", "/v1/completions"])
+def test_token_ids_come_back_with_the_log_probs_of_transformers(vllm, route):
+    vllm._route = route
+    requests = [request(2 + i % 8, seed=i, temperature=1.0, top_p=0.9, logprobs=0) for i in range(24)]
+    answers = vllm.complete(requests, 120)
+    vllm._route = None
+    assert largest_error(model_of(), requests, answers) < 1e-4
+    assert {answer.finish_reason for answer in answers} <= {"stop", "length"}
+    assert all((answer.ids[-1] == EOS) == (answer.finish_reason == "stop") for answer in answers)
+    assert len({answer.ids for answer in answers}) > 12
+
+
+def test_log_probs_are_at_the_sampling_temperature_once_it_was_told(vllm):
+    vllm.workers.call("lowpeak_score_at_temperature", {})
+    requests = [request(2 + i % 8, seed=i, temperature=0.5, top_k=5) for i in range(8)]
+    assert largest_error(model_of(), requests, vllm.complete(requests, 60), temperature=0.5) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (Request((2, 99), {"max_tokens": 4}), "out of vocabulary"),
+        (request(2, temperature=-1.0), "temperature must be non-negative"),
+        (Request((2,) * 1100, {"max_tokens": 4}), "maximum context length is 1024"),
+    ],
+)
+def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, asked, said):
+    with pytest.raises(EngineError, match=said) as found:
+        vllm.complete([asked], 60)
+    assert not isinstance(found.value, LostEngineError)
+    assert vllm.complete([request(2)], 60)
+
+
+def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
+    lost = []
+
+    def ask():
+        try:
+            vllm.complete(long_wave(), 120)
+        except LostEngineError as error:
+            lost.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: num_running(vllm.url), 30, "requests run")
+    vllm.pause()
+    asking.join(20)
+    vllm.resume()
+    assert "gave a request up" in str(lost[0])
+    assert vllm.complete([request(2)], 60)
+
+
+def test_a_wave_that_takes_too_long_is_given_up_on_both_sides(vllm):
+    began = time.monotonic()
+    with pytest.raises(LostEngineError, match="in time"):
+        vllm.complete(long_wave(), 1.0)
+    assert time.monotonic() - began < 5
+    until(lambda: num_running(vllm.url) == 0, 20, "requests are aborted")
+
+
+# weights, and two of them
+
+
+def slices_of(model):
+    for name, tensor in model.state_dict().items():
+        if name != "lm_head.weight":  # tied
+            yield WeightSlice(name, tuple(tensor.shape), tensor.dtype, 0, tensor.flatten())
+
+
+def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sent(servers):
+    policy, told = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
+    engine = VllmEngine(
+        lambda: connect(told.where), told, Model(lambda sampling: {EOS}, 13), Company(Ranks()), push, prove
+    )
+    prompts = [Prompt(i, (2 + i, 5, 6), f"{i}") for i in range(6)]
+    engine.wake()
+    engine.load(slices_of(policy), 4)
+    groups = engine.generate(prompts, Sampling(num_generations=2, max_new_tokens=12, temperature=0.0))
+    assert engine.policy_version == 4
+    for group in groups:
+        for completion in group.completions:
+            expected = logprobs_of(policy, group.prompt.ids, completion.ids)
+            torch.testing.assert_close(torch.tensor(completion.logprobs), expected, rtol=0, atol=1e-4)
+    for server in servers:
+        text = urlopen(
+            UrlRequest(f"{server.url}/metrics", headers={"Authorization": f"Bearer {SECRET}"}), timeout=10
+        ).read()
+        served = [line for line in text.decode().splitlines() if line.startswith("vllm:generation_tokens_total")]
+        assert float(served[0].rsplit(" ", 1)[1]) > 0
+
+
+# the end; these tests come last, they end the servers
+
+
+def end_under_load(server, number, of):
+    """Seconds until all of the server's processes have ended by a signal to one of them, with requests under way."""
+    group, lost = server.group, []
+    started = members(group)
+    assert len(started) >= 3  # API server, engine, worker
+
+    def ask():
+        try:
+            server.vllm().complete(long_wave(), 60)
+        except EngineError as error:
+            lost.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: num_running(server.url), 30, "requests run")
+    began = time.monotonic()
+    os.kill(of, number)
+    until(lambda: not members(group), 15, "all have ended")
+    seconds = time.monotonic() - began
+    asking.join(20)
+    assert isinstance(lost[0], LostEngineError)
+    return seconds
+
+
+def test_sigterm_with_requests_under_way_ends_everything_within_seconds(servers):
+    assert end_under_load(servers[0], signal.SIGTERM, servers[0].process.pid) < 8
+    assert servers[0].process.wait(10) == 0
+
+
+def test_no_process_outlives_a_front_that_was_killed(servers):
+    assert end_under_load(servers[1], signal.SIGKILL, servers[1].process.pid) < 10
+
+
+# one command, which starts a server that dies
+
+
+ROWS, LENGTH, STEPS = 16, 400, 3
+
+
+@pytest.fixture
+def command(folder, tmp_path):
+    """`lowpeak grpo` with its own server; rewards are counted in a file, a line for each completion."""
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}{i}="}}\n' for i in range(10)))
+    (tmp_path / "judge.py").write_text(
+        "def judge(prompts, completion_ids, **columns):\n"
+        f"    with open('{tmp_path}/judged', 'a') as file:\n"
+        "        file.writelines(f'{len(ids)}\\n' for ids in completion_ids)\n"
+        "    return [float(sum(ids) % 5) for ids in completion_ids]\n"
+    )
+    kwargs = {"enforce_eager": True, "max_num_seqs": 32}
+    settings = {
+        "model": folder,
+        "dataset": tmp_path / "rows.jsonl",
+        "reward": f"{tmp_path}/judge.py:judge",
+        "output_dir": tmp_path / "out",
+        "use_vllm": "true",
+        "vllm_devices": "cpu",
+        "vllm_engine_kwargs": json.dumps(kwargs),
+        "kv_cache_bytes": "16MiB",
+        "use_cpu": "true",
+        "per_device_train_batch_size": ROWS,
+        "num_generations": 4,
+        "max_completion_length": LENGTH,
+        "generation_kwargs": json.dumps({"min_tokens": LENGTH}),
+        "max_steps": STEPS,
+        "report_to": "none",
+        "save_strategy": "no",
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    return [sys.executable, "-m", "lowpeak", "grpo", *words]
+
+
+def started(err):
+    """Url and process of the server, from what the command says."""
+    line = err.read_text().split("vLLM starts on cpu at ", 1)[1].split(", log in", 1)[0]
+    url, _, number = line.partition(" (process ")
+    return url, int(number.rstrip(")"))
+
+
+def lines_in(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_one_command_trains_on_although_its_server_is_killed_and_no_row_is_lost_or_doubled(command, tmp_path):
+    err, steps = tmp_path / "err", tmp_path / "out/journal/steps.jsonl"
+    with err.open("wb") as out:
+        run = subprocess.Popen(command, env=environment(), stdout=out, stderr=out, cwd=tmp_path, start_new_session=True)
+    try:
+        until(lambda: lines_in(steps), 240, "the first step")
+        url, group = started(err)
+        until(lambda: num_running(url) >= ROWS, 30, "the second rollout is being written")
+        os.killpg(group, signal.SIGKILL)
+        assert run.wait(280) == 0, err.read_text()[-3000:]
+    finally:
+        run.kill()
+        run.wait()
+    assert "is started again (process " in err.read_text()
+    assert [json.loads(line)["step"] for line in lines_in(steps)] == [1, 2, 3]
+    judged = lines_in(tmp_path / "judged")
+    assert len(judged) == ROWS * STEPS
+    assert set(judged) == {str(LENGTH)}
+    rollouts = [json.loads(line) for line in lines_in(tmp_path / "out/journal/rollouts.jsonl")]
+    assert len(rollouts) == ROWS * STEPS
+    assert len({row["completion"] for row in rollouts}) == ROWS * STEPS
+    drift = [json.loads(line)["sampling/sampling_logp_difference/max"] for line in lines_in(steps)]
+    assert max(drift) < 1e-3
+    again = int(err.read_text().rsplit("is started again (process ", 1)[1].split(")", 1)[0])
+    assert not members(group)
+    assert not members(again)
