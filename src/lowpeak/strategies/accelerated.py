@@ -23,6 +23,11 @@ from lowpeak.strategies.states import torch_idle
 from lowpeak.strategies.strategy import Frozen
 
 
+def num_peers(accelerator: Accelerator) -> int:
+    """How many processes hold parts of one model's tensors and are one rank, by accelerate's parallelism config."""
+    return int(getattr(accelerator.parallelism_config, "tp_size", None) or 1)
+
+
 class Accelerated:
     """A strategy over what accelerate prepared. Strategies say how gradients meet, and how parameters are cut."""
 
@@ -30,7 +35,7 @@ class Accelerated:
         self._accelerator = accelerator
         # The one CPU has several names, and a tensor that moves from "cpu" to "cpu:0" is copied.
         self._device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
-        self._ranks = Ranks(self._device)
+        self._ranks = Ranks(self._device, num_peers(accelerator))
         self._gatherer = Gatherer(self._ranks, self._device)
 
     @property
@@ -99,7 +104,7 @@ class Accelerated:
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         """Weights and optimizer states from what several ranks wrote, each rank its own."""
-        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks)
+        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks.processes)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """A replica on the device; among several ranks it is cut between rows where one of them has no `room` for it.

@@ -66,12 +66,12 @@ class Zero(Accelerated):
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         """Each rank writes its ranges of the optimizer's weights and their states."""
         named = trained(self._accelerator.unwrap_model(model))
-        save_shards(checkpoint, zero_state(self._engine, self._stage, named), self._ranks)
+        save_shards(checkpoint, zero_state(self._engine, self._stage, named), self._ranks.processes)
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         """Each rank reads its ranges, whatever ranks wrote them; then the model gets its weights from the optimizer's."""
         named = trained(self._accelerator.unwrap_model(model))
-        load_zero_state(checkpoint, self._engine, self._stage, named, self._ranks)
+        load_zero_state(checkpoint, self._engine, self._stage, named, self._ranks.processes)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """Stage 3 cuts it as it cuts the policy, and no engine is made for it; below, a replica where there is `room`."""

@@ -77,8 +77,8 @@ def prepare_online(
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
     check_devices(bool(args.fsdp))
-    settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
-    check_engine(settings.vllm)
+    settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
+    check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     judges = make_rewards(
@@ -89,7 +89,11 @@ def prepare_online(
     )
     success = _success(args, judges)
     policy = load_policy(
-        model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
+        model,
+        args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        peft_config=peft_config,
+        cut=args.cut,
     )
     if args.sync_ref_model and is_peft(policy):
         raise ArgumentError(
@@ -99,7 +103,9 @@ def prepare_online(
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
     reference = None
     if args.beta:
-        reference = load_reference(policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code)
+        reference = load_reference(
+            policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, cut=args.cut
+        )
     upcast_trainable(policy)
     if args.disable_dropout:
         disable_dropout(policy)
@@ -189,7 +195,7 @@ def make_run(
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
-        journal=Journal(output_dir / "journal", writes=ranks.rank == 0),
+        journal=Journal(output_dir / "journal", writes=ranks.processes.rank == 0),
         coefficients=dict(algorithm.state),
         sizes=sizes,
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
