@@ -1,4 +1,4 @@
-"""A worker of vLLM as far as weights see it, without vLLM: a model that fuses, pads and ties what it loads, and the workers' methods."""
+"""A worker of vLLM as far as weights see it: a model that fuses, pads and ties what it loads, and the workers' methods."""
 
 from __future__ import annotations
 

@@ -1,17 +1,21 @@
-"""Which ranks read a model's weights from disk: with FSDP's efficient loading rank 0 alone, and it hands them out.
+"""Which ranks read a model's weights from disk, and what of them: each its part of a model that is cut over tensors.
 
-The other ranks make the model without weights (on the meta device), so that a host never holds a copy for each of them.
+With FSDP's efficient loading rank 0 alone reads, and hands weights out. The other ranks make the model without weights (on the
+meta device), so that a host never holds a copy for each of them.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowpeak.config.asked import Cut
+from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 
 _ASKED = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -53,3 +57,59 @@ def give_room(module: nn.Module) -> None:
                 real = torch.empty_like(parameter, device="cpu")
                 made.setdefault(id(parameter), nn.Parameter(real, requires_grad=parameter.requires_grad))
                 part._parameters[name] = made[id(parameter)]
+
+
+# A norm of single heads (Qwen3): every peer has all of its weight, and the gradient from its own heads.
+IN_PARTS = "replicated_with_grad_allreduce"
+_STYLES = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", IN_PARTS)
+
+
+def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
+    """The model that `auto.from_pretrained(name, **options)` gives, cut by transformers: each process reads its part alone.
+
+    ArgumentError for a model whose plan does what was not tried here. The model is then told that nobody has cut it:
+    transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers
+    go: they do so after each micro-batch, with the sums of those before in it (transformers 5.23); the strategy does it once.
+    """
+    from transformers.distributed import DistributedConfig
+
+    if not _cuts_both_ways():
+        raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
+    sizes = DistributedConfig(tp_size=cut.tensor, fsdp_size=cut.data)
+    model = auto.from_pretrained(name, **options, distributed_config=sizes)
+    unknown = sorted(set(model.tp_plan.values()) - set(_STYLES))
+    if unknown:
+        raise ArgumentError(
+            f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown)}, with which lowpeak was not tried: "
+            "use fsdp2 or zero3."
+        )
+    _check_tied(model, cut)
+    model._is_distributed_loading_by_transformers = False
+    for module in styled(model, IN_PARTS):
+        module.__dict__.pop("forward", None)
+    return model
+
+
+def _cuts_both_ways() -> bool:
+    """Whether transformers itself cuts over tensors and data ranks together: accelerate's way needs one of its older names."""
+    from transformers import PreTrainedModel
+
+    return hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
+
+
+def _check_tied(model: Any, cut: Cut) -> None:
+    """ArgumentError where FSDP2 would keep two copies of a tied weight, one for each of its places, and pad each by itself."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is table.weight
+    if tied and cut.data > 1 and table.weight.shape[0] % (cut.tensor * cut.data):
+        raise ArgumentError(
+            f"the tied embedding has {table.weight.shape[0]} rows, which {cut.tensor} x {cut.data} processes do not divide: head "
+            "and embedding would become different weights. Use other sizes, tensor parallelism alone, or fsdp2."
+        )
+
+
+def styled(model: Any, style: str) -> Iterator[nn.Module]:
+    """The modules to which a model's tensor parallel plan gives this style."""
+    for name, module in model.named_modules():
+        if model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) == style:
+            yield module

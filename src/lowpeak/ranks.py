@@ -1,7 +1,9 @@
 """Ranks: all that a run asks of other processes. One process is the degenerate case of the same calls.
 
-Sums and choices that must be the same everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one rank alone
-can fail at goes through `together`, `gathered` and `first`, which make its failure everybody's.
+A *rank* has a share of the data. Under tensor parallelism several processes, *peers*, are one rank: they hold parts of one
+model's tensors and do the same work, and what the first of them says counts. Sums and choices that must be the same
+everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one process alone can fail at goes through
+`together`, `gathered` and `first`, which make its failure everybody's.
 """
 
 from __future__ import annotations
@@ -32,16 +34,21 @@ class Failure(NamedTuple):
 
 
 class Ranks:
-    """The processes of a run: `rank` of `world_size`, and the few collectives that a run needs.
+    """The ranks of a run: `rank` of `world_size`, and the few collectives that a run needs.
 
     Sums and extremes are of short lists of Python numbers; they travel in float64. With one process each call is the
-    identity. Collectives run on the default process group, or on a part of it (`teams`).
+    identity. Collectives run on the default process group, so peers make each call together too, or on a part of it (`teams`).
+    `processes` are the same run's processes, each a rank of its own.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, num_peers: int = 1) -> None:
         live = has_group()
-        self.rank = dist.get_rank() if live else 0
-        self.world_size = dist.get_world_size() if live else 1
+        process, num_processes = (dist.get_rank(), dist.get_world_size()) if live else (0, 1)
+        assert num_processes % num_peers == 0, "peers are next to each other, and every rank has as many"
+        self.rank = process // num_peers
+        self.world_size = num_processes // num_peers
+        self.processes = self if num_peers == 1 else Ranks(device)
+        self._num_peers = num_peers
         self._alarm: Callable[[Exception], None] | None = None
         self._group: Any = None  # the default one
         self._device = device if device is not None else torch.device("cpu")
@@ -52,7 +59,9 @@ class Ranks:
         A team's `rank` counts within it. `size` divides the world size.
         """
         assert self.world_size % size == 0, f"{self.world_size} ranks are no teams of {size}"
+        assert self._num_peers == 1, "a rank of several processes is in no team"
         team = copy.copy(self)
+        team.processes = team
         team.rank, team.world_size = self.rank % size, size
         if size > 1:
             groups = [dist.new_group(range(start, start + size)) for start in range(0, self.world_size, size)]
@@ -61,7 +70,8 @@ class Ranks:
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise sum over ranks."""
-        return self._reduce(numbers, dist.ReduceOp.SUM)
+        speaks = self.processes.rank % self._num_peers == 0
+        return self._reduce(numbers if speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
 
     def max(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise maximum over ranks."""
@@ -73,15 +83,11 @@ class Ranks:
 
     def gather(self, item: Item) -> list[Item]:
         """Every rank's item, in rank order, on every rank."""
-        if self.world_size == 1:
-            return [item]
-        items: list[Any] = [None] * self.world_size
-        dist.all_gather_object(items, item, group=self._group)
-        return items
+        return self._everybodys(item)[:: self._num_peers]
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
-        if self.world_size > 1:
+        """Return when every process has come here."""
+        if not self._is_alone:
             dist.barrier(group=self._group)
 
     # failing together
@@ -111,15 +117,15 @@ class Ranks:
         try:
             yield
         except Exception as error:
-            if self.world_size == 1:
+            if self._is_alone:
                 raise
             failure = self._alarming(error)
         if self.max([float(failure is not None)])[0]:
-            self._raise(self.gather(_packed(failure)), failure)
+            self._raise(self._everybodys(_packed(failure)), failure)
 
     def gathered(self, call: Callable[[], Item]) -> list[Item]:
         """`gather(call())`, in which a call that raises does so on every rank, as in `together`."""
-        if self.world_size == 1:
+        if self._is_alone:
             return [call()]
         failure: Exception | None = None
         answer: Any = None
@@ -127,14 +133,26 @@ class Ranks:
             answer = call()
         except Exception as error:
             failure = self._alarming(error)
-        answers = self.gather((_packed(failure), answer))
+        answers = self._everybodys((_packed(failure), answer))
         self._raise([packed for packed, _ in answers], failure)
-        return [answer for _, answer in answers]
+        return [answer for _, answer in answers[:: self._num_peers]]
 
     def first(self, call: Callable[[], Item]) -> Item:
-        """What `call()` gives on rank 0, which alone makes it; no rank returns before, and its error is everybody's."""
+        """What `call()` gives on the first process, which alone makes it; none returns before, its error is everybody's."""
         nothing: Any = None
-        return self.gathered(call if self.rank == 0 else lambda: nothing)[0]
+        return self.gathered(call if self.processes.rank == 0 else lambda: nothing)[0]
+
+    @property
+    def _is_alone(self) -> bool:
+        return self.processes.world_size == 1
+
+    def _everybodys(self, item: Item) -> list[Item]:
+        """Every process's item, peers' too."""
+        if self._is_alone:
+            return [item]
+        items: list[Any] = [None] * self.processes.world_size
+        dist.all_gather_object(items, item, group=self._group)
+        return items
 
     def _alarming(self, error: Exception) -> Exception:
         if self._alarm is not None:
@@ -152,7 +170,7 @@ class Ranks:
         raise _echo(rank, failure) from own
 
     def _reduce(self, numbers: Sequence[float], op: Any) -> list[float]:
-        if self.world_size == 1:
+        if self._is_alone:
             return [float(x) for x in numbers]
         values = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
         dist.all_reduce(values, op=op, group=self._group)

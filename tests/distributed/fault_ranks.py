@@ -202,6 +202,32 @@ def die(place: Path, strategy: str, victim: int, how: str, busy: float) -> None:
     raise SystemExit(3)
 
 
+class Dying:
+    """A strategy in whose slices the rank dies."""
+
+    def __init__(self, strategy: Any, place: Path) -> None:
+        self._strategy, self._place = strategy, place
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._strategy, name)
+
+    def slices(self, *args: Any) -> Any:
+        yield next(self._strategy.slices(*args))
+        (self._place / "died").write_text(str(time.monotonic()))
+        leave("kill")
+
+
+def die_saving(place: Path) -> None:
+    """Rank 1 goes away while the trained model is written."""
+    trainer = run_with(place, spread, "fsdp2", max_steps=1)
+    trainer.train()
+    if rank() == 1:
+        trainer.run.strategy = Dying(trainer.run.strategy, place)
+    found = error_of(trainer.save_model)
+    note(place, error=found)
+    raise SystemExit(3)
+
+
 def leave(how: str) -> None:
     if how == "kill, and leave a child" and not os.fork():
         time.sleep(30)  # it has the sockets of its parent, which so stay open

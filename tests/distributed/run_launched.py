@@ -32,7 +32,7 @@ if hidden:
     sys.meta_path[:] = [Hiding(finder, hidden) for finder in sys.meta_path]
 
 import torch  # noqa: E402
-from setups import allow_fsdp_on_cpu  # noqa: E402
+from setups import allow_meshes_on_cpu  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 import lowpeak  # noqa: E402
@@ -74,7 +74,7 @@ def main() -> int:
     out, kind, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
 
     def trainer(**keywords: Any) -> Any:
-        allow_fsdp_on_cpu()
+        allow_meshes_on_cpu()
         made = getattr(lowpeak, f"{kind.upper()}Trainer")(**keywords)
         made.add_callback(Noting(made, out))
         return made

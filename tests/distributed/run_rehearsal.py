@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator, PartialState
-from setups import FSDP2, allow_fsdp_on_cpu
+from setups import FSDP2, allow_meshes_on_cpu
 from torch.distributed.tensor import DTensor
 
 from lowpeak.strategies.fsdp2 import Fsdp2
@@ -54,7 +54,7 @@ def main(out):
     torch.set_num_threads(1)
     os.environ.update(FSDP2)
     PartialState(cpu=True)
-    allow_fsdp_on_cpu()
+    allow_meshes_on_cpu()
     accelerator, model = Accelerator(), make_model().train()
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True))
     assert isinstance(next(model.parameters()), DTensor)

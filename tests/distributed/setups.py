@@ -24,6 +24,14 @@ def prepare(strategy: str) -> dict[str, Any]:
     return {"use_cpu": True, **({"deepspeed": zero_config(int(strategy[-1]))} if "zero" in strategy else {})}
 
 
+def tensor_parallel(tensor: int, data: int) -> dict[str, Any]:
+    """The environment in which accelerate has tensors cut over so many ranks, and FSDP2 over so many; arguments for a config."""
+    if tensor > 1:
+        sizes = {"PARALLELISM_CONFIG_TP_SIZE": str(tensor), "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(data)}
+        os.environ.update(sizes, ACCELERATE_USE_PARALLELISM_CONFIG="true")
+    return {"use_cpu": True}
+
+
 def forget() -> None:
     """Let the next trainer of this process take another strategy: accelerate and transformers keep one for good."""
     from accelerate.state import AcceleratorState
@@ -31,7 +39,7 @@ def forget() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     unset_hf_deepspeed_config()
-    for name in [*FSDP2, "ACCELERATE_USE_DEEPSPEED"]:
+    for name in [*FSDP2, "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         os.environ.pop(name, None)
 
 
@@ -45,9 +53,9 @@ FSDP2 = {
 }
 
 
-def allow_fsdp_on_cpu() -> None:
+def allow_meshes_on_cpu() -> None:
     """Between config and trainer: on a CPU accelerate would train DDP without a word, so it is told of several devices."""
-    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG")):
         state = PartialState._shared_state
         state["distributed_type"], state["device"] = DistributedType.MULTI_GPU, torch.device("cpu")
 
@@ -129,7 +137,7 @@ def build(
         rows = [{"prompt": p} for p in PROMPTS]
         more["reward_funcs"] = rewards or spread
     args = config(**{**base, **arguments})
-    allow_fsdp_on_cpu()
+    allow_meshes_on_cpu()
     return trainer(
         model=model if model is not None else tiny_model(len(tokenizer)),
         args=args,

@@ -31,6 +31,14 @@ def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_
         assert after_death(tmp_path, ended[rank]) < SOON
 
 
+def test_a_rank_that_goes_while_the_trained_model_is_written_is_named(tmp_path: Path) -> None:
+    ended = run_ranks(fault_ranks.die_saving, tmp_path)
+    error = fault_ranks.noted(tmp_path, 0)["error"]
+    assert error.startswith("RankError: rank 1 is gone (killed, or its host is lost)")
+    assert error.endswith(". Rank 0 was in phase save and cannot go on without it.")
+    assert after_death(tmp_path, ended[0]) < SOON
+
+
 @pytest.mark.parametrize(
     ("how", "busy", "where"),
     [("kill", 50.0, "phase reward"), ("kill, and leave a child", 0.0, "the step, after phase reward")],

@@ -38,8 +38,9 @@ def run_agent(words: Sequence[str], environ: Mapping[str, str]) -> int:
             return 128 + int(ended.sigval)
         except LowpeakError:
             raise
-        except (AssertionError, OSError, RuntimeError, ValueError) as error:
-            raise ArgumentError(f"the processes cannot be started: {str(error).strip().splitlines()[0]}") from error
+        except (AssertionError, OSError, OverflowError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().partition("\n")[0] or f"{type(error).__name__} of accelerate's launcher"
+            raise ArgumentError(f"the processes cannot be started: {reason}") from error
     return 130 if ctrl_c.presses else 0
 
 

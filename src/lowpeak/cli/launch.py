@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 MARK = "LOWPEAK_LAUNCHED"  # in the environment of ranks that `launch` started
 _SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_VISIBLE_DEVICES")
+_LAST_PORT = 65535
 _SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
 
 
@@ -47,12 +48,14 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
     if MARK in os.environ:
         return None
     given = {f.name: getattr(told, f.name) for f in fields(told) if getattr(told, f.name) is not None}
+    _check_numbers(given)
+    is_one_of_many = is_rank(os.environ)
     name = given.pop("accelerate_config", None)
     if name is None:
         _refuse(given, "there is no --accelerate_config; add it (ddp, fsdp2, zero3, ...)")
         return None
     config = read(name)
-    joins = is_rank(os.environ) or config.kind == "NO"
+    joins = is_one_of_many or config.kind == "NO"
     places = _places_of_ranks(given, os.environ, on_cpu) if joins else _places_to_fill(given, config, on_cpu)
     if joins:
         _refuse({name: given[name] for name in given if name not in (*_SIZES, "num_processes")}, _LAUNCHED)
@@ -74,12 +77,35 @@ _LAUNCHED = "the processes run already, started by another launcher; leave it to
 
 def is_rank(environ: Mapping[str, str]) -> bool:
     """Whether a launcher has started this process as one of several, or as the only one."""
-    return "LOCAL_RANK" in environ or int(environ.get("WORLD_SIZE") or 1) > 1
+    world, rank = (_number(environ, name, default) for name, default in (("WORLD_SIZE", 1), ("RANK", 0)))
+    if not 0 <= rank < world:
+        raise ArgumentError(
+            f"RANK={rank} and WORLD_SIZE={world} stand in the environment, which no launcher sets so: unset them, or start the "
+            "run by a launcher."
+        )
+    return "LOCAL_RANK" in environ or world > 1
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    value = environ.get(name) or str(default)
+    if not value.isdigit():
+        raise ArgumentError(f"{name}={value} stands in the environment, which no launcher sets so: unset it.")
+    return int(value)
 
 
 def is_first(environ: Mapping[str, str]) -> bool:
     """Whether this process is the one that speaks for all."""
     return int(environ.get("RANK") or 0) == 0
+
+
+def _check_numbers(given: Mapping[str, Any]) -> None:
+    """ArgumentError for a count below 1, or for a host or port that there cannot be."""
+    for name in ("num_processes", "num_machines", *_SIZES):
+        if given.get(name, 1) < 1:
+            raise ArgumentError(f"--{name} {given[name]} must be at least 1.")
+    port = given.get("main_process_port", 0)
+    if not 0 <= port <= _LAST_PORT:
+        raise ArgumentError(f"--main_process_port {port} must be a port: 1 to {_LAST_PORT}, or 0 for one that is free.")
 
 
 def _refuse(given: Mapping[str, Any], because: str) -> None:
@@ -109,6 +135,9 @@ def _places_to_fill(given: Mapping[str, Any], config: AccelerateConfig, on_cpu: 
         missing = [name for name in needed if given.get(name, config.settings.get(name)) is None]
         if missing:
             raise ArgumentError(f"a run on {hosts} hosts needs --{' and --'.join(missing)} on each of them.")
+    host = given.get("machine_rank", config.settings.get("machine_rank")) or 0
+    if not 0 <= host < hosts:
+        raise ArgumentError(f"machine_rank {host} names no host: {hosts} of them are numbered from 0.")
     on_cpu = on_cpu or bool(config.settings.get("use_cpu"))
     processes = given.get("num_processes") or config.num_processes
     if processes is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,23 @@ from lowpeak.config.fsdp1 import Converted, convert_fsdp1, is_fsdp1
 from lowpeak.errors import ArgumentError, MissingPackageError
 
 _AXES = {
-    "tp_size": "tensor parallelism",
     "cp_size": "context parallelism",
     "sp_size": "sequence parallelism",
     "pp_size": "pipeline parallelism",
 }
+_SIZES = ("tp_size", "dp_shard_size", "dp_replicate_size")
 _LOADING = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a model is cut where it is loaded: its tensors over so many devices, and those parts over so many data ranks."""
+
+    tensor: int = 1
+    data: int = 1
+
+
+WHOLE = Cut()
 
 
 def is_on(environ: Mapping[str, str], name: str) -> bool:
@@ -31,22 +43,57 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 def refuse_axes(sizes: Mapping[str, Any], where: str) -> None:
     """ArgumentError for a size above 1 of an axis other than data, by which lowpeak does not cut a model."""
     for axis, words in _AXES.items():
-        size = int(sizes.get(axis) or 1)
+        size = _whole(sizes.get(axis) or 1, axis, where)
         if size > 1:
             raise ArgumentError(
-                f"{axis}={size} in {where} asks for {words}, which lowpeak does not run: it cuts models over data ranks "
-                "alone (docs/distributed.md says why); use fsdp2, zero3 or hsdp, and leave it out."
+                f"{axis}={size} in {where} asks for {words}, which lowpeak does not run (docs/distributed.md says why); "
+                "use fsdp2, fsdp2-tp, zero3 or hsdp, and leave it out."
             )
 
 
-def refuse_other_parallelism(environ: Mapping[str, str], parallelism: Any, loading: Mapping[str, Any]) -> None:
-    """ArgumentError where a model would be cut by tensor, sequence or layer: `loading` are the keywords of from_pretrained."""
-    prefix = "PARALLELISM_CONFIG_"
-    if is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        found = {name.removeprefix(prefix).lower(): value for name, value in environ.items() if name.startswith(prefix)}
-        refuse_axes(found, "accelerate's parallelism config")
+def _whole(value: Any, name: str, where: str) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise ArgumentError(f"{where} has {name}: {value}, which is no whole number.") from None
+
+
+def asked_sizes(environ: Mapping[str, str], parallelism: Any) -> tuple[dict[str, int], str]:
+    """The sizes of accelerate's parallelism config, and where it stands: the argument, else the environment."""
     if parallelism is not None:
-        refuse_axes({axis: getattr(parallelism, axis, 1) for axis in _AXES}, "parallelism_config")
+        where = "parallelism_config"
+        return {axis: _whole(getattr(parallelism, axis, 1) or 1, axis, where) for axis in (*_SIZES, *_AXES)}, where
+    if not is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return {}, ""
+    where = "accelerate's parallelism config"
+    found = {axis: environ.get(f"PARALLELISM_CONFIG_{axis.upper()}") or 1 for axis in (*_SIZES, *_AXES)}
+    return {axis: _whole(value, axis, where) for axis, value in found.items()}, where
+
+
+def settled_cut(environ: Mapping[str, str], parallelism: Any, fsdp: bool, deepspeed: bool) -> Cut:
+    """How tensor parallelism cuts a model over the run's processes; ArgumentError for what lowpeak does not run with it."""
+    sizes, where = asked_sizes(environ, parallelism)
+    refuse_axes(sizes, where)
+    tensor = sizes.get("tp_size", 1)
+    if tensor == 1:
+        return WHOLE
+    beside = "DeepSpeed" if deepspeed else "FSDP of accelerate's own" if fsdp else ""
+    beside = beside or ("dp_replicate_size" if sizes["dp_replicate_size"] > 1 else "")
+    if beside:
+        raise ArgumentError(
+            f"tp_size={tensor} in {where} does not go with {beside}: transformers cuts over tensors and data ranks together. Use "
+            "the preset fsdp2-tp, or its lines: distributed_type MULTI_GPU, with tp_size and dp_shard_size."
+        )
+    world = int(environ.get("WORLD_SIZE") or 1)
+    if tensor * sizes["dp_shard_size"] != world:
+        raise ArgumentError(
+            f"tp_size={tensor} and dp_shard_size={sizes['dp_shard_size']} in {where} do not fill {world} processes."
+        )
+    return Cut(tensor, sizes["dp_shard_size"])
+
+
+def refuse_other_parallelism(environ: Mapping[str, str], loading: Mapping[str, Any]) -> None:
+    """ArgumentError for Megatron-LM, and for a model that would be cut by its loading alone: keywords of from_pretrained."""
     if is_on(environ, "ACCELERATE_USE_MEGATRON_LM"):
         raise ArgumentError(
             "accelerate was configured for Megatron-LM, which lowpeak does not run: use fsdp2 or zero3."
@@ -54,8 +101,8 @@ def refuse_other_parallelism(environ: Mapping[str, str], parallelism: Any, loadi
     for name in _LOADING:
         if loading.get(name) is not None:
             raise ArgumentError(
-                f"model_init_kwargs has {name}, which cuts the model where it is loaded; lowpeak does not run tensor "
-                "parallelism (docs/distributed.md says why): leave it out, and use fsdp2 or zero3."
+                f"model_init_kwargs has {name}, which cuts the model behind the run's back: leave it out, and ask for tensor "
+                "parallelism by tp_size of accelerate's parallelism config, or the preset fsdp2-tp."
             )
 
 
@@ -81,6 +128,35 @@ def settle_clipping(config: MutableMapping[str, Any], max_grad_norm: float) -> N
             "gradient_clipping to auto, or leave it out, so that the run's own value clips."
         )
     config["gradient_clipping"] = own
+
+
+def settle_deepspeed(config: MutableMapping[str, Any], args: Any) -> None:
+    """Let the run's own arguments stand in DeepSpeed's config (accelerate's copy of it, which is changed).
+
+    What the config says of clipping and of batches must be what the arguments say: how a step is cut into micro-batches is not
+    DeepSpeed's to know here. ArgumentError where it differs, and for stage 0, which shards nothing.
+    """
+    stage = (config.get("zero_optimization") or {}).get("stage", 0)
+    if str(stage) not in ("1", "2", "3"):
+        raise ArgumentError(
+            f"the DeepSpeed config has ZeRO stage {stage}: lowpeak runs 1, 2 and 3; where nothing is to be sharded use ddp."
+        )
+    settle_clipping(config, args.max_grad_norm)
+    size, accumulation = args.per_device_train_batch_size, args.gradient_accumulation_steps
+    own = {
+        "train_micro_batch_size_per_gpu": size,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": size * accumulation * args.world_size,
+    }
+    for name, value in own.items():
+        said = config.get(name, "auto")
+        if said not in ("auto", value):
+            raise ArgumentError(
+                f"the DeepSpeed config has {name}={said}, and the run's arguments make {value}: set {name} to auto, or leave it "
+                "out."
+            )
+        if name in config and getattr(args, "hf_deepspeed_config", None) is None:  # else transformers has filled it in
+            config[name] = "auto"  # the trainer's step is one mapping, and its accumulation 1
 
 
 def settled_fsdp(fsdp: Any, config: Any) -> tuple[Any, Any, Converted | None]:

@@ -20,7 +20,14 @@ STRATEGIES = (
     "HYBRID_SHARD",
     "HYBRID_SHARD_ZERO2",
 )  # numbered from 1 by torch
-_GONE = ("backward_prefetch", "forward_prefetch", "limit_all_gathers", "sync_module_states", "use_orig_params")
+_GONE = (
+    "backward_prefetch",
+    "backward_prefetch_policy",
+    "forward_prefetch",
+    "limit_all_gathers",
+    "sync_module_states",
+    "use_orig_params",
+)
 _PREFIX = "FSDP_"
 
 

@@ -11,8 +11,8 @@ class MemorySettings:
     activations wait.
 
     `gather_budget` is how many bytes of a sharded model stay gathered while it generates. `frozen_on_host` keeps frozen
-    models in host memory. `padding_free` False pads rows side by side; `share_prompt` True forwards a prompt once wherever
-    rows have the same.
+    models in host memory; `idle_on_host` sends what generating does not need there while a rollout is made. `padding_free`
+    False pads rows side by side; `share_prompt` True forwards a prompt once wherever rows have the same.
     """
 
     micro_batch_tokens: int | None = None
@@ -24,3 +24,4 @@ class MemorySettings:
     activation_offloading: bool = False
     gather_budget: int | None = None
     frozen_on_host: bool = False
+    idle_on_host: bool = False

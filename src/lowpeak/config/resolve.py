@@ -63,6 +63,7 @@ def resolve_common(args: Any) -> MemorySettings:
         activation_offloading=args.activation_offloading,
         gather_budget=resolve_gather_budget(args),
         frozen_on_host=getattr(args, "offload_frozen_models", False),
+        idle_on_host=getattr(args, "offload_during_rollout", False),
     )
 
 

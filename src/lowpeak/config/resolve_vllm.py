@@ -27,11 +27,11 @@ SERVED = (
     "vllm_server_timeout",
     "vllm_group_port",
     "vllm_server_token",
-    "vllm_wave_timeout",
 )
 EITHER = (
     "vllm_mode",
     "vllm_batch_size",
+    "vllm_wave_timeout",
     "vllm_structured_outputs_regex",
     "vllm_bucket_size",
     "vllm_transport",
@@ -90,7 +90,7 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
     return VllmSettings(
         where=_colocate(args, world_size, environ) if colocated else _server(args, environ),
         batch_size=args.vllm_batch_size,
-        wave_timeout=None if colocated else args.vllm_wave_timeout,
+        wave_timeout=args.vllm_wave_timeout,
         bucket_bytes=_bucket_bytes(args.vllm_bucket_size),
         transport=args.vllm_transport,
         verify=args.vllm_verify_weights,
@@ -115,6 +115,7 @@ def _refuse_native(args: Any, colocated: bool) -> None:
         "a server has a KV cache of its own; give `lowpeak serve` its size (kv_cache_memory_bytes, or "
         "gpu_memory_utilization), here remove it",
     )
+    refuse_idle(args, ("offload_during_rollout",), colocated, "servers generate on devices of their own; remove it")
 
 
 def _check_transport(args: Any, colocated: bool) -> None:

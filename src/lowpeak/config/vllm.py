@@ -33,13 +33,13 @@ class ServerSettings:
     """Servers that answer over HTTP, one engine each; several share the prompts.
 
     `timeout` is how many seconds a server may take to be there (at the start, and after it died). `token` is what a server
-    that demands one gets. `group_port` is where this host listens when weights go by NCCL or TCP.
+    that demands one gets. `group_port` is where the trainer listens when weights go by NCCL or TCP (None: anywhere).
     """
 
     base_urls: tuple[str, ...]
     timeout: float = 240.0
     token: str | None = None
-    group_port: int = 51216
+    group_port: int | None = None
 
 
 @dataclass(frozen=True)

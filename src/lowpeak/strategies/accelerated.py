@@ -19,7 +19,13 @@ from lowpeak.strategies.gathered import Gatherer
 from lowpeak.strategies.outgoing import Weights, layout, outgoing
 from lowpeak.strategies.rows import rows_shard
 from lowpeak.strategies.shards import load_torch_state
+from lowpeak.strategies.states import torch_idle
 from lowpeak.strategies.strategy import Frozen
+
+
+def num_peers(accelerator: Accelerator) -> int:
+    """How many processes hold parts of one model's tensors and are one rank, by accelerate's parallelism config."""
+    return int(getattr(accelerator.parallelism_config, "tp_size", None) or 1)
 
 
 class Accelerated:
@@ -29,7 +35,7 @@ class Accelerated:
         self._accelerator = accelerator
         # The one CPU has several names, and a tensor that moves from "cpu" to "cpu:0" is copied.
         self._device = torch.device("cpu") if accelerator.device.type == "cpu" else accelerator.device
-        self._ranks = Ranks(self._device)
+        self._ranks = Ranks(self._device, num_peers(accelerator))
         self._gatherer = Gatherer(self._ranks, self._device)
 
     @property
@@ -84,6 +90,10 @@ class Accelerated:
         named = self._accelerator.unwrap_model(model).named_parameters()
         return {name: (self._shard(p) or whole(p.detach())).local for name, p in named}
 
+    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+        """Gradients and states where the parameters' own optimizer has them; none before it was made."""
+        return [] if optimizer is None else torch_idle(optimizer)
+
     @property
     def cuts_states(self) -> bool:
         """No: rank 0 has all that a checkpoint needs."""
@@ -94,7 +104,7 @@ class Accelerated:
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         """Weights and optimizer states from what several ranks wrote, each rank its own."""
-        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks)
+        load_torch_state(checkpoint, self._accelerator.unwrap_model(model), optimizer, self._ranks.processes)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """A replica on the device; among several ranks it is cut between rows where one of them has no `room` for it.

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.config.asked import is_on
 from lowpeak.errors import ArgumentError
+from lowpeak.strategies.accelerated import num_peers
 from lowpeak.strategies.replicated import Replicated
 from lowpeak.strategies.strategy import Strategy
 
@@ -41,6 +42,10 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
         from lowpeak.strategies.zero import Zero
 
         return Zero(accelerator)
+    if num_peers(accelerator) > 1:
+        from lowpeak.strategies.tensor import TensorParallel
+
+        return TensorParallel(accelerator)
     if kind in _REPLICATED:
         return Replicated(accelerator)
     raise ArgumentError(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowpeak.records import WeightSlice
 
@@ -29,6 +30,7 @@ class FlatShard:
     """A parameter of `shape`, of which the group's rank r holds the flat range [r * chunk, (r + 1) * chunk).
 
     `local` are this rank's values of that range, at most `chunk`, where they live; `dtype` is what the model computes in.
+    `seen` makes of the gathered values what the model expects: a DTensor where they are a part of what peers hold together.
     """
 
     shape: torch.Size
@@ -37,6 +39,7 @@ class FlatShard:
     dtype: torch.dtype
     device: torch.device
     group: Any = None
+    seen: Callable[[Tensor], Tensor] | None = None
 
     @property
     def numel(self) -> int:
@@ -91,7 +94,8 @@ class FlatShard:
 
     def view(self, gathered: Tensor) -> Tensor:
         """The parameter in a buffer that `gather` filled."""
-        return gathered[: self.numel].view(self.shape)
+        values = gathered[: self.numel].view(self.shape)
+        return values if self.seen is None else self.seen(values)
 
     def gathered(self) -> Tensor:
         """The whole parameter in its own dtype, on every rank."""
@@ -104,7 +108,8 @@ class FlatShard:
 
 
 def whole(values: Tensor) -> FlatShard:
-    """A parameter that every rank has whole."""
+    """A parameter that every rank has whole; or of which it has all that is not its peers'."""
+    values = values.to_local() if isinstance(values, DTensor) else values
     return FlatShard(values.shape, values.numel(), values.reshape(-1), values.dtype, values.device, _EVERYBODY)
 
 

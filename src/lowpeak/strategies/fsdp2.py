@@ -49,7 +49,7 @@ class Fsdp2(Accelerated):
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         """Each rank writes its rows of the trained weights and their optimizer states."""
         state = torch_state(trained(self._accelerator.unwrap_model(model)), optimizer)
-        save_shards(checkpoint, state, self._ranks)
+        save_shards(checkpoint, state, self._ranks.processes)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """Cut like the policy, on its mesh, whatever `room` there is; with efficient loading, from rank 0's weights."""

@@ -165,9 +165,12 @@ def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
 
 
 def _is_plain_table(place: Place) -> bool:
-    """Whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up)."""
+    """Whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up).
+
+    Not where tensor parallelism has cut it too: then transformers' own forward does more.
+    """
     plain = (nn.Embedding.forward, nn.Linear.forward)
-    return place.name == "weight" and type(place.module).forward in plain
+    return place.name == "weight" and type(place.module).forward in plain and place.shard.seen is None
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:

@@ -113,7 +113,9 @@ def load_torch_state(checkpoint: Path, model: nn.Module, optimizer: Any | None, 
     named, saved = trained(model), read_saved(checkpoint, ranks)
     if optimizer is not None:
         make_torch_state(named, optimizer, saved)
-    load_shards(checkpoint, saved, torch_state(named, optimizer).fragments)
+    state = torch_state(named, optimizer)
+    load_shards(checkpoint, saved, state.fragments)
+    state.put_back()
 
 
 def _check_fit(checkpoint: Path, saved: Saved, fragments: Sequence[Fragment]) -> None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import plain_name
@@ -55,6 +57,23 @@ class TrainingState:
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
+    turned: list[tuple[DTensor, DTensor]] = field(default_factory=list)
+
+    def range_of(self, tensor: Any) -> Fragment:
+        """The range that this rank has of a tensor; of one that peers have cut between columns, rows in their place.
+
+        Such rows are a copy, which peers make together, and `put_back` brings back what was read into it.
+        """
+        rows = in_rows(tensor)
+        if rows is not tensor:
+            self.turned.append((tensor, rows))
+        return own_range(rows)
+
+    def put_back(self) -> None:
+        """Let tensors that are cut between columns have what their rows were filled with; peers do it together."""
+        with torch.no_grad():
+            for tensor, rows in self.turned:
+                tensor.copy_(rows.redistribute(placements=tensor.placements))
 
     def add(self, name: str, states: Mapping[str, Any], like: Tensor, cut: Callable[[Tensor], Fragment]) -> None:
         """Take up a parameter's states: those shaped `like` it as ranges that `cut` makes, the others as numbers."""
@@ -80,15 +99,20 @@ def own_range(tensor: Any) -> Fragment:
         return Fragment("", tensor.ds_numel, start, local[: max(0, tensor.ds_numel - start)])
     if not isinstance(tensor, DTensor):
         return Fragment("", tensor.numel(), 0, tensor.detach().view(-1))
-    dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_shard(0)]
-    assert len(dims) <= 1, "rows are cut along one axis of the mesh"
     values = tensor.to_local().detach().view(-1)
-    if not dims:
-        return Fragment("", tensor.numel(), 0, values)
-    mesh = tensor.device_mesh
-    rows_per_rank = -(-tensor.shape[0] // mesh.size(dims[0]))
-    start = mesh.get_local_rank(dims[0]) * rows_per_rank * (tensor.numel() // tensor.shape[0])
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    assert not any(offsets[1:]), "rows are cut"
+    start = offsets[0] * (tensor.numel() // tensor.shape[0]) if offsets else 0
     return Fragment("", tensor.numel(), start, values)
+
+
+def in_rows(tensor: Any) -> Any:
+    """A tensor cut between rows alone: itself, or a copy of one that tensor parallelism cut between columns."""
+    if not isinstance(tensor, DTensor) or all(getattr(cut, "dim", 0) == 0 for cut in tensor.placements):
+        return tensor
+    placements = [Shard(0) if getattr(cut, "dim", 0) else cut for cut in tensor.placements]
+    detached: Any = tensor.detach()
+    return detached.redistribute(placements=placements)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -100,9 +124,9 @@ def torch_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> Tra
     """The training state of parameters that a torch optimizer steps itself; without one, of the parameters alone."""
     state = TrainingState(options=[] if optimizer is None else group_options(optimizer))
     for name, parameter in named.items():
-        state.add_range(f"{WEIGHT}/{name}", own_range(parameter))
+        state.add_range(f"{WEIGHT}/{name}", state.range_of(parameter))
         if optimizer is not None:
-            state.add(name, optimizer.state.get(parameter, {}), parameter, own_range)
+            state.add(name, optimizer.state.get(parameter, {}), parameter, state.range_of)
     return state
 
 
@@ -119,6 +143,13 @@ def make_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: S
             states[key] = copied(value).to(parameter.device) if on else copied(value)
 
 
+def torch_idle(optimizer: Any) -> list[Tensor]:
+    """What a torch optimizer reads in its step alone: its parameters' gradients, and its states."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [each for each in [*(p.grad for p in parameters), *states] if isinstance(each, Tensor)]
+
+
 def copied(value: Any) -> Any:
     """A number that is no longer the checkpoint's own."""
     return value.clone() if isinstance(value, Tensor) else value
@@ -130,7 +161,14 @@ def group_options(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's."""
+    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's.
+
+    Where the numbers differ, groups of like options are one: transformers divides them by how tensor parallelism cut.
+    """
+    if len(options) != len(optimizer.param_groups):
+        kinds, now = _kinds(options), _kinds(group_options(optimizer))
+        if max(kinds) == max(now):
+            options = [options[kinds.index(kind)] for kind in now]
     if len(options) != len(optimizer.param_groups):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(options)} groups of parameters and this run's {len(optimizer.param_groups)}: "
@@ -144,3 +182,11 @@ def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
                 "arguments, or start a new run."
             )
         group.update({key: copied(value) for key, value in saved.items()})
+
+
+def _kinds(options: list[dict[str, Any]]) -> list[int]:
+    """For each group, how many times options have changed from one group to the next."""
+    kinds = [0]
+    for before, after in pairwise(options):
+        kinds.append(kinds[-1] + (before != after))
+    return kinds

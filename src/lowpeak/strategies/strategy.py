@@ -91,6 +91,10 @@ class Strategy(Protocol):
         """This rank's own tensors of the model's parameters, by name: for averages and for offloading."""
         ...
 
+    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+        """This rank's own tensors that nothing reads between two steps: gradients and the optimizer's states."""
+        ...
+
     @property
     def cuts_states(self) -> bool:
         """Whether ranks have different parts of what is trained or of its states, so that only together they can save it."""

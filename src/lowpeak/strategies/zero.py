@@ -16,7 +16,7 @@ from lowpeak.strategies.frozen import freeze
 from lowpeak.strategies.shards import save_shards
 from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Frozen
-from lowpeak.strategies.zero_states import load_zero_state, zero_state
+from lowpeak.strategies.zero_states import load_zero_state, zero_idle, zero_state
 
 
 class Zero(Accelerated):
@@ -54,6 +54,10 @@ class Zero(Accelerated):
         """The engine clips, updates and clears."""
         self._engine.step()
 
+    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+        """The engine's gradients, its fp32 weights and their states; none before it was made."""
+        return [] if self._accelerator.deepspeed_engine_wrapped is None else zero_idle(self._engine)
+
     @property
     def cuts_states(self) -> bool:
         """Yes: each rank has ranges of the optimizer's states, whatever the stage."""
@@ -62,12 +66,12 @@ class Zero(Accelerated):
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         """Each rank writes its ranges of the optimizer's weights and their states."""
         named = trained(self._accelerator.unwrap_model(model))
-        save_shards(checkpoint, zero_state(self._engine, self._stage, named), self._ranks)
+        save_shards(checkpoint, zero_state(self._engine, self._stage, named), self._ranks.processes)
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         """Each rank reads its ranges, whatever ranks wrote them; then the model gets its weights from the optimizer's."""
         named = trained(self._accelerator.unwrap_model(model))
-        load_zero_state(checkpoint, self._engine, self._stage, named, self._ranks)
+        load_zero_state(checkpoint, self._engine, self._stage, named, self._ranks.processes)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """Stage 3 cuts it as it cuts the policy, and no engine is made for it; below, a replica where there is `room`."""

@@ -25,6 +25,7 @@ from lowpeak.strategies.states import (
     copied,
     group_options,
     put_options,
+    torch_idle,
 )
 
 _COUNTED = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
@@ -70,6 +71,17 @@ def load_zero_state(checkpoint: Path, engine: Any, stage: int, named: Mapping[st
         optimizer.update_lp_params()
     else:
         _refresh_model(optimizer, stage, named)
+
+
+def zero_idle(engine: Any) -> list[Tensor]:
+    """What the optimizer reads in its step alone: fp32 weights, their states, gradients of which it keeps flat ranges."""
+    optimizer = engine.optimizer
+    stage3 = getattr(optimizer, "fp32_partitioned_groups_flat", None)
+    masters = optimizer.single_partition_of_fp32_groups if stage3 is None else stage3
+    gradients = [getattr(optimizer, "grad_partitions_flat_buffer", None)]
+    for group in optimizer.averaged_gradients.values():
+        gradients += group or []
+    return [*masters, *torch_idle(optimizer.optimizer), *(each for each in gradients if isinstance(each, Tensor))]
 
 
 def _masters(optimizer: Any, stage: int, named: Mapping[str, nn.Parameter]) -> Iterator[Master]:

@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from lowpeak.config.asked import is_on, refuse_other_parallelism, require_deepspeed, settle_clipping, settled_fsdp
+from lowpeak.config.asked import (
+    Cut,
+    is_on,
+    refuse_other_parallelism,
+    require_deepspeed,
+    settle_deepspeed,
+    settled_cut,
+    settled_fsdp,
+)
 from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
@@ -85,7 +93,12 @@ class CommonConfig(TrainingArguments):
         meet_anew()
         super().__post_init__()
         if self.deepspeed_plugin is not None:
-            settle_clipping(self.deepspeed_plugin.hf_ds_config.config, self.max_grad_norm)
+            settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
+
+    @property
+    def cut(self) -> Cut:
+        """How tensor parallelism cuts the policy where it is loaded."""
+        return settled_cut(os.environ, self.parallelism_config, False, False)
 
     @property
     def checkpoints_activations(self) -> bool:
@@ -95,8 +108,11 @@ class CommonConfig(TrainingArguments):
     def _settle_sharding(self) -> None:
         """What was asked of accelerate, here or in the environment: FSDP1 as FSDP2, an error for what lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
-        refuse_other_parallelism(os.environ, self.parallelism_config, loading)
-        if self.deepspeed or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED"):
+        refuse_other_parallelism(os.environ, loading)
+        deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
+        fsdp = bool(self.fsdp) or is_on(os.environ, "ACCELERATE_USE_FSDP")
+        settled_cut(os.environ, self.parallelism_config, fsdp, deepspeed)
+        if deepspeed:
             require_deepspeed("a run under DeepSpeed needs")
         given: Any = self  # transformers' own types are those of its command line
         given.fsdp, given.fsdp_config, converted = settled_fsdp(given.fsdp, given.fsdp_config)
@@ -152,6 +168,11 @@ class OnlineConfig(VllmArguments, CommonConfig):
     )
     offload_frozen_models: bool = argument(
         False, "memory", "Keep reference and reward models in host memory, on the device a layer at a time (GPUs)."
+    )
+    offload_during_rollout: bool = argument(
+        False,
+        "memory",
+        "Gradients, optimizer states and frozen models wait in host memory while completions are generated (GPUs).",
     )
     share_prompt: bool | None = argument(
         None, "memory", "Forward a prompt once for all of its completions (None: where it pays)."

@@ -25,6 +25,7 @@ from lowpeak.loading import give_room
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_head
 from lowpeak.memory.offload import activation_offload
+from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.records import Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
@@ -49,6 +50,7 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
+from lowpeak.training.resting import check_resting, make_rest, resting
 from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
@@ -75,8 +77,8 @@ def prepare_online(
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
     check_devices(bool(args.fsdp))
-    settings = resolve_online(args, args.world_size, len(listed(reward_funcs)))
-    check_engine(settings.vllm)
+    settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
+    check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     judges = make_rewards(
@@ -87,7 +89,11 @@ def prepare_online(
     )
     success = _success(args, judges)
     policy = load_policy(
-        model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
+        model,
+        args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        peft_config=peft_config,
+        cut=args.cut,
     )
     if args.sync_ref_model and is_peft(policy):
         raise ArgumentError(
@@ -97,7 +103,9 @@ def prepare_online(
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
     reference = None
     if args.beta:
-        reference = load_reference(policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code)
+        reference = load_reference(
+            policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, cut=args.cut
+        )
     upcast_trainable(policy)
     if args.disable_dropout:
         disable_dropout(policy)
@@ -123,7 +131,8 @@ def connect_online(
     )
     with strategy.ranks.together():
         cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
-    freeze = _freezer(trainer, parts, strategy)
+    rest = make_rest(trainer, parts.policy, strategy) if settings.memory.idle_on_host else None
+    freeze = _freezer(trainer, parts, strategy, rest)
     reference = _reference(parts, freeze) if args.beta else None
     for judge in parts.rewards:
         if isinstance(judge, ModelReward):
@@ -146,6 +155,7 @@ def connect_online(
         budget=budget,
         tracker=run.tracker,
         tally=tally,
+        rest=rest,
     )
     return run, maker
 
@@ -185,18 +195,19 @@ def make_run(
         core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
-        journal=Journal(output_dir / "journal", writes=ranks.rank == 0),
+        journal=Journal(output_dir / "journal", writes=ranks.processes.rank == 0),
         coefficients=dict(algorithm.state),
         sizes=sizes,
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
     )
 
 
-def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy) -> Callable[[nn.Module], Frozen]:
+def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy, rest: Rest | None) -> Callable[[nn.Module], Frozen]:
     """Prepares a frozen model: whole where half of what training leaves free, on every rank, holds it."""
     free = free_bytes(trainer.accelerator.device) - training_bytes(parts.policy)
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
-    return lambda model: strategy.prepare_frozen(model, room, parts.settings.memory.frozen_on_host)
+    on_host = parts.settings.memory.frozen_on_host
+    return lambda model: resting(rest, strategy, strategy.prepare_frozen(model, room, on_host))
 
 
 def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Reference:
@@ -215,6 +226,8 @@ def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
             f"{gathering}={getattr(parts.args, gathering)!r} cannot act: parameters are whole on every rank; it concerns FSDP2 "
             "and ZeRO-3. Remove it."
         )
+    if parts.args.offload_during_rollout:
+        check_resting(trainer.accelerator.device)
     if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
         raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
     if parts.args.offload_frozen_models and not _has_frozen(parts):

@@ -6,7 +6,7 @@ Ranks write it together. A part of it that waits for all ranks ends in `together
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -31,7 +31,7 @@ from lowpeak.training.models import REFERENCE_ADAPTER, is_peft
 
 def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
     """Write `checkpoint-<step>` of a trainer, by all ranks, whole or not at all; returns its folder."""
-    args, ranks = trainer.args, trainer.run.strategy.ranks
+    args, ranks = trainer.args, trainer.run.strategy.ranks.processes
     run_dir = Path(trainer._get_output_dir(trial=trial))
     final = run_dir / f"checkpoint-{trainer.state.global_step}"
     trainer.store_flos()
@@ -57,12 +57,12 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
 def _save_training(trainer: Any, stage: Path) -> None:
     """Optimizer states, schedule and loss scale: each rank its own part, or all of it by rank 0."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
-    with together(strategy.ranks, partial(reason_of, folder=stage)):
+    with together(strategy.ranks.processes, partial(reason_of, folder=stage)):
         if strategy.cuts_states:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
             trainer._save_optimizer_and_scheduler(folder)
-    if strategy.cuts_states and strategy.ranks.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
+    if strategy.cuts_states and strategy.ranks.processes.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
         torch.save(trainer.lr_scheduler.state_dict(), stage / SCHEDULER_NAME)
     trainer._save_scaler(folder)
 
@@ -72,8 +72,16 @@ def load_training(trainer: Any, checkpoint: Path) -> None:
     strategy = trainer.run.strategy
     strategy.load_state(checkpoint, trainer.model_wrapped, trainer.optimizer)
     if not _is_deepspeeds(trainer.lr_scheduler):
-        trainer.lr_scheduler.load_state_dict(torch.load(checkpoint / SCHEDULER_NAME, weights_only=True))
+        saved = torch.load(checkpoint / SCHEDULER_NAME, weights_only=True)
+        trainer.lr_scheduler.load_state_dict(_for_groups(saved, len(trainer.optimizer.param_groups)))
     trainer._load_scaler(os.fspath(checkpoint))
+
+
+def _for_groups(schedule: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A schedule's state for so many groups of parameters, where its own have all the same: tensor parallelism divides them."""
+    lists = {key: value for key, value in schedule.items() if isinstance(value, list) and value}
+    alike = {key: value[:1] * number for key, value in lists.items() if all(each == value[0] for each in value)}
+    return {**schedule, **alike}
 
 
 def _is_deepspeeds(schedule: Any) -> bool:
@@ -94,7 +102,7 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
     """The model in the Hugging Face layout, streamed slice by slice; an adapter alone, or `merged` into the whole model."""
     strategy = trainer.run.strategy
     model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
-    first = strategy.ranks.rank == 0
+    first = strategy.ranks.processes.rank == 0
     if is_peft(model) and not merged:
         _export_adapter(trainer, model, folder)
         return
@@ -103,12 +111,12 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
         trainer._save(os.fspath(folder))
         return
     layout = strategy.layout(trainer.model_wrapped)
-    with together(strategy.ranks, partial(reason_of, folder=folder)):
+    with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             write_settings(folder, base, next(dtype for _, dtype in layout.values() if dtype.is_floating_point))
             _save_beside(trainer, folder)
-    with together(strategy.ranks, partial(reason_of, folder=folder)):
+    with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
         slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
         write_weights(folder if first else None, base, layout, slices)
 
@@ -117,17 +125,17 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
     """The adapter as peft saves it. Where it is sharded it is gathered, slice by slice, on rank 0; its base is not."""
     strategy = trainer.run.strategy
     if not strategy.cuts_states:
-        with together(strategy.ranks, partial(reason_of, folder=folder)):
+        with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
             trainer._save(os.fspath(folder))
         return
     found: dict[str, list[torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in strategy.slices(trainer.model_wrapped, SLICE_BYTES, None, "adapter"):
-        if strategy.ranks.rank == 0:
+        if strategy.ranks.processes.rank == 0:
             found.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
             shapes[piece.name] = piece.shape
-    with together(strategy.ranks, partial(reason_of, folder=folder)):
-        if strategy.ranks.rank == 0:
+    with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
+        if strategy.ranks.processes.rank == 0:
             names = {adapter_name(model, name): name for name in adapter_parameters(model)}
             weights = {names[name]: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
             folder.mkdir(parents=True, exist_ok=True)

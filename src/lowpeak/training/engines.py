@@ -42,8 +42,16 @@ _MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
 _LEAST_CACHE = 1 << 24
 
 
-def check_engine(settings: VllmSettings | None) -> None:
-    """MissingPackageError for an engine in this process that is not installed; before anything loads."""
+def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> None:
+    """MissingPackageError for an engine in this process that is not installed; before anything loads.
+
+    ArgumentError for vLLM beside a policy whose tensors are cut over `tensor_parallel` processes, which are one data rank.
+    """
+    if settings is not None and tensor_parallel > 1:
+        raise ArgumentError(
+            f"use_vllm=True does not go with tp_size={tensor_parallel}: the processes that share a policy's tensors would each "
+            "ask for the same completions. Shard the policy with fsdp2 or zero3, or remove use_vllm."
+        )
     if settings is not None and isinstance(settings.where, ColocateSettings):
         require_vllm()
 

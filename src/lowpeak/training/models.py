@@ -17,9 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowpeak.config.asked import WHOLE, Cut
 from lowpeak.data.prompts import check_tokenizer
-from lowpeak.errors import ArgumentError, MissingPackageError, ModelError
-from lowpeak.loading import reads_weights, without_weights
+from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError
+from lowpeak.loading import in_parts, reads_weights, without_weights
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +34,22 @@ class Reference:
 
 
 def load_policy(
-    model: str | nn.Module, init_kwargs: Mapping[str, Any] | None, *, trust_remote_code: bool, peft_config: Any = None
+    model: str | nn.Module,
+    init_kwargs: Mapping[str, Any] | None,
+    *,
+    trust_remote_code: bool,
+    peft_config: Any = None,
+    cut: Cut = WHOLE,
 ) -> nn.Module:
-    """The model to train, by name, path or instance; with `peft_config`, under an adapter. See `upcast_trainable`."""
+    """The model to train, by name, path or instance; with `peft_config`, under an adapter. See `upcast_trainable`.
+
+    One that is `cut` where it is loaded is fp32 from there on.
+    """
+    if cut != WHOLE:
+        _check_cut(model, init_kwargs, peft_config)
+        init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
     if isinstance(model, str):
-        policy = _load_causal(model, init_kwargs, trust_remote_code)
+        policy = _load_causal(model, init_kwargs, trust_remote_code, cut)
     elif init_kwargs or trust_remote_code:
         raise ArgumentError(
             "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
@@ -58,9 +70,23 @@ def load_policy(
     return policy
 
 
-def _load_causal(name: str, init_kwargs: Mapping[str, Any] | None, trust_remote_code: bool) -> nn.Module:
+def _load_causal(
+    name: str, init_kwargs: Mapping[str, Any] | None, trust_remote_code: bool, cut: Cut = WHOLE
+) -> nn.Module:
     kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    return from_pretrained(AutoModelForCausalLM, name, **kwargs)
+    return from_pretrained(AutoModelForCausalLM, name, cut, **kwargs)
+
+
+def _check_cut(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
+    """ArgumentError for what tensor parallelism was not tried with."""
+    if not isinstance(model, str):
+        raise ArgumentError(
+            "tensor parallelism cuts a model where it is loaded: pass its name or path, not an instance."
+        )
+    if peft_config is not None or "quantization_config" in (init_kwargs or {}):
+        raise ArgumentError(
+            "adapters and quantised models do not run under tensor parallelism: train them under fsdp2 or zero3."
+        )
 
 
 def _check_policy(policy: nn.Module) -> None:
@@ -77,12 +103,16 @@ def _check_policy(policy: nn.Module) -> None:
         )
 
 
-def from_pretrained(auto: Any, name: str, **kwargs: Any) -> Any:
+def from_pretrained(auto: Any, name: str, cut: Cut = WHOLE, **kwargs: Any) -> Any:
     """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere."""
     try:
+        if cut != WHOLE:
+            return in_parts(auto, name, kwargs, cut)
         if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights():
             return without_weights(auto, name, kwargs)
         return auto.from_pretrained(name, **kwargs)
+    except LowpeakError:
+        raise
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
     except (OSError, ValueError) as error:
@@ -111,7 +141,12 @@ def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_c
 
 
 def load_reference(
-    policy: nn.Module, origin: str | nn.Module, init_kwargs: Mapping[str, Any] | None, *, trust_remote_code: bool
+    policy: nn.Module,
+    origin: str | nn.Module,
+    init_kwargs: Mapping[str, Any] | None,
+    *,
+    trust_remote_code: bool,
+    cut: Cut = WHOLE,
 ) -> nn.Module | None:
     """The frozen reference as a model of its own; None under LoRA, where it is the policy with adapters off.
 
@@ -121,7 +156,7 @@ def load_reference(
     if is_peft(policy):
         return None
     if isinstance(origin, str):
-        return _load_causal(origin, init_kwargs, trust_remote_code)
+        return _load_causal(origin, init_kwargs, trust_remote_code, cut)
     return copy.deepcopy(policy)
 
 

@@ -10,14 +10,14 @@ from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.outgoing import plain_name
 from lowpeak.strategies.shards import load_shards, read_saved, save_shards
-from lowpeak.strategies.states import WEIGHT, TrainingState, own_range
+from lowpeak.strategies.states import WEIGHT, TrainingState
 
 REFERENCE_FOLDER = "reference"
 
 
 def save_average(checkpoint: Path, reference: nn.Module, ranks: Ranks) -> None:
     """Write each rank's ranges into a (staged) checkpoint, on all ranks together."""
-    save_shards(checkpoint, _state(reference), ranks, REFERENCE_FOLDER)
+    save_shards(checkpoint, _state(reference), ranks.processes, REFERENCE_FOLDER)
 
 
 def load_average(checkpoint: Path, reference: nn.Module, ranks: Ranks) -> None:
@@ -26,12 +26,14 @@ def load_average(checkpoint: Path, reference: nn.Module, ranks: Ranks) -> None:
         raise CheckpointError(
             f"{checkpoint / REFERENCE_FOLDER} is missing: the checkpoint was written without sync_ref_model; resume without it."
         )
-    saved = read_saved(checkpoint, ranks, REFERENCE_FOLDER)
-    load_shards(checkpoint, saved, _state(reference).fragments, REFERENCE_FOLDER)
+    saved = read_saved(checkpoint, ranks.processes, REFERENCE_FOLDER)
+    state = _state(reference)
+    load_shards(checkpoint, saved, state.fragments, REFERENCE_FOLDER)
+    state.put_back()
 
 
 def _state(reference: nn.Module) -> TrainingState:
     state = TrainingState()
     for name, parameter in reference.named_parameters():
-        state.add_range(f"{WEIGHT}/{plain_name(name)}", own_range(parameter))
+        state.add_range(f"{WEIGHT}/{plain_name(name)}", state.range_of(parameter))
     return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import LostEngineError
 from lowpeak.memory.phases import Phase
+from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards.combine import RewardPanel, reward_metrics
@@ -78,9 +79,9 @@ class Tally:
 class RolloutMaker:
     """The parts that a rollout needs.
 
-    `model` gives the (wrapped) policy; `core` and `budget` are what passes run with. `weights_changed` says that the
-    policy's weights were replaced (loaded) without a step, which a version cannot tell; `policy_version` is the one that
-    the engine is to hold.
+    `model` gives the (wrapped) policy; `core` and `budget` are what passes run with; `rest` is what waits in host memory
+    meanwhile. `weights_changed` says that the policy's weights were replaced (loaded) without a step, which a version cannot
+    tell; `policy_version` is the one that the engine is to hold.
     """
 
     settings: OnlineSettings
@@ -96,6 +97,7 @@ class RolloutMaker:
     budget: Budget
     tracker: MemoryTracker
     tally: Tally
+    rest: Rest | None = None
     weights_changed: bool = False
     policy_version: int | None = None
 
@@ -111,16 +113,28 @@ class RolloutMaker:
         records = tuple(self._with_advantages(*pair) for pair in zip(records, advantages.per_token, strict=True))
         metrics = merge_metrics(judged.metrics, advantages.metrics)
         metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring)
-        metrics = merge_metrics(metrics, self.tally.take_pushes())
+        metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested())
         return Rollout(number, records, metrics, describe(judged, records, self.panel.names))
+
+    def _rested(self) -> dict[str, Metric]:
+        """Bytes that left the device for the rollout and seconds that both ways took, of the rank where they are most."""
+        if self.rest is None:
+            return {}
+        num_bytes, seconds = self.strategy.ranks.max([float(number) for number in self.rest.take()])
+        return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The engine is ready to generate in the block, and gives its memory back after it."""
-        with self.strategy.ranks.together():
-            self.engine.wake()
-        yield
-        self.engine.sleep()
+        """The engine is ready to generate in the block, and gives its memory back after it; what rests has gone before."""
+        with ExitStack() as stack:
+            with self.strategy.ranks.together():
+                if self.rest is not None:
+                    stack.enter_context(self.rest.rollout())
+                self.engine.wake()
+            yield
+            self.engine.sleep()
+            with self.strategy.ranks.together():
+                stack.close()
 
     def load_weights(self, policy_version: int) -> None:
         """Stations 2 and 3: the engine gets the policy's weights, unless it holds them already, on every rank."""

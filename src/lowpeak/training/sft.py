@@ -166,7 +166,11 @@ def check_data(dataset: Any, args: Any) -> None:
 def _load(model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
     """The model to train, and its tokenizer."""
     policy = load_policy(
-        model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, peft_config=peft_config
+        model,
+        args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        peft_config=peft_config,
+        cut=args.cut,
     )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
     upcast_trainable(policy)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
+import socket
 from pathlib import Path
 from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from lowpeak.checkpoint.atomic import last_checkpoint, set_aside, sweep
 from lowpeak.checkpoint.resume import find_resume
 
 logger = logging.getLogger(__name__)
+
+LAUNCH_FILE = ".lowpeak.launch"  # in output_dir
 
 
 def quiet_replicas(args: Any) -> None:
@@ -24,16 +30,60 @@ def quiet_replicas(args: Any) -> None:
 def take_up(output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
     """Clear what a killed run left half done, and return the checkpoint to go on from; one process calls it.
 
-    After torchrun has started the ranks again (TORCHELASTIC_RESTART_COUNT), that is the last whole one, whatever the arguments
-    of the first start were; as they say where there is none yet.
+    After torchrun has started the ranks again (TORCHELASTIC_RESTART_COUNT), that is the last whole one that an earlier life of
+    this very launch has written, whatever the arguments of the first start were; as they say where there is none yet.
     """
     sweep(output_dir)
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    restarts = _restarts()
     last = last_checkpoint(output_dir)
-    if restarts and last is not None:
+    if restarts and last is not None and _is_of_this_launch(last):
         logger.warning("Started again (restart %d): going on from %s.", restarts, last)
         return find_resume(output_dir, True)
     return find_resume(output_dir, resume_from_checkpoint)
+
+
+def note_launch(output_dir: Path, step: int) -> None:
+    """Write down that the folder's checkpoints beyond `step` are this launch's; one process calls it.
+
+    A later life leaves what an earlier one wrote. It may be the first to come so far: a rank can die while it loads, beside
+    another run's checkpoints.
+    """
+    launch = _launch()
+    if launch is not None and not (_restarts() and (_noted(output_dir) or {}).get("launch") == launch):
+        (output_dir / LAUNCH_FILE).write_text(json.dumps({"launch": launch, "from_step": step}), encoding="utf-8")
+
+
+def _is_of_this_launch(checkpoint: Path) -> bool:
+    noted = _noted(checkpoint.parent)
+    if noted is None or noted["launch"] != _launch():
+        return False
+    return int(checkpoint.name.rpartition("-")[2]) > noted["from_step"]
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+
+
+def _noted(output_dir: Path) -> dict[str, Any] | None:
+    try:
+        noted = json.loads((output_dir / LAUNCH_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # none, or torn by a kill
+        return None
+    return noted if isinstance(noted, dict) and noted.keys() >= {"launch", "from_step"} else None
+
+
+def _launch() -> str | None:
+    """A name that all lives of a run under torch's agent share, and no other run; None without such an agent.
+
+    Without an id of the user's or torchrun's own (--standalone) it is the agent's process: it outlives the ranks it starts.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID")
+    if name is None:
+        return None
+    agent = psutil.Process().parent()
+    if name not in ("", "none") or agent is None:
+        return name
+    return f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 
 def put_others_aside(output_dir: Path, step: int) -> None:

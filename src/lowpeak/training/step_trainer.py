@@ -46,7 +46,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import put_others_aside, take_up
+from lowpeak.training.start import note_launch, put_others_aside, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -167,6 +167,7 @@ class StepTrainer(Trainer):
         put_others_aside(output_dir, step)
         if self.run.resumed is not None:
             self.run.journal.resume_at(step)
+        note_launch(output_dir, step)
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
@@ -296,7 +297,9 @@ class StepTrainer(Trainer):
         self._export(Path(output_dir), merged=True)
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
-        with agreed(self.run.strategy.ranks, f"the model could not be written into {folder}"):
+        ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        could_not = f"the model could not be written into {folder}"
+        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), agreed(ranks, could_not):
             export_model(self, folder, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -323,7 +326,9 @@ class StepTrainer(Trainer):
             super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The base's way; weights of another shape are told in one sentence."""
+        """The base's way; weights of another shape are told in one sentence. What ranks wrote together is loaded later."""
+        if self.run.strategy.cuts_states:
+            return
         with _fitting(resume_from_checkpoint, "weights", "the model"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 

@@ -35,14 +35,16 @@ class VllmArguments:
     vllm_server_timeout: float = argument(
         240.0, "vllm", "Server: seconds that it may take to be there, at the start and after it died."
     )
-    vllm_group_port: int = argument(51216, "vllm", "Server: this host's port for weights that go by NCCL or TCP.")
+    vllm_group_port: int | None = argument(
+        None, "vllm", "Server: the trainer's port for weights that go by NCCL or TCP (None: any free one)."
+    )
     vllm_server_token: str | None = argument(
         None,
         "vllm",
         "Server: the token that it demands (None: that of LOWPEAK_SERVER_TOKEN in the environment, if any).",
     )
     vllm_wave_timeout: float | None = argument(
-        3600.0, "vllm", "Server: seconds that one wave may take before the server counts as lost (None: no limit)."
+        3600.0, "vllm", "Seconds that one wave may take before the engine counts as lost (None: no limit)."
     )
     vllm_batch_size: int | None = argument(
         None, "vllm", "Rows of one wave (None: as many as the KV cache holds at their full length)."

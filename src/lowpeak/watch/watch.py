@@ -49,11 +49,12 @@ def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Ite
     RankError where another rank is gone, failed or does not answer; this rank's own failure ends the others. Nothing more for
     a single process, or inside such a block.
     """
-    lines = connect(ranks) if ranks.world_size > 1 and not ranks.is_watched else None
+    processes = ranks.processes
+    lines = connect(processes) if processes.world_size > 1 and not ranks.is_watched else None
     if lines is None:
         yield
         return
-    watch = Watch(ranks.rank, lines, phase, grace)
+    watch = Watch(processes.rank, lines, phase, grace)
     with watch, ranks.alarmed(watch.announce):
         yield
 

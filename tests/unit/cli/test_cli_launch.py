@@ -119,6 +119,11 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
         ("single", {"num_processes": 2}, "2 was asked for, and the number of processes here is 1"),
         ("single", {"max_restarts": 2}, "--max_restarts 2 has no effect"),
         ("fsdp2", {"num_processes": 2}, "on CPUs accelerate would train DDP in its place"),
+        ("ddp", {"num_processes": 0}, "--num_processes 0 must be at least 1"),
+        ("ddp", {"num_processes": -2}, "--num_processes -2 must be at least 1"),
+        ("ddp", {"num_processes": 2, "num_machines": 0}, "--num_machines 0 must be at least 1"),
+        ("ddp", {"num_processes": 2, "main_process_port": 99999}, "--main_process_port 99999 must be a port"),
+        ("ddp", {"num_processes": 4, **HOST, "machine_rank": 2}, "machine_rank 2 names no host"),
     ],
 )
 def test_what_cannot_be_started_is_said_first(name, told, message):
@@ -148,6 +153,16 @@ def test_sizes_of_processes_without_a_config_are_refused():
         ({"zero_optimization": {"stage": 3}}, "no config of accelerate's.*--deepspeed"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, "not there"),
         ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "cannot be run as FSDP2"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": "two"}, "num_processes: two, which is no whole number"),
+        ({"distributed_type": "FSDP", "fsdp_config": "full"}, "fsdp_config: full, which is no group of settings"),
+        ({"distributed_type": "MULTI_GPU", "parallelism_config": [1]}, "parallelism_config: .*no group of settings"),
+        ({"distributed_type": "MULTI_GPU", "num_procs": 2}, "num_procs, which accelerate does not know; did you mean"),
+        (
+            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stagee": 3}},
+            "deepspeed_config of .* has zero_stagee, which accelerate does not know; did you mean zero_stage",
+        ),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "bogus": 1}}, "has fsdp_bogus, which"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": "three"}}, "zero_stage: three"),
     ],
 )
 def test_a_config_that_lowpeak_does_not_run_is_refused(settings, message, tmp_path):
@@ -172,6 +187,32 @@ def test_a_missing_deepspeed_is_said_before_anything_starts():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.startswith("accelerate_config='zero2' needs deepspeed, which is not installed; pip install")
+
+
+def test_a_config_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "config.yaml").write_bytes(b"\x00\xff")
+    with pytest.raises(ArgumentError, match=r"config\.yaml cannot be read"):
+        launch(str(tmp_path / "config.yaml"))
+
+
+def test_names_of_older_configs_are_known(tmp_path):
+    fsdp = {"fsdp_sharding_strategy": 1, "fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_use_orig_params": False}
+    older = written(tmp_path, distributed_type="FSDP", fp16=False, fsdp_config=fsdp, downcast_bf16="no")
+    assert "backward_prefetch_policy, use_orig_params left out" in str(read(older).converted)
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc stands in the environment"),
+        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK=5 and WORLD_SIZE=2 stand in the environment"),
+    ],
+)
+def test_an_environment_that_no_launcher_made_is_refused(environ, message, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ArgumentError, match=message):
+        launch("ddp", num_processes=2)
 
 
 REPLICATE, SHARD = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"

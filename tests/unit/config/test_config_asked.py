@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowpeak.config.asked import refuse_axes, refuse_other_parallelism, settle_clipping
+from lowpeak.config.asked import refuse_axes, refuse_other_parallelism, settle_clipping, settle_deepspeed
 from lowpeak.errors import ArgumentError
 
 
@@ -48,3 +48,41 @@ def test_the_run_s_own_gradient_norm_clips_under_deepspeed(config):
 def test_a_clipping_of_the_config_s_own_is_an_error_where_it_differs():
     with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 and the run max_grad_norm=0.25"):
         settle_clipping({"gradient_clipping": 1.0}, 0.25)
+
+
+RUN = SimpleNamespace(
+    max_grad_norm=0.25,
+    per_device_train_batch_size=8,
+    gradient_accumulation_steps=4,
+    world_size=2,
+    hf_deepspeed_config=None,
+)
+
+
+@pytest.mark.parametrize(
+    "batches", [{}, {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "train_batch_size": 64}]
+)
+def test_batches_of_deepspeed_s_config_may_say_what_the_arguments_do(batches):
+    settled = {"zero_optimization": {"stage": 2}, **batches}
+    settle_deepspeed(settled, RUN)
+    assert settled == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25, **dict.fromkeys(batches, "auto")}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"train_batch_size": 16}, "train_batch_size=16, and the run's arguments make 64"),
+        ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1, and the run's arguments make 4"),
+        ({"zero_optimization": {"stage": 0}}, "stage 0: lowpeak runs 1, 2 and 3"),
+        ({"zero_optimization": {"stage": 7}}, "stage 7: lowpeak runs 1, 2 and 3"),
+        ({"zero_optimization": None}, "stage 0: lowpeak runs 1, 2 and 3"),
+    ],
+)
+def test_a_deepspeed_config_that_contradicts_the_run_is_refused(config, message):
+    with pytest.raises(ArgumentError, match=message):
+        settle_deepspeed({"zero_optimization": {"stage": 3}, **config}, RUN)
+
+
+def test_a_size_that_is_no_number_is_refused():
+    with pytest.raises(ArgumentError, match=r"a\.yaml has tp_size: many, which is no whole number"):
+        refuse_axes({"tp_size": "many"}, "a.yaml")

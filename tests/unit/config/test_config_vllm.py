@@ -33,7 +33,7 @@ def test_every_argument_of_vllm_says_where_it_acts():
 
 def test_without_vllm_there_are_no_settings_and_with_it_trls_defaults(tmp_path):
     assert settings(tmp_path) is None
-    assert settings(tmp_path, use_vllm=True) == VllmSettings(ColocateSettings())
+    assert settings(tmp_path, use_vllm=True) == VllmSettings(ColocateSettings(), wave_timeout=3600.0)
     served = settings(tmp_path, **SERVER)
     assert served == VllmSettings(ServerSettings(("http://127.0.0.1:8000",)), wave_timeout=3600.0)
     assert (served.mode, settings(tmp_path, use_vllm=True).mode) == ("server", "colocate")
@@ -69,15 +69,9 @@ def test_servers_are_named_by_url_or_by_host_and_port(tmp_path, said, urls):
 
 
 def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
-    said = {
-        "vllm_server_timeout": 30.0,
-        "vllm_group_port": 4000,
-        "vllm_server_token": "secret",
-        "vllm_wave_timeout": 9.0,
-    }
+    said = {"vllm_server_timeout": 30.0, "vllm_group_port": 4000, "vllm_server_token": "secret"}
     found = settings(tmp_path, **SERVER, **said)
     assert found.where == ServerSettings(("http://127.0.0.1:8000",), 30.0, "secret", 4000)
-    assert found.wave_timeout == 9.0
     args = config(tmp_path, **SERVER)
     assert resolve_vllm(args, 1, {"LOWPEAK_SERVER_TOKEN": "key"}).where.token == "key"
     assert resolve_vllm(args, 1, {}).where.token is None
@@ -85,11 +79,22 @@ def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
 
 
 def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
-    said = {"vllm_batch_size": 7, "vllm_bucket_size": "2MiB", "vllm_verify_weights": False, "vllm_adapters": False}
+    said = {
+        "vllm_batch_size": 7,
+        "vllm_wave_timeout": 9.0,
+        "vllm_bucket_size": "2MiB",
+        "vllm_verify_weights": False,
+        "vllm_adapters": False,
+    }
     more = {"vllm_structured_outputs_regex": "[0-9]+", "generation_kwargs": {"seed": 3, "min_tokens": 2}}
     for mode, transport in (("colocate", "process"), ("server", "tcp")):
         found = settings(tmp_path, use_vllm=True, vllm_mode=mode, vllm_transport=transport, **said, **more)
-        assert (found.batch_size, found.bucket_bytes, found.transport) == (7, 2 << 20, transport)
+        assert (found.batch_size, found.wave_timeout, found.bucket_bytes, found.transport) == (
+            7,
+            9.0,
+            2 << 20,
+            transport,
+        )
         assert (found.verify, found.adapters, found.structured_regex) == (False, False, "[0-9]+")
         assert found.sampling_kwargs == {"min_tokens": 2}
 
@@ -156,6 +161,7 @@ OTHERWISE = {
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"}, "must name each server once"),
         ({"vllm_mode": "server", "vllm_server_base_url": []}, "must name each server once, at least one"),
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_server_port": 2}, "says where it is"),
+        ({"vllm_mode": "server", "offload_during_rollout": True}, "servers generate on devices of their own"),
         ({"vllm_bucket_size": "64 sheep"}, "vllm_bucket_size='64 sheep' must be a number of bytes above 0"),
         ({"vllm_bucket_size": 0}, "must be a number of bytes above 0"),
         ({"gather_budget": "8GiB"}, "gather_budget='8GiB' cannot act: vLLM generates with weights of its own"),

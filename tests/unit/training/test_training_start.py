@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ from lowpeak.memory.tracker import MemoryTracker, PhaseUse
 from lowpeak.ranks import Ranks
 from lowpeak.training.exhausted import explained
 from lowpeak.training.readout import read_spent
-from lowpeak.training.start import quiet_replicas, take_up
+from lowpeak.training.start import note_launch, quiet_replicas, take_up
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -27,29 +27,69 @@ def checkpoint(folder: Path, step: int) -> Path:
     return found
 
 
+@pytest.fixture
+def life(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Says which life of which launch this process is in."""
+
+    def be_in(restarts: int, launch: str = "none") -> None:
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", launch)
+
+    return be_in
+
+
+@pytest.mark.parametrize("launch", ["none", "job 7"])
 @pytest.mark.parametrize("asked", [None, False, True, "checkpoint-2"])
 def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str | bool | None
+    tmp_path: Path, life: Callable[..., None], asked: str | bool | None, launch: str
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    life(0, launch)
+    note_launch(tmp_path, 0)
     checkpoint(tmp_path, 2)
+    life(1, launch)
+    note_launch(tmp_path, 2)
     last = checkpoint(tmp_path, 4)
     (tmp_path / "checkpoint-6.staged").mkdir()
+    life(2, launch)
     assert take_up(tmp_path, asked) == last
     assert not (tmp_path / "checkpoint-6.staged").exists()
 
 
 def test_a_first_start_and_one_that_saved_nothing_do_as_the_arguments_say(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, life: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    life(1)
     assert take_up(tmp_path, None) is None
     with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
         take_up(tmp_path, True)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    life(0)
     found = checkpoint(tmp_path, 2)
     assert take_up(tmp_path, None) is None
     assert take_up(tmp_path, True) == found
+
+
+def test_a_run_that_died_before_it_had_begun_takes_up_nothing_of_another_run(
+    tmp_path: Path, life: Callable[..., None]
+) -> None:
+    life(0, "an earlier launch")
+    note_launch(tmp_path, 0)
+    checkpoint(tmp_path, 4)
+    life(1, "this launch")
+    assert take_up(tmp_path, None) is None
+
+
+def test_checkpoints_up_to_the_one_that_the_first_life_went_on_from_are_not_its_own(
+    tmp_path: Path, life: Callable[..., None]
+) -> None:
+    elsewhere = checkpoint(tmp_path / "elsewhere", 5)
+    run = tmp_path / "run"
+    checkpoint(run, 2)
+    life(0)
+    note_launch(run, 5)
+    life(1)
+    assert take_up(run, str(elsewhere)) == elsewhere
+    own = checkpoint(run, 6)
+    assert take_up(run, str(elsewhere)) == own
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from lowpeak.config.vllm import ColocateSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.guarded import free, guarded_build
+from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups
 from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
@@ -67,7 +67,11 @@ class ColocatedVllm:
         self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
         with tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder, guarded_build():
             _write(blueprint, Path(folder))
-            self.llm: Any = _build(folder, blueprint, settings, team)
+            try:
+                self.llm: Any = _build(folder, blueprint, settings, team)
+            except BaseException:
+                leave_groups(self._had_group)
+                raise
 
     @property
     def workers(self) -> InProcessWorkers:
@@ -167,7 +171,7 @@ class ColocatedVllm:
             sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
             try:
                 self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), sampling)
-            except ValueError as error:
+            except Exception as error:
                 self.llm.llm_engine.abort_request(names)
                 raise EngineError(f"vLLM refuses a request: {error}") from error
             names.append(name)
@@ -260,7 +264,7 @@ def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Rank
         return LLM(**{**arguments, **where.engine_kwargs})
     except TypeError as error:
         raise ArgumentError(f"vllm_engine_kwargs={dict(where.engine_kwargs)!r}: {error}") from error
-    except (ValueError, RuntimeError) as error:
+    except Exception as error:
         raise _explained("vLLM could not be built in this process", error, settings) from error
 
 

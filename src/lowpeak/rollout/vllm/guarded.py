@@ -49,7 +49,6 @@ def guarded_build() -> Iterator[None]:
 
 def free(llm: Any, had_group: bool) -> None:
     """End a vLLM of this process; the trainer's process group, which vLLM would end too, stays where there was one."""
-    from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
     cleanup = core.cleanup_dist_env_and_memory
@@ -58,11 +57,18 @@ def free(llm: Any, had_group: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
     finally:
         core.cleanup_dist_env_and_memory = cleanup
+    leave_groups(had_group)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def leave_groups(had_group: bool) -> None:
+    """Leave the process groups that vLLM has made, of all ranks (`had_group` False) or of parts of them."""
+    from vllm.distributed import parallel_state
+
     parallel_state.destroy_model_parallel()
     if not had_group and has_group():
         parallel_state.destroy_distributed_environment()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _device_states() -> list[torch.Tensor]:

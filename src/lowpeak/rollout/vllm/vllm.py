@@ -14,11 +14,24 @@ from lowpeak.errors import LostEngineError as LostEngineError  # who implements 
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter that a vLLM holds: vLLM's `LoRARequest(name, number, folder)`, the folder being on its host."""
+
+    name: str
+    number: int
+    folder: str
+
+
+@dataclass(frozen=True)
 class Request:
-    """One completion to be written: token ids in, and vLLM's sampling parameters by name (one completion: no `n`)."""
+    """One completion to be written: token ids in, and vLLM's sampling parameters by name (one completion: no `n`).
+
+    With an `adapter` it is written by the base model with that adapter, which is what the last push gave.
+    """
 
     prompt_ids: tuple[int, ...]
     params: Mapping[str, Any] = field(default_factory=dict)
+    adapter: Adapter | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ def test_parts_of_any_length_in_any_order_give_the_checksum_of_the_whole(size):
     chance = random.Random(size)
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).bfloat16()
     cuts = sorted({0, size, *(chance.randint(0, size) for _ in range(7))})
-    parts = list(zip(cuts, cuts[1:], strict=False))
+    parts = list(pairwise(cuts))
     chance.shuffle(parts)
     total = Checksum(2 * size)
     for first, last in parts:

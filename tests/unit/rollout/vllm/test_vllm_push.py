@@ -98,7 +98,7 @@ def test_a_tensor_that_is_damaged_on_its_way_is_named_and_nothing_is_committed(n
 
 
 class MisplacingModel(FusedModel):
-    """Takes k for q and q for k, where they are equally long: never seen by their bytes alone."""
+    """Puts v over k as well, after k was right."""
 
     def load_weights(self, weights):
         for name, tensor in weights:
@@ -126,7 +126,9 @@ def test_a_head_that_keeps_old_values_is_named():
     assert vllm.versions() == [None]
 
 
-@pytest.mark.parametrize(("lost", "parameter"), [("norm.weight", "norm"), ("v.weight", "qkv"), ("embed.weight", "embed")])
+@pytest.mark.parametrize(
+    ("lost", "parameter"), [("norm.weight", "norm"), ("v.weight", "qkv"), ("embed.weight", "embed")]
+)
 def test_an_update_that_lacks_a_tensor_is_refused_with_the_parameter(lost, parameter):
     vllm = FusedVllm()
     kept = {name: tensor for name, tensor in weights().items() if name != lost}
@@ -226,6 +228,15 @@ def test_what_changes_after_the_push_is_named_by_a_later_proof():
     with pytest.raises(EngineError, match=r"no longer the policy's: k\.weight\.$"):
         prove([vllm])
     assert held_version([vllm]) is None
+
+
+def test_tensors_that_change_places_are_named_by_a_later_proof():
+    vllm = FusedVllm()
+    push(slices(weights()), [vllm], _settings(), 1)
+    key, value = vllm.model.qkv.data[8:12].clone(), vllm.model.qkv.data[12:].clone()
+    vllm.model.qkv.data[8:12], vllm.model.qkv.data[12:] = value, key
+    with pytest.raises(EngineError, match=r"no longer the policy's: k\.weight, v\.weight\.$"):
+        prove([vllm])
 
 
 def test_a_worker_without_a_version_proves_nothing():

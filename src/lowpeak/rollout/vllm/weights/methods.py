@@ -53,11 +53,15 @@ class Methods:
         return look(path, _work(self).device)
 
     @answering
-    def lowpeak_begin(self, invitation: Mapping[str, Any], summing: bool) -> dict[str, Any]:
-        """Begin an update: no version from here on. The names of tensors that need not come again."""
+    def lowpeak_begin(
+        self, invitation: Mapping[str, Any], summing: bool, adapter: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """Begin an update, of an adapter alone where one is given: no version from here on.
+
+        The names of tensors that need not come again.
+        """
         work = _work(self)
-        work.close_inlet()
-        known = work.receiver.begin(summing)
+        known = work.begin(summing, adapter)
         work.inlet = open_inlet(invitation, work.device, work.rank)
         return {"known": list(known)}
 
@@ -83,9 +87,10 @@ class Methods:
 
     @answering
     def lowpeak_commit(self, policy_version: int) -> dict[str, Any]:
-        """The update is whole, everywhere."""
-        _work(self).receiver.commit(policy_version)
-        return {}
+        """The update is whole, everywhere. The adapter that requests name, where it was one."""
+        receiver = _work(self).receiver
+        receiver.commit(policy_version)
+        return {"adapter": receiver.adapter()}
 
     @answering
     def lowpeak_abort(self) -> dict[str, Any]:

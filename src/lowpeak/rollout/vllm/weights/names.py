@@ -7,17 +7,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 class Names:
-    """The names that one model of vLLM takes; `config` is transformers'."""
+    """The names that a model of vLLM takes whose configuration is transformers' `config`."""
 
-    def __init__(self, model: nn.Module, config: Any = None) -> None:
+    def __init__(self, config: Any = None) -> None:
         self._config = config
-        self._wrapped = {name for name, module in model.named_modules() if hasattr(module, "base_layer")}
-        packed = getattr(model, "packed_modules_mapping", {})
-        self._packed = {part: whole for whole, parts in packed.items() for part in parts}
 
     def candidates(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
         """What to load for a parameter: itself, then what transformers makes of it in a checkpoint, where that is another thing.
@@ -25,17 +22,10 @@ class Names:
         transformers renames (Mixtral's `block_sparse_moe` is its `mlp`) and joins experts; vLLM knows most models both ways, and
         some by the checkpoint alone. The second is made when the first was refused.
         """
-        yield [(self._wrapping(name), tensor)]
+        yield [(name, tensor)]
         reverted = self._in_checkpoint(name, tensor)
         if [other for other, _ in reverted] != [name]:
-            yield [(self._wrapping(other), part) for other, part in reverted]
-
-    def _wrapping(self, name: str) -> str:
-        """Layers that serve adapters keep their own parameters in `base_layer`."""
-        layer, _, parameter = name.rpartition(".")
-        above, _, last = layer.rpartition(".")
-        joined = f"{above}.{self._packed.get(last, last)}".lstrip(".")
-        return f"{layer}.base_layer.{parameter}" if {layer, joined} & self._wrapped else name
+            yield reverted
 
     def _in_checkpoint(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         if self._skeleton is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import VllmSettings
+from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.vllm import Adapter, Vllm
 from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, fill
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.transport import Sender
@@ -22,10 +23,15 @@ from lowpeak.rollout.vllm.weights.workers import ask
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
 
+ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
+
 
 @dataclass(frozen=True)
 class PushReport:
-    """What an update took: tensors, bytes sent and bytes held back because they were there, seconds and the proof's of them."""
+    """What an update took: tensors, bytes sent and bytes held back because they were there, seconds and the proof's of them.
+
+    `adapters` is, for each engine, what requests have to name to be answered with these weights (`Request.adapter`).
+    """
 
     num_tensors: int = 0
     num_bytes: int = 0
@@ -33,6 +39,7 @@ class PushReport:
     seconds: float = 0.0
     proof_seconds: float = 0.0
     transport: str = ""
+    adapters: tuple[Adapter | None, ...] = ()
 
 
 def push(
@@ -42,6 +49,7 @@ def push(
     policy_version: int,
     *,
     unchanging: Collection[str] = (),
+    adapter: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
 ) -> PushReport:
     """One whole update of every engine: when it returns, all hold these weights, proved, as `policy_version`.
@@ -61,7 +69,7 @@ def push(
         first = next(rest, None)
         if first is None:
             raise EngineError("There are no weights to push.")
-        with _Update(vllms, settings, first.values.device, timeout) as update:
+        with _Update(vllms, settings, adapter, first.values.device, timeout) as update:
             update.send(itertools.chain([first], rest), unchanging)
             update.verify()
             update.commit(policy_version)
@@ -75,9 +83,12 @@ def push(
 class _Update:
     """An update under way; leaving it by an error makes every engine that can still be reached forget its version."""
 
-    def __init__(self, vllms: Sequence[Vllm], settings: VllmSettings, device: torch.device, timeout: float) -> None:
+    def __init__(
+        self, vllms: Sequence[Vllm], settings: VllmSettings, adapter: Any, device: torch.device, timeout: float
+    ) -> None:
         self._vllms = vllms
         self._settings = settings
+        self._adapter = None if adapter is None else {"config": dict(adapter), "number": _new_number()}
         self._device = device
         self._timeout = timeout
         self._sums = Sums() if settings.verify else None
@@ -85,6 +96,7 @@ class _Update:
         self._num_bytes = self._num_bytes_held_back = 0
         self._proof_seconds = 0.0
         self._sender: Sender | None = None
+        self._adapters: tuple[Adapter | None, ...] = ()
 
     def __enter__(self) -> _Update:
         return self
@@ -95,14 +107,15 @@ class _Update:
         if error is not None:
             for vllm in self._vllms:
                 try:
-                    vllm.workers.call("lowpeak_abort", {}, self._timeout)
+                    vllm.workers.call("lowpeak_abort", {}, min(self._timeout, ABORT_SECONDS))
                 except Exception:  # it may be what failed; without a commit it holds no version anyway
                     continue
 
     def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
         """All slices, but the `unchanging` that every worker holds."""
         settings = self._settings
-        sender = open_sender(settings.transport, self._vllms, settings.bucket_bytes, self._device, self._timeout)
+        port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
+        sender = open_sender(settings.transport, self._vllms, settings.bucket_bytes, self._device, self._timeout, port)
         self._sender = sender
         held_back = self._begin(sender) & frozenset(unchanging)
         sender.joined()
@@ -121,20 +134,30 @@ class _Update:
 
     def commit(self, policy_version: int) -> None:
         """All engines hold this version from here on."""
-        ask(self._vllms, "lowpeak_commit", [{"policy_version": policy_version}] * len(self._vllms), self._timeout)
+        given = [{"policy_version": policy_version}] * len(self._vllms)
+        answers = ask(self._vllms, "lowpeak_commit", given, self._timeout)
+        named = [each[0]["adapter"] for each in answers]
+        self._adapters = tuple(None if one is None else Adapter(**one) for one in named)
 
     def report(self, seconds: float) -> PushReport:
         """What it took."""
         proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
         name = "" if self._sender is None else self._sender.name
-        return PushReport(len(self._counts), self._num_bytes, self._num_bytes_held_back, seconds, proof, name)
+        return PushReport(
+            len(self._counts), self._num_bytes, self._num_bytes_held_back, seconds, proof, name, self._adapters
+        )
 
     def _begin(self, sender: Sender) -> frozenset[str]:
         """Open every worker's end; the names of tensors that all of them hold."""
         invitation = sender.invitation()
         first_ranks = itertools.accumulate((vllm.facts().num_workers for vllm in self._vllms[:-1]), initial=1)
         arguments = [
-            {"invitation": invitation | {"first_rank": rank}, "summing": self._sums is not None} for rank in first_ranks
+            {
+                "invitation": invitation | {"first_rank": rank},
+                "summing": self._sums is not None,
+                "adapter": self._adapter,
+            }
+            for rank in first_ranks
         ]
         answers = [answer for each in ask(self._vllms, "lowpeak_begin", arguments, self._timeout) for answer in each]
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
@@ -169,6 +192,11 @@ def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int]
             f"vLLM took only a part of {', '.join(lost[:5])}{f' and {len(lost) - 5} more' if lost[5:] else ''}: its model has "
             "other shapes, or does not have these tensors."
         )
+
+
+def _new_number() -> int:
+    """vLLM's number of an adapter: one that was not used before, and above those that its server counts from 1."""
+    return (1 << 20) + secrets.randbelow(1 << 30)
 
 
 def _exhaust(slices: Iterator[WeightSlice]) -> None:

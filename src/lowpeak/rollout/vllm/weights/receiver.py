@@ -78,6 +78,10 @@ class Receiver:
         """The weights are this version's."""
         self.policy_version = policy_version
 
+    def adapter(self) -> None:
+        """Requests name no adapter."""
+        return
+
     def abort(self) -> None:
         """Give the update up: the weights are of no version."""
         self.policy_version, self.known = None, ()

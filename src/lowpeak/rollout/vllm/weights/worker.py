@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
 from lowpeak.rollout.vllm.weights.loader import Loader
 from lowpeak.rollout.vllm.weights.names import Names
 from lowpeak.rollout.vllm.weights.receiver import Receiver
@@ -17,9 +19,14 @@ from lowpeak.rollout.vllm.weights.transports.transport import Inlet
 
 @dataclass
 class Work:
-    """One worker's part in updates; `rank` is its place among its engine's workers."""
+    """One worker's part in updates; `rank` is its place among its engine's workers.
 
-    receiver: Receiver
+    `receiver` is that of the last update: of the model's weights, or of adapters beside the model that was loaded.
+    """
+
+    weights: Receiver
+    adapters: AdapterReceiver
+    receiver: Receiver | AdapterReceiver
     device: torch.device
     rank: int
     incarnation: str
@@ -37,6 +44,15 @@ class Work:
             self.inlet.close()
             self.inlet = None
 
+    def begin(self, summing: bool, adapter: Mapping[str, Any] | None) -> tuple[str, ...]:
+        """Begin an update of the weights, or of the adapter; the names of tensors that need not come again."""
+        self.close_inlet()
+        if adapter is None:
+            self.receiver = self.weights
+            return self.weights.begin(summing)
+        self.receiver = self.adapters
+        return self.adapters.begin(adapter)
+
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
         if self.device.type != "cpu":
@@ -50,5 +66,6 @@ def open_work(worker: Any, incarnation: str) -> Work:
     config = worker.vllm_config
     paths = {module: name for name, module in model.named_modules()}
     reloads = Reloads(rewritten(model, config), paths, config.model_config)
-    loader = Loader(model, Names(model, config.model_config.hf_config), reloads)
-    return Work(Receiver(loader), device, config.parallel_config.rank, incarnation)
+    loader = Loader(model, Names(config.model_config.hf_config), reloads)
+    weights = Receiver(loader)
+    return Work(weights, AdapterReceiver(worker), weights, device, config.parallel_config.rank, incarnation)

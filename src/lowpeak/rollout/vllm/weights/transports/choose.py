@@ -23,12 +23,17 @@ from lowpeak.rollout.vllm.weights.workers import ask
 
 
 def open_sender(
-    transport: Transport, vllms: Sequence[Vllm], bucket_bytes: int, device: torch.device, timeout: float
+    transport: Transport,
+    vllms: Sequence[Vllm],
+    bucket_bytes: int,
+    device: torch.device,
+    timeout: float,
+    port: int | None = None,
 ) -> Sender:
     """The trainer's end of `transport`, of the one that fits best with "auto"; EngineError where it reaches no worker.
 
     "auto" is the process where the engine is in it; on CUDA IPC where all workers are on the trainer's device, else NCCL; on
-    CPUs shared memory where they are on its host, else TCP.
+    CPUs shared memory where they are on its host, else TCP. NCCL and TCP meet at `port` of this host (None: any free one).
     """
     if transport == "process" or (transport == "auto" and all(vllm.workers.in_process for vllm in vllms)):
         _check_in_process(vllms)
@@ -36,15 +41,13 @@ def open_sender(
     seen = _Seen.of(vllms, timeout)
     chosen = seen.best(device) if transport == "auto" else transport
     if chosen == "shm" and not seen.all_here:
-        raise EngineError(
-            "vllm_weights_transport='shm': vLLM runs on another host, or has other shared memory: use 'tcp'."
-        )
+        raise EngineError("vllm_transport='shm': vLLM runs on another host, or has other shared memory: use 'tcp'.")
     makers: Mapping[str, Callable[[], Sender]] = {
         "shm": lambda: ShmSender(bucket_bytes),
-        "tcp": lambda: TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout),
+        "tcp": lambda: TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout, port=port),
         "ipc": lambda: IpcSender(bucket_bytes, device),
         "nccl": lambda: NcclSender(
-            bucket_bytes, device, "127.0.0.1" if seen.all_here else own_addresses()[0], seen.num_workers, timeout
+            bucket_bytes, device, "127.0.0.1" if seen.all_here else own_addresses()[0], seen.num_workers, timeout, port
         ),
     }
     try:
@@ -115,4 +118,4 @@ def look(path: str, device: torch.device) -> dict[str, Any]:
 
 def _check_in_process(vllms: Sequence[Vllm]) -> None:
     if not all(vllm.workers.in_process for vllm in vllms):
-        raise EngineError("vllm_weights_transport='process': vLLM runs in other processes; use 'auto'.")
+        raise EngineError("vllm_transport='process': vLLM runs in other processes; use 'auto'.")

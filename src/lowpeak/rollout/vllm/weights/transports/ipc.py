@@ -42,7 +42,7 @@ class IpcSender:
     def buffer(self, device: torch.device) -> Tensor:
         """The shared bytes; the values must be on their device."""
         if device != self._buffer.device:
-            raise EngineError(f"Weights on {device} cannot be shared by CUDA IPC: use another vllm_weights_transport.")
+            raise EngineError(f"Weights on {device} cannot be shared by CUDA IPC: use another vllm_transport.")
         return self._buffer
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:

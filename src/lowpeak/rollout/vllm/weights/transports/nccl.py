@@ -20,15 +20,23 @@ from lowpeak.rollout.vllm.weights.transports.transport import Ask
 
 
 class NcclSender:
-    """The trainer's end; forming the group and each bucket may take `timeout` seconds."""
+    """The trainer's end; forming the group and each bucket may take `timeout` seconds. `port` None is any free one."""
 
     name = "nccl"
 
-    def __init__(self, bucket_bytes: int, device: torch.device, host: str, num_workers: int, timeout: float) -> None:
+    def __init__(
+        self,
+        bucket_bytes: int,
+        device: torch.device,
+        host: str,
+        num_workers: int,
+        timeout: float,
+        port: int | None = None,
+    ) -> None:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._host = host
-        self._port = _free_port()
+        self._port = port or _free_port()
         self._world_size = num_workers + 1
         self._timeout = timeout
         self._group: Any = None
@@ -44,7 +52,7 @@ class NcclSender:
         """Wait until the group stands."""
         self._forming.join(self._timeout)
         if self._group is None:
-            raise EngineError("The NCCL group for weights did not form: set vllm_weights_transport='tcp'.")
+            raise EngineError("The NCCL group for weights did not form: set vllm_transport='tcp'.")
 
     def buffer(self, device: torch.device) -> Tensor:
         """Bytes on the trainer's device."""

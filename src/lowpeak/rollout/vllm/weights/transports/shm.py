@@ -108,7 +108,7 @@ def _created(path: Path, num_bytes: int) -> mmap.mmap:
     except OSError as error:
         path.unlink(missing_ok=True)
         raise EngineError(
-            f"{path.parent} has no room for a bucket of {num_bytes >> 20} MiB ({error.strerror}): set vllm_weights_transport='tcp' "
+            f"{path.parent} has no room for a bucket of {num_bytes >> 20} MiB ({error.strerror}): set vllm_transport='tcp' "
             "or a smaller bucket, or give the container more shared memory (docker run --shm-size)."
         ) from error
     finally:

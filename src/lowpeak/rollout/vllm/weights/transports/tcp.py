@@ -29,16 +29,21 @@ _GREETING_SECONDS = 5.0  # for one that connected to show its token
 
 
 class TcpSender:
-    """The trainer's end; every wait ends after `timeout` seconds."""
+    """The trainer's end; every wait ends after `timeout` seconds. `port` is where it listens (None: any free one)."""
 
     name = "tcp"
 
-    def __init__(self, bucket_bytes: int, *, loopback: bool, timeout: float) -> None:
+    def __init__(self, bucket_bytes: int, *, loopback: bool, timeout: float, port: int | None = None) -> None:
         self._bytes = bucket_bytes
         self._timeout = timeout
         self._token = secrets.token_hex(_HELLO // 2)
         self._peers: list[socket.socket] = []
-        self._listener = socket.create_server(("127.0.0.1" if loopback else "", 0))
+        try:
+            self._listener = socket.create_server(("127.0.0.1" if loopback else "", port or 0))
+        except OSError as error:
+            raise EngineError(
+                f"Weights cannot leave by port {port} ({error.strerror}): set vllm_group_port to one that nobody uses."
+            ) from error
         self._hosts = ["127.0.0.1"] if loopback else own_addresses()
         self._door = threading.Thread(target=self._let_in, name="lowpeak-weights", daemon=True)
         self._door.start()

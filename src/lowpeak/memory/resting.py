@@ -1,0 +1,172 @@
+"""What a rollout does not need waits in host memory: optimizer states, gradients, frozen models.
+
+A storage is copied to the host and shrunk to nothing on the device, and grown and filled again afterwards. So whoever holds a
+tensor on it, or a view into it (a shard of FSDP2's, a part of DeepSpeed's flat buffers), still holds it, and nothing of any
+strategy has to be told. In between nobody may read it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lowpeak.errors import MemoryExhaustedError
+from lowpeak.memory.exhaustion import is_exhaustion
+
+logger = logging.getLogger(__name__)
+
+LEAST_BYTES = 1 << 16  # of a storage: step counts and scales stay
+
+Tensors = Callable[[], Iterable[Tensor]]
+
+
+class HostMover(Protocol):
+    """How flat bytes go to the host and come back; `device` is the one they leave."""
+
+    device: torch.device
+
+    def away(self, flat: Tensor) -> Tensor:
+        """Begin to copy `flat` to the host; `flat` may be freed at once."""
+        ...
+
+    def back(self, host: Tensor, flat: Tensor) -> None:
+        """Begin to copy `host`, an answer of `away`, into `flat`."""
+        ...
+
+    def settle(self) -> None:
+        """Return when all copies are done and freed memory is free for everybody on the device."""
+        ...
+
+
+class CudaHostMover:
+    """Pinned host memory, copies on the computing stream; freed blocks go back to the device, for an engine's own pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+
+    def away(self, flat: Tensor) -> Tensor:
+        """Ordered on the stream before whatever may get the freed memory next."""
+        host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
+        host.copy_(flat, non_blocking=True)
+        return host
+
+    def back(self, host: Tensor, flat: Tensor) -> None:
+        """The pinned memory is kept by torch until the copy has run, and taken again next time."""
+        flat.copy_(host, non_blocking=True)
+
+    def settle(self) -> None:
+        """Wait for the device, and give cached blocks back to it."""
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+
+
+class Rest:
+    """Tensors that rest on the host during a rollout.
+
+    `needed` are the policy's own, on whose storages nothing is touched; `idle` gives what leaves. `bytes_away` and `seconds`
+    (both ways) count since the last `take`.
+    """
+
+    def __init__(self, mover: HostMover, needed: Tensors, idle: Tensors, least_bytes: int = LEAST_BYTES) -> None:
+        self._mover, self._needed, self._least_bytes = mover, needed, least_bytes
+        self._idle: list[Tensors] = [idle]
+        self._left: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self.bytes_away = 0
+        self.seconds = 0.0
+
+    def add(self, idle: Tensors) -> None:
+        """More that leaves."""
+        self._idle.append(idle)
+
+    @contextmanager
+    def rollout(self) -> Iterator[None]:
+        """What is idle is away in the block; MemoryExhaustedError where the host cannot take it, or it cannot come back."""
+        try:
+            self._leave(tensor for idle in self._idle for tensor in idle())
+            yield
+        except BaseException:
+            self._return_anyhow()
+            raise
+        self._return(tuple(self._left))
+
+    @contextmanager
+    def here(self, tensors: Tensors) -> Iterator[None]:
+        """These are on the device in the block; those of them that were away leave again after it."""
+        keys = tuple(key for key in _storages(tensors()) if key in self._left)
+        self._return(keys)
+        try:
+            yield
+        finally:
+            if keys:
+                self._leave(tensors())
+
+    def take(self) -> tuple[int, float]:
+        """Bytes that left, and seconds that leaving and coming back took, since the last call."""
+        taken, self.bytes_away, self.seconds = (self.bytes_away, self.seconds), 0, 0.0
+        return taken
+
+    def _leave(self, tensors: Iterable[Tensor]) -> None:
+        start = time.perf_counter()
+        self._mover.settle()
+        needed = _storages(self._needed())
+        for key, storage in _storages(tensors).items():
+            if key not in needed and self._moves(storage):
+                with _explained("the host has no room for what leaves the device"):
+                    self._left[key] = storage, self._mover.away(_bytes(storage))
+                self.bytes_away += storage.nbytes()
+                storage.resize_(0)
+        self._mover.settle()
+        self.seconds += time.perf_counter() - start
+
+    def _moves(self, storage: torch.UntypedStorage) -> bool:
+        here = storage.device == self._mover.device
+        return here and storage.nbytes() >= self._least_bytes and storage.resizable()
+
+    def _return(self, keys: Iterable[int]) -> None:
+        start = time.perf_counter()
+        for key in keys:
+            storage, host = self._left[key]
+            with _explained("what left the device has no room to come back: give the engine less, or let it sleep"):
+                storage.resize_(host.numel())
+            self._mover.back(host, _bytes(storage))
+            del self._left[key]
+        self._mover.settle()
+        self.seconds += time.perf_counter() - start
+
+    def _return_anyhow(self) -> None:
+        """As much as there is room for: what goes wrong here must not hide the error that is under way."""
+        try:
+            self._return(tuple(self._left))
+        except Exception as error:
+            logger.warning("After an error, %d tensors stay on the host: %s", len(self._left), error)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The storages of tensors, each once. A tensor made of others (distributed) has those of its own shard's."""
+    found = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.layout is torch.strided and not hasattr(type(local), "__tensor_flatten__"):
+            storage = local.untyped_storage()
+            found[storage._cdata] = storage
+    return found
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@contextmanager
+def _explained(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_exhaustion(error):
+            raise
+        raise MemoryExhaustedError(f"offload_during_rollout: {what}. ({str(error).splitlines()[0]})") from error

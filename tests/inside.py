@@ -1,0 +1,119 @@
+"""vLLM itself, in this process: a small model of transformers, the engine made of it, and how far their log-probs are apart."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowpeak.records import WeightSlice
+from lowpeak.rollout.vllm.vllm import Facts
+from tiny import tiny_model
+
+PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
+TOLERANCE = 1e-5  # fp32: two implementations of the same sums, 1e-6 or 2e-6 apart right after loading
+EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+
+
+class InsideVllm:
+    """As much of a `Vllm` as weights need, around `vllm.LLM`; with several workers these are processes of their own."""
+
+    def __init__(self, llm: Any, num_workers: int = 1) -> None:
+        self.llm = llm
+        self.num_workers = num_workers
+        self.workers = self
+
+    @property
+    def in_process(self) -> bool:
+        return self.num_workers == 1
+
+    def facts(self) -> Facts:
+        return Facts("", "", "", "float32", 128, 8, 1000, self.num_workers)
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        return list(self.llm.collective_rpc(method, timeout, kwargs=dict(arguments)))
+
+    @property
+    def model(self) -> Any:
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
+
+
+@contextmanager
+def engine(model: Any, folder: Path, **options: Any) -> Iterator[InsideVllm]:
+    """vLLM with the weights that `model` has now; freed afterwards."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    import lowpeak.rollout.vllm.weights.extension  # noqa: F401 - before the model is loaded
+    from vllm import LLM
+
+    model.save_pretrained(folder)
+    given = {
+        "skip_tokenizer_init": True,
+        "dtype": "float32",
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": 16 << 20,
+        "max_num_seqs": 8,
+        "max_model_len": 128,
+        "worker_extension_cls": EXTENSION,
+        "disable_log_stats": True,
+    }
+    llm = LLM(str(folder), **(given | options))
+    try:
+        yield InsideVllm(llm, options.get("tensor_parallel_size", 1))
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        cleanup_dist_env_and_memory()  # the next model may need other groups
+        gc.unfreeze()
+        gc.collect()
+
+
+def slices(model: torch.nn.Module, count: int = 3000) -> Iterable[WeightSlice]:
+    """The parameters of a model on one device, in ranges of `count` elements."""
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        for start in range(0, len(flat), count):
+            yield WeightSlice(name, tuple(parameter.shape), parameter.dtype, start, flat[start : start + count])
+
+
+def perturb(model: torch.nn.Module, seed: int, scale: float = 0.02) -> None:
+    """Change every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+
+
+@torch.no_grad()
+def gap(vllm: InsideVllm, model: Any, request: Any = None, **params: Any) -> float:
+    """The largest difference between the log-probs of what the engine samples and the model's full softmax at the temperature."""
+    from vllm import SamplingParams
+
+    given = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, "logprobs": 0} | params
+    vllm.llm.reset_prefix_cache()
+    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    outputs = vllm.llm.generate(prompts, SamplingParams(**given), use_tqdm=False, lora_request=request)
+    worst = 0.0
+    for prompt, output in zip(PROMPTS, outputs, strict=True):
+        ids = list(output.outputs[0].token_ids)
+        logits = model(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].float()
+        expected = (logits / (given["temperature"] or 1.0)).log_softmax(-1)
+        for t, (token, found) in enumerate(zip(ids, output.outputs[0].logprobs, strict=True)):
+            worst = max(worst, abs(found[token].logprob - float(expected[t, token])))
+    return worst
+
+
+def policy_of(seed: int = 0, *, tied: bool = True, hidden: int = 128, layers: int = 2) -> Any:
+    """Heads of 32, the smallest of vLLM's CPU attention; no parameter is zero, and logits are of a usual size."""
+    policy = tiny_model(vocab_size=300, seed=seed, tied=tied, hidden=hidden, layers=layers)
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.mul_(0.5 if parameter.dim() > 1 else 1.0)
+    perturb(policy, seed)
+    return policy

@@ -1,0 +1,115 @@
+"""What rests during a rollout leaves the device, and is the same bits in the same places when it comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lowpeak.errors import MemoryExhaustedError
+from lowpeak.memory.resting import Rest
+from movers import CopyingMover
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def rest_of(model, optimizer, mover=None, least_bytes=64):
+    return Rest(mover or CopyingMover(), model.parameters, lambda: states(optimizer), least_bytes)
+
+
+def nbytes(tensors) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_states_are_away_during_the_rollout_and_the_same_bits_after_it():
+    model, optimizer = trained()
+    before = [value.clone() for value in states(optimizer)]
+    counts = [value for value in states(optimizer) if value.numel() == 1]
+    rest = rest_of(model, optimizer)
+    with rest.rollout():
+        assert nbytes(states(optimizer)) == nbytes(counts)
+        assert nbytes(model.parameters()) == (16 * 16 + 16) * 4
+    assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))
+    bytes_away, seconds = rest.take()
+    assert bytes_away == 2 * (16 * 16 + 16) * 4
+    assert seconds > 0
+    assert rest.take() == (0, 0.0)
+
+
+def test_views_into_a_buffer_are_views_into_it_again():
+    flat = torch.arange(64.0)
+    part = flat[16:32].view(4, 4)
+    rest = Rest(CopyingMover(), list, lambda: [part, flat], 1)
+    with rest.rollout():
+        assert flat.untyped_storage().nbytes() == 0
+    assert rest.bytes_away == 64 * 4  # once, although two tensors are on it
+    part.add_(100.0)
+    assert flat[16:32].tolist() == [116.0 + i for i in range(16)]
+
+
+def test_a_storage_that_the_policy_is_on_stays():
+    policy = torch.arange(64.0)
+    rest = Rest(CopyingMover(), lambda: [policy], lambda: [policy[:32]], 1)
+    with rest.rollout():
+        assert policy.sum() == 63 * 32
+    assert rest.bytes_away == 0
+
+
+def test_a_judge_is_here_while_it_judges_and_leaves_again():
+    judge, optimizer_state = torch.arange(8.0), torch.ones(8)
+    rest = Rest(CopyingMover(), list, lambda: [optimizer_state], 1)
+    rest.add(lambda: [judge])
+    with rest.here(lambda: [judge]):
+        assert judge.tolist() == list(range(8))
+    assert rest.bytes_away == 0  # it was not away
+    with rest.rollout():
+        assert nbytes([judge, optimizer_state]) == 0
+        with rest.here(lambda: [judge]):
+            assert judge.tolist() == list(range(8))
+            assert nbytes([optimizer_state]) == 0
+        assert nbytes([judge, optimizer_state]) == 0
+    assert judge.tolist() == list(range(8))
+
+
+def test_an_error_in_the_rollout_brings_everything_back():
+    model, optimizer = trained()
+    before = [value.clone() for value in states(optimizer)]
+    with pytest.raises(KeyError), rest_of(model, optimizer).rollout():
+        raise KeyError("engine")
+    assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))
+
+
+def test_a_full_host_is_told_and_leaves_nothing_half_moved():
+    model, optimizer = trained()
+    before = [value.clone() for value in states(optimizer)]
+    rest = rest_of(model, optimizer, CopyingMover(room=16 * 16 * 4))
+    with pytest.raises(MemoryExhaustedError, match="the host has no room for what leaves the device"), rest.rollout():
+        raise AssertionError("not reached")
+    assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))
+
+
+def test_training_goes_on_as_if_nothing_had_moved():
+    weights = []
+    for rests in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = trained()
+        rest = rest_of(model, optimizer)
+        for _ in range(3):
+            if rests:
+                with rest.rollout():
+                    pass
+            optimizer.zero_grad()
+            model(torch.ones(2, 16)).square().sum().backward()
+            optimizer.step()
+        weights.append(model.weight.detach().clone())
+    assert weights[0].equal(weights[1])

@@ -1,0 +1,171 @@
+"""Shared memory and TCP between real processes: weights arrive, nothing is left behind, and no wait is without an end."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from fused import VOCAB, FusedVllm, slices, weights
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.vllm import LostEngineError
+from lowpeak.rollout.vllm.weights.proof import held_version, prove
+from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.transports.choose import look, open_sender
+from lowpeak.rollout.vllm.weights.transports.shm import ShmSender, new_name, shared_folder, sweep
+from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender
+from remote import RemoteVllm
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def remote():
+    made = []
+
+    def make(**given):
+        made.append(RemoteVllm(**given))
+        return made[-1]
+
+    yield make
+    for vllm in made:
+        vllm.kill()
+
+
+def _settings(transport):
+    return VllmSettings(ServerSettings(()), bucket_bytes=512, transport=transport)
+
+
+def _ours():
+    return [path.name for path in shared_folder().glob(f"lowpeak-{os.getpid()}-*")]
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
+def test_weights_arrive_in_other_processes_and_no_file_stays(transport, remote):
+    vllms = [remote(), remote()]
+    for version in (1, 2):
+        tensors = weights(version)
+        report = push(slices(tensors), vllms, _settings(transport), version)
+        assert report.transport == ("shm" if transport == "auto" else transport)
+        for vllm in vllms:
+            found = vllm.weights()
+            assert torch.equal(torch.from_numpy(found["embed"])[:VOCAB], tensors["embed.weight"])
+            assert torch.equal(torch.from_numpy(found["qkv"])[8:12], tensors["k.weight"])
+        assert held_version(vllms) == version
+        assert _ours() == []
+    prove(vllms)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_worker_that_dies_ends_the_update_soon_and_the_others_hold_no_version(transport, remote):
+    vllms = [remote(), remote(dies_at=2)]
+    began = time.monotonic()
+    with pytest.raises(LostEngineError, match="gone"):
+        push(slices(weights()), vllms, _settings(transport), 1, timeout=20)
+    assert time.monotonic() - began < 10
+    assert held_version(vllms[:1]) is None
+    assert _ours() == []
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_worker_that_hangs_ends_the_update_when_its_time_is_over(transport, remote):
+    vllm = remote(sleeps_at=2)
+    began = time.monotonic()
+    with pytest.raises(EngineError):
+        push(slices(weights()), [vllm], _settings(transport), 1, timeout=1)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_an_engine_that_failed_takes_the_next_update(transport, remote):
+    vllm = remote()
+
+    def broken():
+        yield next(iter(slices(weights())))
+        raise RuntimeError("a rank is gone")
+
+    with pytest.raises(RuntimeError):
+        push(broken(), [vllm], _settings(transport), 1)
+    push(slices(weights()), [vllm], _settings(transport), 2)
+    assert held_version([vllm]) == 2
+
+
+def test_a_killed_trainer_leaves_a_name_only_until_the_next_one_sweeps(tmp_path):
+    program = (
+        "import os, signal, sys; from pathlib import Path; from lowpeak.rollout.vllm.weights.transports.shm import ShmSender; "
+        "ShmSender(4096, Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=120)
+    assert len(list(tmp_path.iterdir())) == 1
+    mine = tmp_path / new_name()
+    mine.touch()
+    sweep(tmp_path)
+    assert list(tmp_path.iterdir()) == [mine]
+
+
+def test_shared_memory_without_room_says_what_to_do():
+    with pytest.raises(EngineError, match="tcp"):
+        ShmSender(1 << 50)
+    assert _ours() == []
+
+
+def test_auto_falls_back_to_tcp_where_shared_memory_has_no_room(remote):
+    sender = open_sender("auto", [remote()], 1 << 50, CPU, 10)
+    sender.close()
+    assert sender.name == "tcp"
+
+
+def test_a_worker_shows_no_file_that_a_trainer_did_not_make(tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_text("x")
+    assert look(str(secret), CPU)["content"] == ""
+    assert look("/etc/hostname", CPU)["content"] == ""
+
+
+def test_who_does_not_know_the_token_gets_nothing():
+    sender = TcpSender(1 << 16, loopback=True, timeout=5)
+    try:
+        given = sender.invitation()
+        with pytest.raises(EngineError, match="cannot connect"):
+            TcpInlet(given["hosts"], given["port"], "0" * 64, 5)
+        known = TcpInlet(given["hosts"], given["port"], given["token"], 5)
+        known.close()
+    finally:
+        sender.close()
+    with pytest.raises(EngineError, match="cannot connect"):
+        TcpInlet(given["hosts"], given["port"], given["token"], 5)
+
+
+def test_a_worker_does_not_take_weights_from_one_who_does_not_know_the_token():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.settimeout(5)
+        began = time.monotonic()
+        with pytest.raises(EngineError, match="cannot connect"):
+            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
+        assert time.monotonic() - began < 5
+
+
+def test_a_silent_stranger_keeps_nobody_waiting():
+    sender = TcpSender(1 << 16, loopback=True, timeout=5)
+    with contextlib.closing(sender):
+        given = sender.invitation()
+        with socket.create_connection(("127.0.0.1", given["port"])):
+            began = time.monotonic()
+            TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+            assert time.monotonic() - began < 10
+
+
+def test_the_process_transport_is_refused_for_other_processes(remote):
+    with pytest.raises(EngineError, match="other processes"):
+        open_sender("process", [remote()], 512, CPU, 5)
+
+
+def test_in_process_engines_are_given_the_bucket_itself():
+    assert open_sender("auto", [FusedVllm()], 512, CPU, 5).name == "process"

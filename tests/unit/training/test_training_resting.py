@@ -1,0 +1,71 @@
+"""A run whose states and frozen models rest in host memory while completions are written trains the same weights."""
+
+from __future__ import annotations
+
+import torch
+
+from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak.strategies.strategy import Frozen
+from lowpeak.training.models import Reference
+from lowpeak.training.resting import make_rest, resting
+from movers import CopyingMover
+from tiny import char_tokenizer, tiny_model
+
+DATA = [{"prompt": f"{i}="} for i in range(16)]
+
+
+def spread(completions, **columns):
+    return [len(set(text)) / 5 + len(text) / 50 for text in completions]
+
+
+def watched(trainer, seen):
+    """The engine, noting at each call how many bytes of states and of the reference are on the device."""
+    generate = trainer.maker.engine.generate
+
+    def noting(prompts, sampling):
+        states = [v for state in trainer.optimizer.state.values() for v in state.values() if v.numel() > 1]
+        reference = trainer.maker.reference.model.parameters()
+        seen.append(tuple(sum(t.untyped_storage().nbytes() for t in tensors) for tensors in (states, reference)))
+        return generate(prompts, sampling)
+
+    trainer.maker.engine.generate = noting
+
+
+def trained(folder, rests):
+    args = GRPOConfig(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        num_generations=4,
+        max_completion_length=6,
+        max_steps=3,
+        logging_steps=1,
+        learning_rate=1e-2,
+        beta=0.1,
+        save_strategy="no",
+    )
+    trainer = GRPOTrainer(tiny_model(), spread, args, DATA, processing_class=char_tokenizer())
+    seen: list[tuple[int, int]] = []
+    if rests:
+        strategy, reference = trainer.run.strategy, trainer.maker.reference
+        rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
+        ready = resting(rest, strategy, Frozen(reference.model, reference.use)).ready
+        trainer.maker.rest, trainer.maker.reference = rest, Reference(reference.model, ready)
+    watched(trainer, seen)
+    trainer.train()
+    return trainer, seen
+
+
+def test_states_and_the_reference_are_away_while_completions_are_written_and_nothing_else_changes(tmp_path):
+    plain, there = trained(tmp_path / "plain", rests=False)
+    rested, away = trained(tmp_path / "rested", rests=True)
+    assert [states > 0 for states, _ in there] == [False, True, True]  # the first step makes them
+    assert all(reference > 0 for _, reference in there)
+    assert away == [(0, 0)] * 3
+    for name, weight in plain.model.named_parameters():
+        assert torch.equal(weight, rested.model.get_parameter(name)), name
+    rows = [row for row in rested.state.log_history if "loss" in row]
+    reference = there[0][1]
+    assert [row["offload/bytes"] for row in rows] == [reference, *(reference + there[1][0],) * 2]
+    assert all(row["time/offload"] > 0 for row in rows)
+    assert "offload/bytes" not in plain.state.log_history[0]

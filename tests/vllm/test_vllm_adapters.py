@@ -1,0 +1,109 @@
+"""An adapter alone is pushed into vLLM, takes the place of the former one, and answers as peft's model does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from inside import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError
+from lowpeak.records import WeightSlice
+from lowpeak.rollout.vllm.weights.adapters import adapter_config
+from lowpeak.rollout.vllm.weights.proof import held_version, prove
+from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
+
+SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    with engine(policy_of(), tmp_path_factory.mktemp("base"), enable_lora=True, max_lora_rank=8) as made:
+        yield made
+
+
+def _adapted(seed, rank=4, **options):
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    model = get_peft_model(policy_of(), LoraConfig(r=rank, lora_alpha=16, target_modules=targets, **options)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in adapter_parameters(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def _slices(model):
+    for name, parameter in adapter_parameters(model).items():
+        flat = parameter.detach().reshape(-1)
+        for start in range(0, len(flat), 300):
+            yield WeightSlice(
+                adapter_name(model, name), tuple(parameter.shape), flat.dtype, start, flat[start : start + 300]
+            )
+
+
+def _request(report):
+    from vllm.lora.request import LoRARequest
+
+    (adapter,) = report.adapters
+    return LoRARequest(adapter.name, adapter.number, adapter.folder)
+
+
+@pytest.mark.parametrize("transport", ["process", "shm", "tcp"])
+def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
+    settings = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport)
+    folders = []
+    for version in (1, 2, 3):
+        model = _adapted(version)
+        report = push(_slices(model), [vllm], settings, version, adapter=adapter_config(model))
+        assert report.num_bytes == sum(4 * p.numel() for p in adapter_parameters(model).values())
+        assert gap(vllm, model, _request(report)) < TOLERANCE
+        assert gap(vllm, model) > 0.01
+        assert held_version([vllm]) == version
+        prove([vllm])
+        folders.append(Path(report.adapters[0].folder))
+        assert [folder.exists() for folder in folders] == [False] * (len(folders) - 1) + [True]
+        assert vllm.call("list_loras", {}) == [{report.adapters[0].number}]
+
+
+def test_an_adapter_of_a_higher_rank_than_the_engine_serves_is_refused(vllm):
+    model = _adapted(1, rank=16)
+    with pytest.raises(EngineError, match=r"does not take the adapter.*rank"):
+        push(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
+    assert held_version([vllm]) is None
+
+
+def test_an_adapter_that_vllm_lost_is_found(vllm):
+    model = _adapted(1)
+    report = push(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
+    vllm.llm.llm_engine.remove_lora(report.adapters[0].number)
+    with pytest.raises(EngineError, match="no longer the policy's"):
+        prove([vllm])
+    assert held_version([vllm]) is None
+
+
+class Damaging(InsideVllm):
+    """Changes a byte of each bucket on its way."""
+
+    def call(self, method, arguments, timeout=None):
+        if method == "lowpeak_take":
+            arguments["data"][arguments["pieces"][1]["offset"]] ^= 1
+        return super().call(method, arguments, timeout)
+
+
+def test_an_adapter_that_is_damaged_on_its_way_is_refused(vllm):
+    model = _adapted(1)
+    with pytest.raises(EngineError, match=r"The adapter is not the policy's: base_model\.model\.model\.layers\.0"):
+        push(_slices(model), [Damaging(vllm.llm)], SETTINGS, 1, adapter=adapter_config(model))
+    assert held_version([vllm]) is None
+
+
+def test_merged_weights_go_into_an_engine_that_serves_adapters(vllm):
+    changed = policy_of(5)
+    push(slices(changed), [vllm], SETTINGS, 7)
+    assert gap(vllm, changed) < TOLERANCE
+    assert held_version([vllm]) == 7
+    prove([vllm])

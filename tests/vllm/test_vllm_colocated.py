@@ -1,0 +1,228 @@
+"""A real vLLM in this process: it says what the native engine says, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowpeak.config.rollout import Sampling
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MemoryExhaustedError
+from lowpeak.ranks import Ranks, has_group
+from lowpeak.records import Prompt
+from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.rollout.native.stop import end_token_ids
+from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.weights.proof import prove
+from lowpeak.rollout.vllm.weights.push import push
+from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
+
+GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)
+SAMPLED = Sampling(num_generations=4, max_new_tokens=12, temperature=0.7, seed=5)
+
+
+def trainer_in(folder, **changes):
+    return grpo_trainer(grpo_arguments(folder, **changes))
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory):
+    made = trainer_in(tmp_path_factory.mktemp("run"))
+    made.maker.engine.wake()
+    made.maker.load_weights(0)
+    yield made
+    made.maker.engine.close()
+
+
+@pytest.fixture
+def native(trainer):
+    hold = lambda: trainer.run.strategy.hold(trainer.model, None)  # noqa: E731
+    engine = NativeEngine(hold, TOKENIZER, lambda: 1 << 24)
+    engine.load((), 0)
+    return engine
+
+
+def over(trainer, **settings):
+    """Another engine over the same vLLM, with other settings, and loaded."""
+    vllms, model = trainer.maker.engine._vllms, trainer.model
+    made = VllmEngine(
+        lambda: vllms,
+        replace(trainer.maker.settings.vllm, **settings),
+        Model(lambda sampling: end_token_ids(model, TOKENIZER, sampling), 13),
+        Company(Ranks()),
+        push,
+        prove,
+    )
+    made.wake()
+    made.load(slices(trainer, made), 0)
+    return made
+
+
+def slices(trainer, engine):
+    form = engine.slice_form
+    return trainer.run.strategy.slices(trainer.model, form.max_bytes, form.dtype, form.weights)
+
+
+def prompts(*texts):
+    return [Prompt(i, tuple(TOKENIZER(text)["input_ids"]), text) for i, text in enumerate(texts)]
+
+
+MANY = prompts("12=", "3=", "9876543210=", "5=", "4455=", "000111=", "=")
+
+
+def tokens(groups):
+    return [[(one.ids.tolist(), one.finish_reason) for one in group.completions] for group in groups]
+
+
+def logprobs_of(model, group, completion, temperature):
+    """The trainer's: of the full softmax at the temperature."""
+    ids = torch.tensor([[*group.prompt.ids, *completion.ids.tolist()]])
+    with torch.no_grad():
+        scores = model(ids).logits[0, len(group.prompt.ids) - 1 : -1].float() / temperature
+    return scores.log_softmax(-1).gather(-1, completion.ids.long()[:, None])[:, 0]
+
+
+def assert_logprobs_are_the_policys(model, groups, temperature):
+    for group in groups:
+        for completion in group.completions:
+            expected = logprobs_of(model, group, completion, temperature)
+            torch.testing.assert_close(completion.logprobs, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"repetition_penalty": 1.5},
+        {"stop": ("7",)},
+        {"stop": ("77", "=0", "22")},
+        {"stop_token_ids": (4, 9)},
+        {"max_new_tokens": 1},
+    ],
+)
+def test_greedy_groups_are_the_native_engines(trainer, native, changes):
+    sampling = replace(GREEDY, **changes)
+    groups, expected = (engine.generate(MANY, sampling) for engine in (trainer.maker.engine, native))
+    assert tokens(groups) == tokens(expected)
+    for ours, theirs in zip(groups, expected, strict=True):
+        for one, other in zip(ours.completions, theirs.completions, strict=True):
+            torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1.0}])
+def test_sampling_logprobs_are_of_the_full_softmax_at_the_temperature(trainer, changes):
+    sampling = replace(SAMPLED, **changes)
+    groups = trainer.maker.engine.generate(MANY, sampling)
+    assert_logprobs_are_the_policys(trainer.model, groups, sampling.temperature)
+    assert len({str(rows) for rows in tokens(groups)}) == len(MANY)
+
+
+def test_a_draw_depends_on_neither_waves_nor_order(trainer):
+    whole = tokens(trainer.maker.engine.generate(MANY, SAMPLED))
+    assert tokens(over(trainer, batch_size=3).generate(MANY, SAMPLED)) == whole
+    assert tokens(trainer.maker.engine.generate(MANY[::-1], SAMPLED)) == whole[::-1]
+    parts = [replace(SAMPLED, num_generations=2, first_completion=first) for first in (0, 2)]
+    halves = [tokens(trainer.maker.engine.generate(MANY, part)) for part in parts]
+    assert [first + second for first, second in zip(*halves, strict=True)] == whole
+    assert tokens(trainer.maker.engine.generate(MANY, replace(SAMPLED, rollout=1))) != whole
+
+
+def test_a_regular_expression_bounds_completions(trainer):
+    groups = over(trainer, structured_regex="[0-4]{2,8}").generate(MANY, SAMPLED)
+    for group in groups:
+        for completion in group.completions:
+            text = TOKENIZER.decode(completion.ids.tolist(), skip_special_tokens=True)
+            assert set(text) <= set("01234"), text
+
+
+def test_keys_and_values_of_old_weights_are_forgotten(trainer):
+    long = prompts("0123456789" * 30 + "=")  # more than the blocks of 128 tokens that are cached
+    engine = trainer.maker.engine
+    engine.generate(long, SAMPLED)
+    kept = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    try:
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(0.9)
+        trainer.maker.weights_changed = True
+        trainer.maker.load_weights(0)
+        assert_logprobs_are_the_policys(trainer.model, engine.generate(long, SAMPLED), SAMPLED.temperature)
+    finally:
+        with torch.no_grad():
+            for name, parameter in trainer.model.named_parameters():
+                parameter.copy_(kept[name])
+        trainer.maker.weights_changed = True
+        trainer.maker.load_weights(0)
+
+
+def test_a_wave_past_its_limit_is_given_up_and_the_engine_goes_on(trainer):
+    engine = over(trainer, wave_timeout=1e-9)
+    with pytest.raises(LostEngineError, match="within the wave's limit"):
+        engine.generate(MANY, SAMPLED)
+    assert tokens(over(trainer).generate(MANY, GREEDY)) == tokens(trainer.maker.engine.generate(MANY, GREEDY))
+
+
+def test_a_prompt_that_vllm_refuses_is_an_error(trainer):
+    with pytest.raises(EngineError, match="vLLM refuses a request"):
+        trainer.maker.engine.generate([Prompt(0, (999,), "")], SAMPLED)
+
+
+def state():
+    """What building a vLLM would change."""
+    return {
+        "environment": dict(os.environ),
+        "random": random.getstate(),
+        "torch": torch.get_rng_state().tolist(),
+        "threads": torch.get_num_threads(),
+        "set_num_threads": torch.set_num_threads,
+        "frozen": gc.get_freeze_count(),
+        "grad": torch.is_grad_enabled(),
+        "dtype": torch.get_default_dtype(),
+    }
+
+
+def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tmp_path, trainer):
+    trainer.maker.engine.close()
+    had_group, sizes = has_group(), []
+    run = trainer_in(tmp_path)
+    for _ in range(3):
+        before = state()
+        run.maker.engine.wake()
+        assert state() == before
+        run.maker.load_weights(0)
+        run.maker.engine.generate(MANY[:1], GREEDY)
+        run.maker.engine.close()
+        gc.collect()
+        live = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+        sizes.append(sum(x.untyped_storage().nbytes() for x in live))
+        assert has_group() == had_group
+    assert sizes[2] <= sizes[1] <= sizes[0] * 1.01
+    trainer.maker.engine.wake()
+    trainer.maker.load_weights(0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"vllm_engine_kwargs": {"no_such_option": 1}}, ArgumentError, "vllm_engine_kwargs=.*no_such_option"),
+        (
+            {"vllm_max_model_length": 4096},
+            ArgumentError,
+            "vllm_max_model_length is 4096, and the model's context has 512",
+        ),
+        ({"kv_cache_bytes": 4096}, MemoryExhaustedError, "raise kv_cache_bytes"),
+        ({"vllm_enable_sleep_mode": True}, ArgumentError, "vLLM has no sleep on CPUs"),
+    ],
+)
+def test_what_vllm_does_not_take_is_one_sentence(tmp_path, trainer, changes, error, match):
+    trainer.maker.engine.close()
+    with pytest.raises(error, match=match):
+        trainer_in(tmp_path, **changes).maker.engine.wake()
+    assert not has_group()
+    trainer.maker.engine.wake()
+    trainer.maker.load_weights(0)
+    assert trainer.maker.engine.policy_version == 0

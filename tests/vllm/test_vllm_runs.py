@@ -1,0 +1,82 @@
+"""GRPO with a colocated vLLM: its weights follow the policy, on one rank and on two, each with an engine or one over both."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from spawn import launch
+
+from vllm_runs import grpo_arguments, grpo_trainer, steps_of, weights_of
+
+CASES = ("ddp", "fsdp2", "zero3", "ddp:2")
+DRIFT = "sampling/sampling_logp_difference/max"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """One process: log-rows, weights and the journal."""
+    folder = tmp_path_factory.mktemp("alone")
+    trainer = grpo_trainer(grpo_arguments(folder, eval_strategy="steps", eval_steps=3))
+    trainer.train()
+    return trainer, {name: weight.clone() for name, weight in weights_of(trainer).items()}, folder
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    launch("../vllm/ranks_grpo.py", [str(out), *CASES], timeout=280)
+    return {case: torch.load(out / f"{case}.pt") for case in CASES}
+
+
+def test_every_rollout_is_written_by_the_policys_own_weights(alone):
+    trainer, _, _ = alone
+    steps = steps_of(trainer)
+    assert len(steps) == 3
+    assert all(step[DRIFT] < 1e-5 for step in steps)  # a step of 1e-2 moves log-probs by far more
+    assert steps[0]["grad_norm"] > 0.1
+
+
+def test_evaluation_is_answered_by_the_engine(alone):
+    trainer, _, _ = alone
+    assert any("eval_reward" in row for row in trainer.state.log_history)
+
+
+def test_the_journal_has_what_each_push_took(alone):
+    _, _, folder = alone
+    rows = [json.loads(line) for line in Path(folder, "journal", "steps.jsonl").read_text().splitlines()]
+    model = 4 * sum(weight.numel() for weight in alone[1].values())
+    assert [row["push/bytes"] for row in rows] == [model] * 3
+    assert all(0 < row["push/proof_seconds"] < row["push/seconds"] for row in rows)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_train_what_one_process_does(alone, on_two_ranks, case):
+    _, weights, _ = alone
+    found = on_two_ranks[case]
+    assert found["strategy"] == {"d": "Replicated", "f": "Fsdp2", "z": "Zero"}[case[0]]
+    assert all(step[DRIFT] < 1e-5 for step in found["steps"])
+    for name, weight in weights.items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4, msg=f"{case}: {name}")
+
+
+def test_a_lora_policy_is_generated_with_its_adapter(tmp_path):
+    from peft import LoraConfig
+
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    trainer = grpo_trainer(grpo_arguments(tmp_path, vllm_adapters=False), peft_config=config)
+    trainer.train()
+    assert all(step[DRIFT] < 1e-5 for step in steps_of(trainer))
+    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
+    assert rows[1]["push/bytes"] < rows[0]["push/bytes"] / 2  # what training does not change comes once
+
+
+def test_a_resumed_run_generates_with_the_checkpoints_weights(tmp_path):
+    grpo_trainer(grpo_arguments(tmp_path, max_steps=2, save_strategy="steps", save_steps=2)).train()
+    resumed = grpo_trainer(grpo_arguments(tmp_path, max_steps=4))
+    resumed.train(resume_from_checkpoint=True)
+    steps = steps_of(resumed)
+    assert len(steps) == 4
+    assert all(step[DRIFT] < 1e-5 for step in steps)

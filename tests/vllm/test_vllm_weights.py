@@ -1,0 +1,105 @@
+"""After every push vLLM's log-probs are those of transformers' model; what cannot be proved is refused."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from inside import TOLERANCE, engine, gap, policy_of, slices
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.weights.proof import held_version, prove
+from lowpeak.rollout.vllm.weights.push import push
+
+
+def _settings(transport="auto", bucket_bytes=1 << 16):
+    return VllmSettings(ServerSettings(()), bucket_bytes=bucket_bytes, transport=transport)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def pair(request, tmp_path_factory):
+    """A policy and an engine that was made of it."""
+    policy = policy_of(tied=request.param)
+    with engine(policy, tmp_path_factory.mktemp("policy")) as vllm:
+        yield policy, vllm
+
+
+@pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 20])
+@pytest.mark.parametrize("transport", ["process", "shm", "tcp"])
+def test_after_a_push_the_engine_is_the_changed_policy(pair, transport, bucket_bytes):
+    policy, vllm = pair
+    changed = policy_of(bucket_bytes + len(transport), tied=policy.config.tie_word_embeddings)
+    assert gap(vllm, changed) > 0.1
+    push(slices(changed), [vllm], _settings(transport, bucket_bytes), 3)
+    assert gap(vllm, changed) < TOLERANCE
+    assert held_version([vllm]) == 3
+    prove([vllm])
+
+
+def test_a_corrupted_parameter_is_found_by_name(pair):
+    policy, vllm = pair
+    push(slices(policy), [vllm], _settings(), 1)
+    with torch.inference_mode():
+        vllm.model.model.layers[1].mlp.gate_up_proj.weight[-1, 5] *= 1.0001
+    with pytest.raises(EngineError, match=r"no longer the policy's: model\.layers\.1\.mlp\.up_proj\.weight\.$"):
+        prove([vllm])
+    assert held_version([vllm]) is None
+
+
+@pytest.mark.parametrize("lost", ["embed_tokens", "layers.0.self_attn.k_proj.bias", "layers.1.mlp.up_proj"])
+def test_an_update_that_lacks_a_tensor_is_refused(pair, lost):
+    policy, vllm = pair
+    with pytest.raises(EngineError, match="no values for these parameters"):
+        push((piece for piece in slices(policy) if lost not in piece.name), [vllm], _settings(), 2)
+    assert held_version([vllm]) is None
+
+
+def test_a_policy_of_other_sizes_is_refused(pair):
+    _, vllm = pair
+    with pytest.raises(EngineError, match="does not take the tensor"):
+        push(slices(policy_of(hidden=64)), [vllm], _settings(), 2)
+    with pytest.raises(EngineError, match=r"does not take the tensor model\.layers\.2"):
+        push(slices(policy_of(layers=3)), [vllm], _settings(), 2)
+    assert held_version([vllm]) is None
+
+
+def test_a_policy_with_a_head_of_its_own_is_refused_by_an_engine_that_ties_it(pair):
+    policy, vllm = pair
+    tied = policy.config.tie_word_embeddings
+    with pytest.raises(EngineError, match=r"lm_head"):
+        push(slices(policy_of(tied=not tied)), [vllm], _settings(), 2)
+
+
+def test_pushes_leave_no_memory_behind(pair):
+    policy, vllm = pair
+    push(slices(policy), [vllm], _settings(), 0)
+    counts = {}
+    for version in range(1, 201):
+        transport = ("process", "shm", "tcp")[version % 3]
+        push(slices(policy), [vllm], _settings(transport), version)
+        if version in (10, 200):
+            gc.collect()
+            counts[version] = (_num_tensors(), _resident_bytes())
+    assert counts[200][0] == counts[10][0]
+    assert counts[200][1] - counts[10][1] < 4 << 20
+
+
+def _num_tensors():
+    return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
+
+def _resident_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def test_sampled_logprobs_are_of_the_full_softmax_at_the_temperature(pair):
+    policy, vllm = pair
+    push(slices(policy), [vllm], _settings(), 1)
+    vllm.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {})
+    assert gap(vllm, policy) < TOLERANCE
+    assert gap(vllm, policy, temperature=0.7, top_p=0.8, repetition_penalty=1.3, seed=1) < TOLERANCE
+    assert gap(vllm, policy, temperature=1.3, top_k=3, seed=1) < TOLERANCE

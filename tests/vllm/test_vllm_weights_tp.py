@@ -1,0 +1,36 @@
+"""An engine over two workers in processes of their own: each takes its part of every tensor."""
+
+from __future__ import annotations
+
+import pytest
+
+from inside import TOLERANCE, engine, gap, policy_of, slices
+from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.weights.proof import held_version, prove
+from lowpeak.rollout.vllm.weights.push import push
+
+
+@pytest.fixture(scope="module")
+def vllm(tmp_path_factory):
+    with engine(policy_of(), tmp_path_factory.mktemp("tp2"), tensor_parallel_size=2) as made:
+        yield made
+
+
+@pytest.mark.parametrize(("transport", "seed"), [("shm", 1), ("tcp", 2), ("auto", 3)])
+def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
+    changed = policy_of(seed)
+    assert gap(vllm, changed) > 0.1
+    push(slices(changed), [vllm], VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport), seed)
+    assert gap(vllm, changed) < TOLERANCE
+    assert held_version([vllm]) == seed
+    prove([vllm])
+
+
+def test_an_update_that_lacks_a_tensor_is_refused_by_both(vllm):
+    kept = (piece for piece in slices(policy_of()) if "layers.1.mlp.down_proj" not in piece.name)
+    with pytest.raises(
+        EngineError, match=r"no values for these parameters of vLLM's model: model\.layers\.1\.mlp\.down_proj"
+    ):
+        push(kept, [vllm], VllmSettings(ServerSettings(())), 4)
+    assert held_version([vllm]) is None
