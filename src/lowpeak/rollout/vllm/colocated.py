@@ -163,6 +163,7 @@ class ColocatedVllm:
 
     def _add(self, requests: Sequence[Request]) -> list[str]:
         """Hand the requests over; the names that their outputs will have."""
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         from vllm import SamplingParams, TokensPrompt
@@ -175,8 +176,11 @@ class ColocatedVllm:
             self._num_requests += 1
             name = str(self._num_requests)
             sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            held = request.adapter
+            adapter = None if held is None else LoRARequest(held.name, held.number, held.folder)
             try:
-                self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), sampling)
+                self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapter)
             except Exception as error:
                 self.llm.llm_engine.abort_request(names)
                 raise EngineError(f"vLLM refuses a request: {error}") from error
