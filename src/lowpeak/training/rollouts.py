@@ -189,7 +189,7 @@ class RolloutMaker:
         def judge() -> tuple[Sequence[int], Judged]:
             groups = generate() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-                judged = self.panel.judge(groups, trainer_state=state)
+                judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
             useful = self.tally.take() if phase is Phase.ROLLOUT else {}
             return mine, replace(judged, metrics=judged.metrics | useful)
 
