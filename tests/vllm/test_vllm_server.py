@@ -31,6 +31,7 @@ from served import SECRET, environment, members, model_in, model_of, num_running
 from tiny import char_tokenizer
 
 EOS = 1
+pytestmark = pytest.mark.timeout(600)  # a server takes half a minute to start, minutes where others compute beside it
 
 
 @pytest.fixture(scope="module")
