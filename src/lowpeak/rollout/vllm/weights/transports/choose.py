@@ -58,6 +58,22 @@ def open_sender(
         return makers["tcp"]()  # shared memory is full, or a container's few megabytes
 
 
+def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
+    """Every transport by which values on `device` can reach all workers."""
+    if all(vllm.workers.in_process for vllm in vllms):
+        found: list[Transport] = ["process"]
+    else:
+        found = []
+    seen = _Seen.of(vllms, timeout)
+    found += ["shm", "tcp"] if seen.all_here else ["tcp"]
+    if device.type == "cuda" and "cpu" not in seen.devices:
+        same, apart = seen.devices == {device_id(device)}, device_id(device) not in seen.devices
+        in_others = not any(vllm.workers.in_process for vllm in vllms)  # a process cannot open its own memory's handle
+        found += ["ipc"] if same and seen.all_here and in_others else []
+        found += ["nccl"] if apart else []  # NCCL refuses two ranks on one device
+    return found
+
+
 def open_inlet(invitation: Mapping[str, Any], device: torch.device, rank: int) -> Inlet:
     """A worker's end of what the trainer offers; `rank` is the worker's among its engine's."""
     given = dict(invitation)
