@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.resting import LEAST_BYTES, CudaHostMover, HostMover, Rest
+from lowpeak.strategies.detect import states_on_host
 from lowpeak.strategies.strategy import Frozen, Strategy
 
 
@@ -18,20 +18,11 @@ def check_resting(accelerator: Any, has_frozen: bool) -> None:
     """ArgumentError where nothing can leave: the device's memory is the host's, or all of it is there already."""
     if accelerator.device.type != "cuda":
         raise ArgumentError("offload_during_rollout=True cannot act: the device's memory is the host's; remove it.")
-    if _states_on_host(accelerator.state) and not has_frozen:
+    if states_on_host(accelerator.state) and not has_frozen:
         raise ArgumentError(
             "offload_during_rollout=True cannot act: the optimizer's states are in host memory already, and there is no "
             "reference and no reward model; remove it."
         )
-
-
-def _states_on_host(state: Any) -> bool:
-    """Whether accelerate's own settings keep the optimizer's states in host memory (or on a disk) all the time."""
-    deepspeed, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
-    if deepspeed is not None:
-        config = deepspeed.deepspeed_config.get("zero_optimization", {}).get("offload_optimizer") or {}
-        return config.get("device", "none") not in ("none", None)
-    return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
 
 
 def make_rest(
