@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -90,3 +91,14 @@ def _not_in_force(name: str, kind: DistributedType, num_processes: int, device: 
         f"{name} was asked for and is not in force: accelerate chose {kind.value} on {num_processes} processes of {device.type}; "
         f"{name} needs processes that a launcher started, each with a device of its own (docs/distributed.md)."
     )
+
+
+def states_on_host(state: Any) -> bool:
+    """Whether accelerate's own settings keep the optimizer's states in host memory (or on a disk) all the time."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    deepspeed, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
+    if deepspeed is not None:
+        config = deepspeed.deepspeed_config.get("zero_optimization", {}).get("offload_optimizer") or {}
+        return config.get("device", "none") not in ("none", None)
+    return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
