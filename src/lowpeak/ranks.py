@@ -68,10 +68,14 @@ class Ranks:
             team._group = groups[self.rank // size]
         return team
 
+    @property
+    def speaks(self) -> bool:
+        """Whether this process's word is the rank's: of peers, the first."""
+        return self.processes.rank % self._num_peers == 0
+
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise sum over ranks."""
-        speaks = self.processes.rank % self._num_peers == 0
-        return self._reduce(numbers if speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
+        return self._reduce(numbers if self.speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
 
     def max(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise maximum over ranks."""

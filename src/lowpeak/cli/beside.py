@@ -159,7 +159,7 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
         "gpu_memory_utilization": given.get("vllm_gpu_memory_utilization"),
         "max_model_len": given.get("vllm_max_model_length"),
         "model_impl": given.get("vllm_model_impl"),
-        "kv_cache_memory_bytes": _bytes(given.get("kv_cache_bytes")),
+        "kv_cache_memory_bytes": given.get("kv_cache_bytes"),
         "trust_remote_code": given.get("trust_remote_code") or None,
     }
     return Server(
@@ -193,12 +193,6 @@ def _dtype(given: Mapping[str, Any], devices: Sequence[str]) -> str | None:
         return "bfloat16" if given.get("bf16") else "float16"
     computes_in_fp32 = given.get("bf16") is False or tuple(devices) == (CPU,)
     return "float32" if computes_in_fp32 else None
-
-
-def _bytes(given: int | str | None) -> int | None:
-    from lowpeak.config.sizes import parse_bytes
-
-    return None if given is None else parse_bytes(given)
 
 
 def _free_ports(count: int) -> list[int]:

@@ -53,9 +53,8 @@ class UnderWay:
             try:
                 for each in self._servers:
                     each.start()
-                    tell(
-                        f"lowpeak: vLLM starts on {','.join(each.server.devices)} at {each.server.url}, log in {each.log}"
-                    )
+                    where = f"{','.join(each.server.devices)} at {each.server.url}"
+                    tell(f"lowpeak: vLLM starts on {where} (process {each.pid}), log in {each.log}")
                 trainer = self._start_trainer()
                 status = self._watch(trainer, signals)
             finally:

@@ -76,7 +76,7 @@ def prepare_online(
     model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
-    check_devices(bool(args.fsdp))
+    check_devices(bool(args.fsdp), args.cut.tensor > 1)
     settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
     check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:

@@ -154,17 +154,22 @@ class RolloutMaker:
         raise AssertionError("the last return raises")
 
     def _sync(self) -> None:
-        """Load where any rank's engine does not hold the version that it is to hold: slices leave all ranks together."""
-        ranks = self.strategy.ranks
-        stale = self.weights_changed or self.engine.policy_version != self.policy_version
-        if not ranks.max([float(stale)])[0]:
-            return
-        assert self.policy_version is not None, "load_weights comes first"
-        form = self.engine.slice_form
-        with ranks.together(), self.tracker.phase(Phase.SYNC):
-            slices = self.strategy.slices(self.model(), form.max_bytes, form.dtype, form.weights)
-            self.engine.load(slices, self.policy_version)
-        self.weights_changed = False
+        """Load where any rank's engine does not hold the version that it is to hold: slices leave all ranks together.
+
+        A second time where an adapter comes after its base.
+        """
+        ranks, version = self.strategy.ranks, self.policy_version
+        assert version is not None, "load_weights comes first"
+        for _ in range(2):
+            stale = self.weights_changed or self.engine.policy_version != version
+            if not ranks.max([float(stale)])[0]:
+                return
+            forms = ranks.gathered(lambda: self.engine.slice_form)
+            form = next((form for form in forms if form.weights == "base"), forms[0])
+            with ranks.together(), self.tracker.phase(Phase.SYNC):
+                slices = self.strategy.slices(self.model(), form.max_bytes, form.dtype, form.weights)
+                self.engine.load(slices, version, form.weights)
+            self.weights_changed = False
 
     def ask(self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase) -> Judged:
         """Stations 4 and 5: all ranks' groups, each generated and rewarded whole on the rank that owns it.
@@ -184,7 +189,7 @@ class RolloutMaker:
         def judge() -> tuple[Sequence[int], Judged]:
             groups = generate() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-                judged = self.panel.judge(groups, trainer_state=state)
+                judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
             useful = self.tally.take() if phase is Phase.ROLLOUT else {}
             return mine, replace(judged, metrics=judged.metrics | useful)
 

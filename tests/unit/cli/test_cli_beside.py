@@ -107,7 +107,7 @@ def test_what_was_said_of_the_engine_goes_to_the_servers():
         vllm_tensor_parallel_size=2,
         vllm_gpu_memory_utilization=0.8,
         vllm_max_model_length=512,
-        kv_cache_bytes="1MiB",
+        kv_cache_bytes=1 << 20,
         bf16=True,
         vllm_engine_kwargs={"enforce_eager": True, "hf_overrides": {"a": 1}, "enable_chunked_prefill": False},
     )

@@ -26,6 +26,10 @@ _UNSURE = (500, 502, 504)  # a dead engine, or one that failed at this request a
 Result = TypeVar("Result")
 
 
+class NoRouteError(EngineError):
+    """A server does not have what was asked of it, or was not started with it."""
+
+
 class Http:
     """A server's address, the token it demands, and requests to it.
 
@@ -111,7 +115,7 @@ class Http:
         if status in _GONE or (status in _UNSURE and not self.is_healthy()):
             return LostEngineError(f"{said} {_GONE.get(status, f'has lost its engine ({status})')}: {_sentence(text)}")
         if status in (403, 404, 405):
-            return EngineError(
+            return NoRouteError(
                 f"{said} has no {path} ({status}: {_sentence(text)}): start it with `lowpeak serve`, which turns it on."
             )
         return EngineError(f"{said} refused {path} ({status}): {_sentence(text)}")

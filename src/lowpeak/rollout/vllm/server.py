@@ -14,7 +14,7 @@ from typing import Any
 
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.rollout.vllm.http import Connections, Http, deadline, gather
+from lowpeak.rollout.vllm.http import Connections, Http, NoRouteError, deadline, gather
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
 from lowpeak.rollout.vllm.wire import COMPLETIONS, GENERATE, Route, body_of, read
 
@@ -92,11 +92,8 @@ class ServerVllm:
         """One wave, all requests at once; LostEngineError carries the answers that had come."""
         if not requests:
             return []
-        until = deadline(timeout)
         self._check_incarnation()
-        route = self._generating_route()
-        calls = [partial(self._complete_one, request, route, until) for request in requests]
-        answers, failed = gather(calls)
+        answers, failed = self._gathered(requests, deadline(timeout))
         if isinstance(failed, LostEngineError):
             failed.finished = {i: answer for i, answer in enumerate(answers) if answer is not None}
         if failed is not None:
@@ -151,18 +148,22 @@ class ServerVllm:
     def close(self) -> None:
         """Nothing is held: connections last as long as their request."""
 
+    def _gathered(
+        self, requests: Sequence[Request], until: float | None
+    ) -> tuple[list[Answer | None], BaseException | None]:
+        """Answers and what went wrong; by the route that tells the weights' version, where the server has it."""
+        route = self._route or GENERATE
+        answers, failed = gather([partial(self._complete_one, request, route, until) for request in requests])
+        if self._route is None and isinstance(failed, NoRouteError):
+            self._route = COMPLETIONS
+            return self._gathered(requests, until)
+        return answers, failed
+
     def _complete_one(self, request: Request, route: Route, until: float | None, open_: Connections) -> Answer:
         answer = read(self._http.send("POST", route, body_of(request, route), until, open_), route, self.url)
         if answer.finish_reason == "abort":
             raise LostEngineError(f"the server at {self.url} gave a request up before its end.")
         return answer
-
-    def _generating_route(self) -> Route:
-        """The route that tells the weights' version, where the server has it; an empty request finds out."""
-        if self._route is None:
-            status, _ = self._http.exchange("POST", GENERATE, {}, deadline(_ASK_SECONDS))
-            self._route = COMPLETIONS if status in (403, 404, 405) else GENERATE
-        return self._route
 
     def _asked_incarnation(self) -> str:
         return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))

@@ -52,7 +52,7 @@ def test_token_ids_go_in_and_come_back_in_the_order_of_the_requests(fake):
     answers = ServerVllm(fake.url).complete(requests(*range(2, 12)))
     expected = [Answer((first, 1), (-0.5, -0.25), "stop", frozenset({3})) for first in range(2, 12)]
     assert answers == expected
-    sent = next(body for path, body in fake.calls if path == GENERATE and body)
+    sent = next(body for path, body in fake.calls if path == GENERATE)
     assert sent["sampling_params"] == {
         "logprobs": 0,
         "max_tokens": 4,
@@ -83,8 +83,7 @@ def test_requests_of_a_wave_are_under_way_together(fake):
     meeting = threading.Barrier(8)
 
     def together(body):
-        if body.get("token_ids"):
-            meeting.wait(10)
+        meeting.wait(10)
         return fake.generate(body)
 
     fake.answers[GENERATE] = together
@@ -135,8 +134,6 @@ def test_a_server_that_is_not_there_is_lost():
 
 def test_answers_that_came_before_the_loss_are_kept(fake):
     def half(body):
-        if not body.get("token_ids"):
-            return fake.generate(body)
         if body["token_ids"][0] < 4:
             return fake.generate(body)
         time.sleep(0.5)
@@ -158,7 +155,7 @@ def test_answers_that_came_before_the_loss_are_kept(fake):
     ids=["503", "abort", "dropped"],
 )
 def test_what_a_dying_or_paused_server_says_is_a_loss(fake, answer, said):
-    fake.answers[GENERATE] = lambda body: answer if body.get("token_ids") else fake.generate(body)
+    fake.answers[GENERATE] = lambda body: answer
     assert said in str(lost(ServerVllm(fake.url), 2))
 
 
@@ -172,7 +169,7 @@ def test_a_500_is_a_loss_where_the_engine_is_dead_and_a_refusal_where_it_lives(f
 
 
 def test_a_server_that_is_too_slow_is_lost_at_the_limit_and_its_requests_are_given_up(fake):
-    fake.answers[GENERATE] = lambda body: slow(2, fake.generate(body))(body) if body.get("token_ids") else (400, None)
+    fake.answers[GENERATE] = lambda body: slow(2, fake.generate(body))(body)
     began = time.monotonic()
     assert "did not answer /inference/v1/generate in time" in str(lost(ServerVllm(fake.url), 2, 3, timeout=0.5))
     assert time.monotonic() - began < 1.5
@@ -242,7 +239,7 @@ def test_a_restart_while_a_wave_was_under_way_is_a_loss_too(fake):
     ],
 )
 def test_a_malformed_or_refusing_answer_is_an_error_with_the_servers_words(fake, answer, said):
-    fake.answers[GENERATE] = lambda body: answer if body.get("token_ids") else fake.generate(body)
+    fake.answers[GENERATE] = lambda body: answer
     with pytest.raises(EngineError) as found:
         ServerVllm(fake.url).complete(requests(2))
     assert said in str(found.value)
