@@ -26,7 +26,6 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.resume import restore_random
 from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
-from lowpeak.checkpoint.together import agreed
 from lowpeak.errors import CheckpointError, DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
@@ -296,7 +295,7 @@ class StepTrainer(Trainer):
         self._export(Path(output_dir), merged=True)
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
-        with agreed(self.run.strategy.ranks, f"the model could not be written into {folder}"):
+        with self.run.strategy.ranks.together():
             export_model(self, folder, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -305,7 +304,7 @@ class StepTrainer(Trainer):
         if checkpoint is None or not has_shards(checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        with agreed(self.run.strategy.ranks, f"{checkpoint} could not be loaded"):
+        with self.run.strategy.ranks.together():
             self.take_weights(checkpoint)
         return prepared
 
@@ -341,7 +340,7 @@ class StepTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
-        with agreed(self.run.strategy.ranks, f"nothing was saved after step {self.state.global_step}"):
+        with self.run.strategy.ranks.together():
             self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()
