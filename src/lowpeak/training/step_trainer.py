@@ -45,7 +45,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import note_launch, put_others_aside, take_up
+from lowpeak.training.start import note_launch, put_others_aside, require_same_arguments, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -132,6 +132,7 @@ class StepTrainer(Trainer):
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         with ExitStack() as stack:
             stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
+            require_same_arguments(self.args, ranks)
             ranks.first(lambda: stack.enter_context(only_run(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             try:
