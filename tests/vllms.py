@@ -38,12 +38,12 @@ def slices(values=(1.0, 2.0)):
     yield WeightSlice("weight", (len(values),), torch.float32, 0, tensor)
 
 
-def engine_over(*vllms, company=None, push=scripted_push, prove=scripted_prove, **settings):
+def engine_over(*vllms, company=None, adapter=None, push=scripted_push, prove=scripted_prove, **settings):
     """An engine over these vLLMs, awake and loaded with version 0."""
     made = VllmEngine(
         lambda: vllms,
         replace(SETTINGS, **settings),
-        Model(lambda sampling: {END, *sampling.stop_token_ids}, 13),
+        Model(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
         company or Company(Ranks()),
         push,
         prove,

@@ -10,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ class SideRequest:
     """What one side is to do. `start` holds the weights to train; `phases` asks for CPU seconds by phase.
 
     `canned` puts fixed completions in place of sampled ones, asked for in the data's order, and logs every step.
+    `arguments` are more of the trainer's.
     """
 
     library: str
@@ -39,6 +40,7 @@ class SideRequest:
     snapshots: tuple[int, ...] = ()
     phases: bool = False
     canned: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Snapshots(TrainerCallback):
@@ -58,6 +60,7 @@ def make_trainer(request: SideRequest) -> Any:
     """The trainer of either library: the two constructors take the same arguments."""
     package, name = importlib.import_module(request.library), request.algorithm.upper()
     settings = trainer_settings(request.algorithm, request.seed, request.steps, Path(request.folder))
+    settings |= request.arguments
     more: dict[str, Any] = {}
     if request.canned:
         settings |= {"shuffle_dataset": False, "logging_steps": 1}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 MetricKind = Literal["mean", "sum", "max", "min"]
+Weights = Literal["merged", "adapter", "base"]  # of a model that leave: see Strategy.slices
 
 
 @dataclass(frozen=True)

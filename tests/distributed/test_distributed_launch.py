@@ -128,6 +128,19 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, 
     is_the_same_run(run, alone)
 
 
+def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does(folder: Path, alone: dict[str, Any]) -> None:
+    """accelerate's launcher has FSDP in force; the ranks hand it to transformers, which cuts tensors and rows."""
+    here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
+    run = ["--config_file", str(FOLDER / "fsdp2-tp.yaml"), "--num_processes", "2", "--main_process_port", port()]
+    run += ["--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2"]
+    command = [SCRIPT, str(folder / "tensor"), *words(folder, "out6", 1)]
+    ended = finish([here.start(["-m", "accelerate.commands.launch", *run, *command], log)], [log], 120)
+    assert [status for status, _ in ended] == [0], ended
+    found_here = found(folder, "tensor")
+    assert (found_here["strategy"], found_here["world_size"]) == ("TensorParallel", 1)
+    is_the_same_run(found_here, alone)
+
+
 @dataclass(frozen=True)
 class Gone:
     """How a host's launcher ended when the other host went away."""

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
-from setups import allow_fsdp_on_cpu, forget, prepare
+from setups import allow_meshes_on_cpu, forget, prepare
 
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of, weights_of
 
@@ -21,7 +21,7 @@ def main() -> None:
         strategy, _, size = case.partition(":")
         more = {"vllm_tensor_parallel_size": int(size)} if size else {}
         args = grpo_arguments(out / case, **prepare(strategy), **more)
-        allow_fsdp_on_cpu()
+        allow_meshes_on_cpu()
         trainer = grpo_trainer(args)
         trainer.train()
         weights = weights_of(trainer)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig
 from spawn import launch
 
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of, weights_of
 
-CASES = ("ddp", "fsdp2", "zero3", "ddp:2")
+CASES = ("ddp", "ddp:2", "fsdp2", "zero3")
 DRIFT = "sampling/sampling_logp_difference/max"
 
 
@@ -27,7 +28,7 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    launch("../vllm/ranks_grpo.py", [str(out), *CASES], timeout=280)
+    launch("../vllm/ranks_grpo.py", [str(out), *CASES], timeout=290)
     return {case: torch.load(out / f"{case}.pt") for case in CASES}
 
 
@@ -37,6 +38,14 @@ def test_every_rollout_is_written_by_the_policys_own_weights(alone):
     assert len(steps) == 3
     assert all(step[DRIFT] < 1e-5 for step in steps)  # a step of 1e-2 moves log-probs by far more
     assert steps[0]["grad_norm"] > 0.1
+
+
+def test_where_the_engine_does_not_drift_the_correction_weighs_nothing(alone):
+    trainer, _, _ = alone
+    assert trainer.run.algorithm.coupled  # TRL's default: a weight for each completion
+    for step in steps_of(trainer):
+        weights = [step[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
+        assert weights == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
 
 
 def test_evaluation_is_answered_by_the_engine(alone):
@@ -62,15 +71,21 @@ def test_two_ranks_train_what_one_process_does(alone, on_two_ranks, case):
         torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4, msg=f"{case}: {name}")
 
 
-def test_a_lora_policy_is_generated_with_its_adapter(tmp_path):
-    from peft import LoraConfig
-
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
-    trainer = grpo_trainer(grpo_arguments(tmp_path, vllm_adapters=False), peft_config=config)
+@pytest.mark.parametrize("way", ["merged", "alone"])
+def test_a_lora_policy_is_generated_with_its_adapter(tmp_path, way):
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    more = {"vllm_engine_kwargs": {"enable_lora": True, "max_lora_rank": 8}} if way == "alone" else {}
+    trainer = grpo_trainer(grpo_arguments(tmp_path, **more), peft_config=config)
     trainer.train()
     assert all(step[DRIFT] < 1e-5 for step in steps_of(trainer))
     rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
-    assert rows[1]["push/bytes"] < rows[0]["push/bytes"] / 2  # what training does not change comes once
+    adapter = 4 * sum(p.numel() for name, p in trainer.model.named_parameters() if "lora_" in name)
+    first, second = rows[0]["push/bytes"], rows[1]["push/bytes"]
+    if way == "alone":
+        assert second == adapter
+        assert first > 5 * adapter  # the base, once
+    else:
+        assert adapter < second < first  # what training does not change comes once
 
 
 def test_a_resumed_run_generates_with_the_checkpoints_weights(tmp_path):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.records import Group, Prompt, WeightSlice
+from lowpeak.records import Group, Prompt, Weights, WeightSlice
 
 SLICE_BYTES = 8 << 20
 
@@ -20,7 +20,7 @@ class SliceForm:
 
     max_bytes: int = SLICE_BYTES
     dtype: torch.dtype | None = None
-    weights: Literal["merged", "adapter"] = "merged"
+    weights: Weights = "merged"
 
 
 @runtime_checkable
@@ -42,15 +42,18 @@ class RolloutEngine(Protocol):
 
     @property
     def slice_form(self) -> SliceForm:
-        """What `load` takes; the same on every rank."""
+        """What `load` takes next. A rank that has no `base` yet for its `adapter` wants that first."""
         ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
         ...
 
-    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
-        """One whole update: all or nothing, caches reset. An engine that shares the policy's weights reads no slice."""
+    def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
+        """One whole update: all or nothing, caches reset. An engine that shares the policy's weights reads no slice.
+
+        After a `base` it holds no version: the adapter comes next.
+        """
         ...
 
     def sleep(self) -> None:

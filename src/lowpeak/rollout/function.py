@@ -16,7 +16,7 @@ import torch
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
@@ -43,7 +43,7 @@ class FunctionEngine:
         """The version of the weights that the function finds in the trainer."""
         return self._version
 
-    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+    def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Note the version: the function uses the trainer's own model, so no slice is read."""
         self._version = policy_version
 

@@ -9,7 +9,7 @@ import torch
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm
 
 Line = Sequence[int] | Completion
@@ -65,7 +65,7 @@ class ScriptedEngine:
         self.calls.append(Call(tuple(prompts), sampling, self._policy_version))
         return [self._group(prompt, sampling.num_generations) for prompt in prompts]
 
-    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+    def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Reads every slice, keeps its name, and holds `policy_version` from then on."""
         self.loads.append((policy_version, tuple(piece.name for piece in slices)))
         self._policy_version = policy_version

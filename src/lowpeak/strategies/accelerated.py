@@ -12,11 +12,11 @@ from accelerate import Accelerator, cpu_offload
 from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
-from lowpeak.records import WeightSlice
+from lowpeak.records import Weights, WeightSlice
 from lowpeak.strategies.flat import FlatShard, ranges, whole
 from lowpeak.strategies.frozen import average, freeze, frozen_bytes, shard_rows, shards_of
 from lowpeak.strategies.gathered import Gatherer
-from lowpeak.strategies.outgoing import Weights, layout, outgoing
+from lowpeak.strategies.outgoing import layout, outgoing
 from lowpeak.strategies.rows import rows_shard
 from lowpeak.strategies.shards import load_torch_state
 from lowpeak.strategies.states import torch_idle

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError
+from lowpeak.records import Weights
 from lowpeak.strategies.flat import Added, FlatShard, Outgoing, Sharded, whole
 
-Weights = Literal["merged", "adapter"]
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 _PREFIX = "base_model.model."
 
@@ -24,7 +24,8 @@ _PREFIX = "base_model.model."
 def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[Outgoing]:
     """The parameters that leave, in the same order on every rank; those that are tied once.
 
-    `merged` is the whole model, an adapter added where there is one; `adapter` what training an adapter changes.
+    `merged` is the whole model, an adapter added where there is one; `adapter` what training an adapter changes; `base`
+    what it is put on.
     """
 
     def shard_of(parameter: nn.Parameter) -> FlatShard:
@@ -37,7 +38,7 @@ def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[O
         for name, parameter in model.named_parameters():
             yield Outgoing(plain_name(name), shard_of(parameter))
     else:
-        yield from _merged(model, shard_of)
+        yield from _merged(model, shard_of, merges=weights == "merged")
 
 
 def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -85,7 +86,7 @@ def active_adapters(model: Any) -> list[str]:
     return list(model.active_adapters)
 
 
-def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard]) -> Iterator[Outgoing]:
+def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard], merges: bool) -> Iterator[Outgoing]:
     adapters = active_adapters(model)
     layers = {id(layer.get_base_layer().weight): layer for layer in model.modules() if hasattr(layer, "lora_A")}
     for raw, parameter in model.named_parameters():
@@ -94,7 +95,7 @@ def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard]) -> Iterat
             continue
         layer = layers.get(id(parameter))
         shard = shard_of(parameter)
-        used = [] if layer is None or layer.merged else [a for a in adapters if a in layer.scaling]
+        used = [] if layer is None or layer.merged or not merges else [a for a in adapters if a in layer.scaling]
         if not used:
             yield Outgoing(name, shard)
         else:

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
-from lowpeak.records import WeightSlice
+from lowpeak.records import Weights, WeightSlice
 
 
 @dataclass(frozen=True)
@@ -72,18 +72,17 @@ class Strategy(Protocol):
         model: nn.Module,
         max_bytes: int,
         dtype: torch.dtype | None,
-        weights: Literal["merged", "adapter"] = "merged",
+        weights: Weights = "merged",
     ) -> Iterator[WeightSlice]:
         """The parameters in flat ranges of at most `max_bytes`, cast to `dtype` (None: their own), in one order on every rank.
 
         `merged` is the whole model under the names of its checkpoint, a LoRA adapter added on the way; `adapter` is what
-        training an adapter changes, under peft's names. Every rank exhausts it: ranges are broadcast.
+        training an adapter changes, under peft's names; `base` is what that is put on. Every rank exhausts it: ranges are
+        broadcast.
         """
         ...
 
-    def layout(
-        self, model: nn.Module, weights: Literal["merged", "adapter"] = "merged"
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Names, whole shapes and own dtypes of what `slices` gives, in its order; nothing travels."""
         ...
 

@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.loading import IN_PARTS, styled
-from lowpeak.records import WeightSlice
+from lowpeak.records import Weights, WeightSlice
 from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import Added, FlatShard, ranges, whole
 from lowpeak.strategies.frozen import freeze
 from lowpeak.strategies.fsdp2 import Fsdp2
-from lowpeak.strategies.outgoing import Weights, layout, outgoing
+from lowpeak.strategies.outgoing import layout, outgoing
 from lowpeak.strategies.rows import rows_shard
 from lowpeak.strategies.strategy import Frozen
 

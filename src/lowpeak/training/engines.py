@@ -27,11 +27,12 @@ from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm
 from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import unchanging
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.models import context_length, num_embeddings
+from lowpeak.training.models import context_length, is_peft, num_embeddings
 from lowpeak.training.rollouts import Tally
 from lowpeak.training.step_trainer import Run
 
@@ -84,7 +85,8 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
     ranks, where = strategy.ranks, settings.where
-    model = Model(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy))
+    adapter = _servable_adapter(parts.policy)
+    model = Model(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy), adapter)
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
         company = Company(ranks.teams(where.tensor_parallel_size))
@@ -107,6 +109,15 @@ def _served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm
         vllm.wait(where.timeout)
         check_same(vllm.facts(), policy, tokenizer)
     return vllms
+
+
+def _servable_adapter(policy: Any) -> dict[str, Any] | None:
+    """The settings of the policy's adapter, if vLLM can put it on a base: one plain LoRA and nothing else that is trained."""
+    if not is_peft(policy) or len(policy.active_adapters) != 1:
+        return None
+    config = adapter_config(policy)
+    plain = config.get("peft_type") == "LORA" and config.get("bias", "none") == "none"
+    return config if plain and not config.get("modules_to_save") and not config.get("use_dora") else None
 
 
 def _blueprint(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device) -> Blueprint:

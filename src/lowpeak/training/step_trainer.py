@@ -35,7 +35,7 @@ from lowpeak.records import Metric, merge_metrics
 from lowpeak.strategies.shards import has_shards
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.checkpoints import check_kind, export_model, load_training, save_checkpoint, without_reference
-from lowpeak.training.interrupt import Interrupts
+from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on
 from lowpeak.training.readout import (
     Readout,
     Spent,
@@ -254,6 +254,15 @@ class StepTrainer(Trainer):
             logger.warning("Another rank was asked to stop: saving after this step.")
         interrupts.agreed = spent.stopping
         return spent
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """The base's way, on all ranks where the callbacks of one ask for it."""
+        ranks = self.run.strategy.ranks
+        agree_on(self.control, WISHES, ranks)
+        more = self.control.should_evaluate or self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if more:  # whose callbacks may ask to stop
+            agree_on(self.control, STOPS, ranks)
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
         """Numbers of the step under way that are known now."""

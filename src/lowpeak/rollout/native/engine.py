@@ -12,7 +12,7 @@ from torch import nn
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.records import Completion, Group, Prompt, WeightSlice
+from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm
 from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
@@ -72,7 +72,7 @@ class NativeEngine:
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
-    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+    def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Hold `policy_version` from now on; no slice is read, the weights are shared."""
         self._policy_version = policy_version
 

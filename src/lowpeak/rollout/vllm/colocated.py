@@ -8,6 +8,7 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from lowpeak.config.vllm import ColocateSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups
+from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
@@ -65,7 +66,12 @@ class ColocatedVllm:
         self._num_requests = 0
         self._workers = InProcessWorkers(self)
         self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
-        with tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder, guarded_build():
+        alone = team.world_size == 1 or blueprint.device.type != "cpu"
+        with (
+            tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder,
+            guarded_build(),
+            nullcontext() if alone else plain_collectives(team.rank),
+        ):
             _write(blueprint, Path(folder))
             try:
                 self.llm: Any = _build(folder, blueprint, settings, team)
@@ -157,6 +163,7 @@ class ColocatedVllm:
 
     def _add(self, requests: Sequence[Request]) -> list[str]:
         """Hand the requests over; the names that their outputs will have."""
+        from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         from vllm import SamplingParams, TokensPrompt
@@ -169,8 +176,11 @@ class ColocatedVllm:
             self._num_requests += 1
             name = str(self._num_requests)
             sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
+            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+            held = request.adapter
+            adapter = None if held is None else LoRARequest(held.name, held.number, held.folder)
             try:
-                self.llm.llm_engine.add_request(name, TokensPrompt(prompt_token_ids=list(request.prompt_ids)), sampling)
+                self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapter)
             except Exception as error:
                 self.llm.llm_engine.abort_request(names)
                 raise EngineError(f"vLLM refuses a request: {error}") from error

@@ -14,11 +14,11 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
-from lowpeak.records import Group, Prompt, WeightSlice
+from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
 from lowpeak.rollout.vllm.answers import checked, completion_of
 from lowpeak.rollout.vllm.requests import Key, Row, rows_of
-from lowpeak.rollout.vllm.vllm import Answer, Facts, Vllm
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
 from lowpeak.rollout.vllm.weights.workers import ask
 
@@ -31,9 +31,15 @@ class Push(Protocol):
     """Sends slices to vLLMs and proves them; what it returns is its report."""
 
     def __call__(
-        self, slices: Iterable[WeightSlice], vllms: Sequence[Vllm], settings: VllmSettings, policy_version: int
+        self,
+        slices: Iterable[WeightSlice],
+        vllms: Sequence[Vllm],
+        settings: VllmSettings,
+        policy_version: int,
+        *,
+        adapter: Mapping[str, Any] | None = None,
     ) -> Any:
-        """All or nothing: every worker has committed `policy_version` when it returns."""
+        """All or nothing: every worker has committed `policy_version` when it returns; `adapter` where the slices are one."""
         ...
 
 
@@ -42,10 +48,11 @@ Prove = Callable[[Sequence[Vllm]], Any]
 
 @dataclass(frozen=True)
 class Model:
-    """What the engine must know of the policy: which tokens end a completion, and how many tokens there are."""
+    """What the engine must know of the policy: which tokens end a completion, how many there are, and its adapter's settings."""
 
     end_ids: Callable[[Sampling], Iterable[int]]
     num_tokens: int | None
+    adapter: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,8 @@ class VllmEngine:
         self._kept: dict[Key, Answer] = {}
         self._kept_for: tuple[int, Sampling] | None = None
         self._asleep = False
+        self._has_base = False
+        self._adapter: Adapter | None = None
 
     @property
     def policy_version(self) -> int | None:
@@ -105,13 +114,16 @@ class VllmEngine:
 
     @property
     def slice_form(self) -> SliceForm:
-        """The engines' dtype, in slices that no bucket is too small for."""
+        """The engines' dtype, in slices that no bucket is too small for; of an adapter that they serve, its base once."""
         dtypes = {facts.dtype for facts in self._facts}
         if len(dtypes) != 1:
             raise EngineError(
                 f"The vLLM engines have different dtypes ({', '.join(sorted(dtypes))}): start them alike."
             )
-        return SliceForm(min(SLICE_BYTES, self._settings.bucket_bytes), getattr(torch, dtypes.pop()))
+        weights: Weights = "merged"
+        if self._serves_adapter():
+            weights = "adapter" if self._has_base else "base"
+        return SliceForm(min(SLICE_BYTES, self._settings.bucket_bytes), getattr(torch, dtypes.pop()), weights)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group per prompt, in order; LostEngineError where an engine died, restarted or holds other weights.
@@ -131,29 +143,34 @@ class VllmEngine:
             self._check_held()
             self._answer([row for row in rows if row.key not in self._kept], self._policy_version)
         except LostEngineError:
-            self._policy_version = None
+            self._policy_version, self._has_base = None, False
             raise
         completions = [completion_of(self._kept[row.key]) for row in mine]
         self._kept = {}
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
-    def load(self, slices: Iterable[WeightSlice], policy_version: int) -> None:
+    def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Wait for the vLLMs, push the slices and prove them; a rank that does not push reads them all the same."""
-        self._policy_version = self._identities = None
+        self._policy_version = self._identities = self._adapter = None
+        self._has_base = self._has_base and weights == "adapter"
+        config = self._model.adapter if weights == "adapter" else None
         pieces = iter(slices)
         try:
             if self._company.pushes:
                 self._make_ready()
                 for vllm in self._vllms:
                     vllm.pause()
-                self._on_push(self._push(pieces, self._vllms, self._settings, policy_version))
+                report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
+                self._adapter = report.adapters[0] if config is not None else None
+                self._on_push(report)
                 for vllm in self._vllms:
                     vllm.resume()
         finally:
             for _ in pieces:  # they are broadcast: other ranks wait for this one
                 pass
-        self._policy_version = policy_version
+        self._has_base = weights != "merged"
+        self._policy_version = None if weights == "base" else policy_version
 
     def sleep(self) -> None:
         """Give back memory while the policy trains, where that was asked for."""
@@ -172,14 +189,14 @@ class VllmEngine:
         for vllm in self._vllms:
             vllm.wake()
         self._asleep = False
-        if self._policy_version is not None and not self._survived():
-            self._policy_version = None
+        if self._policy_version is None or self._has_base or not self._survived():  # a base is not in the proof
+            self._policy_version, self._has_base = None, False
 
     def close(self) -> None:
         """Let go of the vLLMs: those of this process are freed, servers go on."""
         vllms, self._vllms, self._facts = self._vllms, (), []
         self._policy_version = self._identities = None
-        self._kept, self._asleep = {}, False
+        self._kept, self._asleep, self._has_base = {}, False, False
         for vllm in vllms:
             vllm.close()
 
@@ -189,6 +206,12 @@ class VllmEngine:
         for vllm in self._vllms:
             vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
         ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
+
+    def _serves_adapter(self) -> bool:
+        """Whether the policy has an adapter that the engine, in this process, can put on its base."""
+        in_process = len(self._vllms) == 1 and self._vllms[0].workers.in_process
+        wanted = self._settings.adapters and self._model.adapter is not None
+        return wanted and in_process and self._facts[0].serves_adapters
 
     def _survived(self) -> bool:
         """Whether the weights are still the policy's, by the same proof as after a push."""
@@ -247,7 +270,8 @@ class VllmEngine:
         """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
         failure: EngineError | None = None
         try:
-            answers = vllm.complete([row.request for row in rows], self._settings.wave_timeout)
+            requests = [replace(row.request, adapter=self._adapter) for row in rows]
+            answers = vllm.complete(requests, self._settings.wave_timeout)
             good = dict(enumerate(checked(rows, answers, version, self._model.num_tokens)))
         except LostEngineError as lost:
             good, failure = _of_version(lost.finished, version), lost

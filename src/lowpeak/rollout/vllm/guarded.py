@@ -47,6 +47,24 @@ def guarded_build() -> Iterator[None]:
             gc.unfreeze()
 
 
+@contextmanager
+def plain_collectives(rank: int) -> Iterator[None]:
+    """On CPUs, a block that builds one vLLM over several ranks: they talk through torch.distributed.
+
+    vLLM would use shared memory, whose name is the same for all runs of a host that a launcher started (their
+    `VLLM_DIST_IDENT` comes from "env://"): they would write into each other's, and what a killed one left is an error. Where
+    ranks have different names for it vLLM does without.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed as Shared
+
+    name_of = Shared.make_group_name
+    Shared.make_group_name = staticmethod(lambda communicator: f"{rank}-{name_of(communicator)}")
+    try:
+        yield
+    finally:
+        Shared.make_group_name = staticmethod(name_of)
+
+
 def free(llm: Any, had_group: bool) -> None:
     """End a vLLM of this process; the trainer's process group, which vLLM would end too, stays where there was one."""
     from vllm.v1.engine import core

@@ -18,7 +18,12 @@ _SHORT_CACHE = re.compile(
     re.DOTALL,
 )
 _NO_SHARE = re.compile(
-    r"Free memory on device.*?\(([\d.]+)/([\d.]+) GiB\) on startup.*?desired GPU memory utilization \(([\d.]+), ([\d.]+) GiB\)",
+    r"(?:Free memory on device.*?|Available memory on node \d+ )\(([\d.]+)/([\d.]+) GiB\) on startup.*?"
+    r"desired [CG]PU memory utilization \(([\d.]+), ([\d.]+) GiB\)",
+    re.DOTALL,
+)
+_NO_HOST = re.compile(
+    r"Available memory on node \d+ \(([\d.]+)/([\d.]+) GiB\) on kv cache allocation.*?for kv \((-?[\d.]+)(?:/[\d.]+)? GiB",
     re.DOTALL,
 )
 _LONG = re.compile(r"max_model_len \((\d+)\) is greater than the derived max_model_len \(\w+=(\d+)")
@@ -41,7 +46,7 @@ Where = ColocateSettings | ServerSettings
 
 def _no_cache(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
     return MemoryExhaustedError(
-        f"vLLM's weights leave no memory for a KV cache: {_share(where, 'raise')}, {_cut(where)}{_room(where)}."
+        f"vLLM has no room for a block of its KV cache beside its weights: {_share(where, 'raise')}, {_cut(where)}{_room(where)}."
     )
 
 
@@ -59,6 +64,15 @@ def _no_share(found: re.Match[str], where: Where, settings: VllmSettings) -> Low
     return MemoryExhaustedError(
         f"vLLM wants {wanted} GiB, {share} of a device, of which {free} of {total} GiB are free: lower "
         f"{_name(where, 'gpu_memory_utilization')}, {_cut(where)}{_room(where)}."
+    )
+
+
+def _no_host(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+    free, total, wanted = found.groups()
+    if float(wanted) <= 0:
+        return _no_cache(found, where, settings)
+    return MemoryExhaustedError(
+        f"vLLM's KV cache wants {wanted} GiB, and {free} of the host's {total} GiB are free: {_share(where, 'lower')}."
     )
 
 
@@ -107,6 +121,7 @@ _CASES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], Where, VllmSetting
     (_NO_CACHE, _no_cache),
     (_SHORT_CACHE, _short_cache),
     (_NO_SHARE, _no_share),
+    (_NO_HOST, _no_host),
     (_LONG, _long),
     (_EXHAUSTED, _exhausted),
 )

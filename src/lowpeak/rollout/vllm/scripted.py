@@ -11,7 +11,8 @@ from torch import Tensor
 from lowpeak.config.vllm import VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Answer, Facts, Request, Vllm
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request, Vllm
+from lowpeak.rollout.vllm.weights.push import PushReport
 
 Script = Callable[[Request], Answer | Sequence[int]]
 
@@ -131,17 +132,23 @@ class ScriptedVllm:
 
 
 def scripted_push(
-    slices: Iterable[WeightSlice], vllms: Sequence[Vllm], settings: VllmSettings, policy_version: int
-) -> int:
-    """Gives the slices to scripted vLLMs, copied; how many there were."""
+    slices: Iterable[WeightSlice],
+    vllms: Sequence[Vllm],
+    settings: VllmSettings,
+    policy_version: int,
+    *,
+    adapter: Mapping[str, Any] | None = None,
+) -> PushReport:
+    """Gives the slices to scripted vLLMs, copied; an `adapter` in place of the former one, beside its base."""
     weights: dict[str, list[Tensor]] = {}
     for piece in slices:
         weights.setdefault(piece.name, []).append(piece.values.detach().clone())
     for vllm in vllms:
         assert isinstance(vllm, ScriptedVllm), "this push is for scripted vLLMs"
-        vllm.weights = weights
+        vllm.weights = {**vllm.weights, **weights} if adapter is not None else weights
         vllm.hold(policy_version)
-    return sum(len(pieces) for pieces in weights.values())
+    number_of = Adapter("scripted", policy_version + 1, "")
+    return PushReport(len(weights), adapters=tuple(number_of if adapter is not None else None for _ in vllms))
 
 
 def scripted_prove(vllms: Sequence[Vllm]) -> None:

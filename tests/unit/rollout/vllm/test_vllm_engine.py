@@ -165,7 +165,7 @@ def test_a_load_that_fails_holds_no_version_and_still_reads_every_slice():
             read.append(piece.name)
             yield piece
 
-    def refuse(slices, vllms, settings, policy_version):
+    def refuse(slices, vllms, settings, policy_version, **more):
         raise EngineError("refused")
 
     engine = engine_over(scripted())
@@ -337,3 +337,30 @@ def test_it_takes_slices_in_the_engines_dtype_that_fit_a_bucket():
     assert (form.max_bytes, form.dtype, form.weights) == (1 << 20, torch.bfloat16, "merged")
     with pytest.raises(EngineError, match="different dtypes"):
         _ = engine_over(scripted(dtype="bfloat16"), scripted()).slice_form
+
+
+def test_an_adapter_goes_on_its_base_which_comes_once():
+    vllm = scripted(serves_adapters=True)
+    engine = engine_over(vllm, adapter={"r": 4})
+    engine.close()
+    engine.wake()
+    assert engine.slice_form.weights == "base"
+    engine.load(slices(), 1, "base")
+    assert engine.policy_version is None
+    for version in (1, 2):
+        assert engine.slice_form.weights == "adapter"
+        engine.load(slices(), version, "adapter")
+        assert engine.policy_version == version
+        engine.generate(prompts(1), replace(SAMPLING, rollout=version))
+    assert [wave[0].adapter.number for wave in vllm.waves] == [2, 3]
+    vllm.restart()
+    with pytest.raises(LostEngineError):
+        engine.generate(prompts(1), SAMPLING)
+    assert engine.slice_form.weights == "base"
+
+
+@pytest.mark.parametrize(("serves", "wanted"), [(False, True), (True, False)])
+def test_merged_weights_go_where_an_adapter_is_not_served_or_not_wanted(serves, wanted):
+    engine = engine_over(scripted(serves_adapters=serves), adapter={"r": 4}, adapters=wanted)
+    assert engine.slice_form.weights == "merged"
+    engine.generate(prompts(1), SAMPLING)

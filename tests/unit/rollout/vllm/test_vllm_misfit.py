@@ -20,6 +20,13 @@ NO_SHARE = (
     "Free memory on device cuda:0 (11.2/79.1 GiB) on startup is less than desired GPU memory utilization (0.3, 23.7 GiB). "
     "Decrease GPU memory utilization or reduce GPU memory used by other processes."
 )
+HOST_SHARE = (
+    "Available memory on node 0 (19.52/23.54 GiB) on startup is less than desired CPU memory utilization (0.999, 23.52 GiB). "
+    "On the CPU backend, the `--gpu-memory-utilization` flag controls the fraction of CPU memory reserved"
+)
+HOST_CACHE = (
+    "Available memory on node 0 (19.47/23.54 GiB) on kv cache allocation is less than requested memory for kv ({} GiB)"
+)
 LONG = "User-specified max_model_len (8192) is greater than the derived max_model_len (max_position_embeddings=4096 or model"
 CUDA = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
 
@@ -33,12 +40,15 @@ def said(text, settings=HERE):
 
 def test_each_of_vllms_sentences_gets_numbers_and_names_of_the_run():
     assert said(NO_CACHE).startswith(
-        "vLLM's weights leave no memory for a KV cache: raise vllm_gpu_memory_utilization (now 0.3)"
+        "vLLM has no room for a block of its KV cache beside its weights: raise vllm_gpu_memory_utilization (now 0.3)"
     )
     assert "has 0.5 GiB, and one row of 32768 tokens needs 1.75: lower vllm_max_model_length to at most 9344" in said(
         SHORT
     )
     assert "vLLM wants 23.7 GiB, 0.3 of a device, of which 11.2 of 79.1 GiB are free: lower vllm_gpu" in said(NO_SHARE)
+    assert "vLLM wants 23.52 GiB, 0.999 of a device, of which 19.52 of 23.54 GiB are free" in said(HOST_SHARE)
+    assert "no room for a block" in said(HOST_CACHE.format("-0.62/0.0"))
+    assert "wants 64.0 GiB, and 19.47 of the host's 23.54 GiB are free: lower" in said(HOST_CACHE.format("64.0"))
     assert "vllm_max_model_length is 8192, and the model's context has 4096 tokens" in said(LONG)
     assert "vLLM ran out of memory: set vllm_batch_size below the rows that its KV cache holds" in said(CUDA)
     assert "set vllm_batch_size below 64" in said(CUDA, VllmSettings(ColocateSettings(), batch_size=64))

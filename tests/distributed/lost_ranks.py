@@ -1,0 +1,84 @@
+"""What ranks do in the tests of lost engines: each has a scripted vLLM of its own, or they share one's weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from fault_ranks import error_of, note, rank
+from setups import build, prepare
+
+from lowpeak.ranks import Ranks
+from lowpeak.rollout.vllm.engine import Company, VllmEngine
+from vllms import engine_over, said, scripted
+
+
+def run_with(place: Path, name: str, judged: list[Any], dies_after: int | None) -> tuple[Any, Any]:
+    """A trainer whose engine is over a vLLM that dies after so many answers."""
+
+    def reward(completion_ids: Any, **columns: Any) -> list[float]:
+        judged.extend(tuple(ids) for ids in completion_ids)
+        return [float(sum(ids) % 5) for ids in completion_ids]
+
+    reward.__name__ = "reward"
+    trainer = build("GRPO", place / name, {**prepare("ddp"), "max_completion_length": 3}, rewards=reward)
+    vllm = scripted(said)
+    trainer.maker.engine = engine_over(vllm, company=Company(Ranks().teams(1)))
+    trainer.maker.engine.close()
+    vllm.dies_after = dies_after
+    return trainer, vllm
+
+
+def lose_one(place: Path) -> None:
+    """Rank 1's vLLM dies in the second of three rollouts."""
+    found: dict[str, Any] = {}
+    for name, dies_after in (("calm", None), ("shaken", 6 if rank() == 1 else None)):
+        judged: list[Any] = []
+        trainer, vllm = run_with(place, name, judged, dies_after)
+        trainer.train()
+        weights = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
+        asked = [len(wave) for wave in vllm.waves]
+        found[name] = {"judged": judged, "weights": weights, "loads": vllm.events.count("pause"), "asked": asked}
+    note(place, **found)
+
+
+def lose_for_good(place: Path) -> None:
+    """Rank 1's vLLM dies at every answer."""
+    trainer, vllm = run_with(place, "run", [], None)
+
+    def doomed(request: Any) -> Any:
+        vllm.dies_after = 0
+        return said(request)
+
+    if rank() == 1:
+        vllm._script = doomed
+    note(place, error=error_of(trainer.train))
+
+
+def share_prompts(place: Path) -> None:
+    """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
+    from dataclasses import replace
+
+    from accelerate import PartialState
+
+    from vllms import SAMPLING, prompts
+
+    PartialState(cpu=True)
+    team = Ranks().teams(2)
+    vllm = scripted(said)
+    engine: VllmEngine = engine_over(vllm, company=Company(team), batch_size=4)
+    own = prompts(2 - rank(), first=10 * rank())  # one rank has two prompts, the other one
+    groups = engine.generate(own, replace(SAMPLING, num_generations=2))
+    none = engine.generate(own if rank() == 0 else [], SAMPLING)
+    alone = Ranks().teams(1)
+    note(
+        place,
+        asked=[[request.prompt_ids for request in wave] for wave in vllm.waves],
+        serials=[group.prompt.serial for group in groups],
+        answers=[[one.ids.tolist() for one in group.completions] for group in groups],
+        none=len(none),
+        alone=[alone.rank, alone.world_size, alone.gather(rank()), alone.sum([1.0])],
+        team=[team.rank, team.world_size, team.gather(rank())],
+    )
+    torch.distributed.barrier()
