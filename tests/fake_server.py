@@ -47,6 +47,7 @@ class FakeServer:
             "/pause": {"status": "paused"},
             "/resume": {},
             "/reset_prefix_cache": {"success": True},
+            "/lowpeak_adapter": {},
         }
         return (200, known[name]) if name in known else (404, error("Not Found"))
 

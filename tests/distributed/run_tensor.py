@@ -5,13 +5,14 @@ What: `cases` are those of `CASES`, and one that goes on from its own middle; si
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from run_numbers import weights_of
-from setups import build, forget, tensor_parallel
+from setups import build, forget, spread, tensor_parallel
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from tiny import char_tokenizer
@@ -68,13 +69,20 @@ SAVED: dict[str, Any] = {
 }
 
 
+def spread_once(completions: list[str], **columns: Any) -> list[float]:
+    """`spread`, which is asked on one of the devices that tensors are cut over."""
+    assert int(os.environ.get("RANK", "0")) % int(sys.argv[1]) == 0
+    return spread(completions, **columns)
+
+
 def run_of(name: str, algorithm: str, arguments: dict[str, Any], model: str, resumed: Path | None = None) -> None:
     """Train, or go on, and keep what came out."""
     tensor, data, out = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     own = {key: value for key, value in arguments.items() if key != "gather_budget" or data > 1}
     place = tensor_parallel(tensor, data)
     each = {"per_device_train_batch_size": 8 // data, **place, **own}
-    trainer = build(algorithm, out / f"{tensor}x{data}" / name, each, str(out / model))
+    rewards = {} if algorithm == "SFT" else {"rewards": spread_once}
+    trainer = build(algorithm, out / f"{tensor}x{data}" / name, each, str(out / model), **rewards)
     trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
     result = {
         "weights": weights_of(trainer),

@@ -101,6 +101,23 @@ def test_an_adapter_that_is_damaged_on_its_way_is_refused(vllm):
     assert held_version([vllm]) is None
 
 
+def test_an_adapter_is_proved_with_the_base_that_was_pushed(vllm):
+    push(slices(policy_of()), [vllm], SETTINGS, 1)
+    model = _adapted(1)
+    push(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
+    prove([vllm])
+    with torch.inference_mode():
+        vllm.model.model.norm.weight[3] += 1
+    with pytest.raises(EngineError, match=r"no longer the policy's: model\.norm\.weight"):
+        prove([vllm])
+    assert held_version([vllm]) is None
+    with pytest.raises(EngineError, match="push them before an adapter"):
+        push(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
+    push(slices(policy_of()), [vllm], SETTINGS, 3)
+    report = push(_slices(model), [vllm], SETTINGS, 3, adapter=adapter_config(model))
+    assert gap(vllm, model, _request(report)) < TOLERANCE
+
+
 def test_merged_weights_go_into_an_engine_that_serves_adapters(vllm):
     changed = policy_of(5)
     push(slices(changed), [vllm], SETTINGS, 7)

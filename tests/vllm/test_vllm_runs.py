@@ -40,6 +40,14 @@ def test_every_rollout_is_written_by_the_policys_own_weights(alone):
     assert steps[0]["grad_norm"] > 0.1
 
 
+def test_where_the_engine_does_not_drift_the_correction_weighs_nothing(alone):
+    trainer, _, _ = alone
+    assert trainer.run.algorithm.coupled  # TRL's default: a weight for each completion
+    for step in steps_of(trainer):
+        weights = [step[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
+        assert weights == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
+
+
 def test_evaluation_is_answered_by_the_engine(alone):
     trainer, _, _ = alone
     assert any("eval_reward" in row for row in trainer.state.log_history)

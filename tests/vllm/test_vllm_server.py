@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from urllib.error import HTTPError
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.config.vllm import ServerSettings, VllmSettings
@@ -25,12 +27,15 @@ from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import ServerVllm, connect
 from lowpeak.rollout.vllm.vllm import Request
+from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
 from tiny import char_tokenizer
 
 EOS = 1
+pytestmark = pytest.mark.timeout(600)  # a server takes half a minute to start, minutes where others compute beside it
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +45,10 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(folder):
-    """Two servers, started side by side."""
-    with serving(folder, folder.parent / "first.log") as first, serving(folder, folder.parent / "second.log") as second:
+    """Two servers, started side by side; the second can serve adapters."""
+    adapters = ("--enable-lora", "--max-lora-rank", "8")
+    first_log, second_log = folder.parent / "first.log", folder.parent / "second.log"
+    with serving(folder, first_log) as first, serving(folder, second_log, *adapters) as second:
         first.vllm()
         second.vllm()
         yield first, second
@@ -201,6 +208,30 @@ def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sen
         ).read()
         served = [line for line in text.decode().splitlines() if line.startswith("vllm:generation_tokens_total")]
         assert float(served[0].rsplit(" ", 1)[1]) > 0
+
+
+def test_an_adapter_that_was_pushed_writes_what_names_it_and_nothing_else(servers):
+    vllm, policy = (
+        servers[1].vllm(),
+        get_peft_model(model_of(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])),
+    )
+    push(slices_of(model_of()), [vllm], VllmSettings(ServerSettings((vllm.url,))), 1)
+    base = [request(2 + i, temperature=0.0) for i in range(6)]
+    for version in (2, 3):
+        with torch.no_grad():
+            for parameter in adapter_parameters(policy).values():
+                parameter.normal_(0, 0.1)
+        slices = (
+            WeightSlice(adapter_name(policy, name), tuple(each.shape), each.dtype, 0, each.detach().flatten())
+            for name, each in adapter_parameters(policy).items()
+        )
+        report = push(
+            slices, [vllm], VllmSettings(ServerSettings((vllm.url,))), version, adapter=adapter_config(policy)
+        )
+        adapted = [replace(each, adapter=report.adapters[0]) for each in base]
+        assert largest_error(policy, adapted, vllm.complete(adapted, 60)) < 1e-4
+        assert largest_error(model_of(), base, vllm.complete(base, 60)) < 1e-4
+        assert largest_error(policy, base, vllm.complete(base, 60)) > 1e-2
 
 
 # the end; these tests come last, they end the servers

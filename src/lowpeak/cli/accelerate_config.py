@@ -14,7 +14,7 @@ from lowpeak.config.fsdp1 import Converted, convert_fsdp1, is_fsdp1
 from lowpeak.errors import ArgumentError
 
 FOLDER = Path(__file__).parent / "presets"
-ORDER = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "zero1", "zero2", "zero3", "zero3-offload")
+ORDER = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
 _NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
 _GROUPS = {
     "deepspeed_config": "",

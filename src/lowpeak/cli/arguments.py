@@ -104,7 +104,11 @@ class LaunchArguments:
         default=None, metadata={"help": "hsdp: copies of the model (by default one a host)"}
     )
     parallelism_config_dp_shard_size: int | None = field(
-        default=None, metadata={"help": "hsdp: devices that a copy is cut over (by default those of a host)"}
+        default=None, metadata={"help": "hsdp, fsdp2-tp: devices that rows of a copy are cut over (by default all)"}
+    )
+    parallelism_config_tp_size: int | None = field(
+        default=None,
+        metadata={"help": "fsdp2-tp: devices, next to each other, that tensors are cut over (by default 2)"},
     )
 
 

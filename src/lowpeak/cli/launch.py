@@ -7,6 +7,7 @@ A process that a launcher has started (this one, `accelerate launch`, torchrun, 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 MARK = "LOWPEAK_LAUNCHED"  # in the environment of ranks that `launch` started
 _SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_VISIBLE_DEVICES")
 _LAST_PORT = 65535
-_SIZES = ("parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size")
+_SIZES = tuple(f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp"))
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
     _check_devices(config, places)
     if config.converted is not None and os.environ.get("RANK", "0") == "0":
         logger.warning(config.converted.sentence(config.source))
-    words = [*_words(given | hybrid_sizes(config, given, places)), "--num_processes", str(places.processes)]
+    words = [*_words(given | mesh_sizes(config, given, places)), "--num_processes", str(places.processes)]
     with _written(config) as file:
         if joins:
             _join(file, words)
@@ -179,32 +180,43 @@ def num_devices() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def hybrid_sizes(config: AccelerateConfig, given: Mapping[str, Any], places: Places) -> dict[str, int]:
-    """The sizes of hybrid sharding: as given, by the file, or for the preset one copy a host; they must fill the ranks."""
-    if not config.settings.get("parallelism_config"):
-        _refuse({name: given[name] for name in _SIZES if name in given}, "hybrid sharding is --accelerate_config hsdp")
+def mesh_sizes(config: AccelerateConfig, given: Mapping[str, Any], places: Places) -> dict[str, int]:
+    """Copies of the model, devices that each is cut over by rows, and by tensors: as given, by the file, or as the preset
+    has it for so many processes; they must fill the ranks."""
+    own = config.settings.get("parallelism_config")
+    if not own:
+        _refuse(
+            {name: given[name] for name in _SIZES if name in given}, "that is --accelerate_config hsdp, or fsdp2-tp"
+        )
         return {}
-    copies, parts = _SIZES
-    own = _preset_sizes(given, places) if config.is_preset else config.settings["parallelism_config"]
+    copies, parts, tensors = _SIZES
     sizes = {name: int(given.get(name) or own.get(name) or 1) for name in _SIZES}
-    if sizes[copies] * sizes[parts] != places.processes or sizes[parts] < 2:
+    if config.is_preset:
+        _check_hosts(sizes, given, places)
+        if tensors not in own:
+            sizes[copies] = int(given.get(copies) or places.hosts)
+        sizes[parts] = int(given.get(parts) or places.processes // (sizes[copies] * sizes[tensors]))
+    if math.prod(sizes.values()) != places.processes or (sizes[copies] > 1 and sizes[parts] < 2):
         raise ArgumentError(
-            f"hybrid sharding of {sizes[copies]} copies cut over {sizes[parts]} devices each does not fill {places.processes} "
+            f"{sizes[copies]} copies cut over {sizes[parts]} x {sizes[tensors]} devices each do not fill {places.processes} "
             "processes."
         )
     return sizes
 
 
-def _preset_sizes(given: Mapping[str, Any], places: Places) -> dict[str, int]:
-    """A copy a host, or as many copies as were given, each cut over what is left."""
-    copies, parts = _SIZES
-    if places.hosts == 1 and copies not in given and parts not in given:
+def _check_hosts(sizes: Mapping[str, int], given: Mapping[str, Any], places: Places) -> None:
+    """ArgumentError for a preset of hybrid sharding where there is one host, and for peers on several."""
+    copies, parts, tensors = _SIZES
+    if sizes[tensors] == 1 and places.hosts == 1 and copies not in given and parts not in given:
         raise ArgumentError(
             "hsdp keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
             "--parallelism_config_dp_replicate_size."
         )
-    number = int(given.get(copies) or places.hosts)
-    return {copies: number, parts: places.processes // number}
+    if places.per_host % sizes[tensors]:
+        raise ArgumentError(
+            f"--parallelism_config_tp_size {sizes[tensors]} does not divide the {places.per_host} processes of a host: tensors are "
+            "cut over devices of one host."
+        )
 
 
 def _words(given: Mapping[str, Any]) -> list[str]:

@@ -41,9 +41,10 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def refuse_axes(sizes: Mapping[str, Any], where: str) -> None:
-    """ArgumentError for a size above 1 of an axis other than data, by which lowpeak does not cut a model."""
+    """ArgumentError for a size above 1 of an axis by which lowpeak does not cut a model, or that is no number."""
+    found = {axis: _whole(sizes.get(axis) or 1, axis, where) for axis in (*_SIZES, *_AXES)}
     for axis, words in _AXES.items():
-        size = _whole(sizes.get(axis) or 1, axis, where)
+        size = found[axis]
         if size > 1:
             raise ArgumentError(
                 f"{axis}={size} in {where} asks for {words}, which lowpeak does not run (docs/distributed.md says why); "
@@ -70,19 +71,18 @@ def asked_sizes(environ: Mapping[str, str], parallelism: Any) -> tuple[dict[str,
     return {axis: _whole(value, axis, where) for axis, value in found.items()}, where
 
 
-def settled_cut(environ: Mapping[str, str], parallelism: Any, fsdp: bool, deepspeed: bool) -> Cut:
-    """How tensor parallelism cuts a model over the run's processes; ArgumentError for what lowpeak does not run with it."""
+def settled_cut(environ: Mapping[str, str], parallelism: Any, beside: str = "") -> Cut:
+    """How tensor parallelism cuts a model over the run's processes; ArgumentError for what lowpeak does not run `beside` it."""
     sizes, where = asked_sizes(environ, parallelism)
     refuse_axes(sizes, where)
     tensor = sizes.get("tp_size", 1)
     if tensor == 1:
         return WHOLE
-    beside = "DeepSpeed" if deepspeed else "FSDP of accelerate's own" if fsdp else ""
     beside = beside or ("dp_replicate_size" if sizes["dp_replicate_size"] > 1 else "")
     if beside:
         raise ArgumentError(
-            f"tp_size={tensor} in {where} does not go with {beside}: transformers cuts over tensors and data ranks together. Use "
-            "the preset fsdp2-tp, or its lines: distributed_type MULTI_GPU, with tp_size and dp_shard_size."
+            f"tp_size={tensor} in {where} does not go with {beside}: leave that out; the preset fsdp2-tp, or tp_size and "
+            "dp_shard_size, cut a model over tensors and data ranks."
         )
     world = int(environ.get("WORLD_SIZE") or 1)
     if tensor * sizes["dp_shard_size"] != world:
@@ -90,6 +90,17 @@ def settled_cut(environ: Mapping[str, str], parallelism: Any, fsdp: bool, deepsp
             f"tp_size={tensor} and dp_shard_size={sizes['dp_shard_size']} in {where} do not fill {world} processes."
         )
     return Cut(tensor, sizes["dp_shard_size"])
+
+
+def take_fsdp_over(environ: MutableMapping[str, str]) -> None:
+    """Beside tensor parallelism FSDP2 is transformers', which cuts a model both ways as it loads it: accelerate gets told of none.
+
+    (accelerate 1.15 would import what transformers 5 has no more.) ArgumentError where the parts are to lie in host memory.
+    """
+    if is_on(environ, "ACCELERATE_USE_FSDP"):
+        if is_on(environ, "FSDP_OFFLOAD_PARAMS"):
+            raise ArgumentError("fsdp_offload_params does not go with tensor parallelism: leave one of the two out.")
+        environ["ACCELERATE_USE_FSDP"] = "false"
 
 
 def refuse_other_parallelism(environ: Mapping[str, str], loading: Mapping[str, Any]) -> None:

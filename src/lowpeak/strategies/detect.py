@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -59,11 +60,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
-def check_devices(fsdp: bool) -> None:
+def check_devices(fsdp: bool, tensor: bool = False) -> None:
     """ArgumentError where what was asked for cannot come into force on the devices that were found; call before loading.
 
-    `fsdp` is whether arguments ask for FSDP; the environment may as well. Needs the process group that
-    TrainingArguments makes.
+    `fsdp` and `tensor` are whether FSDP and tensor parallelism are asked for; the environment may ask for FSDP as well. Needs
+    the process group that TrainingArguments makes.
     """
     state = PartialState()
     launched = int(os.environ.get("WORLD_SIZE") or 1)
@@ -77,6 +78,8 @@ def check_devices(fsdp: bool) -> None:
         raise ArgumentError(f"{local} processes run on this host, and it has {devices} devices: start one for each.")
     if (fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP")) and state.distributed_type in _UNSHARDED:
         raise _not_in_force("FSDP", state.distributed_type, state.num_processes, state.device)
+    if tensor and state.distributed_type in _UNSHARDED:
+        raise _not_in_force("tensor parallelism", state.distributed_type, state.num_processes, state.device)
 
 
 def _num_devices(device: torch.device) -> int | None:
@@ -88,3 +91,14 @@ def _not_in_force(name: str, kind: DistributedType, num_processes: int, device: 
         f"{name} was asked for and is not in force: accelerate chose {kind.value} on {num_processes} processes of {device.type}; "
         f"{name} needs processes that a launcher started, each with a device of its own (docs/distributed.md)."
     )
+
+
+def states_on_host(state: Any) -> bool:
+    """Whether accelerate's own settings keep the optimizer's states in host memory (or on a disk) all the time."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    deepspeed, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
+    if deepspeed is not None:
+        config = deepspeed.deepspeed_config.get("zero_optimization", {}).get("offload_optimizer") or {}
+        return config.get("device", "none") not in ("none", None)
+    return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)

@@ -16,6 +16,7 @@ import torch
 from transformers import TrainingArguments
 
 from lowpeak.config.asked import (
+    WHOLE,
     Cut,
     is_on,
     refuse_other_parallelism,
@@ -23,6 +24,7 @@ from lowpeak.config.asked import (
     settle_deepspeed,
     settled_cut,
     settled_fsdp,
+    take_fsdp_over,
 )
 from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.errors import ArgumentError
@@ -98,7 +100,7 @@ class CommonConfig(TrainingArguments):
     @property
     def cut(self) -> Cut:
         """How tensor parallelism cuts the policy where it is loaded."""
-        return settled_cut(os.environ, self.parallelism_config, False, False)
+        return settled_cut(os.environ, self.parallelism_config)
 
     @property
     def checkpoints_activations(self) -> bool:
@@ -110,8 +112,9 @@ class CommonConfig(TrainingArguments):
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
         refuse_other_parallelism(os.environ, loading)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
-        fsdp = bool(self.fsdp) or is_on(os.environ, "ACCELERATE_USE_FSDP")
-        settled_cut(os.environ, self.parallelism_config, fsdp, deepspeed)
+        beside = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
+        if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:
+            take_fsdp_over(os.environ)
         if deepspeed:
             require_deepspeed("a run under DeepSpeed needs")
         given: Any = self  # transformers' own types are those of its command line

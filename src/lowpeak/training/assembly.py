@@ -76,7 +76,7 @@ def prepare_online(
     model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
-    check_devices(bool(args.fsdp))
+    check_devices(bool(args.fsdp), args.cut.tensor > 1)
     settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
     check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
@@ -119,14 +119,14 @@ def connect_online(
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
     _check_acting(trainer, parts, strategy)
-    limit = _max_prompt_tokens(parts.policy, args.max_completion_length)
+    limit = _max_prompt_tokens(parts.policy, args.max_completion_length, args.vllm_max_model_length)
     new_reader = partial(
         PromptReader,
         parts.tokenizer,
         chat_template_kwargs=args.chat_template_kwargs or {},
         max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
-        limit_reason=f"the model's context less max_completion_length {args.max_completion_length}",
+        limit_reason=f"{_context_name(args)} less max_completion_length {args.max_completion_length}",
         num_embeddings=num_embeddings(parts.policy),
     )
     with strategy.ranks.together():
@@ -227,7 +227,9 @@ def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
             "and ZeRO-3. Remove it."
         )
     if parts.args.offload_during_rollout:
-        check_resting(trainer.accelerator.device)
+        check_resting(trainer.accelerator, _has_frozen(parts))
+    if not parts.args.vllm_adapters and not is_peft(parts.policy):
+        raise ArgumentError("vllm_adapters=False has no effect: the policy has no adapter; remove it.")
     if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
         raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
     if parts.args.offload_frozen_models and not _has_frozen(parts):
@@ -256,8 +258,15 @@ def _success(args: Any, rewards: Sequence[Reward]) -> Success:
     return Success(names.index(args.success_reward), args.success_threshold)
 
 
-def _max_prompt_tokens(policy: nn.Module, max_completion_length: int) -> int | None:
-    context = context_length(policy)
+def _context_name(args: Any) -> str:
+    """What bounds a row: the model's context, or vLLM's where that was set (the shorter of the two)."""
+    length = args.vllm_max_model_length
+    return "the model's context" if length is None else f"the model's context or vllm_max_model_length {length}"
+
+
+def _max_prompt_tokens(policy: nn.Module, max_completion_length: int, max_model_length: int | None) -> int | None:
+    lengths = [length for length in (context_length(policy), max_model_length) if length is not None]
+    context = min(lengths, default=None)
     if context is None:
         return None
     if context <= max_completion_length:

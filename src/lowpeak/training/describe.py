@@ -7,6 +7,7 @@ from itertools import islice
 from typing import Any
 
 from lowpeak.batching.packing import Budget, arrange
+from lowpeak.config.vllm import VllmSettings
 
 
 def describe_run(trainer: Any) -> dict[str, Any]:
@@ -27,10 +28,20 @@ def describe_run(trainer: Any) -> dict[str, Any]:
             "steps": settings.rollout.num_steps,
         },
         "sampling": asdict(settings.sampling),
+        **({} if settings.vllm is None else {"vllm": describe_vllm(settings.vllm)}),
         "sizes": trainer.run.sizes.as_dict(),
         "layout": str(trainer.run.sizes.choice),
         "micro_batches": _plan(trainer),
     }
+
+
+def describe_vllm(settings: VllmSettings) -> dict[str, Any]:
+    """Where vLLM runs, and what it was told; of a token, that there is one."""
+    told = {"mode": settings.mode, **asdict(settings)}
+    told |= told.pop("where")
+    if told.pop("token", None):
+        told["token"] = "given"
+    return told
 
 
 def describe_supervised(trainer: Any) -> dict[str, Any]:

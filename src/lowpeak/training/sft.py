@@ -63,7 +63,7 @@ class SFTTrainer(StepTrainer):
     ) -> None:
         args = args if args is not None else SFTConfig(output_dir="sft-output")
         check_class(args, SFTConfig)
-        check_devices(bool(args.fsdp))
+        check_devices(bool(args.fsdp), args.cut.tensor > 1)
         quiet_replicas(args)
         with Ranks(args.device).together():
             self.memory = resolve_common(args)

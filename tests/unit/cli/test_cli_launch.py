@@ -15,7 +15,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from lowpeak.cli.accelerate_config import FOLDER, ORDER, read, text_of
 from lowpeak.cli.arguments import LaunchArguments
-from lowpeak.cli.launch import MARK, Places, hybrid_sizes, launch_or_join
+from lowpeak.cli.launch import MARK, Places, launch_or_join, mesh_sizes
 from lowpeak.cli.main import main
 from lowpeak.errors import ArgumentError, MissingPackageError
 
@@ -115,7 +115,11 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
             {"num_processes": 4, "num_machines": 2},
             "--machine_rank and --main_process_ip and --main_process_port",
         ),
-        ("ddp", {"num_processes": 2, "parallelism_config_dp_shard_size": 2}, "no effect: hybrid sharding is"),
+        (
+            "ddp",
+            {"num_processes": 2, "parallelism_config_dp_shard_size": 2},
+            "no effect: that is --accelerate_config hsdp",
+        ),
         ("single", {"num_processes": 2}, "2 was asked for, and the number of processes here is 1"),
         ("single", {"max_restarts": 2}, "--max_restarts 2 has no effect"),
         ("fsdp2", {"num_processes": 2}, "on CPUs accelerate would train DDP in its place"),
@@ -147,8 +151,8 @@ def test_sizes_of_processes_without_a_config_are_refused():
         ({"distributed_type": "MULTI_CPU"}, "MPI alone: use the preset ddp with --use_cpu"),
         ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM, which lowpeak does not run"),
         (
-            {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 2}},
-            "tensor parallelism",
+            {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_cp_size": 2}},
+            "context parallelism",
         ),
         ({"zero_optimization": {"stage": 3}}, "no config of accelerate's.*--deepspeed"),
         ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, "not there"),
@@ -216,33 +220,51 @@ def test_an_environment_that_no_launcher_made_is_refused(environ, message, monke
 
 
 REPLICATE, SHARD = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
+TENSOR = "parallelism_config_tp_size"
 
 
 @pytest.mark.parametrize(
     ("given", "sizes"), [({}, (2, 8)), ({REPLICATE: 4}, (4, 4)), ({REPLICATE: 1, SHARD: 16}, (1, 16))]
 )
 def test_hybrid_sharding_is_a_copy_a_host_unless_it_is_told_otherwise(given, sizes):
-    assert hybrid_sizes(read("hsdp"), given, Places(2, 8, on_cpu=False)) == {REPLICATE: sizes[0], SHARD: sizes[1]}
+    assert mesh_sizes(read("hsdp"), given, Places(2, 8, on_cpu=False)) == {
+        REPLICATE: sizes[0],
+        SHARD: sizes[1],
+        TENSOR: 1,
+    }
 
 
 def test_a_file_of_the_user_s_own_keeps_its_sizes(tmp_path):
     fsdp, sizes = {"fsdp_version": 2}, {REPLICATE: 2, SHARD: 4}
     file = written(tmp_path, distributed_type="FSDP", fsdp_config=fsdp, parallelism_config=sizes)
-    assert hybrid_sizes(read(file), {}, Places(1, 8, on_cpu=False)) == sizes
+    assert mesh_sizes(read(file), {}, Places(1, 8, on_cpu=False)) == {**sizes, TENSOR: 1}
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"), [({}, (4, 2)), ({TENSOR: 4}, (2, 4)), ({TENSOR: 8}, (1, 8)), ({TENSOR: 2, SHARD: 4}, (4, 2))]
+)
+def test_tensors_are_cut_over_two_devices_unless_it_is_told_otherwise(given, sizes):
+    found = mesh_sizes(read("fsdp2-tp"), given, Places(1, 8, on_cpu=False))
+    assert found == {REPLICATE: 1, SHARD: sizes[0], TENSOR: sizes[1]}
+
+
+def test_tensors_are_cut_within_a_host():
+    with pytest.raises(ArgumentError, match="does not divide the 3 processes of a host"):
+        mesh_sizes(read("fsdp2-tp"), {}, Places(2, 3, on_cpu=False))
 
 
 @pytest.mark.parametrize(
     ("given", "places", "message"),
     [
         ({}, Places(1, 8, on_cpu=False), "there is one host: use fsdp2"),
-        ({REPLICATE: 3}, Places(2, 4, on_cpu=False), "3 copies cut over 2 devices each does not fill 8 processes"),
-        ({SHARD: 2}, Places(2, 4, on_cpu=False), "2 copies cut over 2 devices each does not fill 8 processes"),
-        ({REPLICATE: 8}, Places(2, 4, on_cpu=False), "8 copies cut over 1 devices each"),
+        ({REPLICATE: 3}, Places(2, 4, on_cpu=False), "3 copies cut over 2 x 1 devices each do not fill 8 processes"),
+        ({SHARD: 2}, Places(2, 4, on_cpu=False), "2 copies cut over 2 x 1 devices each do not fill 8 processes"),
+        ({REPLICATE: 8}, Places(2, 4, on_cpu=False), "8 copies cut over 1 x 1 devices each"),
     ],
 )
 def test_hybrid_sharding_that_does_not_come_out_even_is_refused(given, places, message):
     with pytest.raises(ArgumentError, match=message):
-        hybrid_sizes(read("hsdp"), given, places)
+        mesh_sizes(read("hsdp"), given, places)
 
 
 # a process that a launcher started

@@ -19,6 +19,7 @@ from lowpeak.rollout.vllm.orphans import PARENT
 from lowpeak.rollout.vllm.token import TOKEN
 from processes import are_gone
 
+GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
 EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
 
 
@@ -44,7 +45,8 @@ def test_vllm_gets_what_weight_updates_need():
     }
     assert {name: value_of(command, name) for name in wanted} == wanted
     assert {"--enable-prefix-caching", "--enable-scale-out"} <= set(command)
-    assert not {"--middleware", "--dtype"} & set(command)
+    assert "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware" in command
+    assert not {GUARD, "--dtype"} & set(command)
 
 
 def test_vllms_own_options_pass_through_as_they_are():
@@ -79,7 +81,7 @@ def test_ours_are_read_with_dashes_too():
 def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     environ = {TOKEN: "secret", "VLLM_API_KEY": "other"}
     server = read(["--model", "m"], environ)
-    assert value_of(words(server), "middleware") == "lowpeak.rollout.vllm.token.TokenMiddleware"
+    assert words(server)[-2:] == ["--middleware", GUARD]  # before all others
     assert "secret" not in " ".join(words(server))
     given = environment(server, environ)
     assert (given[TOKEN], "VLLM_API_KEY" in given) == ("secret", False)

@@ -6,36 +6,64 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowpeak.config.asked import refuse_axes, refuse_other_parallelism, settle_clipping, settle_deepspeed
+from lowpeak.config.asked import (
+    WHOLE,
+    Cut,
+    refuse_axes,
+    refuse_other_parallelism,
+    settle_clipping,
+    settle_deepspeed,
+    settled_cut,
+    take_fsdp_over,
+)
 from lowpeak.errors import ArgumentError
 
+ON = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 
-@pytest.mark.parametrize(
-    ("axis", "words"),
-    [("tp_size", "tensor"), ("cp_size", "context"), ("sp_size", "sequence"), ("pp_size", "pipeline")],
-)
-def test_a_model_is_cut_over_data_ranks_alone(axis, words):
+
+@pytest.mark.parametrize(("axis", "words"), [("cp_size", "context"), ("sp_size", "sequence"), ("pp_size", "pipeline")])
+def test_a_model_is_cut_over_data_ranks_and_tensors_alone(axis, words):
     message = f"{axis}=2 in .* asks for {words} parallelism, which lowpeak does not run"
     with pytest.raises(ArgumentError, match=message):
         refuse_axes({axis: 2}, "a.yaml")
-    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{axis.upper()}": "2"}
     with pytest.raises(ArgumentError, match=message):
-        refuse_other_parallelism(environ, None, {})
+        settled_cut({**ON, f"PARALLELISM_CONFIG_{axis.upper()}": "2"}, None)
     with pytest.raises(ArgumentError, match=message):
-        refuse_other_parallelism({}, SimpleNamespace(**{axis: 2}), {})
+        settled_cut({}, SimpleNamespace(**{axis: 2}))
 
 
-def test_hybrid_sharding_is_no_other_parallelism():
-    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    environ |= {"PARALLELISM_CONFIG_TP_SIZE": "1", "PARALLELISM_CONFIG_CP_BACKEND": "torch"}
-    refuse_other_parallelism(environ, SimpleNamespace(dp_shard_size=2, tp_size=1), {"dtype": "auto", "tp_plan": None})
+def test_hybrid_sharding_cuts_no_tensors():
+    environ = {**ON, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "1"}
+    assert settled_cut(environ | {"PARALLELISM_CONFIG_CP_BACKEND": "torch"}, None) == WHOLE
+    assert settled_cut({}, SimpleNamespace(dp_shard_size=2, tp_size=1)) == WHOLE
+    refuse_other_parallelism({}, {"dtype": "auto", "tp_plan": None})
+
+
+def test_tensor_parallelism_is_asked_of_accelerate_and_fills_the_processes():
+    environ = {**ON, "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}
+    assert settled_cut({**environ, "WORLD_SIZE": "8"}, None) == Cut(2, 4)
+    assert settled_cut({"WORLD_SIZE": "2"}, SimpleNamespace(tp_size=2, dp_shard_size=1)) == Cut(2, 1)
+    with pytest.raises(ArgumentError, match=r"tp_size=2 and dp_shard_size=4 in .* do not fill 4 processes"):
+        settled_cut({**environ, "WORLD_SIZE": "4"}, None)
+    with pytest.raises(ArgumentError, match="does not go with DeepSpeed"):
+        settled_cut({**environ, "WORLD_SIZE": "8"}, None, "DeepSpeed")
+    with pytest.raises(ArgumentError, match="does not go with dp_replicate_size"):
+        settled_cut({**environ, "WORLD_SIZE": "8", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, None)
+
+
+def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
+    environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "false"}
+    take_fsdp_over(environ)
+    assert environ["ACCELERATE_USE_FSDP"] == "false"
+    with pytest.raises(ArgumentError, match="fsdp_offload_params does not go with tensor parallelism"):
+        take_fsdp_over({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"})
 
 
 def test_megatron_and_a_model_that_is_cut_where_it_loads_are_refused():
     with pytest.raises(ArgumentError, match="Megatron-LM"):
-        refuse_other_parallelism({"ACCELERATE_USE_MEGATRON_LM": "true"}, None, {})
+        refuse_other_parallelism({"ACCELERATE_USE_MEGATRON_LM": "true"}, {})
     with pytest.raises(ArgumentError, match="model_init_kwargs has tp_plan"):
-        refuse_other_parallelism({}, None, {"tp_plan": "auto"})
+        refuse_other_parallelism({}, {"tp_plan": "auto"})
 
 
 @pytest.mark.parametrize("config", [{}, {"gradient_clipping": "auto"}, {"gradient_clipping": 0.25}])

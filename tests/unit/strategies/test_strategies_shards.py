@@ -107,6 +107,15 @@ def test_another_optimizer_is_told(tmp_path):
 def test_another_number_of_groups_is_told(tmp_path):
     saved(tmp_path)
     other = model()
-    optimizer = torch.optim.AdamW([{"params": [p]} for p in other.parameters()])
+    optimizer = torch.optim.AdamW([{"params": [p], "weight_decay": i} for i, p in enumerate(other.parameters())])
     with pytest.raises(CheckpointError, match="has 1 groups of parameters and this run's 3"):
         load_torch_state(tmp_path, other, optimizer, Ranks())
+
+
+def test_groups_that_are_alike_may_be_divided_otherwise(tmp_path):
+    net, optimizer = saved(tmp_path)
+    other = model()
+    divided = torch.optim.AdamW([{"params": [p]} for p in other.parameters()], lr=3.0)
+    load_torch_state(tmp_path, other, divided, Ranks())
+    assert [group["lr"] for group in divided.param_groups] == [optimizer.param_groups[0]["lr"]] * 3
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))

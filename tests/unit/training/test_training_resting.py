@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak.errors import ArgumentError
 from lowpeak.strategies.strategy import Frozen
 from lowpeak.training.models import Reference
-from lowpeak.training.resting import make_rest, resting
+from lowpeak.training.resting import check_resting, make_rest, resting
 from movers import CopyingMover
 from tiny import char_tokenizer, tiny_model
 
@@ -69,3 +74,29 @@ def test_states_and_the_reference_are_away_while_completions_are_written_and_not
     assert [row["offload/bytes"] for row in rows] == [reference, *(reference + there[1][0],) * 2]
     assert all(row["time/offload"] > 0 for row in rows)
     assert "offload/bytes" not in plain.state.log_history[0]
+
+
+def accelerator(device="cuda", offload="none", **plugins):
+    zero = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": offload}}}
+    plugins = plugins or {"deepspeed_plugin": SimpleNamespace(deepspeed_config=zero)}
+    return SimpleNamespace(device=torch.device(device), state=SimpleNamespace(**plugins))
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        accelerator(offload="cpu"),
+        accelerator(offload="nvme"),
+        accelerator(fsdp_plugin=SimpleNamespace(cpu_offload=CPUOffloadPolicy())),
+    ],
+)
+def test_where_states_are_on_the_host_already_resting_needs_a_frozen_model(where):
+    with pytest.raises(ArgumentError, match="states are in host memory already, and there is no reference"):
+        check_resting(where, has_frozen=False)
+    check_resting(where, has_frozen=True)
+    for here in (
+        accelerator(),
+        accelerator(fsdp_plugin=SimpleNamespace(cpu_offload=OffloadPolicy())),
+        accelerator(nothing=None),
+    ):
+        check_resting(here, has_frozen=False)

@@ -96,7 +96,9 @@ def test_a_deepspeed_config_that_clips_otherwise_is_an_error(tmp_path):
 def test_other_parallelism_is_refused_where_it_is_asked_for(tmp_path):
     from accelerate.parallelism_config import ParallelismConfig
 
-    with pytest.raises(ArgumentError, match="tp_size=2 in parallelism_config asks for tensor parallelism"):
+    with pytest.raises(ArgumentError, match="cp_size=2 in parallelism_config asks for context parallelism"):
+        config(tmp_path, parallelism_config=ParallelismConfig(cp_size=2))
+    with pytest.raises(ArgumentError, match="tp_size=2 and dp_shard_size=1 in parallelism_config do not fill 1"):
         config(tmp_path, parallelism_config=ParallelismConfig(tp_size=2))
     with pytest.raises(ArgumentError, match="model_init_kwargs has tp_plan"):
         config(tmp_path, model_init_kwargs='{"tp_plan": "auto"}')

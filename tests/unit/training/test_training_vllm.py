@@ -168,3 +168,17 @@ def test_a_rollout_func_and_vllm_are_one_too_many(tmp_path):
 
     with pytest.raises(ArgumentError, match="rollout_func generates in place of an engine"):
         refuse_function(lambda prompts, trainer: {})
+
+
+def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
+    from lowpeak.config.resolve_vllm import resolve_vllm
+    from lowpeak.training.describe import describe_vllm
+
+    args = GRPOConfig(
+        output_dir=str(tmp_path), use_cpu=True, use_vllm=True, vllm_mode="server", vllm_server_token="secret"
+    )
+    told = describe_vllm(resolve_vllm(args, 1, {}))
+    assert (told["mode"], told["base_urls"], told["token"]) == ("server", ("http://127.0.0.1:8000",), "given")
+    assert "secret" not in str(told)
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True)
+    assert "token" not in describe_vllm(resolve_vllm(args, 1, {}))

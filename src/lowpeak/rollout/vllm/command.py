@@ -14,7 +14,8 @@ from lowpeak.rollout.vllm.token import TOKEN
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU = "cpu"
-_MIDDLEWARE = "lowpeak.rollout.vllm.token.TokenMiddleware"
+_ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
+_GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
 _EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TAKEN = ("worker-extension-cls", "api-key", "uds")
@@ -78,8 +79,9 @@ def words(server: Server) -> list[str]:
     said = [word for name, value in ours.items() if not _has(server.options, name) for word in (f"--{name}", value)]
     flags = ["--enable-prefix-caching"] if not _has(server.options, "enable-prefix-caching") else []
     flags += [SCALE_OUT] if not _has(server.options, SCALE_OUT[2:]) else []
-    guard = ["--middleware", _MIDDLEWARE] if server.token else []
-    return [sys.executable, "-m", "lowpeak.rollout.vllm.launched", *said, *flags, *guard, *server.options]
+    flags += ["--middleware", _ADAPTERS]
+    guard = ["--middleware", _GUARD] if server.token else []  # the last one stands before all others
+    return [sys.executable, "-m", "lowpeak.rollout.vllm.launched", *said, *flags, *server.options, *guard]
 
 
 def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.rollout.vllm.adapter_route import ROUTE as ADAPTER_ROUTE
 from lowpeak.rollout.vllm.http import Connections, Http, NoRouteError, deadline, gather
-from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request
 from lowpeak.rollout.vllm.wire import COMPLETIONS, GENERATE, Route, body_of, read
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class ServerVllm:
         self._workers = ServerWorkers(self._http)
         self._route: Route | None = None
         self._incarnation: str | None = None
+        self._adapter: Adapter | None = None
 
     @property
     def url(self) -> str:
@@ -78,7 +81,7 @@ class ServerVllm:
 
     def facts(self) -> Facts:
         """What it is; from now on answers of another incarnation are refused."""
-        self._route = None
+        self._route = self._adapter = None
         self._incarnation = self._asked_incarnation()
         told = self._workers.call("lowpeak_facts", {}, _ASK_SECONDS)[0]
         try:
@@ -93,6 +96,7 @@ class ServerVllm:
         if not requests:
             return []
         self._check_incarnation()
+        self._register(next((each.adapter for each in requests if each.adapter is not None), None))
         answers, failed = self._gathered(requests, deadline(timeout))
         if isinstance(failed, LostEngineError):
             failed.finished = {i: answer for i, answer in enumerate(answers) if answer is not None}
@@ -164,6 +168,12 @@ class ServerVllm:
         if answer.finish_reason == "abort":
             raise LostEngineError(f"the server at {self.url} gave a request up before its end.")
         return answer
+
+    def _register(self, adapter: Adapter | None) -> None:
+        """Tell the server which adapter requests may name; its workers hold it since the last push."""
+        if adapter is not None and adapter != self._adapter:
+            self._http.post(ADAPTER_ROUTE, asdict(adapter), _ASK_SECONDS)
+            self._adapter = adapter
 
     def _asked_incarnation(self) -> str:
         return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))

@@ -17,12 +17,13 @@ _OPEN = ("/health",)
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class TokenMiddleware:
     """Answers 401 to a request whose `Authorization` is not `Bearer <LOWPEAK_SERVER_TOKEN>`."""
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[TOKEN]}".encode()
 

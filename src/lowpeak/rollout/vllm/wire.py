@@ -18,10 +18,10 @@ COMPLETIONS: Route = "/v1/completions"
 _FINISHED = ("stop", "length", "abort", "repetition")
 
 
-def body_of(request: Request, route: Route, model: str | None = None) -> dict[str, Any]:
-    """One completion's request; text is made only where a stop string needs it. `model` names an adapter."""
+def body_of(request: Request, route: Route) -> dict[str, Any]:
+    """One completion's request; text is made only where a stop string needs it. An adapter is named as a model."""
     params = {"logprobs": 0, **request.params}
-    named = {} if model is None else {"model": model}
+    named = {} if request.adapter is None else {"model": request.adapter.name}
     if route == COMPLETIONS:
         return (
             {"prompt": list(request.prompt_ids), "return_token_ids": True, "add_special_tokens": False} | params | named

@@ -13,7 +13,7 @@ from fake_server import DROP, GENERATE, FakeServer, completion, error, generated
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.rollout.vllm.server import ServerVllm, connect
-from lowpeak.rollout.vllm.vllm import Answer, Request, Vllm, Workers
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, Workers
 
 
 @pytest.fixture
@@ -88,6 +88,20 @@ def test_requests_of_a_wave_are_under_way_together(fake):
 
     fake.answers[GENERATE] = together
     assert len(ServerVllm(fake.url).complete(requests(*range(2, 10)), 20)) == 8
+
+
+def test_an_adapter_is_made_known_once_and_named_by_its_requests(fake):
+    adapter = Adapter("lowpeak-7", 7, "folder")
+    vllm = ServerVllm(fake.url)
+    for _ in range(2):
+        vllm.complete([Request((2,), {}, adapter)])
+    known = [body for path, body in fake.calls if path == "/lowpeak_adapter"]
+    assert known == [{"name": "lowpeak-7", "number": 7, "folder": "folder"}]
+    assert [body["model"] for path, body in fake.calls if path == GENERATE] == ["lowpeak-7"] * 2
+    fake.incarnation = "second"
+    vllm.facts()
+    vllm.complete([Request((2,), {}, adapter)])
+    assert len([path for path, _ in fake.calls if path == "/lowpeak_adapter"]) == 2
 
 
 def test_a_wave_of_none_asks_nothing(fake):

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -110,6 +111,14 @@ def test_a_killed_trainer_leaves_a_name_only_until_the_next_one_sweeps(tmp_path)
     assert list(tmp_path.iterdir()) == [mine]
 
 
+def test_the_files_name_is_gone_while_weights_travel():
+    vllm, seen = FusedVllm(in_process=False), []
+    vllm.workers.before = lambda method, arguments: seen.extend(_ours()) if method == "lowpeak_take" else None
+    push(slices(weights()), [vllm], _settings("shm"), 1)
+    assert "lowpeak_take" in vllm.workers.calls
+    assert seen == []
+
+
 def test_shared_memory_without_room_says_what_to_do():
     with pytest.raises(EngineError, match="tcp"):
         ShmSender(1 << 50)
@@ -141,6 +150,29 @@ def test_who_does_not_know_the_token_gets_nothing():
         sender.close()
     with pytest.raises(EngineError, match="cannot connect"):
         TcpInlet(given["hosts"], given["port"], given["token"], 5)
+
+
+def test_the_trainer_writes_nothing_to_one_who_does_not_know_the_token():
+    sender = TcpSender(1 << 16, loopback=True, timeout=5)
+    with (
+        contextlib.closing(sender),
+        socket.create_connection(("127.0.0.1", sender.invitation()["port"]), 5) as stranger,
+    ):
+        stranger.sendall(b"0" * 64)
+        assert stranger.recv(1) == b""
+
+
+def test_a_worker_does_not_take_weights_from_one_who_answers_wrongly():
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def answer():
+            peer, _ = stranger.accept()
+            peer.sendall(peer.recv(64))
+            peer.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        with pytest.raises(EngineError, match="somebody else answers"):
+            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 5)
 
 
 def test_a_worker_does_not_take_weights_from_one_who_does_not_know_the_token():

@@ -103,7 +103,7 @@ class Methods:
     @answering
     def lowpeak_prove(self) -> dict[str, Any]:
         """Prove that nothing changed since the weights were verified."""
-        _work(self).receiver.prove()
+        _work(self).prove()
         return {}
 
     @answering

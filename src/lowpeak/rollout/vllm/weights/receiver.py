@@ -32,6 +32,12 @@ class Receiver:
     _loaded: set[str] = field(default_factory=set)
     _held: frozenset[str] = frozenset()
     _summing: bool = True
+    _written: bool = False
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether weights were written that are no version's; not so before the first update, when they are the checkpoint's."""
+        return self._written and self.policy_version is None
 
     def begin(self, summing: bool = True) -> tuple[str, ...]:
         """Forget the version; the names that need not come again. Without `summing` nothing can be proved."""
@@ -99,6 +105,7 @@ class Receiver:
     def _load(self, name: str, tensor: Tensor) -> None:
         if name in self._loaded:
             raise EngineError(f"The tensor {name} came twice.")
+        self._written = True
         self.loader.load(name, tensor)
         self._loaded.add(name)
 

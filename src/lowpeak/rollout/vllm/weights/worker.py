@@ -50,8 +50,20 @@ class Work:
         if adapter is None:
             self.receiver = self.weights
             return self.weights.begin(summing)
+        if self.weights.is_broken:
+            raise EngineError("The last update of vLLM's base weights failed: push them before an adapter.")
         self.receiver = self.adapters
         return self.adapters.begin(adapter)
+
+    def prove(self) -> None:
+        """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
+        if self.receiver is self.adapters and self.weights.policy_version is not None:
+            try:
+                self.weights.prove()
+            except EngineError:
+                self.adapters.abort()
+                raise
+        self.receiver.prove()
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it."""
