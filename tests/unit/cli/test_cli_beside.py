@@ -132,6 +132,21 @@ def test_a_server_computes_in_the_trainers_dtype_where_that_is_known(given, dtyp
     assert planned(**given).servers[0].dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ()),
+        ({"use_peft": True}, ("--enable-lora", "--max-lora-rank", "16")),
+        ({"use_peft": True, "lora_r": 20}, ("--enable-lora", "--max-lora-rank", "32")),
+        ({"use_peft": True, "vllm_adapters": False}, ()),
+        ({"use_peft": True, "accelerate_config": "ddp"}, ()),
+        ({"use_peft": True, "vllm_engine_kwargs": {"max_lora_rank": 64}}, ("--enable-lora", "--max-lora-rank", "64")),
+    ],
+)
+def test_a_server_is_ready_for_the_runs_adapter(given, said):
+    assert planned(vllm_devices="1", **given).servers[0].options == said
+
+
 def test_a_list_is_several_words_and_none_is_none():
     assert options({"lora_modules": ["a", "b"], "seed": None}) == ("--lora-modules", "a", "b")
 
