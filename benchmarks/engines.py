@@ -50,7 +50,7 @@ def tokens(shape: str, seed: int) -> dict[str, Any]:
             "tokens": native["tokens"],
             "num_waves": vllm["num_waves"],
             "tokens_per_cpu_second": {name: round(rate, 1) for name, rate in rates.items()},
-            "native over vllm": ratio(rates["native"], rates["vllm waves"]),
+            "native over vllm": ratio(rates["native"], rates["vllm engine"]),
         }
         print(f"{kind}: {kinds[kind]}", file=sys.stderr, flush=True)
     return {"shape": shape, **size, **kinds}

@@ -1,7 +1,8 @@
 """Generates completions of given lengths with vLLM in this process: `python -m benchmarks.harness.vllm_side REQUEST`.
 
-The model, prompts and lengths are those of counting.py: a row's limit is its length, and no token ends it. Rows go in waves
-as the engine forms them, or all at once, which leaves them to vLLM's own queue.
+The model, prompts and lengths are those of counting.py: a row's limit is its length, and no token ends it. Rows go all at
+once, as the engine sends them (no more run than the cache holds, the next as one ends), or in waves of which each waits for
+the last.
 """
 
 from __future__ import annotations
@@ -82,11 +83,11 @@ def generate(vllm: ColocatedVllm, waves: Sequence[Sequence[Row]]) -> tuple[int, 
 
 
 def run_side(request: CountingRequest) -> dict[str, Any]:
-    """CPU seconds of all rows in the engine's waves, and all at once."""
+    """CPU seconds of all rows as the engine sends them, and in waves."""
     model, rows = make_model(request), make_rows(request)
     with closing(build(model, request)) as vllm:
         fitting = rows_that_fit([vllm.facts()], request.prompt_length + request.max_new_tokens, 1)
-        ways = {"waves": form_waves(rows, fitting), "at_once": [rows]}
+        ways = {"waves": form_waves(rows, fitting), "engine": [rows]}
         generate(vllm, [rows[:1]])  # the first one pays for more than itself
         found = {name: [generate(vllm, waves) for _ in range(request.repeats)] for name, waves in ways.items()}
     tokens = found["waves"][0][0]

@@ -23,6 +23,7 @@ from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plai
 from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
+from lowpeak.rollout.vllm.waves import rows_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -98,15 +99,16 @@ class ColocatedVllm:
             kv_tokens=cache.num_gpu_blocks * cache.block_size,
             num_workers=1,
             serves_adapters=config.lora_config is not None,
+            keeps_to_cache=True,
         )
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""
-        names = self._add(requests)
         deadline = None if timeout is None else time.monotonic() + timeout
+        names: list[str] = []
         outputs: dict[str, Any] = {}
         try:
-            self._run(outputs, deadline)
+            self._run(requests, names, outputs, deadline)
         except RuntimeError as error:
             raise _explained("vLLM failed while generating", error, self._settings) from error
         finally:
@@ -114,7 +116,7 @@ class ColocatedVllm:
             if left:
                 self.llm.llm_engine.abort_request(left)
         answers = {i: _answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
-        if left:
+        if len(answers) < len(requests):
             lost = LostEngineError(
                 f"vLLM finished {len(answers)} of {len(requests)} completions within the wave's limit of {timeout} s: raise "
                 "vllm_wave_timeout, or lower vllm_batch_size."
@@ -161,40 +163,44 @@ class ColocatedVllm:
             del llm
             gc.collect()
 
-    def _add(self, requests: Sequence[Request]) -> list[str]:
-        """Hand the requests over; the names that their outputs will have."""
+    def _run(
+        self, requests: Sequence[Request], names: list[str], outputs: dict[str, Any], deadline: float | None
+    ) -> None:
+        """Step until all is finished, or it is too late. What has begun is in `names`, what is finished in `outputs`.
+
+        No more rows run than the cache holds at their full length: vLLM would take in what it has to throw out again.
+        """
+        engine, steps = self.llm.llm_engine, 0
+        longest = max((len(one.prompt_ids) + int(one.params["max_tokens"]) for one in requests), default=1)
+        most = rows_that_fit([self.facts()], longest, num_callers=1)
+        while len(outputs) < len(requests):
+            while len(names) < len(requests) and len(names) - len(outputs) < most:
+                names.append(self._add(requests[len(names)]))
+            outputs |= {output.request_id: output for output in engine.step() if output.finished}
+            steps += 1
+            if deadline is not None and self._is_late(deadline, steps):
+                return
+
+    def _add(self, request: Request) -> str:
+        """Hand a request over; the name that its output will have."""
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         from vllm import SamplingParams, TokensPrompt
 
-        names: list[str] = []
-        for request in requests:
-            params = dict(request.params)
-            if "structured_outputs" in params:
-                params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
-            self._num_requests += 1
-            name = str(self._num_requests)
+        params = dict(request.params)
+        if "structured_outputs" in params:
+            params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
+        self._num_requests += 1
+        name, held = str(self._num_requests), request.adapter
+        prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
+        adapter = None if held is None else LoRARequest(held.name, held.number, held.folder)
+        try:
             sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
-            prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-            held = request.adapter
-            adapter = None if held is None else LoRARequest(held.name, held.number, held.folder)
-            try:
-                self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapter)
-            except Exception as error:
-                self.llm.llm_engine.abort_request(names)
-                raise EngineError(f"vLLM refuses a request: {error}") from error
-            names.append(name)
-        return names
-
-    def _run(self, outputs: dict[str, Any], deadline: float | None) -> None:
-        """Step until all is finished, or it is too late; what is finished goes into `outputs`."""
-        engine, steps = self.llm.llm_engine, 0
-        while engine.has_unfinished_requests():
-            outputs |= {output.request_id: output for output in engine.step() if output.finished}
-            steps += 1
-            if deadline is not None and self._is_late(deadline, steps):
-                return
+            self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapter)
+        except Exception as error:
+            raise EngineError(f"vLLM refuses a request: {error}") from error
+        return name
 
     def _is_late(self, deadline: float, steps: int) -> bool:
         """Whether the limit is past; a team takes its steps together, and so must end."""

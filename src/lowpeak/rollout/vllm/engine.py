@@ -251,6 +251,8 @@ class VllmEngine:
             return
         longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
         fitting = rows_that_fit(self._facts, longest, self._company.num_callers)
+        if all(facts.keeps_to_cache for facts in self._facts):
+            fitting = len(rows)
         for wave in form_waves(rows, self._settings.batch_size or fitting):
             shares = share(wave, len(self._vllms))
             failures = self._ask_each([[wave[i] for i in mine] for mine in shares], version)

@@ -54,6 +54,8 @@ class Facts:
 
     `model` is the name or path that it loaded, `fingerprint` a hash of its configuration's sizes and of its tokenizer's
     vocabulary, `dtype` torch's name of its weights' dtype, `kv_tokens` how many tokens its KV cache holds.
+    With `keeps_to_cache` it starts no more rows of a wave than that holds at their full length, the next as one ends: then a
+    wave may be of any size.
     """
 
     version: str
@@ -65,6 +67,7 @@ class Facts:
     kv_tokens: int
     num_workers: int
     serves_adapters: bool = False
+    keeps_to_cache: bool = False
 
 
 @runtime_checkable

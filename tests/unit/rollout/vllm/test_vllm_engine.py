@@ -364,3 +364,11 @@ def test_merged_weights_go_where_an_adapter_is_not_served_or_not_wanted(serves, 
     engine = engine_over(scripted(serves_adapters=serves), adapter={"r": 4}, adapters=wanted)
     assert engine.slice_form.weights == "merged"
     engine.generate(prompts(1), SAMPLING)
+
+
+def test_a_vllm_that_keeps_to_its_cache_by_itself_gets_all_rows_at_once_unless_told_otherwise():
+    vllm = scripted(kv_tokens=4 * 9, keeps_to_cache=True)
+    engine_over(vllm).generate(prompts(), SAMPLING)
+    assert [len(wave) for wave in vllm.waves] == [12]
+    engine_over(vllm, batch_size=6).generate(prompts(), SAMPLING)
+    assert [len(wave) for wave in vllm.waves[1:]] == [6, 6]
