@@ -50,6 +50,7 @@ class Ranks:
         self.processes = self if num_peers == 1 else Ranks(device)
         self._num_peers = num_peers
         self._alarm: Callable[[Exception], None] | None = None
+        self._calm: Callable[[], None] | None = None
         self._group: Any = None  # the default one
         self._device = device if device is not None else torch.device("cpu")
 
@@ -102,20 +103,24 @@ class Ranks:
         return self._alarm is not None
 
     @contextmanager
-    def alarmed(self, alarm: Callable[[Exception], None]) -> Iterator[None]:
-        """Tell `alarm` of every error during the block, before ranks agree on it: they may not come to that."""
-        self._alarm = alarm
+    def alarmed(self, alarm: Callable[[Exception], None], calm: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Tell `alarm` of every error during the block, before ranks agree on it: they may not come to that.
+
+        Where they do, each calls `calm` before it raises.
+        """
+        self._alarm, self._calm = alarm, calm
         try:
             yield
         finally:
-            self._alarm = None
+            self._alarm = self._calm = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks enter, without collectives inside: an error on any rank is one on every rank.
+        """A block that all ranks enter: an error on any rank is one on every rank.
 
         The rank that failed raises its own error; the others raise one of its class (RankError where that is not lowpeak's)
-        that names the rank and repeats the sentence.
+        that names the rank and repeats the sentence. Collectives inside are gone through in any case: a block that holds some
+        opens a `together` for each part, or keeps its error until the end.
         """
         failure: Exception | None = None
         try:
@@ -168,6 +173,8 @@ class Ranks:
         failed = [(rank, failure) for rank, failure in enumerate(packed) if failure is not None]
         if not failed:
             return
+        if self._calm is not None:
+            self._calm()
         if own is not None and getattr(own, "rank", None) is None:
             raise own
         rank, failure = next((pair for pair in failed if pair[1].rank is None), failed[0])

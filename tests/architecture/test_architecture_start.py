@@ -9,7 +9,7 @@ import pytest
 
 import lowpeak
 
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft")
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "peft", "vllm")
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "
         "from lowpeak.cli.main import main; main(['--help'])",
         "from lowpeak.cli.main import main; main(['--version'])",
         "from lowpeak.cli.main import main; main(['nonsense'])",
+        "from lowpeak.cli.main import main; main(['serve'])",
         "import lowpeak.config.algorithm, lowpeak.config.rollout, lowpeak.config.memory",
     ],
 )

@@ -58,6 +58,30 @@ def run_with(place: Path, reward: Any, strategy: str = "ddp", name: str = "run",
     return build("GRPO", place / name, {**prepare(strategy), **arguments}, rewards=reward)
 
 
+# what callbacks ask for
+
+
+def ask_alone(place: Path) -> None:
+    """Rank 1's callback alone asks for an evaluation and a checkpoint after the first step, and then to stop."""
+
+    class Asking(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_evaluate = control.should_save = rank() == 1 and state.global_step == 1
+            return control
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            control.should_training_stop = rank() == 1
+            return control
+
+    trainer = run_with(place, spread, max_steps=6)
+    trainer.eval_dataset = [{"prompt": "12="}]
+    trainer.add_callback(Asking())
+    trainer.train()
+    evaluated = sum("eval_reward" in row for row in trainer.state.log_history)
+    saved = sorted(path.name for path in (place / "run").glob("checkpoint-*"))
+    note(place, step=trainer.state.global_step, evaluated=evaluated, saved=saved)
+
+
 # errors that the ranks agree on
 
 

@@ -66,6 +66,11 @@ def test_layout_and_sizes_are_those_that_every_rank_can_have(tmp_path: Path) -> 
     }
 
 
+def test_what_the_callback_of_one_rank_asks_for_is_done_on_all(tmp_path: Path) -> None:
+    succeed(fault_ranks.ask_alone, tmp_path)
+    assert fault_ranks.seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strategy: str) -> None:
     named_models(tmp_path / "named")

@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,8 @@ def run_beside_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any])
         return None
     both = plan(kind, argv, given, num_devices(), os.environ)
     if given.get("dry_run"):
-        os.environ.update(both.trainer_environ)
-        return None
-    if both.servers:
+        both = replace(both, servers=())
+    elif both.servers:
         require_vllm("--vllm_devices")
     return UnderWay(both, os.environ).run()
 

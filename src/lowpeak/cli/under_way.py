@@ -88,7 +88,9 @@ class UnderWay:
         server = self._servers[number]
         status = server.status()
         if status is None:
-            self._were_ready[number] = self._were_ready[number] or server.is_ready()
+            if not self._were_ready[number] and server.is_ready():
+                self._were_ready[number] = True
+                tell(f"lowpeak: vLLM at {server.server.url} is ready")
             return
         self._restarts[number] += 1
         if not self._were_ready[number] or self._restarts[number] > _RESTARTS:

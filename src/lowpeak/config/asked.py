@@ -41,9 +41,10 @@ def is_on(environ: Mapping[str, str], name: str) -> bool:
 
 
 def refuse_axes(sizes: Mapping[str, Any], where: str) -> None:
-    """ArgumentError for a size above 1 of an axis other than data, by which lowpeak does not cut a model."""
+    """ArgumentError for a size above 1 of an axis by which lowpeak does not cut a model, or that is no number."""
+    found = {axis: _whole(sizes.get(axis) or 1, axis, where) for axis in (*_SIZES, *_AXES)}
     for axis, words in _AXES.items():
-        size = _whole(sizes.get(axis) or 1, axis, where)
+        size = found[axis]
         if size > 1:
             raise ArgumentError(
                 f"{axis}={size} in {where} asks for {words}, which lowpeak does not run (docs/distributed.md says why); "

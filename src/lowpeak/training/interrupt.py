@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -17,8 +17,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lowpeak.memory.phases import Phase
+from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+STOPS = ("should_training_stop", "should_epoch_stop")
+WISHES = (*STOPS, "should_log", "should_evaluate", "should_save")
 
 
 class Interrupts:
@@ -64,6 +68,14 @@ class Interrupts:
             f"stopped on request; everything is saved in {saved}. Resume with resume_from_checkpoint=True "
             "(--resume_from_checkpoint true)."
         )
+
+
+def agree_on(control: Any, names: Sequence[str], ranks: Ranks) -> None:
+    """Ask of every rank what the callbacks of any ask for, by a clock or a metric of their own: it takes all of them."""
+    asked = ranks.max([float(getattr(control, name)) for name in names])
+    for name, is_asked in zip(names, asked, strict=True):
+        if is_asked:
+            setattr(control, name, True)
 
 
 class StepCallback(TrainerCallback):

@@ -36,10 +36,15 @@ _GONE = "is gone (killed, or its host is lost)"
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot go on: which rank is the reason, and what about it."""
+    """Why a run cannot go on: which rank is the reason, and what about it.
+
+    `agreed` is on how many failures the ranks had agreed by then. One more, and this was it: all of them raise it, and whoever
+    catches it goes on. A rank that is gone is nothing to agree on.
+    """
 
     rank: int
     what: str
+    agreed: float = float("inf")
 
 
 @contextmanager
@@ -55,7 +60,7 @@ def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Ite
         yield
         return
     watch = Watch(processes.rank, lines, phase, grace)
-    with watch, ranks.alarmed(watch.announce):
+    with watch, ranks.alarmed(watch.announce, watch.withdraw):
         yield
 
 
@@ -71,6 +76,8 @@ class Watch:
         self._told = ""
         self._lock = threading.Lock()
         self._verdict: Verdict | None = None
+        self._later: Verdict | None = None
+        self._agreed = 0
         self._concluded, self._answered, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._deadline = float("inf")
         self._wake, self._woken = socket.socketpair()
@@ -100,7 +107,19 @@ class Watch:
     def announce(self, error: BaseException) -> None:
         """Tell the others why this rank fails, and give it and them some seconds to end; the first to do so counts."""
         told = str(error) if isinstance(error, LowpeakError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told}"))
+        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told}", self._agreed))
+
+    def withdraw(self) -> None:
+        """The ranks have agreed on a failure, and all raise it: what was announced of it ends nobody who catches it."""
+        with self._lock:
+            self._agreed += 1
+            if self._verdict is None or self._verdict.agreed >= self._agreed:
+                return
+            later, self._verdict, self._later = self._later, None, None
+            self._deadline = float("inf")
+            self._concluded.clear()
+        if later is not None:
+            self._conclude(later)
 
     def explain(self, error: Exception) -> RankError | None:
         """What a broken collective means; None for an error that has nothing to do with other ranks."""
@@ -175,16 +194,19 @@ class Watch:
     def _conclude(self, verdict: Verdict) -> None:
         """Hold the first verdict, pass it on, and let the time run that this rank has left."""
         with self._lock:
+            if verdict.agreed < self._agreed:
+                return
             if self._verdict is not None:
+                self._later = self._later or (verdict if verdict.agreed > self._verdict.agreed else None)
                 return
             self._verdict = verdict
         own = verdict.rank == self._rank  # the others are told first, and may need their time to agree
         self._deadline = time.monotonic() + self._grace * (2 if own else 1)
         if self._rank == 0:
             for line in list(self._lines.values()):
-                line.send("verdict", verdict.rank, verdict.what)
+                line.send("verdict", verdict.rank, verdict.what, verdict.agreed)
         elif own:
-            self._to_first("verdict", verdict.rank, verdict.what)
+            self._to_first("verdict", verdict.rank, verdict.what, verdict.agreed)
         self._concluded.set()
 
     def _to_first(self, *message: Any) -> None:

@@ -17,6 +17,7 @@ from lowpeak.cli.main import main
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.token import TOKEN
 from processes import are_gone
+from tiny import char_tokenizer, tiny_model
 
 GIVEN = {"use_vllm": True, "model": "m", "output_dir": "out"}
 
@@ -158,6 +159,35 @@ def test_the_lists_are_arguments_of_the_command(capsys):
     assert "lowpeak: error: --" in capsys.readouterr().err
 
 
+def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path, capfd):
+    tiny_model().save_pretrained(tmp_path / "model")
+    char_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}="}}\n' for i in range(8)))
+    (tmp_path / "judge.py").write_text("def judge(completions, **columns):\n    return [0.0] * len(completions)\n")
+    words = [
+        "--model",
+        f"{tmp_path}/model",
+        "--dataset",
+        f"{tmp_path}/rows.jsonl",
+        "--reward",
+        f"{tmp_path}/judge.py:judge",
+    ]
+    words += ["--output_dir", f"{tmp_path}/out", "--use_cpu", "--report_to", "none", "--max_steps", "1", "--dry_run"]
+    words += [
+        "--use_vllm",
+        "true",
+        "--vllm_devices",
+        "cpu",
+        "--vllm_max_model_length",
+        "64",
+        "--max_completion_length",
+        "8",
+    ]
+    assert main(["grpo", *words]) == 0
+    assert "vllm_devices: cpu" in capfd.readouterr().out
+    assert BESIDE not in os.environ
+
+
 # under way, with programs of no weight in the place of vLLM and of a run
 
 SERVER = """
@@ -262,7 +292,9 @@ def test_a_server_that_never_was_ready_ends_all_and_its_last_words_are_shown(tmp
 def test_a_server_that_dies_later_is_started_again(tmp_path):
     process = start(tmp_path, "while not os.path.exists('end'): time.sleep(0.05)")
     first = recorded(tmp_path, "server1")["PID"]
-    time.sleep(2.5)  # it has answered by now
+    said = ""
+    while said.count("is ready") < 2:
+        said = said + process.stderr.readline()
     os.kill(first, signal.SIGKILL)
     assert recorded(tmp_path, "server1", life=1)["PID"] != first
     (tmp_path / "end").touch()

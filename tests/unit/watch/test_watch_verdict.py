@@ -86,6 +86,35 @@ def test_the_first_reason_counts() -> None:
         assert "the cause" in told(zero, BROKEN)
 
 
+def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it() -> None:
+    with two_ranks() as (zero, one, _):
+        one.announce(DataError("caught by whoever called"))
+        assert "caught by" in told(zero, BROKEN)
+        for watch in (zero, one):
+            watch.withdraw()
+            assert watch.explain(ValueError("of this rank's own")) is None
+        one.announce(DataError("the next one"))
+        assert "the next one" in told(zero, BROKEN)
+
+
+def test_word_of_a_failure_that_comes_after_it_was_agreed_on_is_old_news() -> None:
+    with two_ranks() as (zero, one, _):
+        zero.withdraw()
+        one.announce(DataError("old"))
+        one.withdraw()
+        one.announce(DataError("new"))
+        assert "new" in told(zero, BROKEN)
+
+
+def test_a_rank_that_is_gone_is_nothing_to_agree_on() -> None:
+    with two_ranks() as (zero, _, line):
+        zero.announce(DataError("caught by whoever called"))
+        line.connection.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.5)
+        zero.withdraw()
+        assert told(zero, BROKEN).startswith("rank 1 is gone")
+
+
 def test_whoever_calls_without_the_token_is_no_rank() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         callers = [socket.create_connection(server.getsockname(), timeout=5) for _ in range(3)]

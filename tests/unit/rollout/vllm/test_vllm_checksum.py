@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lowpeak.rollout.vllm.weights.checksum import COLUMN, MIX_1, MIX_2, ROW, ROW_BYTES, WIDTH, Checksum, checksum
+from lowpeak.rollout.vllm.weights.checksum import MIX_1, MIX_2, PLACE, ROW_BYTES, WIDTH, Checksum, checksum
 
 SIZES = [0, 1, 3, 4, 511, 4096, 4097, 9001]
 
@@ -19,10 +19,9 @@ def _signed(number: int) -> int:
 
 
 def _mix(number: int) -> int:
-    number = _signed(number)
-    number = _signed((number ^ (number >> 30)) * MIX_1)
-    number = _signed((number ^ (number >> 27)) * MIX_2)
-    return number ^ (number >> 31)
+    number = _signed(number * MIX_1)
+    number = _signed((number ^ (number >> 32)) * MIX_2)
+    return number ^ (number >> 29)
 
 
 def _naive(tensor: torch.Tensor) -> int:
@@ -31,8 +30,7 @@ def _naive(tensor: torch.Tensor) -> int:
     words = [int.from_bytes(data[i : i + 8], "little", signed=True) for i in range(0, len(data), 8)]
     rows = [sum(words[i : i + WIDTH]) for i in range(0, len(words), WIDTH)]
     columns = [sum(words[c::WIDTH]) for c in range(WIDTH)]
-    mixed = [_mix(total + (i + 1) * ROW) for i, total in enumerate(rows)]
-    return _signed(sum(mixed) + sum(_mix(total + (i + 1) * COLUMN) for i, total in enumerate(columns)))
+    return _signed(sum(_mix(total + (i + 1) * PLACE) for i, total in enumerate([*columns, *rows])))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
