@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import string
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from datasets import Dataset
 from lowpeak import GRPOConfig, GRPOTrainer
 from tiny import char_tokenizer, tiny_model
 
-TOKENIZER = char_tokenizer()
+# More tokens than the 64 that vLLM gives each of two workers at least: both have some.
+TOKENIZER = char_tokenizer("0123456789=" + string.ascii_letters + string.punctuation.replace("=", ""))
 DATA = Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(10)])
 
 
 def small_model(context: int = 512) -> Any:
     """Heads 32 wide, which vLLM's attention wants on CPUs, and logits of a trained model's size."""
-    model = tiny_model(hidden=128, context=context)
+    model = tiny_model(len(TOKENIZER), hidden=128, context=context)
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.3)
     return model

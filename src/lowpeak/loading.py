@@ -83,6 +83,7 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
             f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown)}, with which lowpeak was not tried: "
             "use fsdp2 or zero3."
         )
+    _check_heads(model, cut)
     _check_tied(model, cut)
     model._is_distributed_loading_by_transformers = False
     for module in styled(model, IN_PARTS):
@@ -95,6 +96,17 @@ def _cuts_both_ways() -> bool:
     from transformers import PreTrainedModel
 
     return hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
+
+
+def _check_heads(model: Any, cut: Cut) -> None:
+    """ArgumentError where peers would get parts of a head."""
+    config = model.config.get_text_config()
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % cut.tensor:
+            raise ArgumentError(
+                f"the model has {name}={heads}, which tp_size={cut.tensor} does not divide: lower tp_size."
+            )
 
 
 def _check_tied(model: Any, cut: Cut) -> None:

@@ -116,10 +116,11 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks enter, without collectives inside: an error on any rank is one on every rank.
+        """A block that all ranks enter: an error on any rank is one on every rank.
 
         The rank that failed raises its own error; the others raise one of its class (RankError where that is not lowpeak's)
-        that names the rank and repeats the sentence.
+        that names the rank and repeats the sentence. Collectives inside are gone through in any case: a block that holds some
+        opens a `together` for each part, or keeps its error until the end.
         """
         failure: Exception | None = None
         try:

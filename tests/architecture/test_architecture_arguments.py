@@ -97,7 +97,7 @@ SHOWN_BY = {
     "vllm_bucket_size": "test_weights_waves_and_completions_are_said_for_both_modes",
     "vllm_transport": "test_weights_waves_and_completions_are_said_for_both_modes",
     "vllm_verify_weights": "test_weights_waves_and_completions_are_said_for_both_modes",
-    "vllm_adapters": "test_weights_waves_and_completions_are_said_for_both_modes",
+    "vllm_adapters": "test_a_lora_policy_is_generated_with_its_adapter",
     "vllm_importance_sampling_correction": "test_the_correction_is_trls_with_vllm_and_none_without",
     "vllm_importance_sampling_mode": "test_the_correction_has_four_modes_and_two_bounds",
     "vllm_importance_sampling_clip_max": "test_the_correction_has_four_modes_and_two_bounds",

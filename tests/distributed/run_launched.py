@@ -1,11 +1,12 @@
 """`lowpeak COMMAND ...` in a rank that some launcher started: FSDP2 on CPU for real, and what came of the run in a file.
 
 `run_launched.py OUT COMMAND ...`; packages named in HIDE are not there, as on a machine without them. With more words in AGAIN
-the command is run a second time, with these added.
+the command is run a second time, with these added. The last that it does is to say whether its process group is left.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ if hidden:
     sys.meta_path[:] = [Hiding(finder, hidden) for finder in sys.meta_path]
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from setups import allow_meshes_on_cpu  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
@@ -72,6 +74,7 @@ class Noting(TrainerCallback):
 def main() -> int:
     """The command with trainers that note what they found."""
     out, kind, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    atexit.register(lambda: print("at exit in a process group:", dist.is_initialized(), flush=True))
 
     def trainer(**keywords: Any) -> Any:
         allow_meshes_on_cpu()

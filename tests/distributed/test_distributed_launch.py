@@ -108,6 +108,19 @@ def test_a_dry_run_of_several_ranks_speaks_once(folder: Path) -> None:
     assert ["micro_batches_at_most: " in told for _, told in ended] == [True, False]
 
 
+def test_a_process_runs_twice_and_leaves_its_process_group_at_its_exit(folder: Path, alone: dict[str, Any]) -> None:
+    """Ranks that torchrun alone has started, without a config."""
+    here, log = Host("127.0.0.1", "lo", None), folder / "twice.log"
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port()]
+    command = [SCRIPT, str(folder / "twice"), *words(folder, "out7", 2)]
+    again = f"--output_dir {folder}/out8"
+    ended = finish([here.start([*launcher, *command], log, AGAIN=again)], [log], 120)
+    assert [status for status, _ in ended] == [0], ended
+    assert ended[0][1].count("at exit in a process group: False") == 2
+    is_the_same_run(found(folder, "twice"), alone)
+    assert (folder / "out7/model.safetensors").read_bytes() == (folder / "out8/model.safetensors").read_bytes()
+
+
 def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, alone: dict[str, Any]) -> None:
     """torchrun's own options on each host; its ranks take the preset over."""
     with two_hosts() as hosts:

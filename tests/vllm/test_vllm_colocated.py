@@ -52,7 +52,7 @@ def over(trainer, **settings):
     made = VllmEngine(
         lambda: vllms,
         replace(trainer.maker.settings.vllm, **settings),
-        Model(lambda sampling: end_token_ids(model, TOKENIZER, sampling), 13),
+        Model(lambda sampling: end_token_ids(model, TOKENIZER, sampling), len(TOKENIZER)),
         Company(Ranks()),
         push,
         prove,

@@ -19,12 +19,10 @@ import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowpeak.checkpoint.together import ElsewhereError, together
 from lowpeak.errors import ArgumentError, CheckpointError, LowpeakError
 
 if TYPE_CHECKING:
@@ -53,24 +51,35 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     what is left.
     """
     first, stage = ranks is None or ranks.rank == 0, stage_of(final)
-    agreed = partial(together, ranks, partial(reason_of, folder=stage))
+    together = nullcontext if ranks is None else ranks.together
     try:
-        with agreed():
+        with together(), _telling(final):
             if first:
                 _settle(final)
                 stage.mkdir(parents=True)
-        with agreed():
+        with together(), _telling(final):
             yield stage
-        with agreed():
+        with together(), _telling(final):
             _sync_tree(stage)
-        with agreed():
+        with together(), _telling(final):
             if first:
                 _give_name(stage, final)
-    except BaseException as error:
-        reason = _os_reason(error, stage)
+    except BaseException:
         if first:
             _delete(stage)
-        if reason is None or isinstance(error, LowpeakError):
+        raise
+
+
+@contextmanager
+def _telling(final: Path) -> Iterator[None]:
+    """What the operating system says while `final` is written is a CheckpointError, before other ranks hear of it."""
+    try:
+        yield
+    except LowpeakError:
+        raise
+    except Exception as error:
+        reason = _os_reason(error, stage_of(final))
+        if reason is None:
             raise
         raise CheckpointError(_failure(final, reason)) from error
 
@@ -226,18 +235,11 @@ def _failure(final: Path, reason: str) -> str:
     )
 
 
-def reason_of(error: BaseException, folder: Path) -> str:
-    """Why writing into `folder` failed, in a few words, for another rank to say."""
-    return _os_reason(error, folder) or str(error)
-
-
 def _os_reason(error: BaseException, stage: Path) -> str | None:
     """What the operating system said when `error` comes from writing, else None.
 
     torch.save raises RuntimeErrors that may have an OSError behind them, safetensors writes errno into its sentence.
     """
-    if isinstance(error, ElsewhereError):
-        return f"on rank {error.rank}: {error.reason}"
     if isinstance(error, OSError):
         return error.strerror or str(error)
     if match := _OS_ERROR.search(str(error)):

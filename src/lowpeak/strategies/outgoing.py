@@ -54,7 +54,7 @@ def unchanging(model: nn.Module) -> frozenset[str]:
         name = plain_name(raw)
         if hasattr(model, "peft_config"):
             base = _base_name(name, active_adapters(model))
-            name = "" if base is None or ".base_layer." in name else base
+            name = "" if base is None or name.endswith(".base_layer.weight") else base
         if name and not parameter.requires_grad:
             names.add(name)
     return frozenset(names)

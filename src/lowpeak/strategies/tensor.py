@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from lowpeak.errors import ArgumentError
 from lowpeak.loading import IN_PARTS, styled
 from lowpeak.records import Weights, WeightSlice
 from lowpeak.strategies.accelerated import Accelerated
@@ -86,6 +87,8 @@ class TensorParallel(Fsdp2):
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """One that was cut as the policy was stays so; another one is a replica where there is `room`, else cut by rows."""
+        if on_host:
+            raise ArgumentError("offload_frozen_models does not go with tensor parallelism: leave one of the two out.")
         if _is_cut(model):
             model = freeze(model)
             return Frozen(model, lambda: self._ready(model))

@@ -1,6 +1,6 @@
 """Saving and loading: a checkpoint is staged, synced and renamed, and only then the oldest one is removed.
 
-Ranks write it together. A part of it that waits for all ranks ends in `together`, so that an error of one is every one's.
+Ranks write it together. A part of it that waits for all ranks ends in `Ranks.together`, so that an error of one is every one's.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,9 @@ from transformers import PreTrainedModel
 from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from lowpeak.checkpoint.atomic import prune, reason_of, staged
+from lowpeak.checkpoint.atomic import prune, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.checkpoint.state import RunState, save_run_state
-from lowpeak.checkpoint.together import agreed, together
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import active_adapters, adapter_name, adapter_parameters
 from lowpeak.strategies.shards import has_shards
@@ -45,7 +43,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
         _note_callbacks(trainer)
         if ranks.rank == 0:
             trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
-    with agreed(ranks, f"{final} is whole, but it could not be sent or old ones be removed"):
+    with ranks.together():
         if args.push_to_hub:
             trainer._push_from_checkpoint(os.fspath(final))
         best = trainer.state.best_model_checkpoint
@@ -57,7 +55,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
 def _save_training(trainer: Any, stage: Path) -> None:
     """Optimizer states, schedule and loss scale: each rank its own part, or all of it by rank 0."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
-    with together(strategy.ranks.processes, partial(reason_of, folder=stage)):
+    with strategy.ranks.together():
         if strategy.cuts_states:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
@@ -111,12 +109,12 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
         trainer._save(os.fspath(folder))
         return
     layout = strategy.layout(trainer.model_wrapped)
-    with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
+    with strategy.ranks.together():
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             write_settings(folder, base, next(dtype for _, dtype in layout.values() if dtype.is_floating_point))
             _save_beside(trainer, folder)
-    with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
+    with strategy.ranks.together():
         slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
         write_weights(folder if first else None, base, layout, slices)
 
@@ -125,7 +123,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
     """The adapter as peft saves it. Where it is sharded it is gathered, slice by slice, on rank 0; its base is not."""
     strategy = trainer.run.strategy
     if not strategy.cuts_states:
-        with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
+        with strategy.ranks.together():
             trainer._save(os.fspath(folder))
         return
     found: dict[str, list[torch.Tensor]] = {}
@@ -134,7 +132,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
         if strategy.ranks.processes.rank == 0:
             found.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
             shapes[piece.name] = piece.shape
-    with together(strategy.ranks.processes, partial(reason_of, folder=folder)):
+    with strategy.ranks.together():
         if strategy.ranks.processes.rank == 0:
             names = {adapter_name(model, name): name for name in adapter_parameters(model)}
             weights = {names[name]: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}

@@ -12,7 +12,6 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
-from lowpeak.checkpoint.together import together
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
@@ -212,7 +211,7 @@ class OnlineTrainer(StepTrainer):
     def save_more(self, folder: Path) -> None:
         """The reference's average, where it moves."""
         if self.maker.settings.reference_sync is not None:
-            with together(self.run.strategy.ranks):
+            with self.run.strategy.ranks.together():
                 save_average(folder, self._reference_model(), self.run.strategy.ranks)
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:

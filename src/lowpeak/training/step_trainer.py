@@ -26,7 +26,6 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.resume import restore_random
 from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
-from lowpeak.checkpoint.together import agreed
 from lowpeak.errors import CheckpointError, DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
@@ -46,7 +45,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import note_launch, put_others_aside, take_up
+from lowpeak.training.start import note_launch, put_others_aside, require_same_arguments, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -133,6 +132,7 @@ class StepTrainer(Trainer):
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
         with ExitStack() as stack:
             stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
+            require_same_arguments(self.args, ranks)
             ranks.first(lambda: stack.enter_context(only_run(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             try:
@@ -307,8 +307,7 @@ class StepTrainer(Trainer):
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        could_not = f"the model could not be written into {folder}"
-        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), agreed(ranks, could_not):
+        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), ranks.together():
             export_model(self, folder, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
@@ -317,7 +316,7 @@ class StepTrainer(Trainer):
         if checkpoint is None or not has_shards(checkpoint):
             return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        with agreed(self.run.strategy.ranks, f"{checkpoint} could not be loaded"):
+        with self.run.strategy.ranks.together():
             self.take_weights(checkpoint)
         return prepared
 
@@ -353,7 +352,7 @@ class StepTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
-        with agreed(self.run.strategy.ranks, f"nothing was saved after step {self.state.global_step}"):
+        with self.run.strategy.ranks.together():
             self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()

@@ -8,22 +8,26 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lowpeak.checkpoint.atomic import staged
-from lowpeak.checkpoint.together import ElsewhereError, agreed, together
-from lowpeak.errors import CheckpointError
+from lowpeak.errors import CheckpointError, RankError
+from lowpeak.ranks import Ranks
 
 
-class ThreadRanks:
-    """Ranks that are threads: the one collective that agreeing needs."""
+class ThreadRanks(Ranks):
+    """Ranks that are threads: what each gives lies in a list that all of them see."""
 
     def __init__(self, rank, shared):
+        super().__init__()
         self.rank, self.world_size, self._shared = rank, len(shared["items"]), shared
 
-    def gather(self, item):
+    def _everybodys(self, item):
         self._shared["items"][self.rank] = item
         self._shared["barrier"].wait(10)
         items = list(self._shared["items"])
         self._shared["barrier"].wait(10)
         return items
+
+    def _reduce(self, numbers, op):
+        return [max(column) for column in zip(*self._everybodys(numbers), strict=True)]
 
 
 def on_ranks(work, world_size=3):
@@ -42,7 +46,7 @@ def on_ranks(work, world_size=3):
 
 def test_an_error_of_one_rank_is_raised_on_every_one():
     def work(ranks):
-        with together(ranks):
+        with ranks.together():
             if ranks.rank == 1:
                 raise ValueError("mine")
         return "went on"
@@ -50,13 +54,13 @@ def test_an_error_of_one_rank_is_raised_on_every_one():
     first, second, third = on_ranks(work)
     assert isinstance(second, ValueError)
     for other in (first, third):
-        assert isinstance(other, ElsewhereError)
-        assert (other.rank, other.reason) == (1, "mine")
+        assert isinstance(other, RankError)
+        assert (other.rank, str(other)) == (1, "on rank 1, and so all ranks stop: ValueError: mine")
 
 
 def test_ranks_that_all_succeed_go_on():
     def work(ranks):
-        with together(ranks):
+        with ranks.together():
             pass
         return "went on"
 
@@ -65,14 +69,15 @@ def test_ranks_that_all_succeed_go_on():
 
 def test_an_error_within_a_part_is_agreed_on_outside_of_it_too():
     def work(ranks):
-        with agreed(ranks, "it could not be done"), together(ranks):
+        with ranks.together(), ranks.together():
             if ranks.rank == 2:
-                raise OSError("gone")
+                raise CheckpointError("gone")
 
-    first, _, third = on_ranks(work)
-    assert isinstance(first, CheckpointError)
-    assert str(first) == "it could not be done: rank 2 could not (gone)."
-    assert isinstance(third, OSError)
+    first, second, third = on_ranks(work)
+    assert str(third) == "gone"
+    for other in (first, second):
+        assert isinstance(other, CheckpointError)
+        assert str(other) == "on rank 2, and so all ranks stop: gone"
 
 
 @pytest.mark.parametrize("failing", [0, 2])

@@ -8,7 +8,7 @@ from peft import LoraConfig, get_peft_model
 
 from lowpeak.errors import ArgumentError
 from lowpeak.strategies.flat import ranges
-from lowpeak.strategies.outgoing import layout, outgoing, plain_name
+from lowpeak.strategies.outgoing import layout, outgoing, plain_name, unchanging
 from tiny import tiny_model
 
 NOWHERE = lambda parameter: None  # noqa: E731 a strategy that shards nothing
@@ -97,3 +97,24 @@ def test_an_adapter_that_is_more_than_a_product_is_an_error(settings):
 
 def test_names_have_no_wrappers():
     assert plain_name("model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight") == "model.layers.0.mlp.weight"
+
+
+def test_the_base_of_an_adapter_leaves_without_it():
+    plain = dict(tiny_model().named_parameters())
+    left = together(with_adapter(), "base")
+    assert left.keys() == plain.keys()
+    assert all(torch.equal(left[name], weight) for name, weight in plain.items())
+
+
+def test_what_training_does_not_change_is_what_is_frozen_and_has_no_adapter():
+    assert unchanging(tiny_model()) == frozenset()
+    peft = with_adapter()
+    before, names = together(peft), unchanging(peft)
+    with torch.no_grad():
+        for parameter in peft.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.5)
+    after = together(peft)
+    assert names == {name for name, weight in after.items() if torch.equal(weight, before[name])}
+    assert names
+    assert names < after.keys()

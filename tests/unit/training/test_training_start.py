@@ -6,18 +6,20 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from lowpeak.checkpoint.state import STATE_FILE
-from lowpeak.errors import CheckpointError, MemoryExhaustedError
+from lowpeak.errors import ArgumentError, CheckpointError, MemoryExhaustedError
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker, PhaseUse
 from lowpeak.ranks import Ranks
+from lowpeak.training.arguments import GRPOConfig
 from lowpeak.training.exhausted import explained
 from lowpeak.training.readout import read_spent
-from lowpeak.training.start import note_launch, quiet_replicas, take_up
+from lowpeak.training.start import note_launch, quiet_replicas, require_same_arguments, take_up
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -115,6 +117,39 @@ def test_one_process_logs_unless_replicas_were_asked_to(
     )
     quiet_replicas(args)
     assert level.level == expected
+
+
+class Told(Ranks):
+    """Two ranks, the other of which was told `theirs` where they differ."""
+
+    def __init__(self, **theirs: object) -> None:
+        super().__init__()
+        self.theirs = {name: repr(value) for name, value in theirs.items()}
+
+    def gather(self, item: Any) -> list[Any]:
+        return [item, {**item, **self.theirs}]
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("max_steps", 7), ("seed", 1), ("learning_rate", 3e-4), ("beta", 0.5)])
+def test_ranks_that_were_told_different_things_are_refused(tmp_path: Path, name: str, theirs: object) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=3)
+    with pytest.raises(ArgumentError, match=rf"^{name} is .* on rank 0 and {theirs} on rank 1"):
+        require_same_arguments(args, Told(**{name: theirs}))
+
+
+def test_what_a_rank_shows_and_where_it_is_are_its_own(tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    asked: list[Any] = []
+
+    class Listening(Ranks):
+        def gather(self, item: Any) -> list[Any]:
+            asked.append(item)
+            return [item, item]
+
+    require_same_arguments(args, Listening())
+    assert (
+        asked[0].keys().isdisjoint({"output_dir", "local_rank", "report_to", "log_level", "logging_steps", "run_name"})
+    )
 
 
 class Another(Ranks):

@@ -51,6 +51,12 @@ def test_one_buffer_serves_all_buckets_and_small_tensors_share_one():
     assert len(lengths) == 1
 
 
+def test_a_tensor_whose_slices_are_all_in_one_bucket_is_whole_in_it():
+    (bucket,) = fill(slices(MANY, 64), lambda device: torch.empty(1 << 20, dtype=torch.uint8), None)
+    assert [piece.name for piece in bucket.pieces] == list(MANY)
+    assert all(piece.is_whole for piece in bucket.pieces)
+
+
 @pytest.mark.parametrize("count", [1, 7, 64, 100000])
 def test_the_sums_are_those_of_the_whole_tensors_sent_or_held_back(count):
     sums = Sums()

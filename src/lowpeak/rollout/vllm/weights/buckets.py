@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -119,7 +119,8 @@ def fill(
         done, count = 0, piece.values.numel()
         while done < count:
             start = piece.start + done
-            offset = _offset(end, start * piece.dtype.itemsize)
+            goes_on = bool(pieces) and (pieces[-1].name, pieces[-1].start + pieces[-1].count) == (piece.name, start)
+            offset = end if goes_on else _offset(end, start * piece.dtype.itemsize)
             fits = min(count - done, (len(data) - offset) // piece.dtype.itemsize)
             if fits <= 0:
                 yield _bucket(pieces, data, end, piece)
@@ -127,7 +128,7 @@ def fill(
                 continue
             placed = Piece(piece.name, piece.shape, piece.dtype, start, fits, offset)
             _copied(piece, done, piece.values[done : done + fits], placed.values_in(data), sums)
-            pieces.append(placed)
+            pieces[-1 if goes_on else len(pieces) :] = [_joined(pieces[-1], placed) if goes_on else placed]
             done, end = done + fits, offset + fits * piece.dtype.itemsize
     if pieces and data is not None:
         yield Bucket(tuple(pieces), data[:end])
@@ -139,6 +140,11 @@ def _bucket(pieces: list[Piece], data: Tensor, end: int, piece: WeightSlice) -> 
             f"A bucket of {len(data)} bytes holds no element of {piece.name}: give buckets of at least 4096 bytes."
         )
     return Bucket(tuple(pieces), data[:end])
+
+
+def _joined(before: Piece, after: Piece) -> Piece:
+    """Two pieces that lie one behind the other as one: a tensor whose slices are all in a bucket is whole there."""
+    return replace(before, count=before.count + after.count)
 
 
 def _offset(end: int, first: int) -> int:

@@ -1,0 +1,78 @@
+"""What tensor parallelism is refused with: said before or right after a model is cut, never found out in a run."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from lowpeak.config.asked import Cut
+from lowpeak.errors import ArgumentError
+from lowpeak.loading import IN_PARTS, in_parts, styled
+from lowpeak.training.models import load_policy
+from tiny import tiny_model
+
+
+class Auto:
+    """Gives a model that nobody has cut, with the plan of one that was."""
+
+    def __init__(self, plan=None, **sizes):
+        self._model = tiny_model(**sizes)
+        if plan is not None:
+            self._model._tp_plan = plan
+
+    def from_pretrained(self, name, distributed_config, **options):
+        self._model.asked = (name, distributed_config.tp_size, distributed_config.fsdp_size, options)
+        return self._model
+
+
+def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
+    model = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
+    assert model.asked == ("m", 2, 4, {"dtype": "auto"})
+    assert not model.is_distributed_loading_by_transformers
+
+
+@pytest.mark.parametrize(
+    ("auto", "cut", "message"),
+    [
+        (
+            Auto({"model.layers.*.mlp.experts": "moe_tp_experts"}),
+            Cut(2, 1),
+            "has moe_tp_experts, with which lowpeak was",
+        ),
+        (Auto(), Cut(4, 1), "num_key_value_heads=2, which tp_size=4 does not divide"),
+        (Auto(vocab_size=14), Cut(2, 2), "the tied embedding has 14 rows, which 2 x 2 processes do not divide"),
+    ],
+)
+def test_a_model_that_would_be_cut_wrong_is_refused(auto, cut, message):
+    with pytest.raises(ArgumentError, match=message):
+        in_parts(auto, "m", {}, cut)
+
+
+def test_a_weight_that_is_not_tied_or_not_cut_by_rows_may_have_any_number_of_them():
+    in_parts(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
+    in_parts(Auto(vocab_size=13), "m", {}, Cut(2, 1))
+
+
+def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
+    auto = Auto({"model.layers.*.input_layernorm": IN_PARTS})
+    layers = auto._model.model.layers
+    for layer in layers:
+        layer.input_layernorm.forward = lambda hidden: hidden
+    model = in_parts(auto, "m", {}, Cut(2, 1))
+    assert list(styled(model, IN_PARTS)) == [layer.input_layernorm for layer in layers]
+    assert all("forward" not in vars(layer.input_layernorm) for layer in layers)
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "adapter", "message"),
+    [
+        (nn.Linear(1, 1), None, None, "pass its name or path, not an instance"),
+        ("m", None, SimpleNamespace(), "adapters and quantised models do not run under tensor parallelism"),
+        ("m", {"quantization_config": {}}, None, "adapters and quantised models"),
+    ],
+)
+def test_what_is_not_cut_where_it_loads_is_refused(model, options, adapter, message):
+    with pytest.raises(ArgumentError, match=message):
+        load_policy(model, options, trust_remote_code=False, peft_config=adapter, cut=Cut(2, 1))
