@@ -102,7 +102,7 @@ def _env(arguments: list[str]) -> int:
     print(report(), end="", flush=True)
     if not arguments:
         return 0
-    from lowpeak.cli.selftest import run
+    from lowpeak.rollout.vllm.selftest import run
 
     return 0 if run() else 1
 
