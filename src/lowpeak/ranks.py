@@ -90,11 +90,6 @@ class Ranks:
         """Every rank's item, in rank order, on every rank."""
         return self._everybodys(item)[:: self._num_peers]
 
-    def barrier(self) -> None:
-        """Return when every process has come here."""
-        if not self._is_alone:
-            dist.barrier(group=self._group)
-
     # failing together
 
     @property

@@ -82,6 +82,23 @@ def ask_alone(place: Path) -> None:
     note(place, step=trainer.state.global_step, evaluated=evaluated, saved=saved)
 
 
+def evaluate_and_save(place: Path, strategy: str) -> None:
+    """A supervised run that evaluates and saves after each step, and one that does neither: what each has trained."""
+    trained = []
+    for name, often in (("often", "steps"), ("never", "no")):
+        arguments = {
+            **prepare(strategy),
+            "eval_strategy": often,
+            "save_strategy": often,
+            "eval_steps": 1,
+            "save_steps": 1,
+        }
+        trainer = build("SFT", place / name, arguments, eval_dataset=[{"prompt": "12=", "completion": "1"}])
+        trainer.train()
+        trained.append(weights(trainer))
+    note(place, often=trained[0], never=trained[1])
+
+
 # errors that the ranks agree on
 
 

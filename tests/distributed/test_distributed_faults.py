@@ -71,6 +71,15 @@ def test_what_the_callback_of_one_rank_asks_for_is_done_on_all(tmp_path: Path) -
     assert fault_ranks.seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
+def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_not(
+    tmp_path: Path, strategy: str
+) -> None:
+    succeed(fault_ranks.evaluate_and_save, tmp_path, strategy)
+    for found in fault_ranks.seen(tmp_path):
+        assert found["often"] == found["never"]
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strategy: str) -> None:
     named_models(tmp_path / "named")

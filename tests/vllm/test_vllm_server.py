@@ -33,6 +33,7 @@ from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
 from tiny import char_tokenizer
+from vllm_runs import grpo_arguments, grpo_trainer, steps_of
 
 EOS = 1
 pytestmark = pytest.mark.timeout(600)  # a server takes half a minute to start, minutes where others compute beside it
@@ -232,6 +233,18 @@ def test_an_adapter_that_was_pushed_writes_what_names_it_and_nothing_else(server
         assert largest_error(policy, adapted, vllm.complete(adapted, 60)) < 1e-4
         assert largest_error(model_of(), base, vllm.complete(base, 60)) < 1e-4
         assert largest_error(policy, base, vllm.complete(base, 60)) > 1e-2
+
+
+def test_a_lora_run_sends_its_base_once_and_then_adapters_alone(servers, tmp_path):
+    settings = {"vllm_mode": "server", "vllm_server_base_url": servers[1].url, "vllm_server_token": SECRET}
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], task_type="CAUSAL_LM")
+    trainer = grpo_trainer(grpo_arguments(tmp_path, **settings), model=model_of(), peft_config=config)
+    trainer.train()
+    assert all(step["sampling/sampling_logp_difference/max"] < 1e-4 for step in steps_of(trainer))
+    pushed = [row["push/bytes"] for row in map(json.loads, lines_in(tmp_path / "journal/steps.jsonl"))]
+    adapter = sum(4 * each.numel() for each in adapter_parameters(trainer.model).values())
+    assert pushed[1:] == [adapter] * 2
+    assert pushed[0] > 2 * adapter
 
 
 # the end; these tests come last, they end the servers

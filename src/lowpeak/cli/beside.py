@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import check_apart, check_there, named
 from lowpeak.cli.launch import MARK, is_rank, num_devices
 from lowpeak.cli.serve import require_vllm
@@ -37,6 +38,7 @@ FOR_SERVERS = (
 )
 _OTHERS_SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 _ORPHAN_SECONDS = 30.0
+_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
 def run_beside_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any]) -> int | None:
@@ -169,8 +171,18 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
         tensor_parallel_size=given.get("vllm_tensor_parallel_size", 1),
         devices=devices,
         dtype=None if "dtype" in more else _dtype(given, devices),
-        options=options({name: value for name, value in named_by_us.items() if value is not None} | more),
+        options=options(
+            _adapters(given) | {name: value for name, value in named_by_us.items() if value is not None} | more
+        ),
     )
+
+
+def _adapters(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What lets a server put the run's adapter on its base: for one rank, which is who gets to know the adapter's name."""
+    if not given.get("use_peft") or given.get("vllm_adapters") is False or given.get("accelerate_config"):
+        return {}
+    rank = given.get("lora_r", ModelArguments().lora_r)
+    return {"enable_lora": True, "max_lora_rank": next((each for each in _LORA_RANKS if each >= rank), rank)}
 
 
 def options(settings: Mapping[str, Any]) -> tuple[str, ...]:

@@ -36,11 +36,13 @@ def report() -> str:
 
 
 def version(package: str) -> str:
-    """The installed version of a package, without importing it."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
+    """The installed version of a package, without importing it; vLLM's CPU build goes by another name."""
+    for name in (package, f"{package}-cpu"):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
 
 
 def accelerators() -> dict[str, str]:

@@ -21,7 +21,7 @@ commands:
   rloo       train a model with RLOO
   sft        train a model on demonstrations
   serve      start a vLLM server that a run can send weights to
-  env        print versions and hardware, for bug reports
+  env        print versions and hardware, for bug reports; with --selftest, try vLLM
   preset     print a config for several devices, to change or for `accelerate launch`
 
 options:
@@ -96,10 +96,15 @@ def _serve(arguments: list[str]) -> int:
 def _env(arguments: list[str]) -> int:
     from lowpeak.cli.env import report
 
-    if arguments:
-        raise ArgumentError(f"`lowpeak env` takes no arguments; leave {' '.join(arguments)} out.")
-    print(report(), end="")
-    return 0
+    others = [word for word in arguments if word != "--selftest"]
+    if others:
+        raise ArgumentError(f"`lowpeak env` takes --selftest alone; leave {' '.join(others)} out.")
+    print(report(), end="", flush=True)
+    if not arguments:
+        return 0
+    from lowpeak.rollout.vllm.selftest import run
+
+    return 0 if run() else 1
 
 
 def _preset(arguments: list[str]) -> int:

@@ -7,12 +7,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lowpeak.records import WeightSlice
 from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import FlatShard
 from lowpeak.strategies.frozen import freeze, shard_rows
+from lowpeak.strategies.outgoing import Weights
 from lowpeak.strategies.rows import rows_shard
 from lowpeak.strategies.shards import save_shards
 from lowpeak.strategies.states import torch_state, trained
@@ -35,11 +38,31 @@ class Fsdp2(Accelerated):
     @contextmanager
     def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
         """As many whole layers gathered as `budget` bytes allow, the others one at a time; see `Gatherer`."""
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the root's parameters stay gathered after a forward
+        reshard(model)
         with super().hold(model, budget, whole_head) as inner, _own_generate(inner):
             yield inner
+
+    def slices(
+        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
+    ) -> Iterator[WeightSlice]:
+        """As ever, of rows: a forward without a backward (an evaluation) has left some parameters whole."""
+        reshard(model)
+        return super().slices(model, max_bytes, dtype, weights)
+
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """As ever, of rows."""
+        reshard(model)
+        return super().layout(model, weights)
+
+    def shards(self, model: nn.Module) -> dict[str, Tensor]:
+        """As ever, of rows."""
+        reshard(model)
+        return super().shards(model)
+
+    def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
+        """As ever, into rows."""
+        reshard(model)
+        super().load_state(checkpoint, model, optimizer)
 
     @property
     def cuts_states(self) -> bool:
@@ -48,6 +71,7 @@ class Fsdp2(Accelerated):
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         """Each rank writes its rows of the trained weights and their optimizer states."""
+        reshard(model)
         state = torch_state(trained(self._accelerator.unwrap_model(model)), optimizer)
         save_shards(checkpoint, state, self._ranks.processes)
 
@@ -67,6 +91,13 @@ class Fsdp2(Accelerated):
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
         return rows_shard(parameter, compute, self._device)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let every parameter be its rows alone: the root's stay gathered after a forward, until a backward."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 @contextmanager

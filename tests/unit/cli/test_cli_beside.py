@@ -132,6 +132,21 @@ def test_a_server_computes_in_the_trainers_dtype_where_that_is_known(given, dtyp
     assert planned(**given).servers[0].dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, ()),
+        ({"use_peft": True}, ("--enable-lora", "--max-lora-rank", "16")),
+        ({"use_peft": True, "lora_r": 20}, ("--enable-lora", "--max-lora-rank", "32")),
+        ({"use_peft": True, "vllm_adapters": False}, ()),
+        ({"use_peft": True, "accelerate_config": "ddp"}, ()),
+        ({"use_peft": True, "vllm_engine_kwargs": {"max_lora_rank": 64}}, ("--enable-lora", "--max-lora-rank", "64")),
+    ],
+)
+def test_a_server_is_ready_for_the_runs_adapter(given, said):
+    assert planned(vllm_devices="1", **given).servers[0].options == said
+
+
 def test_a_list_is_several_words_and_none_is_none():
     assert options({"lora_modules": ["a", "b"], "seed": None}) == ("--lora-modules", "a", "b")
 
@@ -227,19 +242,26 @@ except EngineError as error:
 RECORD = "import json, os, signal, sys, time\nopen('trainer.json', 'w').write(json.dumps(dict(os.environ, PID=os.getpid())))\n"
 
 
-def start(folder, trainer):
-    (folder / "server.py").write_text(SERVER)
-    (folder / "trainer.py").write_text(RECORD + trainer)
-    environ = {name: value for name, value in os.environ.items() if name not in (BESIDE, URLS, "CUDA_VISIBLE_DEVICES")}
-    environ["PYTHONPATH"] = str(Path(__file__).parents[3] / "src")
-    return subprocess.Popen(
-        [sys.executable, "-c", START],
-        cwd=folder,
-        env=environ,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+@pytest.fixture
+def start(tmp_path):
+    """Starts both in a folder; what a failed test leaves is ended."""
+    made = []
+
+    def started(trainer):
+        (tmp_path / "server.py").write_text(SERVER)
+        (tmp_path / "trainer.py").write_text(RECORD + trainer)
+        environ = {
+            name: value for name, value in os.environ.items() if name not in (BESIDE, URLS, "CUDA_VISIBLE_DEVICES")
+        }
+        environ["PYTHONPATH"] = str(Path(__file__).parents[3] / "src")
+        command = [sys.executable, "-c", START]
+        made.append(subprocess.Popen(command, cwd=tmp_path, env=environ, stderr=subprocess.PIPE, text=True))
+        return made[-1]
+
+    yield started
+    for each in made:
+        each.terminate()
+        each.communicate(timeout=30)
 
 
 def ended(process, seconds=30):
@@ -267,9 +289,9 @@ def gone(folder, *names):
 ALL = ("server1", "server2", "trainer")
 
 
-def test_the_children_see_their_devices_and_what_they_need(tmp_path):
+def test_the_children_see_their_devices_and_what_they_need(start, tmp_path):
     wait = "while not all(os.path.exists(f'server{i}.json') for i in (1, 2)): time.sleep(0.05)\n"
-    status, err = ended(start(tmp_path, f"{wait}sys.exit(7)"))
+    status, err = ended(start(f"{wait}sys.exit(7)"))
     assert status == 7
     first, second, trainer = (recorded(tmp_path, name) for name in ALL)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in (first, second, trainer)] == ["1", "2", "0,3"]
@@ -281,16 +303,16 @@ def test_the_children_see_their_devices_and_what_they_need(tmp_path):
     assert (tmp_path / "logs/vllm-0.log").read_text() == "serving\n"
 
 
-def test_a_server_that_never_was_ready_ends_all_and_its_last_words_are_shown(tmp_path):
+def test_a_server_that_never_was_ready_ends_all_and_its_last_words_are_shown(start, tmp_path):
     (tmp_path / "broken").touch()
-    status, err = ended(start(tmp_path, "time.sleep(60)"))
+    status, err = ended(start("time.sleep(60)"))
     assert status == 1
     assert "ended with status 1; the end of logs/vllm-0.log:\nvLLM: no such option" in err
     assert gone(tmp_path, "trainer")
 
 
-def test_a_server_that_dies_later_is_started_again(tmp_path):
-    process = start(tmp_path, "while not os.path.exists('end'): time.sleep(0.05)")
+def test_a_server_that_dies_later_is_started_again(start, tmp_path):
+    process = start("while not os.path.exists('end'): time.sleep(0.05)")
     first = recorded(tmp_path, "server1")["PID"]
     said = ""
     while said.count("is ready") < 2:
@@ -304,9 +326,9 @@ def test_a_server_that_dies_later_is_started_again(tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_goes_to_the_trainer_which_ends_as_it_does_and_the_servers_after_it(number, tmp_path):
+def test_a_signal_goes_to_the_trainer_which_ends_as_it_does_and_the_servers_after_it(number, start, tmp_path):
     told = f"signal.signal({int(number)}, lambda *of: (open('told', 'w').close(), sys.exit(5)))\n"
-    process = start(tmp_path, told + "open('on', 'w').close()\ntime.sleep(60)")
+    process = start(told + "open('on', 'w').close()\ntime.sleep(60)")
     for name in ALL:
         recorded(tmp_path, name)
     until = time.monotonic() + 10
@@ -318,7 +340,7 @@ def test_a_signal_goes_to_the_trainer_which_ends_as_it_does_and_the_servers_afte
     assert gone(tmp_path, *ALL)
 
 
-def test_a_trainer_that_dies_takes_the_servers_along(tmp_path):
-    status, _ = ended(start(tmp_path, "time.sleep(1)\nos.kill(os.getpid(), signal.SIGKILL)"))
+def test_a_trainer_that_dies_takes_the_servers_along(start, tmp_path):
+    status, _ = ended(start("time.sleep(1)\nos.kill(os.getpid(), signal.SIGKILL)"))
     assert status == 137
     assert gone(tmp_path, *ALL)

@@ -31,4 +31,4 @@ def test_a_package_that_is_missing_is_said_to_be():
 
 def test_env_takes_no_arguments(capsys):
     assert main(["env", "--verbose"]) == 2
-    assert "takes no arguments" in capsys.readouterr().err
+    assert "takes --selftest alone" in capsys.readouterr().err

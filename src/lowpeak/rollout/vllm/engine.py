@@ -100,7 +100,7 @@ class VllmEngine:
         self._kept_for: tuple[int, Sampling] | None = None
         self._asleep = False
         self._has_base = False
-        self._adapter: Adapter | None = None
+        self._adapters: Sequence[Adapter | None] = ()
 
     @property
     def policy_version(self) -> int | None:
@@ -152,7 +152,8 @@ class VllmEngine:
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Wait for the vLLMs, push the slices and prove them; a rank that does not push reads them all the same."""
-        self._policy_version = self._identities = self._adapter = None
+        self._policy_version = self._identities = None
+        self._adapters = (None,) * len(self._vllms)
         self._has_base = self._has_base and weights == "adapter"
         config = self._model.adapter if weights == "adapter" else None
         pieces = iter(slices)
@@ -162,7 +163,8 @@ class VllmEngine:
                 for vllm in self._vllms:
                     vllm.pause()
                 report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
-                self._adapter = report.adapters[0] if config is not None else None
+                if config is not None:
+                    self._adapters = report.adapters
                 self._on_push(report)
                 for vllm in self._vllms:
                     vllm.resume()
@@ -208,10 +210,9 @@ class VllmEngine:
         ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
 
     def _serves_adapter(self) -> bool:
-        """Whether the policy has an adapter that the engine, in this process, can put on its base."""
-        in_process = len(self._vllms) == 1 and self._vllms[0].workers.in_process
-        wanted = self._settings.adapters and self._model.adapter is not None
-        return wanted and in_process and self._facts[0].serves_adapters
+        """Whether the policy has an adapter that the vLLMs can put on its base; where ranks share them, only one is told which."""
+        wanted = self._settings.adapters and self._model.adapter is not None and self._company.num_callers == 1
+        return wanted and all(facts.serves_adapters for facts in self._facts)
 
     def _survived(self) -> bool:
         """Whether the weights are still the policy's, by the same proof as after a push."""
@@ -260,19 +261,19 @@ class VllmEngine:
 
     def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
-        asked = [pair for pair in zip(self._vllms, shares, strict=True) if pair[1]]
+        asked = [each for each in zip(self._vllms, self._adapters, shares, strict=True) if each[2]]
         if len(asked) == 1:
-            failures = [self._ask(asked[0][0], asked[0][1], version)]
+            failures = [self._ask(asked[0][0], asked[0][1], asked[0][2], version)]
         else:
             with ThreadPoolExecutor(len(asked)) as pool:
-                failures = list(pool.map(lambda pair: self._ask(pair[0], pair[1], version), asked))
+                failures = list(pool.map(lambda each: self._ask(each[0], each[1], each[2], version), asked))
         return [failure for failure in failures if failure is not None]
 
-    def _ask(self, vllm: Vllm, rows: Sequence[Row], version: int) -> EngineError | None:
+    def _ask(self, vllm: Vllm, adapter: Adapter | None, rows: Sequence[Row], version: int) -> EngineError | None:
         """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
         failure: EngineError | None = None
         try:
-            requests = [replace(row.request, adapter=self._adapter) for row in rows]
+            requests = [replace(row.request, adapter=adapter) for row in rows]
             answers = vllm.complete(requests, self._settings.wave_timeout)
             good = dict(enumerate(checked(rows, answers, version, self._model.num_tokens)))
         except LostEngineError as lost:

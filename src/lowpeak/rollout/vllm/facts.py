@@ -33,10 +33,20 @@ def fingerprint(config: Any, vocabulary: Mapping[str, int]) -> str:
     Tokens that the model does not embed do not count: with a model's config beside it, transformers may load a tokenizer as a class
     that adds tokens of its own.
     """
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    size = getattr(text, "vocab_size", None)
-    embedded = sorted(pair for pair in vocabulary.items() if size is None or pair[1] < size)
-    return f"{_digest({name: getattr(text, name, None) for name in SIZES})}:{_digest(embedded)}"
+    text = _text(config)
+    return f"{_sizes(text)}:{_tokens(vocabulary, getattr(text, 'vocab_size', None))}"
+
+
+def _text(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _sizes(text: Any) -> str:
+    return _digest({name: getattr(text, name, None) for name in SIZES})
+
+
+def _tokens(vocabulary: Mapping[str, int], size: int | None) -> str:
+    return _digest(sorted(pair for pair in vocabulary.items() if size is None or pair[1] < size))
 
 
 def _digest(what: Any) -> str:
@@ -52,7 +62,7 @@ def facts_of(config: Any) -> dict[str, Any]:
         Facts(
             version=vllm.__version__,
             model=str(model.model),
-            fingerprint=fingerprint(model.hf_config, _vocabulary(model)),
+            fingerprint=_own_fingerprint(model),
             dtype=str(model.dtype).removeprefix("torch."),
             max_model_len=int(model.max_model_len),
             max_num_seqs=int(config.scheduler_config.max_num_seqs),
@@ -63,21 +73,21 @@ def facts_of(config: Any) -> dict[str, Any]:
     )
 
 
-def _vocabulary(model: Any) -> Mapping[str, int]:
+def _own_fingerprint(model: Any) -> str:
+    text = _text(model.hf_config)
     if model.skip_tokenizer_init:
-        return {}
-    return _read_vocabulary(str(model.tokenizer), model.tokenizer_revision, bool(model.trust_remote_code))
+        return f"{_sizes(text)}:{_tokens({}, None)}"
+    where = str(model.tokenizer), model.tokenizer_revision, bool(model.trust_remote_code)
+    return f"{_sizes(text)}:{_tokens_of(*where, getattr(text, 'vocab_size', None))}"
 
 
 @cache
-def _read_vocabulary(name: str, revision: str | None, trust_remote_code: bool) -> Mapping[str, int]:
-    """As `AutoTokenizer` has it, which is how the trainer loads it; read once a process."""
+def _tokens_of(name: str, revision: str | None, trust_remote_code: bool, size: int | None) -> str:
+    """Of the vocabulary as `AutoTokenizer` has it, which is how the trainer loads it; read once a process."""
     from transformers import AutoTokenizer
 
-    vocabulary: Mapping[str, int] = AutoTokenizer.from_pretrained(
-        name, revision=revision, trust_remote_code=trust_remote_code
-    ).get_vocab()
-    return vocabulary
+    loaded = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    return _tokens(loaded.get_vocab(), size)
 
 
 def check_same(facts: Facts, model: Any, tokenizer: Any) -> None:
