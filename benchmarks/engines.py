@@ -1,4 +1,4 @@
-"""The native engine beside a colocated vLLM: `python -m benchmarks.engines {tokens,curve}`, in an environment with vLLM.
+"""The native engine beside vLLM, colocated and behind a URL: `python -m benchmarks.engines {tokens,curve}`, where vLLM is installed.
 
 `tokens` are tokens per CPU-second on equal and on skewed (exponential) lengths, the same on both sides, with KV caches for as many
 full rows. `curve` trains the learning task (noisy sort) with each engine from the same weights and measures both on the same
@@ -11,16 +11,21 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.process import run_apart
 from benchmarks.harness.report import OURS, print_result, ratio, versions
 from benchmarks.rollout import GROUP, SHAPES
+from lowpeak.rollout.vllm.command import CPU, Server
+from lowpeak.rollout.vllm.process import free_port, served
 
+_SERVER = ("--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20))
 ENGINES: dict[str, dict[str, Any]] = {
     "native": {},
     "vllm": {"use_vllm": True, "vllm_mode": "colocate", "vllm_importance_sampling_correction": False},
+    "server": {"use_vllm": True, "vllm_mode": "server", "vllm_importance_sampling_correction": False},
 }
 
 
@@ -57,12 +62,17 @@ def tokens(shape: str, seed: int) -> dict[str, Any]:
 
 
 def curve(seed: int, steps: int) -> dict[str, Any]:
-    """Both engines' held-out accuracy by step, from one warm start."""
+    """The engines' held-out accuracy by step, from one warm start."""
     marks = sorted({step for step in (60, 100, 160) if step <= steps} | {steps})
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_apart("benchmarks.harness.warm", {"folder": str(folder / "start"), "seed": seed})
-        took = {engine: _train(engine, arguments, folder, seed, steps, marks) for engine, arguments in ENGINES.items()}
+        server = Server(str(folder / "start"), port=free_port(), devices=(CPU,), dtype="float32", options=_SERVER)
+        took = {}
+        for engine, arguments in ENGINES.items():
+            where = {"vllm_server_base_url": server.url} if engine == "server" else {}
+            with served(server, folder / "server.log") if where else nullcontext():
+                took[engine] = _train(engine, {**arguments, **where}, folder, seed, steps, marks)
         snapshots = {f"{engine} {step}": str(folder / engine / str(step)) for engine in ENGINES for step in marks}
         start = str(folder / "start")
         measuring = {"tokenizer": start, "held_out": 1024, "snapshots": {"start": start, **snapshots}}

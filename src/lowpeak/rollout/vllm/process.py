@@ -9,9 +9,11 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import subprocess
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 _ABORT_SECONDS = 2.0
 _TERM_SECONDS = 5.0
 _POLL_SECONDS = 0.2
+_START_SECONDS = 300.0
 _LINES = 20
 
 
@@ -106,3 +109,29 @@ class ServerProcess:
             return f"{said}; what it said stands above."
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
         return f"{said}; the end of {self.log}:\n" + "\n".join(lines)
+
+
+@contextmanager
+def served(server: Server, log: Path) -> Iterator[None]:
+    """A block during which the server answers; EngineError with its last words where it ends before, or takes too long."""
+    process = ServerProcess(server, os.environ, log)
+    process.start()
+    try:
+        until = time.monotonic() + _START_SECONDS
+        while not process.is_ready():
+            status = process.status()
+            if status is not None:
+                raise EngineError(process.told_of_end(status))
+            if time.monotonic() > until:
+                raise EngineError(f"the vLLM server of {server.url} did not answer within {_START_SECONDS:.0f} s.")
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        process.stop()
+
+
+def free_port() -> int:
+    """A port of this host that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -6,8 +6,6 @@ is proved there, writes, sleeps and wakes. Nothing is downloaded.
 
 from __future__ import annotations
 
-import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +21,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm
 from lowpeak.rollout.vllm.command import CPU, Server
-from lowpeak.rollout.vllm.process import ServerProcess
+from lowpeak.rollout.vllm.process import free_port, served
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.versions import require_vllm
 from lowpeak.rollout.vllm.vllm import Request, Vllm
@@ -32,7 +30,6 @@ from lowpeak.rollout.vllm.weights.selftest import selftest
 
 _CACHE = 64 << 20
 _CONTEXT = 128
-_START_SECONDS = 300.0
 _TOKENS = 16
 # How far vLLM's log-probs may be from transformers' of the same weights, in nats: other kernels round otherwise.
 _MOST_APART = {torch.float32: 1e-3, torch.bfloat16: 0.2}
@@ -54,8 +51,9 @@ def run(say: Say = print) -> bool:
             trial.push("colocated", vllm)
             if device.type == "cuda":
                 trial.sleep(vllm)
-        with trial.part("a vLLM server"), _served(Path(folder), model.dtype, device) as vllm:
-            trial.push("server", vllm)
+        server = _server(Path(folder), model.dtype, device)
+        with trial.part("a vLLM server"), served(server, Path(folder) / "server.log"):
+            trial.push("server", ServerVllm(server.url))
     return trial.worked
 
 
@@ -139,11 +137,8 @@ def _colocated(model: Any, tokenizer: Any, device: torch.device) -> Iterator[Vll
         vllm.close()
 
 
-@contextmanager
-def _served(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Vllm]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _server(folder: Path, dtype: torch.dtype, device: torch.device) -> Server:
+    """A server of the model on this device."""
     sizes = (
         "--max-model-len",
         str(_CONTEXT),
@@ -154,26 +149,7 @@ def _served(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[
     )
     devices = (CPU,) if device.type == "cpu" else ("0",)
     options, written = (*sizes, "--enforce-eager"), str(dtype).removeprefix("torch.")
-    server = Server(str(folder), port=port, devices=devices, dtype=written, options=options)
-    process = ServerProcess(server, os.environ, folder / "server.log")
-    process.start()
-    try:
-        _wait(process)
-        yield ServerVllm(server.url)
-    finally:
-        process.stop()
-
-
-def _wait(process: ServerProcess) -> None:
-    """Return when the server answers; EngineError with its last words where it ends, or takes too long."""
-    until = time.monotonic() + _START_SECONDS
-    while not process.is_ready():
-        status = process.status()
-        if status is not None:
-            raise EngineError(process.told_of_end(status))
-        if time.monotonic() > until:
-            raise EngineError(f"the server did not answer within {_START_SECONDS:.0f} s.")
-        time.sleep(0.5)
+    return Server(str(folder), port=free_port(), devices=devices, dtype=written, options=options)
 
 
 def _model() -> Any:
