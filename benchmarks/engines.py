@@ -1,4 +1,4 @@
-"""The native engine beside vLLM, colocated and behind a URL: `python -m benchmarks.engines {tokens,curve}`, where vLLM is installed.
+"""The native engine beside vLLM, colocated and behind a URL: `python -m benchmarks.engines {tokens,curve}` (needs vLLM).
 
 `tokens` are tokens per CPU-second on equal and on skewed (exponential) lengths, the same on both sides, with KV caches for as many
 full rows. `curve` trains the learning task (noisy sort) with each engine from the same weights and measures both on the same
