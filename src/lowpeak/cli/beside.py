@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from lowpeak.cli.under_way import Both, UnderWay
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import CPU, Server, check, visible
 from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
+from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.token import TOKEN
 
 BESIDE = "LOWPEAK_BESIDE"  # in the environment of a trainer that this module started
@@ -75,7 +75,7 @@ def plan(
     told = {BESIDE: "1"} | visible(_training_devices(given, num_devices, wanted), environ)
     token = given.get("vllm_server_token") or environ.get(TOKEN) or secrets.token_hex(16)
     shares = _shares(wanted, given.get("vllm_tensor_parallel_size", 1))
-    ports = _free_ports(len(shares))
+    ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))
     for server in servers:
         check(server)
@@ -205,12 +205,3 @@ def _dtype(given: Mapping[str, Any], devices: Sequence[str]) -> str | None:
         return "bfloat16" if given.get("bf16") else "float16"
     computes_in_fp32 = given.get("bf16") is False or tuple(devices) == (CPU,)
     return "float32" if computes_in_fp32 else None
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

@@ -7,7 +7,6 @@ is proved there, writes, sleeps and wakes. Nothing is downloaded.
 from __future__ import annotations
 
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +22,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm
 from lowpeak.rollout.vllm.command import CPU, Server
+from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.versions import require_vllm
@@ -141,9 +141,7 @@ def _colocated(model: Any, tokenizer: Any, device: torch.device) -> Iterator[Vll
 
 @contextmanager
 def _served(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Vllm]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     sizes = (
         "--max-model-len",
         str(_CONTEXT),
