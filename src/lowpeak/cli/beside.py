@@ -18,13 +18,13 @@ from typing import Any
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import check_apart, check_there, named
 from lowpeak.cli.launch import MARK, is_rank, num_devices
-from lowpeak.cli.serve import require_vllm
 from lowpeak.cli.under_way import Both, UnderWay
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import CPU, Server, check, visible
 from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
 from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.rollout.vllm.versions import require_vllm
 
 BESIDE = "LOWPEAK_BESIDE"  # in the environment of a trainer that this module started
 URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers that were started for it

@@ -42,7 +42,7 @@ Say = Callable[[str], None]
 
 def run(say: Say = print) -> bool:
     """Test the engines that this machine has, a line for each thing that was tried; whether all of it worked."""
-    require_vllm()
+    require_vllm("lowpeak env --selftest")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = _model().to(device)
     with tempfile.TemporaryDirectory(prefix="lowpeak-selftest-") as folder:
