@@ -25,7 +25,7 @@ from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_coloc
 from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import connect as connect_servers
-from lowpeak.rollout.vllm.versions import require_vllm
+from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
 from lowpeak.rollout.vllm.vllm import Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.rollout.vllm.weights.proof import prove
@@ -93,7 +93,7 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
         connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, company.team)
     else:
         company = Company(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
-        connect = partial(_served, where, policy, tokenizer)
+        connect = partial(served, where, policy, tokenizer)
     pushing = partial(push, unchanging=unchanging(parts.policy))
     return VllmEngine(connect, settings, model, company, pushing, prove, tally.note_push)
 
@@ -102,12 +102,13 @@ def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Seq
     return [ColocatedVllm(blueprint, settings, team)]
 
 
-def _served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
-    """The servers, once all of them answer and have the policy's model and tokenizer loaded."""
+def served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
+    """The servers, once all of them answer; EngineError where one has another model or tokenizer loaded than the policy's."""
     vllms = connect_servers(where)
     for vllm in vllms:
-        vllm.wait(where.timeout)
-        check_same(vllm.facts(), policy, tokenizer)
+        facts = vllm.facts()
+        warn_unsupported(facts.version)
+        check_same(facts, policy, tokenizer)
     return vllms
 
 
