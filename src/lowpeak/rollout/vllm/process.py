@@ -17,7 +17,7 @@ from typing import IO
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
-from lowpeak.rollout.vllm.http import Http
+from lowpeak.rollout.vllm.http import Http, deadline
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class ServerProcess:
             return
         if self._process.poll() is None:
             with suppress(EngineError):
-                self._http.post("/pause?mode=abort", None, _ABORT_SECONDS)
+                self._http.exchange("POST", "/pause?mode=abort", None, deadline(_ABORT_SECONDS))  # whatever it answers
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERM_SECONDS)
