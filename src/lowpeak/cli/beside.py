@@ -123,7 +123,7 @@ def _check_given(given: Mapping[str, Any]) -> None:
 def _training_devices(given: Mapping[str, Any], num_devices: int, taken: Sequence[str]) -> tuple[str, ...]:
     """The devices that were named, or those that are not taken: all of them for a run of several processes, else the first.
 
-    None where that makes no difference, on a machine without devices.
+    Empty on a machine without devices, where it makes no difference.
     """
     several = bool(given.get("accelerate_config"))
     text = given.get("train_devices")
