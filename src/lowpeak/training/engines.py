@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,11 +33,9 @@ from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import unchanging
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, is_peft, num_embeddings
+from lowpeak.training.parts import OnlineParts
 from lowpeak.training.rollouts import Tally
 from lowpeak.training.step_trainer import Run
-
-if TYPE_CHECKING:
-    from lowpeak.training.assembly import OnlineParts
 
 _MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
 _LEAST_CACHE = 1 << 24
