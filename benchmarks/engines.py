@@ -19,7 +19,8 @@ from benchmarks.harness.process import run_apart
 from benchmarks.harness.report import OURS, print_result, ratio, versions
 from benchmarks.rollout import GROUP, SHAPES
 from lowpeak.rollout.vllm.command import CPU, Server
-from lowpeak.rollout.vllm.process import free_port, served
+from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.process import served
 
 _SERVER = ("--enforce-eager", "--kv-cache-memory-bytes", str(256 << 20))
 ENGINES: dict[str, dict[str, Any]] = {
@@ -67,7 +68,7 @@ def curve(seed: int, steps: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run_apart("benchmarks.harness.warm", {"folder": str(folder / "start"), "seed": seed})
-        server = Server(str(folder / "start"), port=free_port(), devices=(CPU,), dtype="float32", options=_SERVER)
+        server = Server(str(folder / "start"), port=free_ports(1)[0], devices=(CPU,), dtype="float32", options=_SERVER)
         took = {}
         for engine, arguments in ENGINES.items():
             where = {"vllm_server_base_url": server.url} if engine == "server" else {}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,12 +18,13 @@ from typing import Any
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import check_apart, check_there, named
 from lowpeak.cli.launch import MARK, is_rank, num_devices
-from lowpeak.cli.serve import require_vllm
 from lowpeak.cli.under_way import Both, UnderWay
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import CPU, Server, check, visible
 from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
+from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.rollout.vllm.versions import require_vllm
 
 BESIDE = "LOWPEAK_BESIDE"  # in the environment of a trainer that this module started
 URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers that were started for it
@@ -75,7 +75,7 @@ def plan(
     told = {BESIDE: "1"} | visible(_training_devices(given, num_devices, wanted), environ)
     token = given.get("vllm_server_token") or environ.get(TOKEN) or secrets.token_hex(16)
     shares = _shares(wanted, given.get("vllm_tensor_parallel_size", 1))
-    ports = _free_ports(len(shares))
+    ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))
     for server in servers:
         check(server)
@@ -123,7 +123,7 @@ def _check_given(given: Mapping[str, Any]) -> None:
 def _training_devices(given: Mapping[str, Any], num_devices: int, taken: Sequence[str]) -> tuple[str, ...]:
     """The devices that were named, or those that are not taken: all of them for a run of several processes, else the first.
 
-    None where that makes no difference, on a machine without devices.
+    Empty on a machine without devices, where it makes no difference.
     """
     several = bool(given.get("accelerate_config"))
     text = given.get("train_devices")
@@ -205,12 +205,3 @@ def _dtype(given: Mapping[str, Any], devices: Sequence[str]) -> str | None:
         return "bfloat16" if given.get("bf16") else "float16"
     computes_in_fp32 = given.get("bf16") is False or tuple(devices) == (CPU,)
     return "float32" if computes_in_fp32 else None
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(probe.getsockname()[1]) for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

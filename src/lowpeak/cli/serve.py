@@ -11,15 +11,15 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from types import FrameType
 from typing import NoReturn
 
 from lowpeak.cli.devices import named
-from lowpeak.errors import ArgumentError, MissingPackageError
+from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import LOOPBACK, Server, check
 from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.rollout.vllm.versions import require_vllm
 
 _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"
@@ -105,12 +105,6 @@ def _with_underscores(word: str, names: Sequence[str]) -> str:
     name, equals, value = word.partition("=")
     ours = name[2:].replace("-", "_")
     return f"--{ours}{equals}{value}" if word.startswith("--") and ours in names else word
-
-
-def require_vllm(what: str) -> None:
-    """MissingPackageError where vLLM is not installed; it is not imported, which takes long."""
-    if find_spec("vllm") is None:
-        raise MissingPackageError(f"{what} needs vllm, which is not installed; pip install 'lowpeak[vllm]'.")
 
 
 class Signals:

@@ -115,9 +115,6 @@ def _refuse_native(args: Any, colocated: bool) -> None:
         "a server has a KV cache of its own; give `lowpeak serve` its size (kv_cache_memory_bytes, or "
         "gpu_memory_utilization), here remove it",
     )
-    refuse_idle(
-        args, ("vllm_adapters",), colocated, "servers get a policy's adapter merged into its weights; remove it"
-    )
     refuse_idle(args, ("offload_during_rollout",), colocated, "servers generate on devices of their own; remove it")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -49,6 +48,7 @@ from lowpeak.training.models import (
     num_embeddings,
     upcast_trainable,
 )
+from lowpeak.training.parts import OnlineParts
 from lowpeak.training.progress import ProgressTracker
 from lowpeak.training.resting import check_resting, make_rest, resting
 from lowpeak.training.rollouts import RolloutMaker, Tally
@@ -57,19 +57,6 @@ from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class OnlineParts:
-    """What stands before the trainer does."""
-
-    args: Any
-    settings: OnlineSettings
-    policy: nn.Module
-    reference_model: nn.Module | None
-    tokenizer: Any
-    rewards: Sequence[Reward]
-    success: Success
 
 
 def prepare_online(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_coloc
 from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import connect as connect_servers
-from lowpeak.rollout.vllm.versions import require_vllm
+from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
 from lowpeak.rollout.vllm.vllm import Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.rollout.vllm.weights.proof import prove
@@ -33,11 +33,9 @@ from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import unchanging
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, is_peft, num_embeddings
+from lowpeak.training.parts import OnlineParts
 from lowpeak.training.rollouts import Tally
 from lowpeak.training.step_trainer import Run
-
-if TYPE_CHECKING:
-    from lowpeak.training.assembly import OnlineParts
 
 _MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
 _LEAST_CACHE = 1 << 24
@@ -93,7 +91,7 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
         connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, company.team)
     else:
         company = Company(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
-        connect = partial(_served, where, policy, tokenizer)
+        connect = partial(served, where, policy, tokenizer)
     pushing = partial(push, unchanging=unchanging(parts.policy))
     return VllmEngine(connect, settings, model, company, pushing, prove, tally.note_push)
 
@@ -102,12 +100,13 @@ def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Seq
     return [ColocatedVllm(blueprint, settings, team)]
 
 
-def _served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
-    """The servers, once all of them answer and have the policy's model and tokenizer loaded."""
+def served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
+    """The servers, once all of them answer; EngineError where one has another model or tokenizer loaded than the policy's."""
     vllms = connect_servers(where)
     for vllm in vllms:
-        vllm.wait(where.timeout)
-        check_same(vllm.facts(), policy, tokenizer)
+        facts = vllm.facts()
+        warn_unsupported(facts.version)
+        check_same(facts, policy, tokenizer)
     return vllms
 
 

@@ -170,6 +170,7 @@ def test_a_missing_vllm_is_said_at_once():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
+    assert "lowpeak serve needs vLLM >=" in done.stderr
     assert "pip install 'lowpeak[vllm]'" in done.stderr
 
 

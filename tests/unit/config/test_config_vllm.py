@@ -86,6 +86,7 @@ def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
         "vllm_wave_timeout": 9.0,
         "vllm_bucket_size": "2MiB",
         "vllm_verify_weights": False,
+        "vllm_adapters": False,
     }
     more = {"vllm_structured_outputs_regex": "[0-9]+", "generation_kwargs": {"seed": 3, "min_tokens": 2}}
     for mode, transport in (("colocate", "process"), ("server", "tcp")):
@@ -96,7 +97,7 @@ def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
             2 << 20,
             transport,
         )
-        assert (found.verify, found.adapters, found.structured_regex) == (False, True, "[0-9]+")
+        assert (found.verify, found.adapters, found.structured_regex) == (False, False, "[0-9]+")
         assert found.sampling_kwargs == {"min_tokens": 2}
 
 
@@ -162,7 +163,6 @@ OTHERWISE = {
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"}, "must name each server once"),
         ({"vllm_mode": "server", "vllm_server_base_url": []}, "must name each server once, at least one"),
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_server_port": 2}, "says where it is"),
-        ({"vllm_mode": "server", "vllm_adapters": False}, "servers get a policy's adapter merged into its weights"),
         ({"vllm_mode": "server", "offload_during_rollout": True}, "servers generate on devices of their own"),
         ({"vllm_bucket_size": "64 sheep"}, "vllm_bucket_size='64 sheep' must be a number of bytes above 0"),
         ({"vllm_bucket_size": 0}, "must be a number of bytes above 0"),

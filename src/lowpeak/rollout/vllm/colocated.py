@@ -137,10 +137,10 @@ class ColocatedVllm:
         """It is there as long as this process is."""
 
     def sleep(self) -> None:
-        """Give its device memory back: weights go to host memory where twice their size is free, else they are dropped."""
+        """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self._workers.model.parameters())
-        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * self._team.world_size else 2
+        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * ranks_of_host(self._team, os.environ) else 2
         self.llm.sleep(level=level)
         after = _used_bytes(self._device)
         logger.info(
@@ -230,6 +230,11 @@ class InProcessWorkers:
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         """What this rank's worker returns."""
         return self._vllm.llm.collective_rpc(method, kwargs=dict(arguments))
+
+
+def ranks_of_host(team: Ranks, environ: Mapping[str, str]) -> int:
+    """How many ranks sleep on this host at once: those that a launcher started here, else the team."""
+    return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
 
 
 def check_colocated(settings: ColocateSettings, device: torch.device) -> None:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
 from lowpeak.rollout.vllm.answers import checked, completion_of
+from lowpeak.rollout.vllm.at_once import at_once
 from lowpeak.rollout.vllm.requests import Key, Row, rows_of
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
@@ -159,24 +160,18 @@ class VllmEngine:
         pieces = iter(slices)
         try:
             if self._company.pushes:
-                self._make_ready()
-                for vllm in self._vllms:
-                    vllm.pause()
-                report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
-                if config is not None:
-                    self._adapters = report.adapters
-                self._on_push(report)
-                for vllm in self._vllms:
-                    vllm.resume()
-        finally:
-            for _ in pieces:  # they are broadcast: other ranks wait for this one
-                pass
+                self._give(pieces, policy_version, config)
+        except Exception:
+            _exhaust(pieces)  # they are broadcast: other ranks wait for this one
+            raise
+        _exhaust(pieces)
         self._has_base = weights != "merged"
         self._policy_version = None if weights == "base" else policy_version
 
     def sleep(self) -> None:
         """Give back memory while the policy trains, where that was asked for."""
-        if self._vllms and getattr(self._settings.where, "sleeps", False) and not self._asleep:
+        where = self._settings.where
+        if self._vllms and isinstance(where, ColocateSettings) and where.sleeps and not self._asleep:
             self._asleep = True
             for vllm in self._vllms:
                 vllm.sleep()
@@ -201,6 +196,18 @@ class VllmEngine:
         self._kept, self._asleep, self._has_base = {}, False, False
         for vllm in vllms:
             vllm.close()
+
+    def _give(self, pieces: Iterable[WeightSlice], policy_version: int, config: Mapping[str, Any] | None) -> None:
+        """Push to vLLMs that write nothing meanwhile."""
+        self._make_ready()
+        for vllm in self._vllms:
+            vllm.pause()
+        report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
+        if config is not None:
+            self._adapters = report.adapters
+        self._on_push(report)
+        for vllm in self._vllms:
+            vllm.resume()
 
     def _make_ready(self) -> None:
         """Wait for each vLLM, as long as the settings say; it may have been started again since, with what it was not told."""
@@ -261,12 +268,8 @@ class VllmEngine:
 
     def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
-        asked = [each for each in zip(self._vllms, self._adapters, shares, strict=True) if each[2]]
-        if len(asked) == 1:
-            failures = [self._ask(asked[0][0], asked[0][1], asked[0][2], version)]
-        else:
-            with ThreadPoolExecutor(len(asked)) as pool:
-                failures = list(pool.map(lambda each: self._ask(each[0], each[1], each[2], version), asked))
+        asked = zip(self._vllms, self._adapters, shares, strict=True)
+        failures = at_once([partial(self._ask, *each, version) for each in asked if each[2]])
         return [failure for failure in failures if failure is not None]
 
     def _ask(self, vllm: Vllm, adapter: Adapter | None, rows: Sequence[Row], version: int) -> EngineError | None:
@@ -293,6 +296,11 @@ class VllmEngine:
                     f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
                     f"exceeds vLLM's context of {context}: raise vllm_max_model_length, or shorten prompts or completions."
                 )
+
+
+def _exhaust(pieces: Iterable[WeightSlice]) -> None:
+    for _ in pieces:
+        pass
 
 
 def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:

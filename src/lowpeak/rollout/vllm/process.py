@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ from typing import IO
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
-from lowpeak.rollout.vllm.http import Http
+from lowpeak.rollout.vllm.http import Http, deadline
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class ServerProcess:
             return
         if self._process.poll() is None:
             with suppress(EngineError):
-                self._http.post("/pause?mode=abort", None, _ABORT_SECONDS)
+                self._http.exchange("POST", "/pause?mode=abort", None, deadline(_ABORT_SECONDS))  # whatever it answers
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERM_SECONDS)
@@ -128,10 +127,3 @@ def served(server: Server, log: Path) -> Iterator[None]:
         yield
     finally:
         process.stop()
-
-
-def free_port() -> int:
-    """A port of this host that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -21,7 +21,8 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm
 from lowpeak.rollout.vllm.command import CPU, Server
-from lowpeak.rollout.vllm.process import free_port, served
+from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.process import served
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.versions import require_vllm
 from lowpeak.rollout.vllm.vllm import Request, Vllm
@@ -39,7 +40,7 @@ Say = Callable[[str], None]
 
 def run(say: Say = print) -> bool:
     """Test the engines that this machine has, a line for each thing that was tried; whether all of it worked."""
-    require_vllm()
+    require_vllm("lowpeak env --selftest")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = _model().to(device)
     with tempfile.TemporaryDirectory(prefix="lowpeak-selftest-") as folder:
@@ -149,7 +150,7 @@ def _server(folder: Path, dtype: torch.dtype, device: torch.device) -> Server:
     )
     devices = (CPU,) if device.type == "cpu" else ("0",)
     options, written = (*sizes, "--enforce-eager"), str(dtype).removeprefix("torch.")
-    return Server(str(folder), port=free_port(), devices=devices, dtype=written, options=options)
+    return Server(str(folder), port=free_ports(1)[0], devices=devices, dtype=written, options=options)
 
 
 def _model() -> Any:

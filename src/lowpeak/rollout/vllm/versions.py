@@ -16,12 +16,12 @@ BELOW = (0, 34)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
 
 
-def require_vllm() -> None:
-    """MissingPackageError where vLLM is not installed; it is not imported (that takes many seconds)."""
+def require_vllm(what: str = "use_vllm=True") -> None:
+    """MissingPackageError where vLLM, which `what` needs, is not installed; it is not imported (that takes many seconds)."""
     found = find_spec("vllm")
     if found is None or found.origin is None:  # a folder of that name on the path is no package
         raise MissingPackageError(
-            f"use_vllm=True needs vLLM {SUPPORTED}: pip install 'lowpeak[vllm]', or generate with use_vllm=False."
+            f"{what} needs vLLM {SUPPORTED}: pip install 'lowpeak[vllm]'; without it the policy itself generates (use_vllm=False)."
         )
 
 

@@ -323,6 +323,27 @@ def test_an_engine_that_is_not_to_sleep_stays_awake():
     assert engine.policy_version == 0
 
 
+@pytest.mark.parametrize(("error", "num_left"), [(EngineError("broken"), 0), (KeyboardInterrupt(), 2)])
+def test_a_push_that_fails_takes_the_slices_that_others_wait_for_but_ctrl_c_does_not(error, num_left):
+    left = [1, 2, 3]
+
+    def endangered():
+        while left:
+            left.pop()
+            yield from slices()
+
+    def push(pieces, vllms, settings, version, adapter=None):
+        next(iter(pieces))
+        if version:
+            raise error
+
+    engine = engine_over(scripted(), push=push)
+    with pytest.raises(type(error)):
+        engine.load(endangered(), 1)
+    assert len(left) == num_left
+    assert engine.policy_version is None
+
+
 def test_closing_lets_go_of_the_vllms_once():
     vllm = scripted()
     engine = engine_over(vllm)

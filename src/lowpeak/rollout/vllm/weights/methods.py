@@ -108,7 +108,7 @@ class Methods:
 
     @answering
     def lowpeak_score_at_temperature(self) -> dict[str, Any]:
-        """Sampled log-probs of the full softmax at the sampling temperature; called once, by whoever started the engine."""
+        """Sampled log-probs of the full softmax at the sampling temperature; a second call changes nothing."""
         score_at_temperature(self.model_runner.sampler)  # type: ignore[attr-defined]
         return {}
 

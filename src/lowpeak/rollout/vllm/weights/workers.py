@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.at_once import at_once
 from lowpeak.rollout.vllm.vllm import Vllm
 
 
@@ -18,13 +19,7 @@ def ask(
     def one(vllm: Vllm, given: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [_checked(answer) for answer in vllm.workers.call(method, given, timeout)]
 
-    if len(vllms) == 1:  # in this thread: the engine may be in this process
-        return [one(vllms[0], arguments[0])]
-    with ThreadPoolExecutor(max(1, len(vllms)), thread_name_prefix="lowpeak-weights") as threads:
-        waiting = [threads.submit(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)]
-        for each in waiting:
-            each.exception()
-        return [each.result() for each in waiting]
+    return at_once([partial(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)])
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:

@@ -6,21 +6,26 @@ beside the trainer's process groups and ends with the update. The trainer is ran
 
 from __future__ import annotations
 
-import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.transport import Ask
 
+Form = Callable[[str, int, int, int, torch.device], Any]  # a group of host, port, rank, number of ranks and device
+
 
 class NcclSender:
-    """The trainer's end; forming the group and each bucket may take `timeout` seconds. `port` None is any free one."""
+    """The trainer's end; forming the group and each bucket may take `timeout` seconds. `port` None is any free one.
+
+    `form` makes the group.
+    """
 
     name = "nccl"
 
@@ -32,14 +37,18 @@ class NcclSender:
         num_workers: int,
         timeout: float,
         port: int | None = None,
+        form: Form | None = None,
     ) -> None:
         self._bucket_bytes = bucket_bytes
         self._device = device
         self._host = host
-        self._port = port or _free_port()
+        self._port = port or free_ports(1, "")[0]
         self._world_size = num_workers + 1
         self._timeout = timeout
         self._group: Any = None
+        self._failed: Exception | None = None
+        self._closed = False
+        self._form_group = form or _group
         self._forming = threading.Thread(target=self._form, name="lowpeak-weights", daemon=True)
         self._forming.start()
 
@@ -52,7 +61,10 @@ class NcclSender:
         """Wait until the group stands."""
         self._forming.join(self._timeout)
         if self._group is None:
-            raise EngineError("The NCCL group for weights did not form: set vllm_transport='tcp'.")
+            reason = f"not within {self._timeout:.0f} s" if self._failed is None else str(self._failed)
+            raise EngineError(
+                f"The NCCL group for weights did not form ({reason}): set vllm_transport='tcp'."
+            ) from self._failed
 
     def buffer(self, device: torch.device) -> Tensor:
         """Bytes on the trainer's device."""
@@ -77,19 +89,38 @@ class NcclSender:
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Let the group go."""
-        self._group = None
+        """End the group, now or when it has formed at last."""
+        self._closed = True
+        self._end()
 
     def _form(self) -> None:
-        with torch.cuda.device(self._device):
-            self._group = _group(self._host, self._port, 0, self._world_size, self._device)
+        try:
+            self._group = self._form_group(self._host, self._port, 0, self._world_size, self._device)
+        except Exception as error:  # told by `joined`
+            self._failed = error
+        if self._closed:
+            self._end()
+
+    def _end(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()  # nothing else frees a communicator's device memory, and each update has one
 
 
 class NcclInlet:
     """A worker's end, as `rank` of the group."""
 
-    def __init__(self, host: str, port: int, world_size: int, num_bytes: int, rank: int, device: torch.device) -> None:
-        self._group = _group(host, port, rank, world_size, device)
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        world_size: int,
+        num_bytes: int,
+        rank: int,
+        device: torch.device,
+        form: Form | None = None,
+    ) -> None:
+        self._group = (form or _group)(host, port, rank, world_size, device)
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
@@ -99,26 +130,17 @@ class NcclInlet:
         return data
 
     def close(self) -> None:
-        """Let group and buffer go."""
-        self._group = None
+        """End the group and let the buffer go."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.destroy()
         self._data = torch.empty(0, dtype=torch.uint8)
-
-
-def first_ranks(nums_workers: Sequence[int]) -> list[int]:
-    """The rank of each engine's first worker, behind the trainer's."""
-    return [1 + sum(nums_workers[:i]) for i in range(len(nums_workers))]
 
 
 def _group(host: str, port: int, rank: int, world_size: int, device: torch.device) -> Any:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
 
-    meeting = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
-    return PyNcclCommunicator(meeting, device=device)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    with torch.cuda.device(device):
+        meeting = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
+        return PyNcclCommunicator(meeting, device=device)

@@ -1,0 +1,32 @@
+"""Calls to several engines at the same time, which Ctrl-C does not have to wait for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def at_once(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+    """What the calls return, when all have ended; then the error of the first that failed.
+
+    A single call is made in this thread, since its engine may be in this process. Others get threads that end with the process:
+    an executor's would be waited for after Ctrl-C, by its block and at the process's end, for as long as a wave may take.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures: list[Future[Item]] = [Future() for _ in calls]
+    for call, future in zip(calls, futures, strict=True):
+        threading.Thread(target=_run, args=(call, future), name="lowpeak-vllm", daemon=True).start()
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _run(call: Callable[[], Item], future: Future[Item]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

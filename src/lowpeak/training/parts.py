@@ -1,0 +1,26 @@
+"""What stands of an online run before transformers' Trainer does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from lowpeak.config.resolve import OnlineSettings
+from lowpeak.rewards.reward import Reward
+from lowpeak.training.evaluation import Success
+
+
+@dataclass(frozen=True)
+class OnlineParts:
+    """The arguments and what they resolved to, models and tokenizer, the rewards, and what an evaluation counts as a success."""
+
+    args: Any
+    settings: OnlineSettings
+    policy: nn.Module
+    reference_model: nn.Module | None
+    tokenizer: Any
+    rewards: Sequence[Reward]
+    success: Success
