@@ -19,6 +19,7 @@ from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import check_apart, check_there, named
 from lowpeak.cli.launch import MARK, is_rank, num_devices
 from lowpeak.cli.under_way import Both, UnderWay
+from lowpeak.config.resolve_vllm import engine_kwargs
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import CPU, Server, check, visible
 from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
@@ -48,7 +49,7 @@ def run_beside_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any])
             end_with_parent(first=True, grace=_ORPHAN_SECONDS)
             del os.environ[PARENT]  # ranks have other parents
         return None
-    if not (given.get("vllm_devices") or given.get("train_devices")):
+    if given.get("vllm_devices") is None and given.get("train_devices") is None:
         return None
     both = plan(kind, argv, given, num_devices(), os.environ)
     if given.get("dry_run"):
@@ -68,7 +69,7 @@ def plan(
             "or `lowpeak serve` with --vllm_server_base_url."
         )
     wanted: tuple[str, ...] = ()
-    if given.get("vllm_devices"):
+    if given.get("vllm_devices") is not None:
         _check_given(given)
         wanted = named(given["vllm_devices"], "--vllm_devices")
         check_there(wanted, "--vllm_devices", num_devices)
@@ -156,7 +157,7 @@ def _shares(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
 
 
 def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token: str) -> Server:
-    more = dict(given.get("vllm_engine_kwargs") or {})
+    more = engine_kwargs(given.get("vllm_engine_kwargs"))
     named_by_us = {
         "gpu_memory_utilization": given.get("vllm_gpu_memory_utilization"),
         "max_model_len": given.get("vllm_max_model_length"),

@@ -66,7 +66,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
         port=told.port,
         token=told.token or environ.get(TOKEN) or None,
         tensor_parallel_size=told.tensor_parallel_size,
-        devices=named(told.devices, "--devices") if told.devices else (),
+        devices=named(told.devices, "--devices") if told.devices is not None else (),
         dtype=told.dtype,
         options=tuple(options),
     )

@@ -65,6 +65,23 @@ _OURS = (
     "skip_special_tokens",
     "extra_args",
 )
+# vLLM's engine arguments that an argument of the run says, and those without which weights do not get to an engine.
+_ENGINE_SAID_ELSEWHERE = {
+    "tensor_parallel_size": "vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "vllm_gpu_memory_utilization",
+    "max_model_len": "vllm_max_model_length",
+    "model_impl": "vllm_model_impl",
+    "enable_sleep_mode": "vllm_enable_sleep_mode",
+    "kv_cache_memory_bytes": "kv_cache_bytes",
+    "trust_remote_code": "trust_remote_code",
+}
+_ENGINE_OURS = (
+    "model",
+    "load_format",
+    "distributed_executor_backend",
+    "worker_extension_cls",
+    "logprobs_mode",
+)
 _ANY_ADDRESS = ("0.0.0.0", "::", "")  # a server listens on these; it is reached by another name
 _ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
@@ -129,6 +146,13 @@ def _check_transport(args: Any, colocated: bool) -> None:
             else "a server is another process; use auto."
         ),
     )
+    meets = args.vllm_transport in ("auto", "nccl", "tcp")
+    refuse_idle(
+        args,
+        ("vllm_group_port",),
+        meets,
+        f"weights by vllm_transport={args.vllm_transport!r} need no port; use nccl or tcp, or remove it",
+    )
 
 
 def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:
@@ -153,8 +177,27 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
         model_impl=args.vllm_model_impl,
         sleeps=args.vllm_enable_sleep_mode,
         kv_cache_bytes=args.kv_cache_bytes,
-        engine_kwargs=dict(args.vllm_engine_kwargs or {}),
+        engine_kwargs=engine_kwargs(args.vllm_engine_kwargs),
     )
+
+
+def engine_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What vllm_engine_kwargs hands to vLLM; ArgumentError for what another argument says, or lowpeak sets itself."""
+    require(
+        given is None or isinstance(given, Mapping),
+        f"vllm_engine_kwargs={given!r} is no JSON object: write it as '{{\"name\": value}}'.",
+    )
+    for name in given or {}:
+        require(
+            name not in _ENGINE_SAID_ELSEWHERE,
+            f"vllm_engine_kwargs has {name}: say it as {_ENGINE_SAID_ELSEWHERE.get(name)}.",
+        )
+        require(
+            name not in _ENGINE_OURS,
+            f"vllm_engine_kwargs has {name}, which lowpeak sets itself to hand the policy's weights over and to train on the "
+            "answers; remove it.",
+        )
+    return dict(given or {})
 
 
 def refuse_expandable(environ: Mapping[str, str]) -> None:
@@ -181,22 +224,36 @@ def _base_urls(args: Any) -> tuple[str, ...]:
     given = args.vllm_server_base_url
     if given is None:
         host = "127.0.0.1" if args.vllm_server_host in _ANY_ADDRESS else args.vllm_server_host
-        return (f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}",)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
+        require(
+            _is_url(url),
+            f"vllm_server_host={host!r} is no name or address of a host: write it as 127.0.0.1, without http:// and port.",
+        )
+        return (url,)
     refuse_idle(
         args, ("vllm_server_host", "vllm_server_port"), False, "vllm_server_base_url says where it is; remove it"
     )
     listed = given.split(",") if isinstance(given, str) else given
     urls = tuple(str(url).strip().rstrip("/") for url in listed)
     for url in urls:
-        parts = urlsplit(url)
         require(
-            parts.scheme in ("http", "https") and bool(parts.netloc),
+            _is_url(url),
             f"vllm_server_base_url={given!r} has {url!r}, which is no URL of a server: write it as http://127.0.0.1:8000.",
         )
     require(
         len(set(urls)) == len(urls) > 0, f"vllm_server_base_url={given!r} must name each server once, at least one."
     )
     return urls
+
+
+def _is_url(url: str) -> bool:
+    """Whether a client can connect to it: http or https, a host without blanks, and a port that is one."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not any(map(str.isspace, url))
 
 
 def _bucket_bytes(given: str | int) -> int:

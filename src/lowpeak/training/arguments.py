@@ -41,6 +41,17 @@ _RENAMED = (
 )
 
 
+def _json_object(name: str, text: str) -> dict[str, Any]:
+    """The mapping that the text of an argument is; ArgumentError where it is none."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ArgumentError(f"{name}={text!r} is no JSON object: write it as '{{\"name\": value}}'.")
+    return found
+
+
 @dataclass
 class CommonConfig(TrainingArguments):
     """What every lowpeak trainer takes, and where its defaults differ from transformers'.
@@ -87,7 +98,7 @@ class CommonConfig(TrainingArguments):
         for name in _JSON_FIELDS:
             value = getattr(self, name, None)
             if isinstance(value, str):
-                setattr(self, name, json.loads(value))
+                setattr(self, name, _json_object(name, value))
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()

@@ -80,6 +80,10 @@ def test_without_devices_of_its_own_a_machine_has_a_server_on_its_cpus():
         ({"vllm_devices": "1", "vllm_server_port": 8000}, "--vllm_server_port names one that runs"),
         ({"vllm_devices": "1", "vllm_enable_sleep_mode": True}, "servers have devices of their own"),
         ({"vllm_devices": "1", "num_machines": 2}, "a run on one host"),
+        ({"vllm_devices": ""}, "'' is no device"),
+        ({"vllm_devices": "cpu", "vllm_tensor_parallel_size": 0}, "the tensor parallel size 0 must be at least 1"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": {"model": "x"}}, "has model, which lowpeak sets itself"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": "x"}, "vllm_engine_kwargs='x' is no JSON object"),
         ({"vllm_devices": "1", "vllm_engine_kwargs": {"api_key": "x"}}, "--api-key is lowpeak's own"),
     ],
 )

@@ -107,6 +107,9 @@ def test_a_server_that_others_can_reach_needs_a_token(host):
         (["--devices", "0,x"], "'x' is no device"),
         (["--devices", "0,1", "--tensor_parallel_size", "3"], "needs as many devices, and 2 were named"),
         (["--port", "many"], "invalid int value"),
+        (["--port", "99999"], "--port 99999 is no port; use one from 1 to 65535"),
+        (["--devices", ""], "'' is no device"),
+        (["--tensor_parallel_size", "0"], "the tensor parallel size 0 must be at least 1"),
         (["--model", ""], "a server needs --model"),
     ],
 )

@@ -80,6 +80,11 @@ def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
     assert "secret" not in str(config(tmp_path, **SERVER, vllm_server_token="secret").to_dict())
 
 
+def test_adapters_can_be_turned_off_for_servers_too(tmp_path):
+    assert settings(tmp_path, **SERVER).adapters
+    assert not settings(tmp_path, **SERVER, vllm_adapters=False).adapters
+
+
 def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
     said = {
         "vllm_batch_size": 7,
@@ -163,6 +168,12 @@ OTHERWISE = {
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1,http://a:1/"}, "must name each server once"),
         ({"vllm_mode": "server", "vllm_server_base_url": []}, "must name each server once, at least one"),
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a:1", "vllm_server_port": 2}, "says where it is"),
+        ({"vllm_mode": "server", "vllm_server_base_url": "http://a:banana"}, "'http://a:banana', which is no URL of a server"),
+        ({"vllm_mode": "server", "vllm_server_base_url": "http://a:99999"}, "'http://a:99999', which is no URL of a server"),
+        ({"vllm_mode": "server", "vllm_server_base_url": "http://a b:1"}, "'http://a b:1', which is no URL of a server"),
+        ({"vllm_mode": "server", "vllm_server_host": "http://a"}, "vllm_server_host='http://a' is no name or address of a host"),
+        ({"vllm_mode": "server", "vllm_server_host": "a b"}, "vllm_server_host='a b' is no name or address of a host"),
+        ({"vllm_mode": "server", "vllm_group_port": 9, "vllm_transport": "shm"}, "vllm_group_port=9 has no effect.*use nccl"),
         ({"vllm_mode": "server", "offload_during_rollout": True}, "servers generate on devices of their own"),
         ({"vllm_bucket_size": "64 sheep"}, "vllm_bucket_size='64 sheep' must be a number of bytes above 0"),
         ({"vllm_bucket_size": 0}, "must be a number of bytes above 0"),
@@ -170,6 +181,10 @@ OTHERWISE = {
         ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False cannot act"),
         ({"generation_kwargs": {"n": 4}}, "generation_kwargs has n: say it as num_generations"),
         ({"generation_kwargs": {"logprobs": 4}}, "generation_kwargs has logprobs, which lowpeak sets itself"),
+        ({"vllm_engine_kwargs": {"tensor_parallel_size": 2}}, "vllm_engine_kwargs has tensor_parallel_size: say it as vllm_tens"),
+        ({"vllm_engine_kwargs": {"load_format": "auto"}}, "vllm_engine_kwargs has load_format, which lowpeak sets itself"),
+        ({"vllm_engine_kwargs": "banana"}, "vllm_engine_kwargs='banana' is no JSON object"),
+        ({"vllm_engine_kwargs": "[1]"}, r"vllm_engine_kwargs='\[1\]' is no JSON object"),
         ({"vllm_mode": "sever"}, "must be one of 'colocate', 'server'"),
         ({"vllm_server_port": 70000}, "must be a port"),
         ({"vllm_gpu_memory_utilization": 1.5}, r"must be in \(0, 1\]"),

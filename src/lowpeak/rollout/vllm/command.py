@@ -18,6 +18,7 @@ _ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
 _GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
 _EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LAST_PORT = 65535
 _TAKEN = ("worker-extension-cls", "api-key", "uds")
 
 
@@ -50,6 +51,10 @@ def check(server: Server) -> None:
             f"--host {server.host} can be reached from other machines, and who reaches the server can replace its weights: give "
             f"it a token (--token, or {TOKEN} in the environment), the run too."
         )
+    if not 1 <= server.port <= _LAST_PORT:
+        raise ArgumentError(f"--port {server.port} is no port; use one from 1 to {_LAST_PORT}.")
+    if server.tensor_parallel_size < 1:
+        raise ArgumentError(f"the tensor parallel size {server.tensor_parallel_size} must be at least 1.")
     for option in _TAKEN:
         if _has(server.options, option):
             raise ArgumentError(f"--{option} is lowpeak's own to set; leave it out (a token is --token).")

@@ -199,5 +199,11 @@ def test_the_process_transport_is_refused_for_other_processes(remote):
         open_sender("process", [remote()], 512, CPU, 5)
 
 
+@pytest.mark.parametrize("transport", ["ipc", "nccl"])
+def test_a_transport_between_gpus_is_refused_where_there_is_none_before_anything_waits(remote, transport):
+    with pytest.raises(EngineError, match=f"vllm_transport='{transport}' is between GPUs.*use 'auto'"):
+        open_sender(transport, [remote()], 512, CPU, 5)
+
+
 def test_in_process_engines_are_given_the_bucket_itself():
     assert open_sender("auto", [FusedVllm()], 512, CPU, 5).name == "process"

@@ -42,6 +42,10 @@ def open_sender(
     chosen = seen.best(device) if transport == "auto" else transport
     if chosen == "shm" and not seen.all_here:
         raise EngineError("vllm_transport='shm': vLLM runs on another host, or has other shared memory: use 'tcp'.")
+    if chosen in ("ipc", "nccl") and (device.type != "cuda" or "cpu" in seen.devices):
+        raise EngineError(
+            f"vllm_transport={chosen!r} is between GPUs, and the trainer or vLLM is on a CPU: use 'auto'."
+        )
     makers: Mapping[str, Callable[[], Sender]] = {
         "shm": lambda: ShmSender(bucket_bytes),
         "tcp": lambda: TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout, port=port),
