@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender
+from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender, usable
 
 CPU = torch.device("cpu")
 
@@ -68,3 +68,11 @@ def test_why_a_group_did_not_form_is_told():
 
     with pytest.raises(EngineError, match=r"did not form \(Address already in use\)"):
         sender(form).joined()
+
+
+def test_a_communicator_that_broadcasts_nothing_is_none():
+    group = Group()
+    assert usable(group) is group
+    group.disabled = True
+    with pytest.raises(EngineError, match="no NCCL library"):
+        usable(group)

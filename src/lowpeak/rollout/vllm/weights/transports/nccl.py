@@ -143,4 +143,11 @@ def _group(host: str, port: int, rank: int, world_size: int, device: torch.devic
 
     with torch.cuda.device(device):
         meeting = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
-        return PyNcclCommunicator(meeting, device=device)
+        return usable(PyNcclCommunicator(meeting, device=device))
+
+
+def usable(communicator: Any) -> Any:
+    """The communicator; EngineError where it found no NCCL library, since its broadcasts then do nothing, without a word."""
+    if getattr(communicator, "disabled", False):
+        raise EngineError("vLLM finds no NCCL library on this machine.")
+    return communicator
