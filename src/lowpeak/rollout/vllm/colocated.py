@@ -19,6 +19,7 @@ from lowpeak.config.vllm import ColocateSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
+from lowpeak.rollout.vllm.apart import keep_apart
 from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
@@ -79,6 +80,8 @@ class ColocatedVllm:
             except BaseException:
                 leave_groups(self._had_group)
                 raise
+        if settings.where.model_impl != "vllm":
+            keep_apart(self._workers.model.modules(), _is_building)
 
     @property
     def workers(self) -> InProcessWorkers:
@@ -235,6 +238,13 @@ class InProcessWorkers:
 def ranks_of_host(team: Ranks, environ: Mapping[str, str]) -> int:
     """How many ranks sleep on this host at once: those that a launcher started here, else the team."""
     return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
+
+
+def _is_building() -> bool:
+    """Whether vLLM makes a model just now."""
+    from vllm.config import get_current_vllm_config_or_none
+
+    return get_current_vllm_config_or_none() is not None
 
 
 def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
