@@ -79,6 +79,7 @@ RANGES: dict[str, Range] = {
     "vllm_max_model_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
     "vllm_tensor_parallel_size": (lambda x: x >= 1, "must be at least 1"),
     "vllm_batch_size": (lambda x: x is None or x >= 1, "must be at least 1 row"),
+    "vllm_structured_outputs_regex": (lambda x: x is None or x, "must be a pattern, or None"),
     "vllm_server_port": (_is_port, "must be a port, from 1 to 65535"),
     "vllm_group_port": (lambda x: x is None or _is_port(x), "must be a port, from 1 to 65535"),
     "vllm_server_timeout": (lambda x: x > 0, "must be a number of seconds above 0"),

@@ -186,6 +186,7 @@ OTHERWISE = {
         ({"vllm_engine_kwargs": "banana"}, "vllm_engine_kwargs='banana' is no JSON object"),
         ({"vllm_engine_kwargs": "[1]"}, r"vllm_engine_kwargs='\[1\]' is no JSON object"),
         ({"vllm_mode": "sever"}, "must be one of 'colocate', 'server'"),
+        ({"vllm_structured_outputs_regex": ""}, "vllm_structured_outputs_regex='' must be a pattern"),
         ({"vllm_server_port": 70000}, "must be a port"),
         ({"vllm_gpu_memory_utilization": 1.5}, r"must be in \(0, 1\]"),
         ({"vllm_importance_sampling_mode": "cap"}, "must be one of 'token_truncate', 'token_mask'"),

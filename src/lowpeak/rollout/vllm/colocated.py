@@ -291,6 +291,10 @@ def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Rank
     }
     if where.sleeps:
         arguments["enable_sleep_mode"] = True
+    if on_cpu:
+        arguments["enable_chunked_prefill"] = (
+            False  # of a cut prompt vLLM winds the seed back, which CPU generators cannot
+        )
     try:
         return LLM(**{**arguments, **where.engine_kwargs})
     except TypeError as error:

@@ -13,6 +13,7 @@ import sys
 from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent, watch_forks
 
 SCALE_OUT = "--enable-scale-out"
+_CHUNKED = ("--enable-chunked-prefill", "--no-enable-chunked-prefill")
 
 if PARENT in os.environ:
     end_with_parent(first=__name__ == "__main__")  # spawned processes import it as __mp_main__
@@ -23,12 +24,21 @@ def main() -> None:
     """Call vLLM's server, whose settings are `sys.argv`."""
     if SCALE_OUT in sys.argv and not _has(SCALE_OUT):
         sys.argv.remove(SCALE_OUT)
+    if _on_cpu() and not any(word.replace("_", "-").split("=")[0] in _CHUNKED for word in sys.argv):
+        sys.argv.append(_CHUNKED[1])
     try:
         from vllm.entrypoints.launchers.api_server.entry import main as serve
     except ImportError:  # before vLLM 0.32
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
     else:
         serve()
+
+
+def _on_cpu() -> bool:
+    """Whether vLLM runs on CPUs, where a seed cannot be wound back as vLLM does for a prompt that it cuts."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
 
 
 def _has(option: str) -> bool:
