@@ -65,6 +65,19 @@ _OURS = (
     "skip_special_tokens",
     "extra_args",
 )
+# What else of vLLM's sampling parameters changes a completion: a server does not tell of a name that it does not know.
+_PASSED_ON = (
+    "presence_penalty",
+    "frequency_penalty",
+    "ignore_eos",
+    "min_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "thinking_token_budget",
+    "repetition_detection",
+    "skip_reading_prefix_cache",
+)
 # vLLM's engine arguments that an argument of the run says, and those without which weights do not get to an engine.
 _ENGINE_SAID_ELSEWHERE = {
     "tensor_parallel_size": "vllm_tensor_parallel_size",
@@ -274,6 +287,10 @@ def _sampling_kwargs(args: Any) -> dict[str, Any]:
         require(
             name not in _OURS,
             f"generation_kwargs has {name}, which lowpeak sets itself to train on the answer; remove it.",
+        )
+        require(
+            name in _PASSED_ON,
+            f"generation_kwargs has {name}, which vLLM does not take; it takes {', '.join((*EVERY_ENGINE, *_PASSED_ON))}.",
         )
     return more
 

@@ -179,6 +179,7 @@ OTHERWISE = {
         ({"vllm_bucket_size": 0}, "must be a number of bytes above 0"),
         ({"gather_budget": "8GiB"}, "gather_budget='8GiB' cannot act: vLLM generates with weights of its own"),
         ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False cannot act"),
+        ({"generation_kwargs": {"banana": 4}}, "generation_kwargs has banana, which vLLM does not take; it takes seed"),
         ({"generation_kwargs": {"n": 4}}, "generation_kwargs has n: say it as num_generations"),
         ({"generation_kwargs": {"logprobs": 4}}, "generation_kwargs has logprobs, which lowpeak sets itself"),
         ({"vllm_engine_kwargs": {"tensor_parallel_size": 2}}, "vllm_engine_kwargs has tensor_parallel_size: say it as vllm_tens"),
