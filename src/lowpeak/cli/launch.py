@@ -130,15 +130,7 @@ def _places_of_ranks(given: Mapping[str, Any], environ: Mapping[str, str], on_cp
 
 def _places_to_fill(given: Mapping[str, Any], config: AccelerateConfig, on_cpu: bool) -> Places:
     """Where to start ranks; ArgumentError where that is not said, or does not come out even."""
-    hosts = given.get("num_machines", config.num_machines)
-    if hosts > 1:
-        needed = ("machine_rank", "main_process_ip", "main_process_port")
-        missing = [name for name in needed if given.get(name, config.settings.get(name)) is None]
-        if missing:
-            raise ArgumentError(f"a run on {hosts} hosts needs --{' and --'.join(missing)} on each of them.")
-    host = given.get("machine_rank", config.settings.get("machine_rank")) or 0
-    if not 0 <= host < hosts:
-        raise ArgumentError(f"machine_rank {host} names no host: {hosts} of them are numbered from 0.")
+    hosts = _hosts(given, config)
     on_cpu = on_cpu or bool(config.settings.get("use_cpu"))
     processes = given.get("num_processes") or config.num_processes
     if processes is None:
@@ -152,6 +144,20 @@ def _places_to_fill(given: Mapping[str, Any], config: AccelerateConfig, on_cpu: 
     if ids and ids != "all" and places.per_host > len(ids.split(",")):
         raise ArgumentError(f"--gpu_ids {ids} names fewer devices than the {places.per_host} processes of a host.")
     return places
+
+
+def _hosts(given: Mapping[str, Any], config: AccelerateConfig) -> int:
+    """How many hosts the run is on; ArgumentError where this one does not know its place, or where they meet."""
+    hosts = int(given.get("num_machines", config.num_machines))
+    if hosts > 1:
+        needed = ("machine_rank", "main_process_ip", "main_process_port")
+        missing = [name for name in needed if given.get(name, config.settings.get(name)) is None]
+        if missing:
+            raise ArgumentError(f"a run on {hosts} hosts needs --{' and --'.join(missing)} on each of them.")
+    host = given.get("machine_rank", config.settings.get("machine_rank")) or 0
+    if not 0 <= host < hosts:
+        raise ArgumentError(f"machine_rank {host} names no host: {hosts} of them are numbered from 0.")
+    return hosts
 
 
 def _check_devices(config: AccelerateConfig, places: Places) -> None:
@@ -193,15 +199,23 @@ def mesh_sizes(config: AccelerateConfig, given: Mapping[str, Any], places: Place
     sizes = {name: int(given.get(name) or own.get(name) or 1) for name in _SIZES}
     if config.is_preset:
         _check_hosts(sizes, given, places)
-        if tensors not in own:
-            sizes[copies] = int(given.get(copies) or places.hosts)
-        sizes[parts] = int(given.get(parts) or places.processes // (sizes[copies] * sizes[tensors]))
+        sizes |= _of_preset(sizes, own, given, places)
     if math.prod(sizes.values()) != places.processes or (sizes[copies] > 1 and sizes[parts] < 2):
         raise ArgumentError(
             f"{sizes[copies]} copies cut over {sizes[parts]} x {sizes[tensors]} devices each do not fill {places.processes} "
             "processes."
         )
     return sizes
+
+
+def _of_preset(
+    sizes: Mapping[str, int], own: Mapping[str, Any], given: Mapping[str, Any], places: Places
+) -> dict[str, int]:
+    """What a preset leaves to the run: a copy on each host unless it cuts by tensor, each over the devices that are left."""
+    copies, parts, tensors = _SIZES
+    num_copies = sizes[copies] if tensors in own else int(given.get(copies) or places.hosts)
+    num_parts = int(given.get(parts) or places.processes // (num_copies * sizes[tensors]))
+    return {copies: num_copies, parts: num_parts}
 
 
 def _check_hosts(sizes: Mapping[str, int], given: Mapping[str, Any], places: Places) -> None:

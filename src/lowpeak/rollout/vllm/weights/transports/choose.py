@@ -40,26 +40,28 @@ def open_sender(
         return ProcessSender(bucket_bytes)
     seen = _Seen.of(vllms, timeout)
     chosen = seen.best(device) if transport == "auto" else transport
-    if chosen == "shm" and not seen.all_here:
-        raise EngineError("vllm_transport='shm': vLLM runs on another host, or has other shared memory: use 'tcp'.")
-    if chosen in ("ipc", "nccl") and (device.type != "cuda" or "cpu" in seen.devices):
-        raise EngineError(
-            f"vllm_transport={chosen!r} is between GPUs, and the trainer or vLLM is on a CPU: use 'auto'."
-        )
+    seen.check(chosen, device)
+    try:
+        return _sender(chosen, seen, bucket_bytes, device, timeout, port)
+    except EngineError:
+        if transport != "auto" or chosen != "shm":
+            raise
+        return _sender(
+            "tcp", seen, bucket_bytes, device, timeout, port
+        )  # shared memory is full, or a container's few megabytes
+
+
+def _sender(
+    chosen: Transport, seen: _Seen, bucket_bytes: int, device: torch.device, timeout: float, port: int | None
+) -> Sender:
+    """The trainer's end of a transport between processes."""
     makers: Mapping[str, Callable[[], Sender]] = {
         "shm": lambda: ShmSender(bucket_bytes),
         "tcp": lambda: TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout, port=port),
         "ipc": lambda: IpcSender(bucket_bytes, device),
-        "nccl": lambda: NcclSender(
-            bucket_bytes, device, "127.0.0.1" if seen.all_here else own_addresses()[0], seen.num_workers, timeout, port
-        ),
+        "nccl": lambda: NcclSender(bucket_bytes, device, seen.meeting_host(), seen.num_workers, timeout, port),
     }
-    try:
-        return makers[chosen]()
-    except EngineError:
-        if transport != "auto" or chosen != "shm":
-            raise
-        return makers["tcp"]()  # shared memory is full, or a container's few megabytes
+    return makers[chosen]()
 
 
 def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
@@ -114,6 +116,19 @@ class _Seen:
             path.unlink(missing_ok=True)
         here = all(answer["content"] == secret for answer in answers)
         return _Seen(here, frozenset(answer["device"] for answer in answers), len(answers))
+
+    def check(self, chosen: Transport, device: torch.device) -> None:
+        """EngineError where the transport that was asked for does not reach these workers from the device."""
+        if chosen == "shm" and not self.all_here:
+            raise EngineError("vllm_transport='shm': vLLM runs on another host, or has other shared memory: use 'tcp'.")
+        if chosen in ("ipc", "nccl") and (device.type != "cuda" or "cpu" in self.devices):
+            raise EngineError(
+                f"vllm_transport={chosen!r} is between GPUs, and the trainer or vLLM is on a CPU: use 'auto'."
+            )
+
+    def meeting_host(self) -> str:
+        """This host's address, as the workers reach it."""
+        return "127.0.0.1" if self.all_here else own_addresses()[0]
 
     def best(self, device: torch.device) -> Transport:
         if device.type != "cuda" or "cpu" in self.devices:
