@@ -235,3 +235,13 @@ def test_a_server_that_ends_by_itself_leaves_no_child_and_is_told(tmp_path):
         err == "lowpeak: error: the vLLM server of http://127.0.0.1:1 ended with status 0; what it said stands above.\n"
     )
     assert are_gone(pids(tmp_path), 5)
+
+
+def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
+    default = ["--kv-cache-memory-bytes", str(1 << 30)]
+    assert " ".join(default) in " ".join(said("--devices", "cpu"))
+    for asked in (["--kv-cache-memory-bytes", "9"], ["--gpu-memory-utilization", "0.2"]):
+        written = said("--devices", "cpu", *asked)
+        assert " ".join(asked) in " ".join(written)
+        assert default[1] not in written
+    assert default[0] not in said()

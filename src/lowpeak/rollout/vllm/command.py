@@ -14,6 +14,7 @@ from lowpeak.rollout.vllm.token import TOKEN
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU = "cpu"
+_CPU_CACHE = 1 << 30
 _ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
 _GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
 _EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
@@ -68,7 +69,8 @@ def words(server: Server) -> list[str]:
     """The command; where an option of ours was written by the user, the user's stands.
 
     Log-probs are of the full softmax, the cache serves a group's prompt once, and a request alone says how it is sampled: defaults
-    that a checkpoint brings along are off.
+    that a checkpoint brings along are off. On a CPU, where vLLM's share is nine tenths of all the host's memory, the KV cache is
+    bounded unless the user says either.
     """
     ours = {
         "model": server.model,
@@ -81,6 +83,8 @@ def words(server: Server) -> list[str]:
     }
     if server.dtype is not None:
         ours["dtype"] = server.dtype
+    if server.devices == (CPU,) and not _has(server.options, "gpu-memory-utilization"):
+        ours["kv-cache-memory-bytes"] = str(_CPU_CACHE)
     said = [word for name, value in ours.items() if not _has(server.options, name) for word in (f"--{name}", value)]
     flags = ["--enable-prefix-caching"] if not _has(server.options, "enable-prefix-caching") else []
     flags += [SCALE_OUT] if not _has(server.options, SCALE_OUT[2:]) else []
