@@ -94,6 +94,40 @@ def _demonstrate(prompt: str, draw: random.Random) -> str:
     return "".join(digits)
 
 
+def make_preferences(num_rows: int, seed: int, *, held_out: bool = False, hard: bool = False) -> Dataset:
+    """Prompts with the right answer and one that comes near it, for a reward model.
+
+    With `hard`, every other wrong answer is sorted, of digits that are not the prompt's: a policy finds such answers where a
+    reward model has never been told that they are wrong.
+    """
+    draw = random.Random(seed)
+    prompts = draw_prompts(num_rows, seed + 3, held_out=held_out)
+    right = [answer_to(prompt) for prompt in prompts]
+    return Dataset.from_dict(
+        {"prompt": prompts, "chosen": right, "rejected": [_miss(answer, draw, hard) for answer in right]}
+    )
+
+
+def _miss(answer: str, draw: random.Random, hard: bool) -> str:
+    """The answer with two digits swapped, or with one changed, left out or doubled; or with one to three changed, sorted."""
+    wrong = answer
+    while wrong == answer:
+        if hard and draw.random() < 0.5:
+            digits = list(answer)
+            for place in draw.sample(range(NUM_DIGITS), draw.choice([1, 1, 2, 3])):
+                digits[place] = str(draw.randrange(10))
+            wrong = "".join(sorted(digits))
+            continue
+        place, other, digit = draw.randrange(NUM_DIGITS), draw.randrange(NUM_DIGITS), str(draw.randrange(10))
+        swapped = list(answer)
+        swapped[place], swapped[other] = answer[other], answer[place]
+        before, after = answer[:place], answer[place + 1 :]
+        wrong = draw.choice(
+            ["".join(swapped), before + digit + after, before + after, before + 2 * answer[place] + after]
+        )
+    return wrong
+
+
 def make_prompts(num_rows: int, seed: int, *, held_out: bool = False) -> Dataset:
     """Prompts with the answer beside them, which the reward reads."""
     prompts = draw_prompts(num_rows, seed + 2, held_out=held_out)

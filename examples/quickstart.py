@@ -1,8 +1,8 @@
 """Reinforcement learning on a laptop, in minutes: `make quickstart`.
 
 It makes a small model and a data set of the task of noisy_sort.py, warm-starts the model on demonstrations that are
-wrong on purpose, and trains it with GRPO (or RLOO) until it sorts. Everything is written below runs/quickstart, where
-examples/grpo.py, rloo.py, sft.py and their YAML files find their model and data.
+wrong on purpose, and trains it with GRPO (or RLOO, PPO, or Online DPO) until it sorts. Everything is written below runs/quickstart,
+where examples/grpo.py, rloo.py, ppo.py, online_dpo.py, sft.py, reward.py and their YAML files find their model and data.
 
     python examples/quickstart.py [--algorithm rloo] [--seed 1] [--output_dir runs/quickstart] [--steps 160]
 """
@@ -24,13 +24,25 @@ from datasets import Dataset
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from transformers.utils.logging import disable_progress_bar
 
-from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from lowpeak import (
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 WARM_STEPS = 32
 WARM_ROWS = 128  # a step, each row seen once
 RL_PROMPTS = 32  # a step
 GENERATIONS = 8  # of each prompt
 HELD_OUT = 512
+PREFERENCES = 120 * 64  # what examples/reward.py trains a reward model on
 SHOWN = 8
 
 
@@ -63,8 +75,10 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     """The few things that can be chosen."""
-    parser = argparse.ArgumentParser(description="See GRPO or RLOO learn a small task on a small model.")
-    parser.add_argument("--algorithm", choices=["grpo", "rloo"], default="grpo")
+    parser = argparse.ArgumentParser(
+        description="See GRPO, RLOO, PPO or Online DPO learn a small task on a small model."
+    )
+    parser.add_argument("--algorithm", choices=["grpo", "rloo", "ppo", "online-dpo"], default="grpo")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=160)
     parser.add_argument("--output_dir", default="runs/quickstart")
@@ -73,20 +87,22 @@ def parse() -> argparse.Namespace:
 
 @dataclass(frozen=True)
 class Data:
-    """What the model is started with, what it is trained on, and what it is judged on."""
+    """What the model is started with, trained on and judged on, and what a reward model learns from."""
 
     demonstrations: Dataset
     prompts: Dataset
     held_out: Dataset
+    preferences: Dataset
 
 
 def make_data(folder: Path, seed: int, steps: int) -> Data:
-    """Three data sets, as files that the other examples open."""
+    """The data sets, as files that the other examples open."""
     folder.mkdir(parents=True, exist_ok=True)
     data = Data(
         demonstrations=noisy_sort.make_demonstrations(WARM_STEPS * WARM_ROWS, seed),
         prompts=noisy_sort.make_prompts(max(steps, 160) * RL_PROMPTS, seed),
         held_out=noisy_sort.make_prompts(HELD_OUT, seed, held_out=True),
+        preferences=noisy_sort.make_preferences(PREFERENCES, seed),
     )
     for name, rows in vars(data).items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
@@ -118,10 +134,14 @@ def warm_start(folder: Path, demonstrations: Dataset, seed: int) -> tuple[Any, A
 
 
 def make_trainer(options: argparse.Namespace, model: Any, tokenizer: Any, data: Data) -> Any:
-    """GRPO or RLOO with the same settings."""
-    config_class, trainer_class = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[
-        options.algorithm
-    ]
+    """Any of them with the same settings, but that Online DPO holds to a reference, and PPO has a critic to teach."""
+    critic = {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5, "cliprange_value": None}
+    config_class, trainer_class, more = {
+        "grpo": (GRPOConfig, GRPOTrainer, {"beta": 0.0}),
+        "rloo": (RLOOConfig, RLOOTrainer, {"beta": 0.0}),
+        "ppo": (PPOConfig, PPOTrainer, {"beta": 0.0, **critic}),
+        "online-dpo": (OnlineDPOConfig, OnlineDPOTrainer, {"beta": 0.1}),
+    }[options.algorithm]
     args = config_class(
         output_dir=f"{options.output_dir}/{options.algorithm}",
         max_steps=options.steps,
@@ -132,7 +152,6 @@ def make_trainer(options: argparse.Namespace, model: Any, tokenizer: Any, data: 
         warmup_steps=10,
         lr_scheduler_type="linear",
         weight_decay=0.0,
-        beta=0.0,
         gradient_checkpointing=False,
         logging_steps=10,
         eval_strategy="steps",
@@ -141,6 +160,7 @@ def make_trainer(options: argparse.Namespace, model: Any, tokenizer: Any, data: 
         save_total_limit=2,
         disable_tqdm=not sys.stderr.isatty(),
         seed=options.seed,
+        **more,
     )
     trainer = trainer_class(
         model=model,

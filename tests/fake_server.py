@@ -24,7 +24,7 @@ class FakeServer:
         self.token = token
         self.scale_out = scale_out
         self.facts = replace(FACTS, **facts)
-        self.incarnation = "first"
+        self.incarnation = f"first of {id(self)}"
         self.answers = {}
         self.calls = []
         self.gone = threading.Event()  # a client that waited left

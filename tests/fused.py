@@ -61,7 +61,8 @@ class FusedWorker(Methods):
     def __init__(self, model: FusedModel) -> None:
         self.model = model
         self.model_runner = SimpleNamespace(get_model=lambda: model)
-        parallel, models = SimpleNamespace(rank=model.rank), SimpleNamespace(hf_config=None)
+        parallel, config = SimpleNamespace(rank=model.rank), getattr(model, "hf_config", None)
+        models = SimpleNamespace(hf_config=config)
         self.vllm_config = SimpleNamespace(quant_config=None, parallel_config=parallel, model_config=models)
 
 

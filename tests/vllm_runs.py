@@ -31,6 +31,11 @@ def spread(completions: list[str], completion_ids: list[list[int]], **columns: A
 
 
 def grpo_arguments(folder: Any, **changes: Any) -> GRPOConfig:
+    """Those of `arguments_in`."""
+    return GRPOConfig(**arguments_in(folder, **changes))
+
+
+def arguments_in(folder: Any, **changes: Any) -> dict[str, Any]:
     """8 completions of 2 prompts a rollout, whatever the number of ranks."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     base = {
@@ -49,7 +54,7 @@ def grpo_arguments(folder: Any, **changes: Any) -> GRPOConfig:
         "use_cpu": True,
         "use_vllm": True,
     }
-    return GRPOConfig(**{**base, **changes})
+    return {**base, **changes}
 
 
 def grpo_trainer(args: GRPOConfig, model: Any = None, reward: Any = spread, **more: Any) -> GRPOTrainer:

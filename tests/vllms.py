@@ -10,7 +10,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.config.vllm import ColocateSettings, VllmSettings
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.scripted import FACTS, ScriptedVllm, scripted_prove, scripted_push
 
 SETTINGS = VllmSettings(ColocateSettings())
@@ -38,13 +38,13 @@ def slices(values=(1.0, 2.0)):
     yield WeightSlice("weight", (len(values),), torch.float32, 0, tensor)
 
 
-def engine_over(*vllms, company=None, adapter=None, push=scripted_push, prove=scripted_prove, **settings):
+def engine_over(*vllms, callers=None, adapter=None, push=scripted_push, prove=scripted_prove, **settings):
     """An engine over these vLLMs, awake and loaded with version 0."""
     made = VllmEngine(
         lambda: vllms,
         replace(SETTINGS, **settings),
-        Model(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
-        company or Company(Ranks()),
+        PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
+        callers or Callers(Ranks()),
         push,
         prove,
     )

@@ -20,7 +20,9 @@ from benchmarks.harness.canned import can_peer, our_rollouts
 from benchmarks.harness.clock import PhaseClock, watch_phases
 from benchmarks.harness.process import resident_bytes
 from benchmarks.harness.report import OURS, mean, print_result
-from benchmarks.harness.task import NUM_PROMPTS, noisy_sort, trainer_settings
+from benchmarks.harness.task import NUM_PROMPTS, load_example, noisy_sort, trainer_settings
+
+NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO"}
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class SideRequest:
     """What one side is to do. `start` holds the weights to train; `phases` asks for CPU seconds by phase.
 
     `canned` puts fixed completions in place of sampled ones, asked for in the data's order, and logs every step.
-    `arguments` are more of the trainer's.
+    `arguments` are more of the trainer's; `judge` has pairs judged in place of the reward, or is the folder of a reward model.
     """
 
     library: str
@@ -41,6 +43,7 @@ class SideRequest:
     phases: bool = False
     canned: bool = False
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    judge: str = ""
 
 
 class Snapshots(TrainerCallback):
@@ -58,7 +61,7 @@ class Snapshots(TrainerCallback):
 
 def make_trainer(request: SideRequest) -> Any:
     """The trainer of either library: the two constructors take the same arguments."""
-    package, name = importlib.import_module(request.library), request.algorithm.upper()
+    package, name = importlib.import_module(request.library), NAMES[request.algorithm]
     settings = trainer_settings(request.algorithm, request.seed, request.steps, Path(request.folder))
     settings |= request.arguments
     more: dict[str, Any] = {}
@@ -67,7 +70,7 @@ def make_trainer(request: SideRequest) -> Any:
         more = {"rollout_func": our_rollouts} if request.library == OURS else {}
     trainer = getattr(package, f"{name}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(request.start),
-        reward_funcs=noisy_sort.sorted_exactly,
+        **judging(request.judge),
         args=getattr(package, f"{name}Config")(**settings),
         train_dataset=noisy_sort.make_prompts(request.steps * NUM_PROMPTS, request.seed),
         processing_class=AutoTokenizer.from_pretrained(request.start),
@@ -77,6 +80,13 @@ def make_trainer(request: SideRequest) -> Any:
     if request.canned and request.library != OURS:
         can_peer(trainer, request.algorithm)
     return trainer
+
+
+def judging(judge: str) -> dict[str, Any]:
+    """What judges completions, as the trainer's arguments."""
+    if judge == "judge":
+        return {"judge": load_example("noisy_sort_judge").judge}
+    return {"reward_funcs": judge or noisy_sort.sorted_exactly}
 
 
 def run_side(request: SideRequest) -> dict[str, Any]:

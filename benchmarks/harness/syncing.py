@@ -10,11 +10,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import nn
 
@@ -23,7 +24,8 @@ from benchmarks.harness.report import print_result
 from benchmarks.harness.shapes import make_model
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.rollout.vllm.vllm import Facts
-from lowpeak.rollout.vllm.weights.push import PushReport, push
+from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.report import PushReport
 from lowpeak.strategies.flat import ranges
 from lowpeak.strategies.outgoing import outgoing
 
@@ -85,22 +87,28 @@ def pushes(
 
 
 def measured(way: Callable[[], object], engine: int, repeats: int) -> dict[str, Any]:
-    """The median of the seconds, and the most memory of both sides above what they had before; once unmeasured before that."""
+    """Medians of wall and of both sides' CPU seconds, the most memory of each above what it had; once unmeasured before that."""
     way()
-    seconds, extra = [], {"trainer": 0, "engine": 0}
+    seconds, cpu_seconds, extra = [], [], {"trainer": 0, "engine": 0}
     for _ in range(repeats):
         gc.collect()
         sides = {"trainer": os.getpid(), "engine": engine}
         before = {name: resident_bytes(pid) or 0 for name, pid in sides.items()}
         watches = {name: MemoryWatch(lambda pid=pid: resident_bytes(pid)) for name, pid in sides.items()}
         with watches["trainer"], watches["engine"]:
-            began = time.perf_counter()
+            began, spent = time.perf_counter(), cpu_seconds_of(set(sides.values()))
             way()
+            cpu_seconds.append(cpu_seconds_of(set(sides.values())) - spent)
             seconds.append(time.perf_counter() - began)
         extra = {name: max(extra[name], (watches[name].peak_bytes or 0) - before[name]) for name in sides}
-    return {"seconds": round(statistics.median(seconds), 3)} | {
-        f"{name}_extra_mib": in_mb(num_bytes) for name, num_bytes in extra.items()
-    }
+    found = {"seconds": round(statistics.median(seconds), 3), "cpu_seconds": round(statistics.median(cpu_seconds), 3)}
+    return found | {f"{name}_extra_mib": in_mb(num_bytes) for name, num_bytes in extra.items()}
+
+
+def cpu_seconds_of(pids: Iterable[int]) -> float:
+    """What these processes have computed so far."""
+    times = [psutil.Process(pid).cpu_times() for pid in pids]
+    return sum(each.user + each.system for each in times)
 
 
 def as_trl(model: nn.Module, vllm: Inside, dtype: torch.dtype) -> None:

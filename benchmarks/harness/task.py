@@ -26,19 +26,19 @@ HELD_OUT_SEED = 1_000_000  # one held-out set for all seeds
 IGNORED = -100  # transformers' label of a token without loss
 
 
-def load_noisy_sort() -> ModuleType:
-    """examples/noisy_sort.py, which is not in a package."""
-    if "noisy_sort" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("noisy_sort", ROOT / "examples" / "noisy_sort.py")
+def load_example(name: str) -> ModuleType:
+    """A file of examples/, which is not a package."""
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
         assert spec is not None, "the examples stand beside the benchmarks"
         assert spec.loader is not None, "a file has a loader"
         module = importlib.util.module_from_spec(spec)
-        sys.modules["noisy_sort"] = module
+        sys.modules[name] = module
         spec.loader.exec_module(module)
-    return sys.modules["noisy_sort"]
+    return sys.modules[name]
 
 
-noisy_sort = load_noisy_sort()
+noisy_sort = load_example("noisy_sort")
 
 
 def warm_start(folder: Path, seed: int, steps: int = WARM_STEPS) -> None:
@@ -72,6 +72,29 @@ def encode(tokenizer: Any, prompts: Sequence[str], completions: Sequence[str]) -
     return inputs_BL, labels_BL
 
 
+def train_judge(start: Path, folder: Path, seed: int, steps: int, rows: int = 64) -> None:
+    """A reward model of the task, trained on hard preferences from the weights of `start`, centred, saved into `folder`."""
+    from lowpeak import RewardConfig, RewardTrainer
+
+    args = RewardConfig(
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=rows,
+        learning_rate=1e-3,
+        lr_scheduler_type="cosine",
+        center_rewards_coefficient=0.01,
+        gradient_checkpointing=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=seed,
+    )
+    trainer = RewardTrainer(str(start), args, noisy_sort.make_preferences(steps * rows, seed, hard=True))
+    trainer.train()
+    trainer.save_model()
+
+
 def trainer_settings(algorithm: str, seed: int, steps: int, output_dir: Path) -> dict[str, Any]:
     """The arguments of either library's trainer: names and meanings are the same in both."""
     settings: dict[str, Any] = {
@@ -98,5 +121,10 @@ def trainer_settings(algorithm: str, seed: int, steps: int, output_dir: Path) ->
         "disable_tqdm": True,
         "seed": seed,
     }
-    own = {"grpo": {"loss_type": "dapo", "scale_rewards": "group"}, "rloo": {"normalize_advantages": False}}
+    own: dict[str, dict[str, Any]] = {
+        "grpo": {"loss_type": "dapo", "scale_rewards": "group"},
+        "rloo": {"normalize_advantages": False},
+        "online-dpo": {"beta": 0.1},
+        "ppo": {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5, "cliprange_value": None},
+    }
     return settings | own[algorithm]

@@ -10,8 +10,14 @@ __version__ = "0.1.0"
 _WHERE = {
     "GRPOConfig": "lowpeak.training.arguments",
     "GRPOTrainer": "lowpeak.training.grpo",
+    "PPOConfig": "lowpeak.training.ppo_arguments",
+    "PPOTrainer": "lowpeak.training.ppo",
+    "OnlineDPOConfig": "lowpeak.training.online_dpo_arguments",
+    "OnlineDPOTrainer": "lowpeak.training.online_dpo",
     "RLOOConfig": "lowpeak.training.arguments",
     "RLOOTrainer": "lowpeak.training.rloo",
+    "RewardConfig": "lowpeak.training.reward_arguments",
+    "RewardTrainer": "lowpeak.training.reward",
     "SFTConfig": "lowpeak.training.arguments",
     "SFTTrainer": "lowpeak.training.sft",
 }

@@ -49,6 +49,10 @@ class LostEngineError(EngineError):
     finished: Mapping[int, Any] = {}
 
 
+class StoppedError(LowpeakError, InterruptedError):
+    """A wait was given up because the run was asked to stop; what was done before it stands."""
+
+
 class NonFiniteError(LowpeakError, FloatingPointError):
     """A loss, log-prob or gradient is NaN or infinite; raised before the optimizer step."""
 

@@ -1,7 +1,8 @@
-"""Which ranks read a model's weights from disk, and what of them: each its part of a model that is cut over tensors.
+"""Which ranks read a model's weights from disk, what of them, and into which memory: no host holds a copy for each of its ranks.
 
-With FSDP's efficient loading rank 0 alone reads, and hands weights out. The other ranks make the model without weights (on the
-meta device), so that a host never holds a copy for each of them.
+Where rank 0 alone reads and hands weights out (FSDP's efficient loading; frozen models for devices with memory of their own), the
+other ranks make the model without weights, on the meta device. A policy that trains whole is read into its device's memory. On
+CPUs all ranks read, and what keeps the file's dtype is the file itself, mapped: one copy in the system's cache.
 """
 
 from __future__ import annotations
@@ -9,26 +10,58 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowpeak.config.asked import Cut
+from lowpeak.config.asked import Cut, is_on
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 
 _ASKED = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
-def reads_weights() -> bool:
-    """Whether this rank reads weights itself."""
+def reads_weights(frozen_on: torch.device | None = None) -> bool:
+    """Whether this rank reads weights itself; `frozen_on` is the device of a model that will not train, None for one that will."""
     efficient = all(os.environ.get(name, "false").lower() in ("true", "1") for name in _ASKED)
-    return not efficient or Ranks().rank == 0
+    handed_out = efficient or (frozen_on is not None and _apart(frozen_on))
+    return not handed_out or Ranks().rank == 0
+
+
+def straight_to(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """More keywords of `from_pretrained`, for a policy: one that trains whole is read into the memory of its device, a tensor at a
+    time. Empty where the device's memory is the host's, and where FSDP or DeepSpeed will cut the model or a quantiser places it.
+    """
+    placed_else = is_on(os.environ, _ASKED[0]) or {"device_map", "quantization_config"} & options.keys()
+    return {} if device is None or placed_else or not _apart(device) else {"device_map": {"": device}}
+
+
+def _apart(device: torch.device) -> bool:
+    """Whether weights have to be moved from the host to the device, and by us: ZeRO-3 does so while it loads."""
+    from transformers.integrations import is_deepspeed_zero3_enabled
+
+    return device.type != "cpu" and not is_deepspeed_zero3_enabled()
+
+
+def whole_again(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
+    """A block in which parameters are whole that were cut as they were made, as ZeRO-3 has transformers do it; what rank 0 writes
+    into them stays. Nothing where none was cut.
+    """
+    if not any(hasattr(parameter, "ds_id") for parameter in parameters):
+        return nullcontext()
+    import deepspeed
+
+    cut: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
+    return cut
 
 
 def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """The model that `auto.from_pretrained(name, **options)` gives, its parameters on the meta device."""
+    """The model that `auto.from_pretrained(name, **options)` gives, its parameters on the meta device.
+
+    A checkpoint that is quantised is read after all: its quantiser has put it on the device when it is loaded.
+    """
     from accelerate import init_empty_weights
     from transformers import AutoConfig
 
@@ -36,6 +69,8 @@ def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
     config = options.get("config")
     if config is None:
         config = AutoConfig.from_pretrained(name, **{key: value for key, value in options.items() if key not in own})
+    if getattr(config, "quantization_config", None) is not None:
+        return auto.from_pretrained(name, **options)
     dtype = options.get("dtype", "auto")
     kept = {key: options[key] for key in ("attn_implementation", "trust_remote_code") if key in options}
     with init_empty_weights(include_buffers=False):
@@ -45,8 +80,8 @@ def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
     return model.eval()
 
 
-def give_room(module: nn.Module) -> None:
-    """Room in host memory, which nobody has touched yet, for parameters on the meta device; for a tied one once.
+def give_room(module: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Room in a device's memory, which nobody has touched yet, for parameters on the meta device; for a tied one once.
 
     Whoever hands out rank 0's weights finds an optimizer's parameters by where they lie.
     """
@@ -54,14 +89,15 @@ def give_room(module: nn.Module) -> None:
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if type(parameter) is nn.Parameter and parameter.is_meta:  # not one that is cut already
-                real = torch.empty_like(parameter, device="cpu")
+                real = torch.empty_like(parameter, device=device)
                 made.setdefault(id(parameter), nn.Parameter(real, requires_grad=parameter.requires_grad))
                 part._parameters[name] = made[id(parameter)]
 
 
 # A norm of single heads (Qwen3): every peer has all of its weight, and the gradient from its own heads.
 IN_PARTS = "replicated_with_grad_allreduce"
-_STYLES = ("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise", IN_PARTS)
+MEETING = ("rowwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")  # end in a collective of peers
+_STYLES = ("colwise", *MEETING, IN_PARTS)
 
 
 def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 FinishReason = Literal["stop", "length"]
 MetricKind = Literal["mean", "sum", "max", "min"]
 Weights = Literal["merged", "adapter", "base"]  # of a model that leave: see Strategy.slices
+Unit = Literal["token", "sequence", "pair"]  # what a loss's weights weigh, and what is never cut
 
 
 @dataclass(frozen=True)
@@ -72,8 +73,10 @@ class Group:
 class Record:
     """One row of a rollout with all that is fixed for it: ids, rewards, and per-token values added by later stations.
 
-    `rewards` has one value per reward function, `reward` their weighted sum; NaN where nobody scored.
-    `old`, `reference`, `values`, `entropy`, `advantages` are float32 [C] or None where nothing needs them.
+    `rewards` has one value per reward function, `reward` their weighted sum; NaN where nobody scored. `token_rewards` is the
+    part of `reward` that reward functions gave for single tokens: float32 [C], or None.
+    `old`, `reference`, `values`, `entropy`, `advantages`, `returns` (what values are to become) are float32 [C] or None where
+    nothing needs them.
     """
 
     group: int
@@ -86,6 +89,8 @@ class Record:
     values: Tensor | None = None
     entropy: Tensor | None = None
     advantages: Tensor | None = None
+    returns: Tensor | None = None
+    token_rewards: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -98,9 +103,9 @@ class TokenBatch:
     """The constants of T counted tokens: what a loss knows besides the log-probs and entropies of the pass itself.
 
     `rows_T` says which of the `num_rows` rows a token belongs to, in order. `weights_U` weighs the loss's units: T
-    tokens, or `num_rows` sequences. None means that nothing needs it: without `old_T` the run is on-policy and old is
-    the policy's own detached log-prob. `coefficients` are plain numbers of the algorithm's state (an adaptive KL or
-    entropy coefficient).
+    tokens, `num_rows` sequences, or pairs, of which `pairs_B` says which one a row belongs to. None means that nothing needs
+    it: without `old_T` the run is on-policy and old is the policy's own detached log-prob. `coefficients` are plain numbers of
+    the algorithm's state (an adaptive KL or entropy coefficient).
     """
 
     rows_T: Tensor  # int64 [T]
@@ -110,6 +115,9 @@ class TokenBatch:
     sampling_T: Tensor | None = None
     old_T: Tensor | None = None
     reference_T: Tensor | None = None
+    values_T: Tensor | None = None
+    returns_T: Tensor | None = None
+    pairs_B: Tensor | None = None  # int64 [B]
     coefficients: Mapping[str, float] = field(default_factory=dict)
 
     def slice(self, start: int, stop: int) -> TokenBatch:

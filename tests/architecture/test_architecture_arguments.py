@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from transformers import TrainingArguments
 
-from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
+from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.config.inapplicable import REFUSED_INHERITED
 from lowpeak.config.rejected import REJECTED
 
+CONFIGS = (GRPOConfig, RLOOConfig, PPOConfig, OnlineDPOConfig, SFTConfig, RewardConfig)
 TESTS = Path(__file__).parent.parent
 
 SHOWN_BY = {
@@ -119,11 +120,32 @@ SHOWN_BY = {
     # RLOO
     "normalize_advantages": "test_rloo_has_its_own_settings",
     "reward_clip_range": "test_rloo_has_its_own_settings",
+    # PPO
+    "kl_coef": "test_trls_names_say_the_same",
+    "num_ppo_epochs": "test_trls_names_say_the_same",
+    "cliprange": "test_trls_names_say_the_same",
+    "num_mini_batches": "test_trls_names_say_the_same",
+    "kl_target": "test_the_steered_coefficient_is_logged_and_survives_a_resume",
+    "kl_horizon": "test_the_steered_coefficient_is_logged_and_survives_a_resume",
+    "early_stop_kl": "test_a_policy_that_has_moved_too_far_gets_a_new_rollout",
+    "gamma": "test_each_argument_of_ppo_trains_other_weights",
+    "lam": "test_each_argument_of_ppo_trains_other_weights",
+    "whiten_rewards": "test_each_argument_of_ppo_trains_other_weights",
+    "whiten_advantages": "test_each_argument_of_ppo_trains_other_weights",
+    "missing_eos_penalty": "test_each_argument_of_ppo_trains_other_weights",
+    "critic": "test_what_is_saved_is_the_policy_as_ever_and_a_critic_of_its_own_beside_it",
+    "value_model_path": "test_a_reward_models_checkpoint_can_start_the_critic",
+    "value_learning_rate": "test_the_critic_learns_at_a_rate_of_its_own",
+    "value_warmup_steps": "test_values_warm_up_while_the_policy_stays_where_it_is",
+    "vf_coef": "test_each_argument_of_ppo_trains_other_weights",
+    "cliprange_value": "test_each_argument_of_ppo_trains_other_weights",
     # SFT
     "dataset_text_field": "test_supervised_arguments_reach_the_reader",
     "max_length": "test_supervised_arguments_reach_the_reader",
     "completion_only_loss": "test_supervised_arguments_reach_the_reader",
     "assistant_only_loss": "test_supervised_arguments_reach_the_reader",
+    # reward models
+    "center_rewards_coefficient": "test_centering_draws_rewards_to_zero",
 }
 
 # Who acts on an inherited argument: "trainer" is transformers' Trainer around our step, "accelerate" what prepares and
@@ -154,7 +176,7 @@ def overridden(config) -> set[str]:
     return {f.name for f in fields(config) if f.name in base and f.default is not base[f.name]}
 
 
-@pytest.mark.parametrize("config", [GRPOConfig, RLOOConfig, SFTConfig])
+@pytest.mark.parametrize("config", CONFIGS)
 def test_every_argument_of_ours_names_the_test_that_shows_its_effect(config):
     ours = (names(config) - names(TrainingArguments)) | overridden(config)
     assert ours <= SHOWN_BY.keys(), sorted(ours - SHOWN_BY.keys())
@@ -173,5 +195,6 @@ def test_every_inherited_argument_is_acted_on_or_refused():
 
 
 def test_nothing_is_both_an_argument_and_rejected_by_name():
-    everything = names(GRPOConfig) | names(RLOOConfig) | names(SFTConfig)
+    everything = set().union(*map(names, CONFIGS))
     assert not everything & REJECTED.keys()
+    assert not names(OnlineDPOConfig) & OnlineDPOConfig.rejected.keys()

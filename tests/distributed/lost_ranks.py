@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +14,8 @@ from fault_ranks import error_of, note, rank
 from setups import build, prepare
 
 from lowpeak.ranks import Ranks
-from lowpeak.rollout.vllm.engine import Company, VllmEngine
+from lowpeak.rollout.vllm.engine import Callers, VllmEngine
+from lowpeak.rollout.vllm.server import ServerVllm
 from vllms import engine_over, said, scripted
 
 
@@ -24,7 +29,7 @@ def run_with(place: Path, name: str, judged: list[Any], dies_after: int | None) 
     reward.__name__ = "reward"
     trainer = build("GRPO", place / name, {**prepare("ddp"), "max_completion_length": 3}, rewards=reward)
     vllm = scripted(said)
-    trainer.maker.engine = engine_over(vllm, company=Company(Ranks().teams(1)))
+    trainer.maker.engine = engine_over(vllm, callers=Callers(Ranks().teams(1)))
     trainer.maker.engine.close()
     vllm.dies_after = dies_after
     return trainer, vllm
@@ -56,6 +61,22 @@ def lose_for_good(place: Path) -> None:
     note(place, error=error_of(trainer.train))
 
 
+def stop_while_one_waits(place: Path) -> None:
+    """Rank 1's vLLM dies in the second of three rollouts and is waited for where no server is; rank 1 alone is asked to stop."""
+    trainer, vllm = run_with(place, "run", [], 6 if rank() == 1 else None)
+    interrupts, began = trainer.run.interrupts, []
+
+    def wait(seconds: float) -> None:
+        if vllm.incarnation:
+            began.append(time.monotonic())
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            ServerVllm("http://127.0.0.1:9", None, lambda: interrupts.stopping).wait(40.0)
+
+    vllm.wait = wait
+    text = error_of(trainer.train)
+    note(place, error=text, seconds=time.monotonic() - began[0] if began else None)
+
+
 def share_prompts(place: Path) -> None:
     """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
     from dataclasses import replace
@@ -67,7 +88,7 @@ def share_prompts(place: Path) -> None:
     PartialState(cpu=True)
     team = Ranks().teams(2)
     vllm = scripted(said)
-    engine: VllmEngine = engine_over(vllm, company=Company(team), batch_size=4)
+    engine: VllmEngine = engine_over(vllm, callers=Callers(team), batch_size=4)
     own = prompts(2 - rank(), first=10 * rank())  # one rank has two prompts, the other one
     groups = engine.generate(own, replace(SAMPLING, num_generations=2))
     none = engine.generate(own if rank() == 0 else [], SAMPLING)

@@ -20,8 +20,8 @@ from setups import build, forget, prepare
 from transformers import TrainerCallback
 
 from lowpeak.errors import CheckpointError
+from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.checkpoints import save_checkpoint
-from lowpeak.training.reference_state import load_average, save_average
 
 # A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
 ARGUMENTS: dict[str, Any] = {
@@ -65,7 +65,7 @@ def first(strategy: str, out: Path) -> None:
     whole.train()
     keep(whole, result_of(whole), out / "whole.pt")
     whole.save_model(str(out / "exported"))
-    save_average(out / "average", whole.accelerator.unwrap_model(whole.model), whole.run.strategy.ranks)
+    save_apart(out / "average", REFERENCE_FOLDER, parameters_of(whole), whole.run.strategy.ranks)
     fail(whole, out)
     forget()
     again = build("GRPO", out / "again", {**prepare(strategy), **ARGUMENTS})
@@ -131,13 +131,17 @@ def adapters(strategy: str, out: Path, dtype: torch.dtype) -> None:
     forget()
 
 
+def parameters_of(trainer):
+    return dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+
+
 def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
     """Go on from a checkpoint of any number of ranks, and take up what stands for a reference's average."""
     trainer = build("GRPO", out / name, {**prepare(strategy), **ARGUMENTS})
     trainer.train(resume_from_checkpoint=str(checkpoint))
     result = result_of(trainer)
     if strategy not in ("single", "ddp"):  # any model that is sharded alike stands for a reference
-        load_average(out / "average", trainer.accelerator.unwrap_model(trainer.model), trainer.run.strategy.ranks)
+        load_apart(out / "average", REFERENCE_FOLDER, parameters_of(trainer), trainer.run.strategy.ranks)
         result["average"] = weights_of(trainer)
     keep(trainer, result, out / f"{name}.pt")
     forget()

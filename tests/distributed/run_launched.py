@@ -74,7 +74,7 @@ class Noting(TrainerCallback):
 def main() -> int:
     """The command with trainers that note what they found."""
     out, kind, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
-    atexit.register(lambda: print("at exit in a process group:", dist.is_initialized(), flush=True))
+    atexit.register(lambda: print(f"at exit in a process group: {dist.is_initialized()}\n", end="", flush=True))
 
     def trainer(**keywords: Any) -> Any:
         allow_meshes_on_cpu()

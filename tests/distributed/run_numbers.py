@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from setups import build, named_models, prepare, spread
 
+from lowpeak.critic import critic_of
+from lowpeak.logprobs.head import causal_lm
+
+OWN_CRITIC = {"critic": "model", "value_learning_rate": 3e-3, "beta": 0.0, "num_generations": 1}
 # Settings, of which each changes what ranks must agree on.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo": ("GRPO", {}),
@@ -18,6 +23,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo_one_group": ("GRPO", {"num_generations": 8}),
     "rloo": ("RLOO", {"beta": 0.0, "num_generations": 4}),
     "sft": ("SFT", {}),
+    "ppo": ("PPO", {"num_iterations": 2, "max_steps": 4, "early_stop_kl": 5.0, "kl_target": 1.0, "kl_horizon": 100}),
+    "ppo_own_critic": ("PPO", {**OWN_CRITIC, "num_iterations": 2, "max_steps": 4}),
+    "ppo_second_adapter": ("PPO", {"critic": "adapter", "num_iterations": 2, "value_warmup_steps": 1}),
+    "reward": ("Reward", {"center_rewards_coefficient": 0.1, "share_prompt": True}),
+    "online_dpo": ("OnlineDPO", {"num_iterations": 2, "max_steps": 4, "num_generations": 2}),
     "frozen": (
         "GRPO",
         {"beta": 0.1, "num_iterations": 2, "max_steps": 5, "sync_ref_model": True, "ref_model_sync_steps": 2},
@@ -26,19 +36,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """The policy's weights, put together from the strategy's slices."""
+    """The policy's weights, and a critic's, put together from the strategy's slices."""
+    critic = critic_of(causal_lm(trainer.accelerator.unwrap_model(trainer.model)))
+    found = sliced(trainer, trainer.model_wrapped)
+    return found if critic is None else found | {f"critic.{n}": w for n, w in sliced(trainer, critic).items()}
+
+
+def sliced(trainer: Any, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found: dict[str, list[torch.Tensor]] = {}
-    for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 10, None):
+    for piece in trainer.run.strategy.slices(model, 1 << 10, None):
         found.setdefault(piece.name, []).append(piece.values.clone())
     return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def models_of(name: str, out: Path) -> dict[str, Any]:
-    """Policy, reference and reward model loaded by name, where a case is about models that are never trained."""
-    if name != "frozen":
+    """Policy, reference and reward model loaded by name, where a case is about models that are never trained, or a new head; an
+    adapter."""
+    if name == "ppo_second_adapter":
+        return {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_alpha=16)}
+    if name not in ("frozen", "reward"):
         return {}
     policy, judge = named_models(out / "named")
-    return {"model": policy, "rewards": [spread, judge]}
+    return {"model": policy, **({"rewards": [spread, judge]} if name == "frozen" else {})}
 
 
 def main() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,13 @@ def zero_config(stage: int) -> dict[str, Any]:
 PROMPTS = [f"{a}{b}=" for a in range(6) for b in range(4)]
 
 
+# What stands beside a prompt in the rows of trainers that generate nothing.
+ANSWERS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "SFT": lambda p: {"completion": f"{p[0]}1"},
+    "Reward": lambda p: {"chosen": p[0] * (1 + int(p[1])), "rejected": p[:2], "margin": int(p[1]) / 8},
+}
+
+
 def spread(completions: list[str], **columns: Any) -> list[float]:
     """A number from the text, so that rewards differ within a group."""
     return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
@@ -102,14 +111,18 @@ def named_models(folder: Path) -> tuple[str, str]:
     return str(policy), str(judge)
 
 
+def classes_of(algorithm: str) -> tuple[Any, Any]:
+    """The configuration and the trainer of an algorithm: the library's, or of a user's own file."""
+    name = "examples.own_algorithm" if algorithm == "Reinforce" else "lowpeak"
+    where = importlib.import_module(name)
+    return getattr(where, f"{algorithm}Config"), getattr(where, f"{algorithm}Trainer")
+
+
 def build(
     algorithm: str, folder: Path, arguments: dict[str, Any], model: Any = None, rewards: Any = None, **more: Any
 ) -> Any:
     """A small trainer: 8 completions of 2 prompts a rollout, whatever the number of ranks."""
-    import lowpeak
-
-    config = getattr(lowpeak, f"{algorithm}Config")
-    trainer = getattr(lowpeak, f"{algorithm}Trainer")
+    config, trainer = classes_of(algorithm)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = char_tokenizer()
     base = {
@@ -129,13 +142,14 @@ def build(
         "max_completion_length": 6,
         "kv_cache_bytes": 1 << 24,
     }
-    if algorithm == "SFT":
+    rows = [{"prompt": p, **ANSWERS.get(algorithm, lambda p: {})(p)} for p in PROMPTS]
+    if algorithm in ANSWERS:
         for name in ("num_generations", "max_completion_length", "kv_cache_bytes"):
             base.pop(name)
-        rows = [{"prompt": p, "completion": f"{p[0]}1"} for p in PROMPTS]
     else:
-        rows = [{"prompt": p} for p in PROMPTS]
         more["reward_funcs"] = rewards or spread
+    if algorithm == "Reward":
+        base.pop("logprob_chunk_size")
     args = config(**{**base, **arguments})
     allow_meshes_on_cpu()
     return trainer(

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent
+PLACES = (TESTS.parent / "src", TESTS.parent, TESTS, TESTS / "distributed")  # the root for what examples/ holds
 # Without the threshold glibc keeps freed shards in its heaps, and resident memory says nothing.
 QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "DS_ACCELERATOR": "cpu"}
 
@@ -37,7 +38,7 @@ def start(
     common = {
         **os.environ,
         **QUIET,
-        "PYTHONPATH": os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), str(TESTS / "distributed")]),
+        "PYTHONPATH": os.pathsep.join(map(str, PLACES)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(world_size),

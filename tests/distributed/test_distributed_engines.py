@@ -32,6 +32,16 @@ def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_pa
     assert MOST_RETURNS >= 1
 
 
+def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path: Path) -> None:
+    succeed(lost_ranks.stop_while_one_waits, tmp_path)
+    calm, waiting = seen(tmp_path)
+    assert waiting["seconds"] < 10  # the wait was of 40
+    saved = tmp_path / "run/checkpoint-1"
+    for found in (calm, waiting):
+        assert found["error"].startswith(f"KeyboardInterrupt: stopped on request; everything is saved in {saved}.")
+    assert (saved / "trainer_state.json").exists()
+
+
 def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path: Path) -> None:
     succeed(lost_ranks.share_prompts, tmp_path)
     first, second = seen(tmp_path)

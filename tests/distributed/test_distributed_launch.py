@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from hosts import SCRIPT, Host, finish, kill_all, port, two_hosts, wait_for
 
 from lowpeak.cli.accelerate_config import FOLDER
 from lowpeak.cli.main import main
+from processes import are_gone
 from tiny import char_tokenizer, tiny_model
 
 REWARD = """
@@ -119,6 +123,26 @@ def test_a_process_runs_twice_and_leaves_its_process_group_at_its_exit(folder: P
     assert ended[0][1].count("at exit in a process group: False") == 2
     is_the_same_run(found(folder, "twice"), alone)
     assert (folder / "out7/model.safetensors").read_bytes() == (folder / "out8/model.safetensors").read_bytes()
+
+
+def test_ranks_save_and_end_when_their_launcher_was_killed(folder: Path) -> None:
+    here, log, out = Host("127.0.0.1", "lo", None), folder / "orphans.log", folder / "out9"
+    command = words(folder, "out9", 2, max_steps=100_000)
+    launcher = here.start(["-m", "lowpeak", *command, "--accelerate_config", "ddp", "--num_processes", "2"], log)
+    ranks: list[psutil.Process] = []
+    try:
+        wait_for('"step":3,', out / "journal/steps.jsonl", launcher, 100)
+        ranks = psutil.Process(launcher.pid).children(recursive=True)
+        launcher.kill()
+        launcher.wait(10)
+        assert len(ranks) == 2
+        assert are_gone([rank.pid for rank in ranks], 20)
+        assert list(out.glob("checkpoint-*/lowpeak_state.json"))
+    finally:
+        kill_all(launcher)
+        for rank in ranks:
+            with suppress(psutil.NoSuchProcess):
+                rank.send_signal(signal.SIGKILL)
 
 
 def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, alone: dict[str, Any]) -> None:

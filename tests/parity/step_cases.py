@@ -116,7 +116,7 @@ def micro_batches(algorithm, records, budget):
         range(len(records)),
         budget,
         lambda num_tokens: algorithm.reduction(num_tokens, counts),
-        per_sequence=algorithm.unit != "token",
+        unit=algorithm.unit,
     )
 
 

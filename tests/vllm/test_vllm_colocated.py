@@ -16,7 +16,7 @@ from lowpeak.ranks import Ranks, has_group
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.stop import end_token_ids
-from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
@@ -52,8 +52,8 @@ def over(trainer, **settings):
     made = VllmEngine(
         lambda: vllms,
         replace(trainer.maker.settings.vllm, **settings),
-        Model(lambda sampling: end_token_ids(model, TOKENIZER, sampling), len(TOKENIZER)),
-        Company(Ranks()),
+        PolicyFacts(lambda sampling: end_token_ids(model, TOKENIZER, sampling), len(TOKENIZER)),
+        Callers(Ranks()),
         push,
         prove,
     )
@@ -208,7 +208,11 @@ def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tm
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"vllm_engine_kwargs": {"no_such_option": 1}}, ArgumentError, "vllm_engine_kwargs=.*no_such_option"),
+        (
+            {"vllm_engine_kwargs": {"no_such_option": 1}},
+            ArgumentError,
+            "vllm_engine_kwargs has no_such_option, which vLLM does not take",
+        ),
         (
             {"vllm_max_model_length": 4096},
             ArgumentError,

@@ -23,7 +23,7 @@ from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import ServerVllm, connect
 from lowpeak.rollout.vllm.vllm import Request
@@ -192,7 +192,7 @@ def slices_of(model):
 def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sent(servers):
     policy, told = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
     engine = VllmEngine(
-        lambda: connect(told.where), told, Model(lambda sampling: {EOS}, 13), Company(Ranks()), push, prove
+        lambda: connect(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), Callers(Ranks()), push, prove
     )
     prompts = [Prompt(i, (2 + i, 5, 6), f"{i}") for i in range(6)]
     engine.wake()

@@ -8,10 +8,11 @@ from typing import Literal
 
 from torch import Tensor
 
-from lowpeak.records import Metric, Record, TokenBatch
+from lowpeak.records import Metric, Record, TokenBatch, Unit
 
 Need = Literal["old", "reference", "values", "entropy"]
-Unit = Literal["token", "sequence", "pair"]
+# The coefficient that says how much of the values' gradient reaches a backbone that is the policy's too (1: all of it).
+VALUES_GRADIENT = "values_gradient"
 
 
 @dataclass(frozen=True)
@@ -24,18 +25,38 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class Selection:
-    """Station 6's answer: the rows to use, as indices into the records, and how many groups were dropped."""
+    """Station 6's answer: the rows to use, as indices into the records, how many groups were dropped, and numbers of it.
+
+    Where the unit is a pair, the rows kept of a group are one.
+    """
 
     rows: tuple[int, ...]
     num_missing_groups: int
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Advantages:
-    """Station 9's answer: per record one float32 [C] of advantages, and the statistics of the whole rollout."""
+    """Station 9's answer: per record one float32 [C] of advantages, and the statistics of the whole rollout.
+
+    `returns` are what a critic's values are to become, as long as the advantages.
+    """
 
     per_token: tuple[Tensor, ...]
     metrics: Mapping[str, Metric]
+    returns: tuple[Tensor, ...] | None = None
+
+
+@dataclass(frozen=True)
+class ValueTerm:
+    """What is trained on a model's values (PPO's critic, a reward model's scores).
+
+    loss     (values_T, tokens) -> loss_U, added to the policy's under the same weights
+    measure  the same, detached -> metrics
+    """
+
+    loss: Callable[[Tensor, TokenBatch], Tensor]
+    measure: Callable[[Tensor, TokenBatch], dict[str, Metric]]
 
 
 @dataclass(frozen=True)
@@ -43,19 +64,22 @@ class Algorithm:
     """GRPO, RLOO, PPO or Online DPO as functions of tensors and numbers.
 
     name        as users know it
-    unit        what the loss's weights weigh: a token's own loss, or a whole sequence's; a unit is never cut
+    unit        what the loss's weights weigh: a token's own loss, a sequence's or a pair's; a unit is never cut
     needs       what station 8 scores, without gradients, and fixes for the rollout
     loss_entropy whether the loss uses the policy's entropy (so that its gradient is formed)
     select      records with rewards -> rows to use
-    advantages  records with rewards and scored log-probs -> advantages
-    reduction   (counted tokens of a row, counts of the step) -> weight of each of that row's units
-    loss        (logprobs_T, entropy_T or None, tokens) -> loss_U; differentiable, no host synchronisation
+    advantages  (records with rewards and scored log-probs, state) -> advantages
+    reduction   (counted tokens of a row, or of a pair, counts of the step) -> weight of each of its units
+    loss        (logprobs_T, entropy_T or None, tokens) -> loss_U; differentiable, no host synchronisation; None where only
+                values are trained
     measure     the same inputs, detached -> metrics
+    values      what is trained on the values that the model gives beside its log-probs, or in their place
     coupled     whether a token's loss needs its whole row, although the unit is a token: then it is not formed in one visit
     idle        whether a row whose advantages are all exactly zero changes nothing, so that it need not be trained on
     state       the algorithm's own numbers at the start (adaptive coefficients); handed to losses as
                 `tokens.coefficients`, checkpointed
-    update      (state, the step's metrics as numbers) -> next state
+    update      (state, the step's metrics as numbers, and the epoch that it ended at) -> next state
+    spent       (the step's metrics as numbers) -> whether its rollout shall serve no further step
     """
 
     name: str
@@ -63,11 +87,13 @@ class Algorithm:
     needs: frozenset[Need]
     loss_entropy: bool
     select: Callable[[Sequence[Record]], Selection]
-    advantages: Callable[[Sequence[Record]], Advantages]
+    advantages: Callable[[Sequence[Record], Mapping[str, float]], Advantages]
     reduction: Callable[[int, StepCounts], float]
-    loss: Callable[[Tensor, Tensor | None, TokenBatch], Tensor]
+    loss: Callable[[Tensor, Tensor | None, TokenBatch], Tensor] | None
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
     idle: bool
     coupled: bool = False
+    values: ValueTerm | None = None
     state: Mapping[str, float] = field(default_factory=dict)
     update: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda state, metrics: state
+    spent: Callable[[Mapping[str, float]], bool] = lambda metrics: False

@@ -15,7 +15,9 @@ Shapes: T counted tokens of a micro-batch, B of its rows, C tokens of one comple
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -24,10 +26,24 @@ from lowpeak.algorithms.algorithm import Advantages
 from lowpeak.algorithms.importance import bounded_exp, old_logprobs
 from lowpeak.algorithms.rows import over_tokens, row_sums, row_values
 from lowpeak.algorithms.select import loss_mask
-from lowpeak.config.algorithm import Correction, GRPOSettings, RLOOSettings
+from lowpeak.config.algorithm import Correction
 from lowpeak.records import Metric, Record, TokenBatch
 
 _METRIC = "sampling/importance_sampling_ratio"
+
+
+class Corrected(Protocol):
+    """Settings that say whether a correction is fixed for the rollout, and which tokens it counts."""
+
+    @property
+    def rollout_correction(self) -> Correction | None:
+        """The correction, or None."""
+        ...
+
+    @property
+    def mask_truncated(self) -> bool:
+        """Whether completions that were cut count no token."""
+        ...
 
 
 def correction_weight(correction: Correction, drift: Tensor) -> Tensor:
@@ -53,9 +69,10 @@ def step_weights(correction: Correction, logprobs_T: Tensor, tokens: TokenBatch)
 
 
 def corrected_advantages(
-    settings: GRPOSettings | RLOOSettings,
+    settings: Corrected,
     advantages: Callable[[Sequence[Record]], Advantages],
     records: Sequence[Record],
+    state: Mapping[str, float],
 ) -> Advantages:
     """The advantages of `advantages(records)` times their weights, where old log-probs are scored; else as they are."""
     found, correction = advantages(records), settings.rollout_correction
@@ -66,7 +83,7 @@ def corrected_advantages(
     units = [_units(correction, *pair) for pair in zip(weights, masks, strict=True)]
     per_token = tuple(a * w for a, w in zip(found.per_token, weights, strict=True))
     metrics = _metrics(*(torch.cat(part) for part in zip(*units, strict=True)))
-    return Advantages(per_token, {**found.metrics, **metrics})
+    return replace(found, per_token=per_token, metrics={**found.metrics, **metrics})
 
 
 def measure_correction(

@@ -11,13 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms.algorithm import Unit
 from lowpeak.algorithms.correction import measure_correction, step_weights
 from lowpeak.algorithms.importance import importance_ratio, old_logprobs, product_ratio
 from lowpeak.algorithms.losses import grpo_kl
 from lowpeak.algorithms.rows import over_tokens, row_means, row_sums, row_values
 from lowpeak.config.algorithm import Correction, GRPOSettings, RLOOSettings
-from lowpeak.records import Metric, TokenBatch
+from lowpeak.records import Metric, TokenBatch, Unit
 
 
 def measure_grpo(
@@ -28,11 +27,11 @@ def measure_grpo(
     `cispo_clip_ratio` is the share of tokens above the ceiling with a positive advantage, as in TRL.
     """
     unit: Unit = settings.importance_level
-    counted_T = _counted(tokens, unit)
+    counted_T = counted_tokens(tokens, unit)
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    metrics = _measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
+    metrics = measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
     if settings.beta != 0.0:
-        metrics["kl"] = _mean(grpo_kl(settings, logprobs_T, ratio_T, tokens), counted_T)
+        metrics["kl"] = mean_of(grpo_kl(settings, logprobs_T, ratio_T, tokens), counted_T)
     if settings.loss_type == "cispo":
         high_T = (ratio_T > 1.0 + settings.clip_high) & (tokens.advantages_T > 0)
         metrics["cispo_clip_ratio"] = _share(high_T, tokens, counted_T, unit)
@@ -45,28 +44,28 @@ def measure_rloo(
     settings: RLOOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch
 ) -> dict[str, Metric]:
     """Clipping of rows, entropy and drift of the sampler."""
-    counted_T = _counted(tokens, "sequence")
+    counted_T = counted_tokens(tokens, "sequence")
     ratio_T = over_tokens(product_ratio(logprobs_T, tokens), tokens)
-    metrics = _measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
+    metrics = measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
     return metrics | _clip_ratios(ratio_T, tokens, counted_T, "sequence", settings.clip_low, settings.clip_high)
 
 
 def measure_supervised(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
     """Entropy, where it is given."""
-    return {} if entropy_T is None else {"entropy": _mean(entropy_T, _counted(tokens, "token"))}
+    return {} if entropy_T is None else {"entropy": mean_of(entropy_T, counted_tokens(tokens, "token"))}
 
 
-def _measure_pass(
+def measure_pass(
     correction: Correction | None, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch, counted_T: Tensor
 ) -> dict[str, Metric]:
     """What is asked of every policy pass: entropy, how far old is from what the sampler said, in nats, and its correction."""
-    metrics = {} if entropy_T is None else {"entropy": _mean(entropy_T, counted_T)}
+    metrics = {} if entropy_T is None else {"entropy": mean_of(entropy_T, counted_T)}
     if tokens.sampling_T is not None:
         drift_T = (old_logprobs(logprobs_T, tokens) - tokens.sampling_T).abs()
         # An engine that could not score a token says NaN: no drift is known there, which is not a drift of zero.
         known_T = torch.where(drift_T.isnan(), 0.0, counted_T)
         drift_T = drift_T.nan_to_num(nan=0.0)
-        metrics["sampling/sampling_logp_difference/mean"] = _mean(drift_T, known_T)
+        metrics["sampling/sampling_logp_difference/mean"] = mean_of(drift_T, known_T)
         metrics["sampling/sampling_logp_difference/max"] = Metric((drift_T * known_T).max(), kind="max")
     if correction is not None:
         weights_T = step_weights(correction, logprobs_T, tokens)
@@ -92,7 +91,7 @@ def _clip_ratios(
     }
 
 
-def _counted(tokens: TokenBatch, unit: Unit) -> Tensor:
+def counted_tokens(tokens: TokenBatch, unit: Unit) -> Tensor:
     """1.0 at tokens whose unit weighs something: float [T]. The unit is told, since B can equal T by chance."""
     weights_T = tokens.weights_U if unit == "token" else over_tokens(tokens.weights_U, tokens)
     return (weights_T > 0).to(weights_T.dtype)
@@ -102,9 +101,10 @@ def _share(flags_T: Tensor, tokens: TokenBatch, counted_T: Tensor, unit: Unit) -
     """The share of counted units with the flag; a row's tokens share theirs when the unit is a sequence."""
     values_T = flags_T.to(counted_T.dtype)
     if unit == "token":
-        return _mean(values_T, counted_T)
-    return _mean(row_values(values_T, tokens), row_values(counted_T, tokens))
+        return mean_of(values_T, counted_T)
+    return mean_of(row_values(values_T, tokens), row_values(counted_T, tokens))
 
 
-def _mean(values: Tensor, counted: Tensor) -> Metric:
+def mean_of(values: Tensor, counted: Tensor) -> Metric:
+    """The mean of what counts."""
     return Metric((values * counted).sum(), counted.sum())

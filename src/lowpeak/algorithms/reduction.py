@@ -47,6 +47,11 @@ def sequence_mean(length: int, counts: StepCounts) -> float:
     return 1.0 / counts.num_rows if length else 0.0
 
 
+def pair_mean(length: int, counts: StepCounts) -> float:
+    """A pair's share of the mean over pairs, which have two rows each: 2 / N."""
+    return 2.0 / counts.num_rows if length else 0.0
+
+
 def grpo_reduction(settings: GRPOSettings) -> Reduction:
     """The weight that a loss type gives to a unit: a token, or at sequence level a whole row."""
     token_weight: Reduction = token_mean

@@ -1,6 +1,6 @@
 """Rows: sums and means over each row's counted tokens, as segment sums that never wait for the device.
 
-Shapes: T counted tokens of a micro-batch, B of its rows. A row without counted tokens gives 0.
+Shapes: T counted tokens of a micro-batch, B of its rows, U of its pairs. A row without counted tokens gives 0.
 """
 
 from __future__ import annotations
@@ -29,3 +29,9 @@ def row_values(values_T: Tensor, tokens: TokenBatch) -> Tensor:
 def over_tokens(values_B: Tensor, tokens: TokenBatch) -> Tensor:
     """Each row's value at each of its tokens: [T]."""
     return values_B.index_select(0, tokens.rows_T)
+
+
+def pair_sums(values_B: Tensor, tokens: TokenBatch) -> Tensor:
+    """`sum(values_B[pairs_B == u])` for each pair u: [U]."""
+    assert tokens.pairs_B is not None, "the unit is a pair"
+    return values_B.new_zeros(len(tokens.weights_U)).index_add(0, tokens.pairs_B, values_B)

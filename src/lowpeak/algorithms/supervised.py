@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -30,5 +30,5 @@ def make_supervised() -> Algorithm:
     )
 
 
-def _no_advantages(records: Sequence[Record]) -> Advantages:
+def _no_advantages(records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
     return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), {})

@@ -14,8 +14,10 @@ from torch import Tensor
 from lowpeak.batching.assign import assign
 from lowpeak.batching.counted import CountedTokens
 from lowpeak.batching.forest import plant
-from lowpeak.batching.prefix import Costs, Layout, assign_rows, fill, shared_parts, single_parts
-from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree
+from lowpeak.batching.prefix import Costs, Layout, Part, assign_rows, fill, shared_parts, single_parts
+from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree, Unit
+
+_FAR_BELOW = -1e3  # in nats
 
 
 @dataclass(frozen=True)
@@ -42,21 +44,22 @@ class Budget:
         return -(-length // self.multiple) * self.multiple
 
 
-def cut(lengths: Sequence[int], budget: Budget) -> list[tuple[int, ...]]:
+def cut(lengths: Sequence[int], budget: Budget, bound: Sequence[int] | None = None) -> list[tuple[int, ...]]:
     """Row indices of each micro-batch: longest first, so that what does not fit fails at once and padding stays small.
 
-    A row longer than the budget is a micro-batch of its own: units are never cut.
+    A unit longer than the budget is a micro-batch of its own: units are never cut. Rows are units, or those of one number in
+    `bound` together.
     """
-    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    units = _units(range(len(lengths)) if bound is None else bound)
     batches: list[list[int]] = []
     room = 0
-    for index in order:
-        if room <= 0:
-            width = budget.padded(lengths[index])
+    for unit in sorted(units, key=lambda rows: (-max(lengths[i] for i in rows), rows)):
+        if room < len(unit):
+            width = budget.padded(max(lengths[i] for i in unit))
             batches.append([])
-            room = max(1, budget.max_tokens // width)
-        batches[-1].append(index)
-        room -= 1
+            room = max(len(unit), budget.max_tokens // width)
+        batches[-1] += unit
+        room -= len(unit)
     return [tuple(batch) for batch in batches]
 
 
@@ -66,41 +69,99 @@ def pack(
     budget: Budget,
     unit_weight: Callable[[int], float] | None = None,
     *,
-    per_sequence: bool = False,
+    unit: Unit = "token",
 ) -> list[MicroBatch]:
     """Micro-batches of `records[indices]`; each of a row's units weighs `unit_weight(its counted tokens)` (None: 0).
 
-    Rows without a counted token are left out: nothing of them reaches a loss or a score.
+    Rows without a counted token are left out: nothing of them reaches a loss or a score. Where the unit is a pair, the rows of
+    a group are one, which weighs `unit_weight(the counted tokens of both)`, and is left out when one of them is.
     """
-    counts = CountedTokens.of([records[i] for i in indices]).counts()
-    kept = [i for i, count in zip(indices, counts, strict=True) if count]
-    batches = arrange(*_sizes(records, kept, budget), budget)
+    kept = _with_counted_tokens(records, indices, unit)
+    batches = arrange(*_sizes(records, kept, budget), budget, _bound(records, kept, unit))
     seen: set[tuple[int, ...]] = set()
     return [
-        _build(records, [[kept[j] for j in part] for part in parts], budget, seen, unit_weight, per_sequence)
+        _build(records, [[kept[j] for j in part] for part in parts], budget, seen, unit_weight, unit)
         for parts in batches
     ]
 
 
 def arrange(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], budget: Budget
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[int],
+    budget: Budget,
+    bound: Sequence[int] | None = None,
 ) -> list[list[tuple[int, ...]]]:
-    """The parts of each micro-batch, for rows of these prompts that need so many tokens after them."""
+    """The parts of each micro-batch, for rows of these prompts that need so many tokens after them.
+
+    Rows of the same number in `bound` stay in one micro-batch, which is larger than the budget where they do not fit.
+    """
     if budget.layout == "padded":
         lengths = [len(prompt) + length for prompt, length in zip(prompts, completions, strict=True)]
-        return [[(row,) for row in batch] for batch in cut(lengths, budget)]
+        return [[(row,) for row in batch] for batch in cut(lengths, budget, bound)]
+    blocks = _blocks(prompts, completions, budget, bound)
+    sizes = [sum(part.num_tokens for part in block) for block in blocks]
+    return [[part.rows for b in batch for part in blocks[b]] for batch in fill(sizes, budget.capacity)]
+
+
+def _blocks(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], budget: Budget, bound: Sequence[int] | None
+) -> list[list[Part]]:
+    """Parts that stay together: each by itself, or those of the rows of one number in `bound`."""
+    if bound is None:
+        return [[part] for part in _parts(prompts, completions, budget, budget.capacity)]
+    return [_unit_parts(prompts, completions, rows, budget) for rows in _units(bound)]
+
+
+def _parts(prompts: Sequence[tuple[int, ...]], completions: Sequence[int], budget: Budget, capacity: int) -> list[Part]:
     if budget.layout == "shared":
-        trees = shared_parts(prompts, completions, budget.capacity, budget.costs)
-    else:
-        trees = single_parts(prompts, completions)
-    return [[trees[t].rows for t in batch] for batch in fill([tree.num_tokens for tree in trees], budget.capacity)]
+        return shared_parts(prompts, completions, capacity, budget.costs)
+    return single_parts(prompts, completions)
 
 
-def share(records: Sequence[Record], indices: Sequence[int], budget: Budget, num_ranks: int) -> list[tuple[int, ...]]:
+def _unit_parts(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], rows: Sequence[int], budget: Budget
+) -> list[Part]:
+    """The parts of rows that stay together, whatever room they take."""
+    own_prompts, lengths = [prompts[i] for i in rows], [completions[i] for i in rows]
+    capacity = sum(map(len, own_prompts)) + sum(lengths)
+    parts = _parts(own_prompts, lengths, budget, capacity)
+    return [Part(tuple(rows[j] for j in part.rows), part.prompt, part.completions) for part in parts]
+
+
+def _units(bound: Sequence[int]) -> list[list[int]]:
+    """Rows of the same number, in the order of their first row."""
+    units: dict[int, list[int]] = {}
+    for row, number in enumerate(bound):
+        units.setdefault(number, []).append(row)
+    return list(units.values())
+
+
+def _bound(records: Sequence[Record], indices: Sequence[int], unit: Unit) -> list[int] | None:
+    """What rows are bound by: the group of a pair's."""
+    return [records[i].group for i in indices] if unit == "pair" else None
+
+
+def _with_counted_tokens(records: Sequence[Record], indices: Sequence[int], unit: Unit) -> list[int]:
+    counts = CountedTokens.of([records[i] for i in indices]).counts()
+    without = {i for i, count in zip(indices, counts, strict=True) if not count}
+    if unit != "pair":
+        return [i for i in indices if i not in without]
+    broken = {records[i].group for i in without}
+    return [i for i in indices if records[i].group not in broken]
+
+
+def share(
+    records: Sequence[Record], indices: Sequence[int], budget: Budget, num_ranks: int, unit: Unit = "token"
+) -> list[tuple[int, ...]]:
     """`indices` for each rank, balanced by the tokens that it forwards, the same answer on every rank."""
     if num_ranks == 1:
         return [tuple(indices)]
     prompts, completions = _sizes(records, indices, budget)
+    bound = _bound(records, indices, unit)
+    if bound is not None:
+        units = _units(bound)
+        loads = [sum(p.num_tokens for p in _unit_parts(prompts, completions, rows, budget)) for rows in units]
+        return [tuple(indices[j] for u in mine for j in units[u]) for mine in assign(loads, num_ranks)]
     if budget.layout == "shared":
         shares = assign_rows(prompts, completions, num_ranks, budget.costs)
     else:
@@ -111,10 +172,12 @@ def share(records: Sequence[Record], indices: Sequence[int], budget: Budget, num
 def masked(budget: Budget) -> MicroBatch:
     """A micro-batch for a rank with nothing left: one row of two tokens, one counted token, weight 0.
 
-    Its layout is that of the others, so that all ranks run the same kind of forward.
+    Its layout is that of the others, so that all ranks run the same kind of forward. Its loss may hold a KL, which is finite: the
+    reference is far below any policy's log-prob, since exp(reference - policy) must not overflow before it is weighed.
     """
-    one = torch.zeros(1, dtype=torch.int64)
-    tokens = TokenBatch(rows_T=one, num_rows=1, weights_U=torch.zeros(1), advantages_T=torch.zeros(1))
+    one, zero = torch.zeros(1, dtype=torch.int64), torch.zeros(1)
+    far = torch.full((1,), _FAR_BELOW)
+    tokens = TokenBatch(one, 1, zero, zero, reference_T=far, values_T=zero, returns_T=zero, pairs_B=one)
     ids = torch.full((1, 2), budget.pad_id, dtype=torch.int64)
     forest = None if budget.layout == "padded" else Forest((Tree(0, 0, (2,)),), torch.arange(2)[None])
     return MicroBatch(ids, one, one, tokens, (), 0, forest)
@@ -136,14 +199,14 @@ def _build(
     budget: Budget,
     seen: set[tuple[int, ...]],
     unit_weight: Callable[[int], float] | None,
-    per_sequence: bool,
+    unit: Unit,
 ) -> MicroBatch:
     """The micro-batch of these parts; `seen` are the prompts that the pass has had before, and grows by its own."""
     indices = [i for part in parts for i in part]
     rows = [records[i] for i in indices]
     counted = CountedTokens.of(rows)
     targets = torch.cat([row.completion.ids for row in rows])[counted.places_T]
-    tokens = _constants_of(rows, counted, unit_weight, per_sequence)
+    tokens = _constants_of(rows, counted, unit_weight, unit)
     ids, positions, forest, num_tokens = _laid(rows, counted, [len(part) for part in parts], budget)
     useful = num_tokens - _forwarded_again([records[part[0]].prompt_ids for part in parts], seen)
     return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful, forest)
@@ -182,19 +245,36 @@ def _layout(rows: Sequence[Record], counted: CountedTokens, budget: Budget) -> t
 
 
 def _constants_of(
-    rows: Sequence[Record], counted: CountedTokens, unit_weight: Callable[[int], float] | None, per_sequence: bool
+    rows: Sequence[Record], counted: CountedTokens, unit_weight: Callable[[int], float] | None, unit: Unit
 ) -> TokenBatch:
-    weights_R = torch.tensor([unit_weight(n) if unit_weight else 0.0 for n in counted.counts()], dtype=torch.float32)
     advantages_T = _optional(counted, [row.advantages for row in rows])
+    pairs_B = None if unit != "pair" else _pairs([row.group for row in rows])
     return TokenBatch(
         rows_T=counted.rows_T,
         num_rows=len(rows),
-        weights_U=weights_R if per_sequence else weights_R[counted.rows_T],
+        weights_U=_weights(counted, unit_weight or (lambda count: 0.0), unit, pairs_B),
         advantages_T=torch.zeros(len(counted.rows_T)) if advantages_T is None else advantages_T,
         sampling_T=_optional(counted, [row.completion.logprobs for row in rows]),
         old_T=_optional(counted, [row.old for row in rows]),
         reference_T=_optional(counted, [row.reference for row in rows]),
+        values_T=_optional(counted, [row.values for row in rows]),
+        returns_T=_optional(counted, [row.returns for row in rows]),
+        pairs_B=pairs_B,
     )
+
+
+def _weights(counted: CountedTokens, unit_weight: Callable[[int], float], unit: Unit, pairs_B: Tensor | None) -> Tensor:
+    """What each unit weighs, by the counted tokens of its row, or of its pair: float32 [U]."""
+    counts_B = torch.tensor(counted.counts())
+    counts = counts_B if pairs_B is None else torch.bincount(pairs_B, weights=counts_B).long()
+    weights = torch.tensor([unit_weight(count) for count in counts.tolist()], dtype=torch.float32)
+    return weights[counted.rows_T] if unit == "token" else weights
+
+
+def _pairs(groups: Sequence[int]) -> Tensor:
+    """Which pair each row is of, pairs numbered in the order of their first row: int64 [B]."""
+    numbers: dict[int, int] = {}
+    return torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
 
 
 def _optional(counted: CountedTokens, values: Sequence[Tensor | None]) -> Tensor | None:

@@ -17,9 +17,10 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from lowpeak.checkpoint.tensor_file import Layout, TensorFiles
+from lowpeak.critic import is_critics
 from lowpeak.errors import CheckpointError
 from lowpeak.records import WeightSlice
-from lowpeak.strategies.outgoing import plain_name
+from lowpeak.strategies.outgoing import parts_tied, plain_name
 
 SLICE_BYTES = 8 << 20
 FILE_BYTES = 50 * 10**9  # transformers' own
@@ -146,14 +147,19 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 def _persistent(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
+        if is_critics(prefix):
+            continue
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield plain_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def write_settings(folder: Path, model: Any, dtype: torch.dtype) -> None:
-    """Write config and generation config, and the code of a model that brings its own."""
+def write_settings(folder: Path, model: Any, layout: Layout) -> None:
+    """Write config and generation config for these weights, and the code of a model that brings its own."""
     config = copy.deepcopy(model.config)
+    if parts_tied(model, layout):
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    dtype = next(dtype for _, dtype in layout.values() if dtype.is_floating_point)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
     if getattr(model, "_auto_class", None) is not None:

@@ -36,7 +36,7 @@ ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
 _RANKS = "world_size"
-_PER_TOKEN = ("old", "reference", "values", "entropy", "advantages")
+_PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
 _OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
 

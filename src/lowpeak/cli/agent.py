@@ -69,6 +69,8 @@ def _surroundings(environ: Mapping[str, str]) -> Iterator[None]:
         yield
     finally:
         agent.setLevel(before)
+        for name in environ:
+            os.environ.pop(name, None)  # this process is no rank
 
 
 class _CtrlC:

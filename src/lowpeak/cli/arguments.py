@@ -25,7 +25,7 @@ class ModelArguments:
 
 @dataclass(frozen=True)
 class DataArguments:
-    """Where the rows come from, and how a row becomes a prompt (and, for supervised training, a completion)."""
+    """Where the rows come from, and how a row becomes a prompt (and, where rows are trained on, its answers)."""
 
     dataset: str = field(
         default="",
@@ -45,6 +45,8 @@ class DataArguments:
     )
     prompt_column: str = field(default="prompt", metadata={"help": "column that holds the prompt"})
     completion_column: str = field(default="completion", metadata={"help": "column that holds the completion (sft)"})
+    chosen_column: str = field(default="chosen", metadata={"help": "column that holds the better answer (reward)"})
+    rejected_column: str = field(default="rejected", metadata={"help": "column that holds the worse answer (reward)"})
     conversational: bool = field(
         default=False, metadata={"help": "wrap a prompt that is a string in a chat: one message of the user"}
     )
@@ -60,6 +62,16 @@ class RewardArguments:
         metadata={
             "help": "path/to/file.py:function, package.module.function or a reward model; several get --reward_weights"
         },
+    )
+
+
+@dataclass(frozen=True)
+class JudgeArguments(RewardArguments):
+    """What judges the completions, where a judge may compare them."""
+
+    judge: str | None = field(
+        default=None,
+        metadata={"help": "in place of rewards: path/to/file.py:object or package.module.object, with a method judge"},
     )
 
 

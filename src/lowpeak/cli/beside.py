@@ -1,7 +1,7 @@
 """`--train_devices` and `--vllm_devices`: one command runs vLLM servers and the trainer beside them, each on devices of its own.
 
 The trainer is the same command again, in a process that sees the training devices alone and is told where the servers are. Here is
-what to start, from what the command was told; `under_way.py` runs it.
+what to start, from what the command was told; `supervisor.py` runs it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from typing import Any
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import check_apart, check_there, named
 from lowpeak.cli.launch import MARK, is_rank, num_devices
-from lowpeak.cli.under_way import Both, UnderWay
+from lowpeak.cli.supervisor import ServersAndTrainer, Supervisor
 from lowpeak.config.resolve_vllm import engine_kwargs
 from lowpeak.errors import ArgumentError
+from lowpeak.rollout.vllm.build import NO_SHARE
 from lowpeak.rollout.vllm.command import CPU, Server, check, visible
-from lowpeak.rollout.vllm.orphans import PARENT, end_with_parent
+from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.token import TOKEN
 from lowpeak.rollout.vllm.versions import require_vllm
+from lowpeak.watch.orphans import end_training_with_parent
 
 BESIDE = "LOWPEAK_BESIDE"  # in the environment of a trainer that this module started
 URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers that were started for it
@@ -38,16 +40,13 @@ FOR_SERVERS = (
     "kv_cache_bytes",
 )
 _OTHERS_SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
-_ORPHAN_SECONDS = 30.0
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
 
 def run_beside_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any]) -> int | None:
     """Start servers and trainer and return the trainer's exit status; None where this process is the one to train."""
     if BESIDE in os.environ:
-        if PARENT in os.environ:
-            end_with_parent(first=True, grace=_ORPHAN_SECONDS)
-            del os.environ[PARENT]  # ranks have other parents
+        end_training_with_parent()
         return None
     if given.get("vllm_devices") is None and given.get("train_devices") is None:
         return None
@@ -56,12 +55,12 @@ def run_beside_servers(kind: str, argv: Sequence[str], given: Mapping[str, Any])
         both = replace(both, servers=())
     elif both.servers:
         require_vllm("--vllm_devices")
-    return UnderWay(both, os.environ).run()
+    return Supervisor(both, os.environ).run()
 
 
 def plan(
     kind: str, argv: Sequence[str], given: Mapping[str, Any], num_devices: int, environ: Mapping[str, str]
-) -> Both:
+) -> ServersAndTrainer:
     """What to start for a command, which saw `given`, on a machine with so many devices; ArgumentError before anything loads."""
     if is_rank(environ) or MARK in environ:
         raise ArgumentError(
@@ -82,7 +81,7 @@ def plan(
         check(server)
     if servers:
         told |= {URLS: ",".join(server.url for server in servers), TOKEN: token}
-    return Both(servers, (sys.executable, "-m", "lowpeak", kind, *argv), told, _logs(given))
+    return ServersAndTrainer(servers, (sys.executable, "-m", "lowpeak", kind, *argv), told, _logs(given))
 
 
 def _logs(given: Mapping[str, Any]) -> Path:
@@ -158,8 +157,9 @@ def _shares(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
 
 def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token: str) -> Server:
     more = engine_kwargs(given.get("vllm_engine_kwargs"))
+    check_options(more, server=True)
     named_by_us = {
-        "gpu_memory_utilization": given.get("vllm_gpu_memory_utilization"),
+        "gpu_memory_utilization": _share(given),
         "max_model_len": given.get("vllm_max_model_length"),
         "model_impl": given.get("vllm_model_impl"),
         "kv_cache_memory_bytes": given.get("kv_cache_bytes"),
@@ -176,6 +176,18 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
             _adapters(given) | {name: value for name, value in named_by_us.items() if value is not None} | more
         ),
     )
+
+
+def _share(given: Mapping[str, Any]) -> float | None:
+    """A server's share of its device; ArgumentError where its cache has a size already."""
+    share: float | None = given.get("vllm_gpu_memory_utilization")
+    if given.get("kv_cache_bytes") is None:
+        return share
+    if share is not None:
+        raise ArgumentError(
+            f"--vllm_gpu_memory_utilization {share} has no effect: --kv_cache_bytes is the size of the cache; remove either."
+        )
+    return NO_SHARE
 
 
 def _adapters(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,11 @@
-"""A data set with the user's own columns to the data contract: `prompt`, and for supervised training `completion`.
+"""A data set with the user's own columns to the data contract: `prompt`, and where rows are trained on, their answers.
 
 Only what was asked for is changed: columns that are not renamed stay, and rewards see them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from lowpeak.cli.arguments import DataArguments
@@ -13,17 +14,15 @@ from lowpeak.errors import DataError
 Row = dict[str, Any]
 
 
-def shape(dataset: Any, arguments: DataArguments, *, supervised: bool = False) -> Any:
-    """The data set with `prompt` (and `completion`) columns, in chat form where the arguments say so."""
-    wanted = {"prompt": arguments.prompt_column}
-    if supervised:
-        wanted["completion"] = arguments.completion_column
-    changed = {name: column for name, column in wanted.items() if name != column}
-    for name, column in changed.items():
-        dataset = _rename(dataset, column, name)
+def shape(dataset: Any, arguments: DataArguments, answers: Sequence[str] = ()) -> Any:
+    """The data set with `prompt` and `answers` (completion; chosen, rejected) as columns, in chat form where told so."""
+    for name in ("prompt", *answers):
+        column = getattr(arguments, f"{name}_column")
+        if column != name:
+            dataset = _rename(dataset, column, name)
     if not arguments.conversational and arguments.system_prompt is None:
         return dataset
-    return dataset.map(lambda row: in_chat_form(row, arguments.system_prompt, supervised=supervised))
+    return dataset.map(lambda row: in_chat_form(row, arguments.system_prompt, answers))
 
 
 def _rename(dataset: Any, column: str, name: str) -> Any:
@@ -35,19 +34,18 @@ def _rename(dataset: Any, column: str, name: str) -> Any:
     return dataset.rename_column(column, name)
 
 
-def in_chat_form(row: Row, system_prompt: str | None, *, supervised: bool = False) -> Row:
+def in_chat_form(row: Row, system_prompt: str | None, answers: Sequence[str] = ()) -> Row:
     """The row's prompt as messages, opened by the system's message when there is one.
 
-    `{"prompt": "2+3"}` becomes `{"prompt": [{"role": "user", "content": "2+3"}]}`; with `supervised`, a completion that
-    is a string becomes the assistant's message.
+    `{"prompt": "2+3"}` becomes `{"prompt": [{"role": "user", "content": "2+3"}]}`; each of `answers` that is a string becomes
+    the assistant's message.
     """
+    if "prompt" not in row:
+        raise DataError("a chat is made of the column 'prompt', which the data set has not; set prompt_column.")
     messages = _messages(row["prompt"], "user")
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    changed = {"prompt": messages}
-    if supervised:
-        changed["completion"] = _messages(row["completion"], "assistant")
-    return changed
+    return {"prompt": messages, **{name: _messages(row[name], "assistant") for name in answers}}
 
 
 def _messages(text: str | list[dict[str, Any]], role: str) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ from typing import Any
 from lowpeak.cli.accelerate_config import AccelerateConfig, read
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.errors import ArgumentError
+from lowpeak.watch.orphans import PARENT, end_training_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
     None where this process is the one to run it: it is a rank already, or there is only one.
     """
     if MARK in os.environ:
+        end_training_with_parent()
         return None
     given = {f.name: getattr(told, f.name) for f in fields(told) if getattr(told, f.name) is not None}
     _check_numbers(given)
@@ -70,7 +72,9 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
             return None
         from lowpeak.cli.agent import run_agent
 
-        return run_agent(["--config_file", file, *words, "-m", "lowpeak", *command], {MARK: "1"})
+        return run_agent(
+            ["--config_file", file, *words, "-m", "lowpeak", *command], {MARK: "1", PARENT: str(os.getpid())}
+        )
 
 
 _LAUNCHED = "the processes run already, started by another launcher; leave it to that launcher"

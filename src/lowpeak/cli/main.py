@@ -19,7 +19,10 @@ Online RL post-training for LLMs that fits the memory you have.
 commands:
   grpo       train a model with GRPO (and bnpo, dr_grpo, dapo, cispo, GSPO)
   rloo       train a model with RLOO
+  ppo        train a model with PPO, and its critic
+  online-dpo train a model with Online DPO, by rewards or by a judge
   sft        train a model on demonstrations
+  reward     train a reward model on preferences
   serve      start a vLLM server that a run can send weights to
   env        print versions and hardware, for bug reports; with --selftest, try vLLM
   preset     print a config for several devices, to change or for `accelerate launch`
@@ -119,7 +122,10 @@ def _preset(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "grpo": _train("grpo"),
     "rloo": _train("rloo"),
+    "ppo": _train("ppo"),
+    "online-dpo": _train("online-dpo"),
     "sft": _train("sft"),
+    "reward": _train("reward"),
     "serve": _serve,
     "env": _env,
     "preset": _preset,

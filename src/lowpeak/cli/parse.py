@@ -52,40 +52,45 @@ def arguments_of(kind: type, group: str | None = None) -> list[Argument]:
     ]
 
 
-def parse(arguments: Sequence[Argument], argv: Sequence[str], program: str) -> dict[str, Any]:
+def parse(
+    arguments: Sequence[Argument], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What the user gave, by name and converted: the YAML file of `--config` first, then the command line over it.
+
+    `rejected` are names that the command does not take, each with what to do instead, beside those that no command takes.
 
     `--help` prints the arguments in groups and exits.
     """
     from lowpeak.config.load import merge
 
     known = {argument.name: argument for argument in arguments}
+    rejected = rejected or {}
     namespace, rest = _make_parser(arguments, program).parse_known_args([_with_underscores(token) for token in argv])
-    _check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], known)
+    _check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], known, rejected)
     if rest:
         raise ArgumentError(f"{rest[0]!r} belongs to no argument; values follow their --argument.")
     given = vars(namespace)
     path = given.pop("config", None)
     over = {name: known[name].read(_unwrap(known[name].hint, value), "--") for name, value in given.items()}
-    return merge(_read_file(path, known) if path else {}, over)
+    return merge(_read_file(path, known, rejected) if path else {}, over)
 
 
-def _read_file(path: str, known: Mapping[str, Argument]) -> dict[str, Any]:
+def _read_file(path: str, known: Mapping[str, Argument], rejected: Mapping[str, str]) -> dict[str, Any]:
     from lowpeak.config.load import load_yaml
 
     settings = load_yaml(path)
     try:
-        _check_names(settings, known)
+        _check_names(settings, known, rejected)
     except ArgumentError as error:
         raise ArgumentError(f"{path}: {error}") from None
     return {name: known[name].read(value, f"{path}: ") for name, value in settings.items()}
 
 
-def _check_names(names: Iterable[str], known: Iterable[str]) -> None:
+def _check_names(names: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
     from lowpeak.config.load import check_names
     from lowpeak.config.rejected import REJECTED
 
-    check_names(names, known, REJECTED | RENAMED)
+    check_names(names, known, {**REJECTED, **RENAMED, **rejected})
 
 
 def _with_underscores(token: str) -> str:

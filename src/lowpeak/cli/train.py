@@ -1,4 +1,4 @@
-"""`lowpeak grpo|rloo|sft`: parse, build a trainer out of what was asked for, train, save."""
+"""`lowpeak grpo|rloo|ppo|online-dpo|sft|reward`: parse, build a trainer out of what was asked for, train, save."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import lowpeak
 from lowpeak.cli.arguments import (
     DataArguments,
+    JudgeArguments,
     LaunchArguments,
     ModelArguments,
     RewardArguments,
@@ -30,7 +31,10 @@ from lowpeak.cli.show import dump
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
 
 Part = TypeVar("Part")
-NAMES = {"grpo": "GRPO", "rloo": "RLOO", "sft": "SFT"}
+NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
+# What follows the prompt in the rows of a job that learns from them alone, so that nothing is generated or rewarded.
+ANSWERS = {"sft": ("completion",), "reward": ("chosen", "rejected")}
+_TASKS = {"reward": "SEQ_CLS"}
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,9 @@ class Job:
     given: Mapping[str, Any]
 
     @property
-    def supervised(self) -> bool:
-        """Whether the job learns from demonstrations, so that nothing is generated or rewarded."""
-        return self.kind == "sft"
+    def online(self) -> bool:
+        """Whether the job learns from what it generates, and so needs a reward."""
+        return self.kind not in ANSWERS
 
 
 def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
@@ -94,21 +98,24 @@ def read_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
 def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """What was told, without the trainer's configuration: making that one takes the devices."""
     config_class = getattr(library, f"{NAMES[kind]}Config")
+    judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     own = {
         ModelArguments: arguments_of(ModelArguments, MODEL),
         DataArguments: arguments_of(DataArguments, DATA),
-        RewardArguments: arguments_of(RewardArguments, REWARDS) if kind != "sft" else [],
+        judging: arguments_of(judging, REWARDS) if kind not in ANSWERS else [],
         RunArguments: arguments_of(RunArguments, LOGGING),
         LaunchArguments: arguments_of(LaunchArguments, DEVICES),
-        ServingArguments: arguments_of(ServingArguments, DEVICES) if kind != "sft" else [],
+        ServingArguments: arguments_of(ServingArguments, DEVICES) if kind not in ANSWERS else [],
     }
     theirs = arguments_of(config_class)
-    given = parse([*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}")
+    given = parse(
+        [*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {})
+    )
 
     def pick(part: type[Part]) -> Part:
         return part(**{each.name: given[each.name] for each in own[part] if each.name in given})
 
-    model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(RewardArguments)
+    model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
     job = Job(kind, model, data, rewards, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
     check(job)
     return job
@@ -125,8 +132,9 @@ def configured(job: Job, library: Any = lowpeak) -> Job:
 def check(job: Job) -> None:
     """Refuse a job without a model, data or rewards, and settings of adapters that no adapter would see."""
     required: dict[str, Any] = {"model": job.model.model, "dataset": job.data.dataset}
-    if not job.supervised:
-        required["reward"] = job.rewards.reward
+    if job.online:
+        names = [each.name for each in dataclasses.fields(job.rewards)]
+        required[" or --".join(names)] = any(getattr(job.rewards, name) for name in names)
     missing = [f"--{name}" for name, value in required.items() if not value]
     if missing:
         raise ArgumentError(
@@ -163,10 +171,12 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
         "args": job.config,
         "train_dataset": train_dataset,
         "eval_dataset": eval_dataset,
-        "peft_config": lora(job.model) if job.model.use_peft else None,
+        "peft_config": lora(job.model, _TASKS.get(job.kind, "CAUSAL_LM")) if job.model.use_peft else None,
     }
-    if not job.supervised:
+    if job.online:
         keywords["reward_funcs"] = load_rewards(job.rewards.reward or [])
+    if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
+        keywords["judge"] = load_judge(job.rewards.judge)
     return getattr(library, f"{NAMES[job.kind]}Trainer")(**keywords)
 
 
@@ -179,7 +189,7 @@ def load_data(job: Job) -> tuple[Any, Any]:
     def open_one(source: str, split: str | None, config: str | None) -> Any:
         if Path(source).exists():  # the file takes the place of the hub's name that a configuration file gave
             split, config = local_split(Path(source), split), None
-        return shape(open_dataset(source, split, config), data, supervised=job.supervised)
+        return shape(open_dataset(source, split, config), data, ANSWERS.get(job.kind, ()))
 
     train = open_one(data.dataset, data.dataset_split, data.dataset_config)
     if data.eval_dataset is None and data.eval_split is None:
@@ -202,14 +212,21 @@ def load_rewards(specs: Sequence[str]) -> list[Any]:
     return [load_reward(spec) for spec in specs]
 
 
-def lora(model: ModelArguments) -> Any:
-    """The adapters' configuration for peft."""
+def load_judge(spec: str) -> Any:
+    """The judge that a spec names."""
+    from lowpeak.rewards import load
+
+    return load.load_judge(spec)
+
+
+def lora(model: ModelArguments, task: str) -> Any:
+    """The adapters' configuration for peft, which also trains the whole head of a classifier."""
     require("peft", "--use_peft", extra="peft")
     from peft import LoraConfig
 
     targets: Any = model.lora_target_modules
     return LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
         r=model.lora_r,
         lora_alpha=model.lora_alpha,
         lora_dropout=model.lora_dropout,

@@ -117,6 +117,15 @@ def refuse_other_parallelism(environ: Mapping[str, str], loading: Mapping[str, A
             )
 
 
+def refuse_half_precision(environ: Mapping[str, str]) -> None:
+    """ArgumentError for fp16 or fp8 of an accelerate config, which are refused as arguments, too."""
+    asked = environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", "bf16", ""):
+        raise ArgumentError(
+            f"the accelerate config has mixed_precision: {asked}, and log-ratios need bf16's range or fp32: set it to bf16 or no."
+        )
+
+
 def require_deepspeed(what: str) -> None:
     """MissingPackageError unless DeepSpeed is installed; `what` ends in a verb: needs."""
     if find_spec("deepspeed") is None:

@@ -20,7 +20,7 @@ from lowpeak.errors import ArgumentError
 Range = tuple[Callable[[Any], bool], str]  # whether a value fits, and the end of the sentence that says so
 
 
-def _one_of(literal: Any, *unsaid: Any) -> Range:
+def one_of(literal: Any, *unsaid: Any) -> Range:
     """The values of a Literal; `unsaid` ones are taken too, for scripts that were written for TRL."""
     values = get_args(literal)
     return lambda x: x in (*values, *unsaid), f"must be one of {', '.join(map(repr, values))}"
@@ -39,7 +39,7 @@ RANGES: dict[str, Range] = {
     "epsilon": (lambda x: 0 <= x < 1, "must be in [0, 1): the ratio is clipped to 1 - epsilon from below"),
     "epsilon_high": (lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
     "beta": (lambda x: x >= 0, "must be 0 or more"),
-    "num_generations": (lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group"),
+    "num_generations": (lambda x: x >= 1, "must be at least 1"),
     "num_generations_eval": (lambda x: x is None or x >= 1, "must be at least 1"),
     "max_completion_length": (lambda x: x >= 1, "must be at least 1 token"),
     "per_device_train_batch_size": (lambda x: x >= 1, "must be at least 1"),
@@ -52,13 +52,13 @@ RANGES: dict[str, Range] = {
     "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
     "entropy_coef": (lambda x: x >= 0, "must be 0 or more"),
     "reward_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0"),
-    "reward_failures": _one_of(Literal["raise", "none"]),
-    "overlong_prompts": _one_of(Literal["error", "drop"]),
-    "kl_estimator": _one_of(KLEstimator),
-    "loss_type": _one_of(GRPOLossType),
-    "importance_sampling_level": _one_of(ImportanceLevel),
-    "scale_rewards": _one_of(RewardScale, True, False),
-    "multi_objective_aggregation": _one_of(Aggregation),
+    "reward_failures": one_of(Literal["raise", "none"]),
+    "overlong_prompts": one_of(Literal["error", "drop"]),
+    "kl_estimator": one_of(KLEstimator),
+    "loss_type": one_of(GRPOLossType),
+    "importance_sampling_level": one_of(ImportanceLevel),
+    "scale_rewards": one_of(RewardScale, True, False),
+    "multi_objective_aggregation": one_of(Aggregation),
     "dynamic_sampling_rounds": (lambda x: x >= 0, "must be 0 (off) or more"),
     "ref_model_mixup_alpha": (lambda x: 0 <= x <= 1, "must be in [0, 1]"),
     "ref_model_sync_steps": (lambda x: x >= 1, "must be at least 1"),
@@ -69,10 +69,10 @@ RANGES: dict[str, Range] = {
     "num_completions_to_print": (lambda x: x is None or x >= 1, "must be at least 1"),
     "per_device_eval_batch_size": (lambda x: x is None or x >= 1, "must be at least 1"),
     "max_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
-    "vllm_mode": _one_of(VllmMode),
-    "vllm_model_impl": _one_of(ModelImpl),
-    "vllm_transport": _one_of(Transport),
-    "vllm_importance_sampling_mode": _one_of(CorrectionMode),
+    "vllm_mode": one_of(VllmMode),
+    "vllm_model_impl": one_of(ModelImpl),
+    "vllm_transport": one_of(Transport),
+    "vllm_importance_sampling_mode": one_of(CorrectionMode),
     "vllm_importance_sampling_clip_max": (lambda x: x is None or x > 0, "must be above 0, or None"),
     "vllm_importance_sampling_clip_min": (lambda x: x is None or x >= 0, "must be 0 or more, or None"),
     "vllm_gpu_memory_utilization": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
@@ -84,13 +84,14 @@ RANGES: dict[str, Range] = {
     "vllm_group_port": (lambda x: x is None or _is_port(x), "must be a port, from 1 to 65535"),
     "vllm_server_timeout": (lambda x: x > 0, "must be a number of seconds above 0"),
     "vllm_wave_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0, or None"),
+    "center_rewards_coefficient": (lambda x: x is None or x >= 0, "must be 0 or more"),
     "success_threshold": (lambda x: x == x, "must be a number"),
 }
 
 
 def check_ranges(args: Any) -> None:
-    """ArgumentError for the first argument that is out of its range."""
+    """ArgumentError for the first argument that is out of its range; a configuration's own `ranges` go before ours."""
     names = {f.name for f in fields(args)}
-    for name, (fits, text) in RANGES.items():
+    for name, (fits, text) in (RANGES | getattr(args, "ranges", {})).items():
         if name in names and not fits(getattr(args, name)):
             raise ArgumentError(f"{name}={getattr(args, name)!r} {text}.")

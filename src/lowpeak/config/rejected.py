@@ -28,6 +28,7 @@ REJECTED: dict[str, str] = {
     "log_multimodal": "lowpeak trains text models; remove it",
     "log_completions_hub_repo": "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",
     "max_prompt_length": "prompts are never cut; set overlong_prompts='drop' to leave out those that do not fit",
+    "max_new_tokens": "its name is max_completion_length",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
     "dataset_num_proc": "rows are tokenised as they are needed; remove it",

@@ -112,6 +112,7 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     """GRPO's settings; an argument that the loss type or the run leaves idle is an ArgumentError."""
+    require_groups(args)
     cispo = args.loss_type == "cispo"
     reused = online.rollout.num_steps > 1
     _refuse_idle_grpo(args, cispo, reused, len(online.reward_weights))
@@ -146,8 +147,9 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
 
 def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
     """RLOO's settings; an argument that the run leaves idle is an ArgumentError."""
+    require_groups(args)
     reused = online.rollout.num_steps > 1
-    refuse_idle(args, ("epsilon", "epsilon_high"), reused, _ON_POLICY)
+    refuse_idle(args, ("epsilon", "epsilon_high"), reused, ON_POLICY)
     clip, correction = args.reward_clip_range, resolve_correction(args)
     require(
         correction is None or correction.per_sequence,
@@ -169,7 +171,23 @@ def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
     )
 
 
-_ON_POLICY = (
+def require_groups(args: Any) -> None:
+    """ArgumentError unless a prompt has several completions."""
+    require(
+        args.num_generations >= 2,
+        f"num_generations={args.num_generations!r} must be at least 2: a completion is compared with the others of its group.",
+    )
+
+
+def refuse_tensor_parallelism(args: Any, what: str) -> None:
+    """ArgumentError where tensor parallelism cuts the policy, for what was not tried with it."""
+    require(
+        args.cut.tensor == 1,
+        f"{what} does not run under tensor parallelism: it was not tried with it; use ddp, fsdp2 or zero3.",
+    )
+
+
+ON_POLICY = (
     "each rollout serves one step, so the ratio is exactly 1 and nothing is clipped; raise num_iterations or "
     "steps_per_generation, or remove it"
 )
@@ -187,8 +205,8 @@ def _refuse_idle_grpo(args: Any, cispo: bool, reused: bool, num_rewards: int) ->
             args.importance_sampling_level == "token",
             "loss_type='cispo' is per token; remove importance_sampling_level.",
         )
-    refuse_idle(args, ("epsilon", "delta"), reused, _ON_POLICY)
-    refuse_idle(args, ("epsilon_high",), reused or cispo, _ON_POLICY)
+    refuse_idle(args, ("epsilon", "delta"), reused, ON_POLICY)
+    refuse_idle(args, ("epsilon_high",), reused or cispo, ON_POLICY)
     refuse_idle(
         args, ("use_bias_correction_kl",), args.beta != 0, "beta is 0, so there is no KL; set beta or remove it"
     )

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from lowpeak.config.gathering import given_gathering
 from lowpeak.config.inapplicable import refuse_idle, require
 from lowpeak.config.sizes import parse_bytes
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.config.vllm import SERVER_TOKEN, ColocateSettings, ServerSettings, VllmSettings
 
 COLOCATED = (
     "vllm_model_impl",
@@ -181,6 +181,12 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
         f"vllm_max_model_length={length} leaves no room for a prompt beside max_completion_length="
         f"{args.max_completion_length}: raise it, or lower max_completion_length.",
     )
+    refuse_idle(
+        args,
+        ("vllm_gpu_memory_utilization",),
+        args.kv_cache_bytes is None,
+        f"kv_cache_bytes={args.kv_cache_bytes} is the size of vLLM's cache; remove one of the two",
+    )
     if args.vllm_enable_sleep_mode:
         refuse_expandable(environ)
     return ColocateSettings(
@@ -228,7 +234,7 @@ def _server(args: Any, environ: Mapping[str, str]) -> ServerSettings:
     return ServerSettings(
         base_urls=_base_urls(args),
         timeout=args.vllm_server_timeout,
-        token=args.vllm_server_token or environ.get("LOWPEAK_SERVER_TOKEN") or None,
+        token=args.vllm_server_token or environ.get(SERVER_TOKEN) or None,
         group_port=args.vllm_group_port,
     )
 

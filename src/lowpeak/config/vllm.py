@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # in the environment: what a server demands, and what the run gives it
+
 VllmMode = Literal["colocate", "server"]
 ModelImpl = Literal["vllm", "transformers", "auto"]
 Transport = Literal["auto", "process", "ipc", "nccl", "shm", "tcp"]

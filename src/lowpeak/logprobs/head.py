@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
+from lowpeak.critic import States, critic_of
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
 from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
 from lowpeak.logprobs.few_rows import linear
 from lowpeak.logprobs.general import module_logprobs, module_loss
+from lowpeak.logprobs.hidden import at_positions, fp32_product
 
 # What a causal LM's forward takes and its backbone does not, or what a request decides.
 _NOT_FOR_BACKBONE = (
@@ -42,6 +44,8 @@ class HeadRequest:
 
     `loss(logprobs_C, entropy_C, start, stop)` is the summed loss of tokens [start, stop): with it the answer has a
     differentiable "loss", and log-probs and entropies come detached. Without it the log-probs are differentiable.
+    With `values` the answer has the critic's "values" [T], of whose gradient `values_gradient` reaches a backbone that is the
+    policy's too; without `logprobs` it has nothing else, and the head does not run.
     `promised_scale` is what backward will multiply the loss by: with it a plain head and plain embeddings add their
     gradients to `.grad` themselves (`direct.py`), which a strategy allows where nothing has to see them on their way.
     """
@@ -54,10 +58,13 @@ class HeadRequest:
     entropy_grad: bool = False
     loss: TokenLoss | None = None
     promised_scale: float | None = None
+    values: bool = False
+    logprobs: bool = True
+    values_gradient: float = 1.0
 
 
 @dataclass(frozen=True)
-class _Installed:
+class Installed:
     """What a module with a replaced forward remembers. Bound methods follow their module through `copy.deepcopy`."""
 
     forward: Callable[..., Any]
@@ -76,22 +83,22 @@ def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Mod
     causal = causal_lm(model)
     backbone_of(causal)
     head, scale = _head_of(causal), head_scale(causal.config)
-    parts = _parts(head)
+    parts = head_parts(head)
     for module in head.modules():  # what was a head before an adapter wrapped it is a plain layer of the new head
         if module not in parts:
             _restore(module)
     for part in parts:
-        if cast_head_to_fp32 and not _is_linear(part):
+        if cast_head_to_fp32 and not is_linear(part):
             raise ModelError(
                 f"cast_head_to_fp32 needs a plain linear head, and {type(causal).__name__}'s is a "
                 f"{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
             )
-        _replace(part, _head_forward, scale, cast_head_to_fp32)
+        replace_forward(part, _head_forward, scale, cast_head_to_fp32)
         setattr(part, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010, for whoever computes logits in its place
     embeddings = causal.get_input_embeddings()
     if type(embeddings) is nn.Embedding and (_MARK in embeddings.__dict__ or "forward" not in embeddings.__dict__):
-        _replace(embeddings, _embedding_forward, scale, in_fp32=False)
-    _replace(causal, _causal_forward, scale, cast_head_to_fp32)
+        replace_forward(embeddings, _embedding_forward, scale, in_fp32=False)
+    replace_forward(causal, _causal_forward, scale, cast_head_to_fp32)
     return model
 
 
@@ -131,40 +138,54 @@ def _head_of(causal: Any) -> nn.Module:
 
 
 def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
-    installed: _Installed = getattr(self, _MARK)
+    installed = installed_on(self)
     if head_request is None:
         return installed.forward(*args, **kwargs)
     head = _head_of(self)
-    if not all(_MARK in part.__dict__ for part in _parts(head)):
+    if not all(_MARK in part.__dict__ for part in head_parts(head)):
         raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
-    # Wrappers pass arguments on as None that not every backbone knows.
-    inputs = {name: value for name, value in kwargs.items() if value is not None and name not in _NOT_FOR_BACKBONE}
+    inputs, backbone = backbone_inputs(kwargs), backbone_of(self)
     with direct_lookups(head_request.promised_scale is not None):
-        outputs = backbone_of(self)(*args, **inputs, use_cache=False)
-    return head(outputs[0], head_request=head_request)
+        outputs = backbone(*args, **inputs, use_cache=False)
+    answer = head(outputs[0], head_request=head_request) if head_request.logprobs else {}
+    if head_request.values:
+        answer["values"] = _values(self, head_request, States(outputs[0], backbone, args, inputs))
+    return answer
+
+
+def _values(causal: Any, request: HeadRequest, states: States) -> Tensor:
+    """The critic's values, formed in the policy's forward."""
+    critic = critic_of(causal)
+    if critic is None:
+        raise ModelError(f"{type(causal).__name__} has no critic, so it gives no values; PPOTrainer attaches one")
+    return critic(states, request.positions_T, request.values_gradient)
+
+
+def backbone_inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a model's keywords is its backbone's; wrappers pass arguments on as None that not every backbone knows."""
+    return {name: value for name, value in kwargs.items() if value is not None and name not in _NOT_FOR_BACKBONE}
 
 
 def _embedding_forward(self: Any, input: Tensor) -> Tensor:
-    return lookup(self, input) if looks_up_directly(self) else getattr(self, _MARK).forward(input)
+    return lookup(self, input) if looks_up_directly(self) else installed_on(self).forward(input)
 
 
 def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
-    installed: _Installed = getattr(self, _MARK)
+    installed = installed_on(self)
     if head_request is None:
         if installed.in_fp32:
-            return _fp32_logits(self, hidden)
-        if _is_linear(self):
+            return fp32_product(self, hidden)
+        if is_linear(self):
             return linear(hidden, self.weight, self.bias)
         return installed.forward(hidden, *args, **kwargs)
-    # Prompt and padding positions are left behind here: they never reach the head.
-    hidden_TD = hidden.reshape(-1, hidden.shape[-1]).index_select(0, head_request.positions_T)
+    hidden_TD = at_positions(hidden, head_request.positions_T)  # prompts and padding never reach the head
     if not installed.in_fp32:
         return _answer(self, installed, hidden_TD, head_request)
     with no_autocast(hidden.device):
         return _answer(self, installed, hidden_TD.float(), head_request)
 
 
-def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+def _answer(module: Any, installed: Installed, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     settings = ChunkSettings(
         request.chunk_size,
         request.temperature,
@@ -174,7 +195,7 @@ def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: Head
         request.promised_scale,
     )
     targets_T, loss = request.targets_T, None
-    if _is_linear(module):
+    if is_linear(module):
         head = (hidden_TD, module.weight, module.bias, targets_T)
         if request.loss is None:
             logprobs_T, entropy_T = chunked_logprobs(*head, settings)
@@ -188,13 +209,7 @@ def _answer(module: Any, installed: _Installed, hidden_TD: Tensor, request: Head
     return {name: value for name, value in answer.items() if value is not None}
 
 
-def _fp32_logits(module: Any, hidden: Tensor) -> Tensor:
-    with no_autocast(hidden.device):
-        bias = None if module.bias is None else module.bias.float()
-        return linear(hidden.float(), module.weight.float(), bias)
-
-
-def _is_linear(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Whether a module computes hidden @ weight.T + bias from plain tensors, also as FSDP2's subclass of nn.Linear."""
     installed = module.__dict__.get(_MARK)
     hooked = installed.on_instance if installed is not None else "forward" in module.__dict__
@@ -205,7 +220,7 @@ def _is_linear(module: nn.Module) -> bool:
     return weight.is_floating_point() and not hasattr(type(weight), "__tensor_flatten__")
 
 
-def _parts(head: nn.Module) -> list[nn.Module]:
+def head_parts(head: nn.Module) -> list[nn.Module]:
     """The modules that do the head's work: peft keeps an original and a trained copy, and routes calls to one."""
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
@@ -213,12 +228,13 @@ def _parts(head: nn.Module) -> list[nn.Module]:
     return [head]
 
 
-def _replace(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
+def replace_forward(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
+    """Let `module(...)` call `replacement(module, ...)`, which finds the module's own forward by `installed_on`."""
     if _MARK in module.__dict__:  # renewed; its forward may by now be wrapped by others, so it is left in place
         setattr(module, _MARK, replace(module.__dict__[_MARK], scale=scale, in_fp32=in_fp32))
         return
     original = module.forward
-    setattr(module, _MARK, _Installed(original, "forward" in module.__dict__, scale, in_fp32))
+    setattr(module, _MARK, Installed(original, "forward" in module.__dict__, scale, in_fp32))
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,6 +248,12 @@ def _replace(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_
     forward.__signature__ = signature  # type: ignore[attr-defined]
     # A method of the instance: a deep copy gets one that is bound to the copy.
     module.forward = MethodType(forward, module)
+
+
+def installed_on(module: nn.Module) -> Installed:
+    """What `replace_forward` keeps of a module."""
+    found: Installed = getattr(module, _MARK)
+    return found
 
 
 def _restore(module: Any) -> None:

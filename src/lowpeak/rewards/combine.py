@@ -7,6 +7,7 @@ scored has reward NaN, which leaves its group's statistics.
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import logging
 import math
@@ -16,9 +17,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 from lowpeak.errors import ArgumentError, RewardTimeoutError
 from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.model import ModelReward
@@ -93,15 +97,7 @@ class RewardPanel:
     def _ask(self, rows: Rows, trainer_state: Any) -> list[Verdict]:
         """One verdict per reward; of no rows where there are none, without a call."""
         logs = [RewardLog() for _ in self.rewards]
-        keywords = [
-            {
-                **rows.keywords(),
-                "trainer_state": trainer_state,
-                "log_extra": log.log_extra,
-                "log_metric": log.log_metric,
-            }
-            for log in logs
-        ]
+        keywords = [_keywords(reward, rows, trainer_state, log) for reward, log in zip(self.rewards, logs, strict=True)]
         joint = {i: r.ranks for i, r in enumerate(self.rewards) if isinstance(r, ModelReward) and r.ranks is not None}
         verdicts = {index: Verdict(()) for index in range(len(self.rewards))}
         with next(iter(joint.values())).together() if joint else nullcontext():
@@ -175,8 +171,15 @@ class RewardPanel:
             rewards = tuple(verdict.values[row] for verdict in verdicts)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = rows.places[row][0]
-            records.append(Record(group, prompt_ids, completion, rewards, weighted_sum(rewards, self.settings.weights)))
+            reward = weighted_sum(rewards, self.settings.weights)
+            tokens = self._token_rewards([verdict.tokens.get(row) for verdict in verdicts])
+            records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
         return tuple(records)
+
+    def _token_rewards(self, given: Sequence[tuple[float, ...] | None]) -> torch.Tensor | None:
+        """The weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""
+        weighed = [w * torch.tensor(each) for w, each in zip(self.settings.weights, given, strict=True) if each]
+        return torch.stack(weighed).sum(0) if weighed else None
 
     def _logged_columns(self, verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
         """What the rewards logged; a column that two of them log is the first one's, and the other's by its name."""
@@ -209,7 +212,16 @@ def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
     """The reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
     if not isinstance(reward, FunctionReward):
         return reward
-    return FunctionReward(reward.function, name, timeout if reward.timeout is None else reward.timeout)
+    own = copy.copy(reward)
+    own.name, own.timeout = name, timeout if reward.timeout is None else reward.timeout
+    return own
+
+
+def _keywords(reward: Reward, rows: Rows, trainer_state: Any, log: RewardLog) -> dict[str, Any]:
+    """What a reward is called with; a judge, which compares rows of a group, is told the groups."""
+    groups = {"groups": [group for group, _ in rows.places]} if isinstance(reward, JudgeReward) else {}
+    notes = {"log_extra": log.log_extra, "log_metric": log.log_metric}
+    return {**rows.keywords(), "trainer_state": trainer_state, **notes, **groups}
 
 
 def _attempt(call: Callable[[], Any]) -> Outcome:

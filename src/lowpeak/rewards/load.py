@@ -1,4 +1,4 @@
-"""A reward from the words of a command line: a function of a file or a module, a shipped reward, a model's name."""
+"""A reward from the words of a command line: a function of a file or a module, a shipped reward, a model's name; or a judge."""
 
 from __future__ import annotations
 
@@ -62,6 +62,17 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     return _callable(_import_module(where, spec), attribute, spec)
 
 
+def load_judge(spec: str) -> Any:
+    """The object that `path/to/file.py:object` or `package.module.object` names; the trainer says whether it is a judge."""
+    where, colon, attribute = spec.rpartition(":")
+    if not colon:
+        where, _, attribute = spec.rpartition(".")
+    if not where or (not colon and attribute == "py"):
+        raise ArgumentError(f"Judge '{spec}' is nowhere: write path/to/file.py:object or package.module.object.")
+    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec)
+    return _attribute(module, attribute, spec)
+
+
 def _made(spec: str) -> Callable[..., Any]:
     name = spec.partition("(")[0].strip()
     try:
@@ -117,14 +128,19 @@ def _import_module(name: str, spec: str) -> ModuleType:
 
 
 def _callable(module: ModuleType, attribute: str, spec: str) -> Callable[..., Any]:
+    found = _attribute(module, attribute, spec)
+    if not callable(found) or inspect.isclass(found):
+        kind = "a class, name an object or a function" if inspect.isclass(found) else f"a {type(found).__name__}"
+        raise ArgumentError(f"Reward '{spec}' cannot be called as a reward: it is {kind}.")
+    return found
+
+
+def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ArgumentError(f"Reward '{spec}' does not exist: there is no '{attribute}' in '{module.__file__}'.")
         found = getattr(found, part)
-    if not callable(found) or inspect.isclass(found):
-        kind = "a class, name an object or a function" if inspect.isclass(found) else f"a {type(found).__name__}"
-        raise ArgumentError(f"Reward '{spec}' cannot be called as a reward: it is {kind}.")
     return found
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from lowpeak.errors import ArgumentError
@@ -23,11 +24,13 @@ def make_rewards(
     *,
     model_kwargs: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
 ) -> list[Reward]:
     """One reward for each callable, model, or model's name or path, under names that differ.
 
     A processing class that stands at a function's place is not used, as in TRL. `model_kwargs` are the reward models'
-    own `from_pretrained` arguments; `chat_template_kwargs` go to their chat templates.
+    own `from_pretrained` arguments; `chat_template_kwargs` go to their chat templates. `device` is where a strategy will put
+    them, which then has their weights from rank 0; None loads them whole on every rank.
 
     Raises:
         ArgumentError: nothing is given, an item is none of these, or the processing classes are not one for each.
@@ -43,7 +46,7 @@ def make_rewards(
             "None for those that are functions."
         )
     rewards = [
-        _reward(item, tokenizer, model_kwargs or {}, chat_template_kwargs or {})
+        _reward(item, tokenizer, model_kwargs or {}, chat_template_kwargs or {}, device)
         for item, tokenizer in zip(items, tokenizers, strict=True)
     ]
     for reward, name in zip(rewards, unique_names([reward.name for reward in rewards]), strict=True):
@@ -68,14 +71,20 @@ def listed(items: Any) -> list[Any]:
 
 
 def _reward(
-    item: Any, tokenizer: Any, model_kwargs: Mapping[str, Any], template_kwargs: Mapping[str, Any]
+    item: Any,
+    tokenizer: Any,
+    model_kwargs: Mapping[str, Any],
+    template_kwargs: Mapping[str, Any],
+    device: torch.device | None,
 ) -> FunctionReward | ModelReward:
     if isinstance(item, FunctionReward | ModelReward):
         return copy.copy(item)  # it may get another name here
     if isinstance(item, str) and item in SHIPPED:
         item = load_reward(item)
     if isinstance(item, str | os.PathLike | nn.Module):
-        return ModelReward(item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=template_kwargs)
+        return ModelReward(
+            item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=template_kwargs, device=device
+        )
     if callable(item):
         return FunctionReward(item)
     raise ArgumentError(

@@ -28,7 +28,7 @@ class ModelReward:
     `model` is an instance, a name or a path; without a tokenizer it is loaded from where the model came from. A batch
     has at most `max_tokens` tokens, padding included, unless one row alone has more. The model stays as it is passed
     in: its mode and its config's padding token are restored after each call. `use` replaces it by its prepared
-    (placed, sharded) form.
+    (placed, sharded) form; with the `device` that it will be prepared for, rank 0 alone may read it (`reads_weights`).
 
     Raises:
         ModelError: the name or path has no sequence classifier with a trained head, or no tokenizer.
@@ -44,9 +44,10 @@ class ModelReward:
         max_tokens: int = 16384,
         model_kwargs: Mapping[str, Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         options = dict(model_kwargs or {})
-        self.model = model if isinstance(model, nn.Module) else load_classifier(os.fspath(model), options)
+        self.model = model if isinstance(model, nn.Module) else load_classifier(os.fspath(model), options, device)
         origin = str(getattr(_config(self.model), "_name_or_path", "")) if isinstance(model, nn.Module) else str(model)
         self.name = name or origin.rstrip("/").split("/")[-1] or type(self.model).__name__
         if getattr(_config(self.model), "num_labels", 1) != 1:
@@ -118,12 +119,12 @@ def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[
         yield batch
 
 
-def load_classifier(name: str, options: Mapping[str, Any]) -> nn.Module:
-    """The one-label sequence classifier of a name or path, in the checkpoint's dtype."""
+def load_classifier(name: str, options: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
+    """The one-label sequence classifier of a name or path, in its dtype; without weights where rank 0 hands them out."""
     from transformers import AutoModelForSequenceClassification
 
     try:
-        if not reads_weights():
+        if device is not None and not reads_weights(device):
             return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -44,10 +44,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """One value per row, NaN for None; `failures` has one error for each row that became None by failing."""
+    """One value per row, NaN for None; `failures` has one error for each row that became None by failing.
+
+    A row whose tokens were each given a number has their sum, and them in `tokens`.
+    """
 
     values: tuple[float, ...]
     failures: tuple[RewardError, ...] = ()
+    tokens: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
     log: RewardLog = field(default_factory=RewardLog)
 
 
@@ -60,17 +64,40 @@ def check(name: str, outcome: Outcome, log: RewardLog, rows: Rows) -> Verdict:
         return Verdict((NONE,) * len(rows), (_explained(name, error),) * len(rows))
     failures: list[RewardError] = []
     values: list[float] = []
+    tokens: dict[int, tuple[float, ...]] = {}
     for row, value in enumerate(_listed(outcome.returned)):
-        number, fault = _number(value)
+        each = _each_tokens(value)
+        if each is None:
+            number, fault = _number(value)
+        else:
+            number, fault = _summed(each, len(rows.completion_ids[row]))
+            tokens[row] = tuple(each) if not fault else ()
         values.append(number)
         if fault:
             failures.append(
                 RewardError(
                     f"Reward '{name}' returned {fault} for {rows.describe(row)}; "
-                    "return a finite number, or None where the reward does not apply."
+                    "return a finite number, or None where the reward does not apply (or a list with a number for each token)."
                 )
             )
-    return Verdict(tuple(values), tuple(failures), log)
+    return Verdict(tuple(values), tuple(failures), tokens, log)
+
+
+def _each_tokens(value: Any) -> list[Any] | None:
+    """The numbers of a row whose tokens have one each; None for a row with one number."""
+    if hasattr(value, "tolist") and getattr(value, "ndim", None):
+        value = value.tolist()
+    return list(value) if isinstance(value, list | tuple) else None
+
+
+def _summed(each: list[Any], num_tokens: int) -> tuple[float, str]:
+    """The sum of the tokens' numbers; and what is wrong with them, if anything."""
+    if len(each) != num_tokens:
+        return NONE, f"{len(each)} numbers for {num_tokens} tokens (completion_ids has them)"
+    numbers = [_number(0.0 if value is None else value) for value in each]
+    fault = next((fault for _, fault in numbers if fault), "")
+    each[:] = [number for number, _ in numbers]
+    return (NONE if fault else sum(each)), fault
 
 
 def _listed(returned: Any) -> Any:

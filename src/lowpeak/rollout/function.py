@@ -2,13 +2,15 @@
 
 TRL's contract: prompts as the data set gave them, each once; back comes a dict of lists with one entry per completion,
 prompt after prompt: `prompt_ids`, `completion_ids`, `logprobs`, optionally `env_mask` (1 where the policy wrote the
-token, 0 where the environment did), and any other fields, which rewards get as columns.
+token, 0 where the environment did), and any other fields, which rewards get as columns. What is asked for meanwhile stands
+in `trainer.asked`, a Sampling: evaluation asks for one greedy completion of each prompt (`temperature` 0) and for
+`num_generations_eval` others, which `trainer.num_generations` counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from numbers import Integral
 from typing import Any
 
@@ -74,7 +76,8 @@ class FunctionEngine:
         with self._hold() as model:
             if not prompts:
                 return []
-            output = self._function([prompt.source for prompt in prompts], self._trainer)
+            with _asking(self._trainer, sampling):
+                output = self._function([prompt.source for prompt in prompts], self._trainer)
             num_tokens = model.get_input_embeddings().num_embeddings
         rows = len(prompts) * sampling.num_generations
         fields = _checked(output, rows, len(prompts), sampling.num_generations)
@@ -103,6 +106,16 @@ class FunctionEngine:
             prompt_ids=tuple(prompt_ids),
             extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
         )
+
+
+@contextmanager
+def _asking(trainer: Any, sampling: Sampling) -> Iterator[None]:
+    """Tell the function, by the trainer that it gets, what is asked of it."""
+    before, trainer.asked = trainer.asked, sampling
+    try:
+        yield
+    finally:
+        trainer.asked = before
 
 
 def _token_ids(fields: Mapping[str, Sequence[Any]], name: str, row: int, num_tokens: int) -> list[int]:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import Weights, WeightSlice
-from lowpeak.strategies.flat import FlatShard, ranges, whole
-from lowpeak.strategies.frozen import average, freeze, frozen_bytes, shard_rows, shards_of
+from lowpeak.strategies.flat import FlatShard, ranges
+from lowpeak.strategies.frozen import average, freeze, frozen_bytes, replicate, shard_rows, shards_of
 from lowpeak.strategies.gathered import Gatherer
 from lowpeak.strategies.outgoing import layout, outgoing
 from lowpeak.strategies.rows import rows_shard
@@ -87,8 +87,7 @@ class Accelerated:
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """This rank's flat range of each parameter, all of it where it is not cut."""
-        named = self._accelerator.unwrap_model(model).named_parameters()
-        return {name: (self._shard(p) or whole(p.detach())).local for name, p in named}
+        return {name: shard.local for name, shard in self._shards(model).items()}
 
     def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         """Gradients and states where the parameters' own optimizer has them; none before it was made."""
@@ -114,13 +113,26 @@ class Accelerated:
         model = freeze(model)
         if not getattr(model, "is_quantized", False):
             lacking = self._ranks.max([float(frozen_bytes(model) > room)])[0]
+            first_alone = self._first_alone_read(model)
             if self._ranks.world_size > 1 and (on_host or lacking):
-                shard_rows(model, None, on_host)
+                shard_rows(model, None, on_host, self._device if first_alone else None)
             elif on_host:
                 cpu_offload(model, self._device)
+            elif first_alone:
+                replicate(model, self._device)
             else:
                 model.to(self._device)
         return Frozen(model, lambda: self._ready(model))
+
+    def _first_alone_read(self, model: nn.Module) -> bool:
+        """Whether rank 0 has to hand a frozen model's weights out; what lacks them then has the dtypes that rank 0 found."""
+        if not self._ranks.max([float(any(p.is_meta for p in model.parameters()))])[0]:
+            return False
+        dtypes = self._ranks.processes.first(lambda: {name: p.dtype for name, p in model.named_parameters()})
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                parameter.data = parameter.data.to(dtypes[name])
+        return True
 
     def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
         """reference = share * policy + (1 - share) * reference, on this rank's ranges alone."""

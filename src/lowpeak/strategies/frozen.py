@@ -31,7 +31,7 @@ def freeze(model: nn.Module) -> nn.Module:
 def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.device | None = None) -> nn.Module:
     """`fully_shard` on each layer and on the rest; `on_host` keeps shards in (pinned) host memory.
 
-    With `from_first`, the device that collectives need, the weights are rank 0's, which alone has loaded them: each layer is
+    With `from_first`, the device that collectives need, the weights are rank 0's, which alone has read them: each layer is
     filled just before it is cut, so that no other rank ever holds them all.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
@@ -41,6 +41,14 @@ def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.dev
         if from_first is not None:
             _fill_from_first(part, from_first)
         fully_shard(part, **options)
+    return model
+
+
+def replicate(model: nn.Module, device: torch.device) -> nn.Module:
+    """Rank 0's weights, which alone has read them, in the memory of each rank's device, and in no other rank's host memory."""
+    give_room(model, device)
+    model.to(device)
+    _fill_from_first(model, device)
     return model
 
 
@@ -54,7 +62,8 @@ def _fill_from_first(module: nn.Module, device: torch.device) -> None:
         for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size())):
             travelling = piece.to(device)
             dist.broadcast(travelling, 0)
-            piece.copy_(travelling)
+            if dist.get_rank() != 0:  # a page of the file's mapping that is written to would become rank 0's own
+                piece.copy_(travelling)
 
 
 def frozen_bytes(model: nn.Module) -> int:

@@ -77,8 +77,8 @@ class Fsdp2(Accelerated):
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """Cut like the policy, on its mesh, whatever `room` there is; with efficient loading, from rank 0's weights."""
-        only_first_loaded = self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-        from_first = self._device if only_first_loaded else None
+        first_alone = self._first_alone_read(model) or self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+        from_first = self._device if first_alone else None
         model = shard_rows(freeze(model), self._mesh(), on_host, from_first)
         return Frozen(model, lambda: self._ready(model))
 

@@ -18,18 +18,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowpeak.critic import own_modules
 from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.flat import FlatShard, Sharded
 from lowpeak.strategies.generating import generating
 from lowpeak.strategies.hooks import without_sharding_hooks
 from lowpeak.strategies.matched import Match, matched, replace_forward
+from lowpeak.strategies.peers import Peers
 from lowpeak.strategies.vocabulary import ShardedRows, is_row_aligned
 
 logger = logging.getLogger(__name__)
 
 
 Buffers = dict[int, Tensor]  # by the parameter's id
+PeersOf = Callable[[nn.Module], Peers | None]
 
 
 @dataclass(frozen=True)
@@ -67,9 +70,16 @@ class Kept:
 class Gatherer:
     """Makes cut models ready to run; says in the log how many layers stay gathered, and what a forward took."""
 
-    def __init__(self, ranks: Ranks, device: torch.device, allocate: Callable[..., Tensor] = torch.empty) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        device: torch.device,
+        allocate: Callable[..., Tensor] = torch.empty,
+        peers: PeersOf = lambda model: None,
+    ) -> None:
         self._ranks = ranks
         self._allocate = allocate
+        self._peers = peers
         self._device = device
         self._said: Kept | None = None
 
@@ -83,16 +93,18 @@ class Gatherer:
         Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards
         hold collectives, and are matched among ranks; see `Match`.
         """
-        parts = find_parts(model, sharded)
+        parts, peers = find_parts(model, sharded), self._peers(_transformers_model(model))
         with ExitStack() as stack:
             stack.enter_context(generating(model))
-            if parts.num_places:
+            if parts.num_places or peers is not None:
                 stack.enter_context(without_sharding_hooks(model))
                 kept, buffers = _allocate(parts, _kept(parts, budget), self._ranks, self._allocate)
-                match = Match(self._device)
-                _fill_all(stack, model, parts, kept, buffers, whole_head, match)
-                if kept != Kept(len(parts.layers), True):
+                whole = kept == Kept(len(parts.layers), True)
+                match = Match(self._device, peers.group if whole and peers else None)
+                _fill_all(stack, model, parts, kept, buffers, whole_head, match, peers or Peers())
+                if not whole:
                     stack.enter_context(self._told(kept, parts, match))
+                if peers is not None or not whole:
                     stack.enter_context(matched(_transformers_model(model), match))
             yield model
 
@@ -120,6 +132,7 @@ def _fill_all(
     buffers: list[Buffers],
     whole_head: bool,
     match: Match,
+    peers: Peers,
 ) -> None:
     """Gather what is kept, and let the rest be gathered or stay cut as it is used: the steps of a forward, in their order."""
     _fill(stack, parts.rest, _buffers(parts.rest))
@@ -132,7 +145,11 @@ def _fill_all(
     for place, rows in cut:
         if place.module is not head:
             replace_forward(stack, place.module, match.step(rows.look_up, rows.idle_look_up))
-    _stream(stack, parts.layers[kept.num_layers :], match)
+    peers.meet(stack, match, _transformers_model(model).get_input_embeddings())
+    for layer, _ in parts.layers[: kept.num_layers]:
+        peers.meet(stack, match, layer)
+    _stream(stack, parts.layers[kept.num_layers :], match, peers)
+    peers.meet(stack, match, head, is_head=True)
     bias: Any = getattr(head, "bias", None)
     for place, rows in cut:
         if place.module is head:
@@ -177,17 +194,18 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The decoder layers: modules of the classes that transformers says not to split, else of the longest list."""
     inner = _transformers_model(model)
     names = set(getattr(inner, "_no_split_modules", None) or ())
-    found = [module for module in inner.modules() if type(module).__name__.removeprefix("FSDP") in names]
+    modules = own_modules(inner)
+    found = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
     if found:
         return found
-    lists = [module for module in inner.modules() if isinstance(module, nn.ModuleList)]
+    lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
 
 def _places(module: nn.Module, sharded: Sharded) -> list[Place]:
     """All places of sharded parameters at or below a module; a tied one has several."""
     found = []
-    for part in module.modules():
+    for part in own_modules(module):
         for name, parameter in part._parameters.items():
             shard = None if parameter is None else sharded(parameter)
             if parameter is not None and shard is not None:
@@ -265,7 +283,7 @@ def _put(stack: ExitStack, place: Place, parameter: nn.Parameter) -> None:
     stack.callback(place.module._parameters.__setitem__, place.name, place.parameter)
 
 
-def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], match: Match) -> None:
+def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], match: Match, peers: Peers) -> None:
     """Layers that share buffers, which each fills when it is called."""
     pool: dict[tuple[Any, ...], Tensor] = {}
     for layer, places in layers:
@@ -279,6 +297,7 @@ def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], m
             _put(stack, place, nn.Parameter(shard.view(pool[key]), requires_grad=False))
         gather = partial(_gather, places, buffers)
         replace_forward(stack, layer, _after(match.step(gather, gather), layer.forward))
+        peers.meet(stack, match, layer)
 
 
 def _after(first: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:

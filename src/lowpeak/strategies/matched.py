@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -25,14 +25,18 @@ class Match:
 
     A rank that is done runs forwards of one token until all are. A rank that fails first goes through the collectives that
     are left of its forward (`steps`), since the others do; then it says so, and they raise EngineError at their next forward.
+    `group` are the ranks, None all of them.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, group: Any = None) -> None:
         self._device = device
+        self._group = group
         self._steps: list[Callable[[], Any]] = []
         self._num_done = 0
         self._sound = True  # no collective is under way, and nobody has failed
         self.num_forwards = 0
+        self._autocast: torch.dtype | None = None
+        self.arguments: Mapping[str, Any] = {}  # of the forward that runs, for steps that depend on them
 
     def step(self, run: Callable[P, R], idle: Callable[[], Any]) -> Callable[P, R]:
         """`run`, the next of a forward's collectives; `idle` takes part in it for nothing."""
@@ -40,12 +44,18 @@ class Match:
 
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             self._sound = False
+            self._autocast = autocast_dtype(self._device)
             result = run(*args, **kwargs)
             self._sound = True
             self._num_done += 1
             return result
 
         return counted
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """A context that computes as the last step did."""
+        dtype = self._autocast
+        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
 
     def begin(self) -> None:
         """This rank runs a forward now."""
@@ -78,20 +88,25 @@ class Match:
         self._sound = False
         states = self._gather(state)
         if _FAILED in states:
+            failed = dist.get_process_group_ranks(self._group)[states.index(_FAILED)]
             error = EngineError(
-                f"rank {states.index(_FAILED)} failed while it generated, and the others cannot go on without it: its own "
-                "error says why."
+                f"rank {failed} failed while it generated, and the others cannot go on without it: its own error says why."
             )
-            error.rank = states.index(_FAILED)
+            error.rank = failed
             raise error
         self._sound = True
         return _RUNNING in states
 
     def _gather(self, state: int) -> list[int]:
         own = torch.tensor([state], device=self._device)
-        table = own.new_empty(dist.get_world_size())
-        all_gather(table, own)
+        table = own.new_empty(dist.get_world_size(self._group))
+        all_gather(table, own, self._group)
         return table.tolist()
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What autocast computes in on such a device now; None where it is off."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 @contextmanager
@@ -103,6 +118,7 @@ def matched(model: nn.Module, match: Match) -> Iterator[None]:
     def in_step(*args: Any, **kwargs: Any) -> Any:
         if not idle:
             match.begin()
+        match.arguments = {"input_ids": args[0], **kwargs} if args else kwargs
         try:
             return original(*args, **kwargs)
         except BaseException:

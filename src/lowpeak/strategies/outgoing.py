@@ -6,13 +6,14 @@ B are gathered for one layer at a time; neither the merged model nor a merged la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowpeak.critic import is_critics
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Weights
 from lowpeak.strategies.flat import Added, FlatShard, Outgoing, Sharded, whole
@@ -35,7 +36,7 @@ def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[O
         for name, parameter in adapter_parameters(model).items():
             yield Outgoing(adapter_name(model, name), shard_of(parameter))
     elif not hasattr(model, "peft_config"):
-        for name, parameter in model.named_parameters():
+        for name, parameter in policy_parameters(model):
             yield Outgoing(plain_name(name), shard_of(parameter))
     else:
         yield from _merged(model, shard_of, merges=weights == "merged")
@@ -50,7 +51,7 @@ def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> dict[str, tu
 def unchanging(model: nn.Module) -> frozenset[str]:
     """The names, among those that leave `merged`, of what training leaves as it is: frozen, and without an adapter."""
     names = set()
-    for raw, parameter in model.named_parameters():
+    for raw, parameter in policy_parameters(model):
         name = plain_name(raw)
         if hasattr(model, "peft_config"):
             base = _base_name(name, active_adapters(model))
@@ -58,6 +59,12 @@ def unchanging(model: nn.Module) -> frozenset[str]:
         if name and not parameter.requires_grad:
             names.add(name)
     return frozenset(names)
+
+
+def policy_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+    """A model's parameters without its critic's, which stays where it is trained."""
+    named = model.named_parameters(remove_duplicate=remove_duplicate)
+    return ((name, parameter) for name, parameter in named if not is_critics(name))
 
 
 def plain_name(name: str) -> str:
@@ -69,7 +76,7 @@ def plain_name(name: str) -> str:
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
     """What training an adapter changes, by the names that the model has for it."""
-    return {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    return {plain_name(name): p for name, p in policy_parameters(model) if p.requires_grad}
 
 
 def adapter_name(model: Any, name: str) -> str:
@@ -81,26 +88,53 @@ def adapter_name(model: Any, name: str) -> str:
     return name
 
 
+def adapter_state(model: Any, left: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What left as `adapter`, by the names that the model has for it: all of them for a parameter that has several places."""
+    leaving = {id(p): adapter_name(model, name) for name, p in adapter_parameters(model).items()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {plain_name(name): left[leaving[id(p)]] for name, p in named if id(p) in leaving}
+
+
+def parts_tied(model: Any, leaving: Collection[str]) -> bool:
+    """Whether what leaves `merged` has a head of its own, though the model's config ties it to the embedding."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings()
+    name = next((plain_name(name) for name, module in base.named_modules() if module is head), "")
+    return bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False)) and f"{name}.weight" in leaving
+
+
 def active_adapters(model: Any) -> list[str]:
     """The names of a peft model's adapters that are in use."""
     return list(model.active_adapters)
 
 
 def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard], merges: bool) -> Iterator[Outgoing]:
+    """The base's parameters; one that is tied leaves once for each thing that the adapter makes of it."""
     adapters = active_adapters(model)
-    layers = {id(layer.get_base_layer().weight): layer for layer in model.modules() if hasattr(layer, "lora_A")}
-    for raw, parameter in model.named_parameters():
+    layers = dict(_weights_under_lora(model))
+    left: set[tuple[int, int]] = set()
+    for raw, parameter in policy_parameters(model, remove_duplicate=False):
         name = _base_name(plain_name(raw), adapters)
-        if name is None:
-            continue
-        layer = layers.get(id(parameter))
-        shard = shard_of(parameter)
+        layer = layers.get(raw)
         used = [] if layer is None or layer.merged or not merges else [a for a in adapters if a in layer.scaling]
+        made = (id(parameter), id(layer) if used else 0)
+        if name is None or made in left:
+            continue
+        left.add(made)
+        shard = shard_of(parameter)
         if not used:
             yield Outgoing(name, shard)
         else:
             _check_mergeable(layer, used, name, parameter)
             yield Outgoing(name, shard, partial(_added, layer, used, shard_of, shard))
+
+
+def _weights_under_lora(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The name of each weight that has LoRA on it, in its place, and the layer of peft's there."""
+    for place, layer in model.named_modules():
+        if hasattr(layer, "lora_A"):
+            weight = layer.get_base_layer().weight
+            yield from ((f"{place}.{name}", layer) for name, p in layer.named_parameters() if p is weight)
 
 
 def _base_name(name: str, adapters: list[str]) -> str | None:

@@ -15,18 +15,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import ArgumentError
-from lowpeak.loading import IN_PARTS, styled
+from lowpeak.loading import IN_PARTS, MEETING, styled
 from lowpeak.records import Weights, WeightSlice
 from lowpeak.strategies.accelerated import Accelerated
 from lowpeak.strategies.flat import Added, FlatShard, ranges, whole
 from lowpeak.strategies.frozen import freeze
 from lowpeak.strategies.fsdp2 import Fsdp2
+from lowpeak.strategies.gathered import Gatherer
 from lowpeak.strategies.outgoing import layout, outgoing
+from lowpeak.strategies.peers import Peers
 from lowpeak.strategies.rows import rows_shard
 from lowpeak.strategies.strategy import Frozen
 
@@ -57,6 +60,10 @@ class Block(FlatShard):
 
 class TensorParallel(Fsdp2):
     """Peers hold parts of one model; with several data ranks FSDP2 cuts those parts further, as `Fsdp2` has it."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._gatherer = Gatherer(self._ranks, self._device, peers=self._peers)
 
     @property
     def cuts_parameters(self) -> bool:
@@ -93,6 +100,13 @@ class TensorParallel(Fsdp2):
             model = freeze(model)
             return Frozen(model, lambda: self._ready(model))
         return Accelerated.prepare_frozen(self, model, room, on_host)
+
+    def _peers(self, model: nn.Module) -> Peers | None:
+        """Where peers meet within a forward of a model that they hold parts of: where transformers adds up or gathers."""
+        if not _is_cut(model):
+            return None
+        group = self._accelerator.torch_device_mesh[_PEERS].get_group()
+        return Peers([module for style in MEETING for module in styled(model, style)], group)
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
         """The data ranks' rows of this peer's part, None where data ranks do not cut it."""

@@ -19,6 +19,7 @@ from lowpeak.config.asked import (
     WHOLE,
     Cut,
     is_on,
+    refuse_half_precision,
     refuse_other_parallelism,
     require_deepspeed,
     settle_deepspeed,
@@ -122,6 +123,7 @@ class CommonConfig(TrainingArguments):
         """What was asked of accelerate, here or in the environment: FSDP1 as FSDP2, an error for what lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
         refuse_other_parallelism(os.environ, loading)
+        refuse_half_precision(os.environ)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
         beside = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
         if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:

@@ -10,19 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import set_seed
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.config.gathering import given_gathering
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
+from lowpeak.critic import critics_model
 from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
 from lowpeak.loading import give_room
-from lowpeak.logprobs.head import install_head
-from lowpeak.logprobs.verify import verify_head
+from lowpeak.logprobs.head import causal_lm, install_head
 from lowpeak.memory.offload import activation_offload
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
@@ -33,8 +34,10 @@ from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
 from lowpeak.strategies.strategy import Frozen, Strategy
-from lowpeak.training.engines import check_engine, make_engine
+from lowpeak.training.critics import check_reads
+from lowpeak.training.engines import check_adapters, check_engine, make_engine
 from lowpeak.training.evaluation import Success
+from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
     Reference,
@@ -60,27 +63,40 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_online(
-    model: Any, reward_funcs: Any, args: Any, processing_class: Any, reward_processing_classes: Any, peft_config: Any
+    model: Any,
+    reward_funcs: Any,
+    args: Any,
+    processing_class: Any,
+    reward_processing_classes: Any,
+    peft_config: Any,
+    ref_model: Any,
+    complete: Callable[[nn.Module, Any, Any], None],
 ) -> OnlineParts:
-    """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading."""
+    """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading.
+
+    `complete(policy, model, args)` adds what else is trained, once the reference has been taken.
+    """
     check_devices(bool(args.fsdp), args.cut.tensor > 1)
     settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
+    set_seed(args.seed)  # before anything is made: an adapter's start is drawn
     check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
-    judges = make_rewards(
+    rewards = make_rewards(
         reward_funcs,
         reward_processing_classes,
         model_kwargs={"trust_remote_code": True} if args.trust_remote_code else {},
         chat_template_kwargs=args.chat_template_kwargs,
+        device=args.device,
     )
-    success = _success(args, judges)
+    success = _success(args, rewards)
     policy = load_policy(
         model,
         args.model_init_kwargs,
         trust_remote_code=args.trust_remote_code,
         peft_config=peft_config,
         cut=args.cut,
+        device=None if args.fsdp else args.device,
     )
     if args.sync_ref_model and is_peft(policy):
         raise ArgumentError(
@@ -91,12 +107,21 @@ def prepare_online(
     reference = None
     if args.beta:
         reference = load_reference(
-            policy, model, args.model_init_kwargs, trust_remote_code=args.trust_remote_code, cut=args.cut
+            policy,
+            model,
+            args.model_init_kwargs,
+            ref_model,
+            trust_remote_code=args.trust_remote_code,
+            cut=args.cut,
+            device=args.device,
         )
+    elif ref_model is not None:
+        raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
+    complete(policy, model, args)
     upcast_trainable(policy)
     if args.disable_dropout:
         disable_dropout(policy)
-    return OnlineParts(args, settings, policy, reference, tokenizer, judges, success)
+    return OnlineParts(args, settings, policy, reference, tokenizer, rewards, success)
 
 
 def connect_online(
@@ -106,14 +131,17 @@ def connect_online(
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
     _check_acting(trainer, parts, strategy)
-    limit = _max_prompt_tokens(parts.policy, args.max_completion_length, args.vllm_max_model_length)
+    own = critics_model(causal_lm(parts.policy))
+    if own is not None:
+        check_reads(own, parts.policy, parts.tokenizer)
+    limit = _max_prompt_tokens(parts.policy, own, args.max_completion_length, args.vllm_max_model_length)
     new_reader = partial(
         PromptReader,
         parts.tokenizer,
         chat_template_kwargs=args.chat_template_kwargs or {},
         max_prompt_tokens=limit,
         overlong=args.overlong_prompts,
-        limit_reason=f"{_context_name(args)} less max_completion_length {args.max_completion_length}",
+        limit_reason=f"{_context_name(args, own)} less max_completion_length {args.max_completion_length}",
         num_embeddings=num_embeddings(parts.policy),
     )
     with strategy.ranks.together():
@@ -121,10 +149,10 @@ def connect_online(
     rest = make_rest(trainer, parts.policy, strategy) if settings.memory.idle_on_host else None
     freeze = _freezer(trainer, parts, strategy, rest)
     reference = _reference(parts, freeze) if args.beta else None
-    for judge in parts.rewards:
-        if isinstance(judge, ModelReward):
-            frozen = freeze(judge.model)
-            judge.use(frozen, strategy.ranks if is_sharded(frozen.model) else None)
+    for reward in parts.rewards:
+        if isinstance(reward, ModelReward):
+            frozen = freeze(reward.model)
+            reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None)
     run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, reference)
     budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
@@ -155,8 +183,9 @@ def make_run(
     policy: nn.Module,
     memory: MemorySettings,
     reference: Reference | None = None,
+    head: Head = LOGPROBS,
 ) -> Run:
-    """The run's own parts: the log-prob core in the head, compared with the model's logits; tracker, journal, sizes.
+    """The run's own parts: the core in the head, compared with what the model itself gives; tracker, journal, sizes.
 
     A `reference` of its own has its rows laid out as the policy's. What is compared runs as sharded models do.
     """
@@ -164,13 +193,16 @@ def make_run(
     device = trainer.accelerator.device
     ranks = strategy.ranks
     with ranks.together():
-        install_head(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
+        head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     with ExitStack() as ready:
         models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
         with ranks.together():
-            verify_head(policy)
+            head.verify(policy)
         if reference is not None and reference.model is not None:
             models.append(ready.enter_context(reference.use()))
+        own = critics_model(causal_lm(policy))
+        if own is not None:
+            models.append(ready.enter_context(strategy.hold(own, 0)))
         with trainer.accelerator.autocast():  # as the passes will compute
             choice = prepare_layout(memory, models, device, ranks)
     checkpointing = args.checkpoints_activations
@@ -215,8 +247,7 @@ def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
         )
     if parts.args.offload_during_rollout:
         check_resting(trainer.accelerator, _has_frozen(parts))
-    if not parts.args.vllm_adapters and not is_peft(parts.policy):
-        raise ArgumentError("vllm_adapters=False has no effect: the policy has no adapter; remove it.")
+    check_adapters(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
     if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
         raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
     if parts.args.offload_frozen_models and not _has_frozen(parts):
@@ -227,7 +258,7 @@ def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
 
 def _has_frozen(parts: OnlineParts) -> bool:
     """Whether the run has a model that is never trained."""
-    return parts.reference_model is not None or any(isinstance(judge, ModelReward) for judge in parts.rewards)
+    return parts.reference_model is not None or any(isinstance(reward, ModelReward) for reward in parts.rewards)
 
 
 def _panel(parts: OnlineParts) -> RewardPanel:
@@ -245,14 +276,18 @@ def _success(args: Any, rewards: Sequence[Reward]) -> Success:
     return Success(names.index(args.success_reward), args.success_threshold)
 
 
-def _context_name(args: Any) -> str:
-    """What bounds a row: the model's context, or vLLM's where that was set (the shorter of the two)."""
+def _context_name(args: Any, critic: nn.Module | None) -> str:
+    """What bounds a row: the model's context or its critic's, or vLLM's where that was set (the shortest of them)."""
     length = args.vllm_max_model_length
-    return "the model's context" if length is None else f"the model's context or vllm_max_model_length {length}"
+    context = "the model's context" if critic is None else "the model's context or its critic's"
+    return context if length is None else f"{context} or vllm_max_model_length {length}"
 
 
-def _max_prompt_tokens(policy: nn.Module, max_completion_length: int, max_model_length: int | None) -> int | None:
-    lengths = [length for length in (context_length(policy), max_model_length) if length is not None]
+def _max_prompt_tokens(
+    policy: nn.Module, critic: nn.Module | None, max_completion_length: int, max_model_length: int | None
+) -> int | None:
+    contexts = [context_length(model) for model in (policy, critic) if model is not None]
+    lengths = [length for length in (*contexts, max_model_length) if length is not None]
     context = min(lengths, default=None)
     if context is None:
         return None

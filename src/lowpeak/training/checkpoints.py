@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from lowpeak.checkpoint.atomic import prune, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.checkpoint.state import RunState, save_run_state
 from lowpeak.errors import CheckpointError
-from lowpeak.strategies.outgoing import active_adapters, adapter_name, adapter_parameters
+from lowpeak.strategies.outgoing import active_adapters, adapter_state
 from lowpeak.strategies.shards import has_shards
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.models import REFERENCE_ADAPTER, is_peft
+from lowpeak.training.models import is_peft
 
 
 def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
@@ -112,7 +113,7 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
     with strategy.ranks.together():
         if first:
             folder.mkdir(parents=True, exist_ok=True)
-            write_settings(folder, base, next(dtype for _, dtype in layout.values() if dtype.is_floating_point))
+            write_settings(folder, base, layout)
             _save_beside(trainer, folder)
     with strategy.ranks.together():
         slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
@@ -134,11 +135,11 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
             shapes[piece.name] = piece.shape
     with strategy.ranks.together():
         if strategy.ranks.processes.rank == 0:
-            names = {adapter_name(model, name): name for name in adapter_parameters(model)}
-            weights = {names[name]: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
+            whole = {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
             folder.mkdir(parents=True, exist_ok=True)
-            with without_reference(model):
-                model.save_pretrained(folder, state_dict=weights, selected_adapters=active_adapters(model))
+            model.save_pretrained(
+                folder, state_dict=adapter_state(model, whole), selected_adapters=active_adapters(model)
+            )
             _save_beside(trainer, folder)
 
 
@@ -150,15 +151,19 @@ def _save_beside(trainer: Any, folder: Path) -> None:
 
 
 @contextmanager
-def without_reference(model: Any) -> Iterator[None]:
-    """Hide the adapter that is only the reference from `save_pretrained`."""
-    adapters: dict[str, Any] = model.peft_config if is_peft(model) else {}
-    hidden = adapters.pop(REFERENCE_ADAPTER, None)
+def policys_adapter_alone(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write the adapters in use alone: not one that is only the reference, nor the critic's.
+
+    They are not hidden from peft meanwhile: it leaves out the tensors of those adapters that it knows.
+    """
+    if not is_peft(model):
+        yield
+        return
+    model.save_pretrained = partial(model.save_pretrained, selected_adapters=active_adapters(model))
     try:
         yield
     finally:
-        if hidden is not None:
-            adapters[REFERENCE_ADAPTER] = hidden
+        del model.save_pretrained
 
 
 def _note_best(trainer: Any, run_dir: Path, final: Path) -> None:

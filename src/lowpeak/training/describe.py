@@ -44,20 +44,21 @@ def describe_vllm(settings: VllmSettings) -> dict[str, Any]:
     return told
 
 
-def describe_supervised(trainer: Any) -> dict[str, Any]:
-    """Model, data, sizes and the plan of micro-batches of a supervised trainer."""
-    length, rows = trainer.reader.max_length, trainer.rows_per_step
+def describe_offline(trainer: Any) -> dict[str, Any]:
+    """Model, data, sizes and the plan of micro-batches of an offline trainer."""
+    length, rows, unit = trainer.reader.max_length, trainer.rows_per_step, trainer.run.algorithm.unit
+    plan: dict[str, Any] = {"rows_per_step": rows}
+    if length is not None:
+        bound = [i for i in range(rows) for _ in range(2)] if unit == "pair" else None
+        prompts: list[tuple[int, ...]] = [(i,) for i in bound or range(rows)]
+        plan = {"longest_row": length, **_cut(trainer, prompts, length - 1, trainer.budget, bound), **plan}
     return {
         "model": _model(trainer),
         "data": {"usable_rows": trainer.cursor.prompts_per_epoch, **_data(trainer)},
+        "algorithm": {"name": trainer.run.algorithm.name, "unit": unit},
         "sizes": trainer.run.sizes.as_dict(),
         "layout": str(trainer.run.sizes.choice),
-        "micro_batches": {
-            "longest_row": length,
-            **_cut(trainer, [(i,) for i in range(rows)], length - 1, trainer.budget),
-        }
-        if length is not None
-        else {"rows_per_step": rows},
+        "micro_batches": plan,
     }
 
 
@@ -101,8 +102,10 @@ def _plan(trainer: Any) -> dict[str, Any]:
     return {"longest_prompt_seen": longest, "longest_row": longest + length, **cut_up}
 
 
-def _cut(trainer: Any, prompts: list[tuple[int, ...]], completion: int, budget: Budget) -> dict[str, Any]:
-    batches = arrange(prompts, [completion] * len(prompts), budget)
+def _cut(
+    trainer: Any, prompts: list[tuple[int, ...]], completion: int, budget: Budget, bound: list[int] | None = None
+) -> dict[str, Any]:
+    batches = arrange(prompts, [completion] * len(prompts), budget, bound)
     return {
         "rows_per_step": len(prompts),
         "micro_batch_tokens": budget.max_tokens,

@@ -22,15 +22,16 @@ from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.stop import end_token_ids
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_colocated
-from lowpeak.rollout.vllm.engine import Company, Model, VllmEngine
+from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
+from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
 from lowpeak.rollout.vllm.vllm import Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
-from lowpeak.strategies.outgoing import unchanging
+from lowpeak.strategies.outgoing import parts_tied, unchanging
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, is_peft, num_embeddings
 from lowpeak.training.parts import OnlineParts
@@ -53,6 +54,24 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
         )
     if settings is not None and isinstance(settings.where, ColocateSettings):
         require_vllm()
+        check_options(settings.where.engine_kwargs, server=False)
+
+
+def check_adapters(settings: VllmSettings | None, policy: Any, num_ranks: int) -> None:
+    """ArgumentError for `vllm_adapters=False` where merged weights are sent in any case."""
+    if settings is None or settings.adapters:
+        return
+    where, because = settings.where, ""
+    if not is_peft(policy):
+        because = "the policy has no adapter"
+    elif _servable_adapter(policy) is None:
+        because = "vLLM cannot serve this adapter, and merged weights are sent"
+    elif isinstance(where, ColocateSettings) and not where.engine_kwargs.get("enable_lora"):
+        because = "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora"
+    elif isinstance(where, ServerSettings) and num_ranks > 1:
+        because = "servers that several ranks share get merged weights"
+    if because:
+        raise ArgumentError(f"vllm_adapters=False has no effect: {because}; remove it.")
 
 
 def make_engine(
@@ -83,26 +102,33 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
     ranks, where = strategy.ranks, settings.where
+    if is_peft(parts.policy) and parts_tied(parts.policy, strategy.layout(parts.policy)):
+        raise ArgumentError(
+            "the adapter makes different weights of embedding and head, which the model's config ties and vLLM keeps as one: leave "
+            "both as they are, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
+        )
     adapter = _servable_adapter(parts.policy)
-    model = Model(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy), adapter)
+    told = PolicyFacts(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy), adapter)
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
-        company = Company(ranks.teams(where.tensor_parallel_size))
-        connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, company.team)
+        callers = Callers(ranks.teams(where.tensor_parallel_size))
+        connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, callers.team)
     else:
-        company = Company(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
-        connect = partial(served, where, policy, tokenizer)
+        callers = Callers(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
+        connect = partial(served, where, policy, tokenizer, lambda: run.interrupts.stopping)
     pushing = partial(push, unchanging=unchanging(parts.policy))
-    return VllmEngine(connect, settings, model, company, pushing, prove, tally.note_push)
+    return VllmEngine(connect, settings, told, callers, pushing, prove, tally.note_push)
 
 
 def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
     return [ColocatedVllm(blueprint, settings, team)]
 
 
-def served(where: ServerSettings, policy: Any, tokenizer: Any) -> Sequence[Vllm]:
+def served(
+    where: ServerSettings, policy: Any, tokenizer: Any, stopping: Callable[[], bool] = lambda: False
+) -> Sequence[Vllm]:
     """The servers, once all of them answer; EngineError where one has another model or tokenizer loaded than the policy's."""
-    vllms = connect_servers(where)
+    vllms = connect_servers(where, stopping)
     for vllm in vllms:
         facts = vllm.facts()
         warn_unsupported(facts.version)

@@ -83,9 +83,12 @@ def _answers(maker: RolloutMaker, prompts: Sequence[Prompt], sampling: Sampling,
 
 
 def _reward_metrics(prefix: str, records: Sequence[Record], success: Success) -> dict[str, float]:
+    """Nothing where nobody was scored: a judge cannot compare a completion that is alone."""
     scored = [record.reward for record in records if not math.isnan(record.reward)]
+    if not scored:
+        return {}
     return {
-        f"{prefix}_reward": sum(scored) / len(scored) if scored else math.nan,
+        f"{prefix}_reward": sum(scored) / len(scored),
         f"{prefix}_accuracy": sum(success.of(record) for record in records) / len(records),
     }
 

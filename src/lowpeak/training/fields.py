@@ -16,13 +16,17 @@ def argument(default: Any, group: str, text: str) -> Any:
 
 
 def refuses_unknown(config: Any) -> Any:
-    """Class decorator: a name that the config does not have is an ArgumentError with the remedy, not a TypeError."""
+    """Class decorator: a name that the config does not have is an ArgumentError with the remedy, not a TypeError.
+
+    A config's own `rejected` says it for names that other configs have.
+    """
     made = config.__init__
     known = {f.name for f in fields(config) if f.init}
+    rejected = REJECTED | getattr(config, "rejected", {})
 
     @functools.wraps(made)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_names(kwargs, known, REJECTED)
+        check_names(kwargs, known, rejected)
         self.given = frozenset(kwargs)  # transformers changes some of its own fields right after
         made(self, *args, **kwargs)
 

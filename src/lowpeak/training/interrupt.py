@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from lowpeak.errors import EngineError, StoppedError
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 
@@ -62,6 +63,8 @@ class Interrupts:
         if not self.agreed:
             return
         saved = output_dir / f"checkpoint-{step}"
+        if not step:
+            raise KeyboardInterrupt("stopped on request before the first step: there was nothing to save.")
         if not saved.is_dir():  # asked after the last step, when there was no other left to end with a save
             raise KeyboardInterrupt(f"stopped on request, when the run had finished its last step, {step}.")
         raise KeyboardInterrupt(
@@ -76,6 +79,27 @@ def agree_on(control: Any, names: Sequence[str], ranks: Ranks) -> None:
     for name, is_asked in zip(names, asked, strict=True):
         if is_asked:
             setattr(control, name, True)
+
+
+@contextmanager
+def saved_where_it_waits(trainer: Any, output_dir: Path) -> Iterator[None]:
+    """A block in which a run that is asked to stop while it waits for an engine saves what it has, and stops.
+
+    So do ranks that gave up for another reason. What the step under way has drawn is taken back: it begins again.
+    """
+    trainer.step_began_with = None
+    try:
+        yield
+    except (EngineError, StoppedError) as error:
+        run, step = trainer.run, trainer.state.global_step
+        if not run.strategy.ranks.max([float(isinstance(error, StoppedError))])[0]:
+            raise
+        run.interrupts.agreed = True
+        if step and not run.strategy.ranks.first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
+            trainer.save_state(None, trainer.step_began_with or trainer.run_state())
+            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        run.interrupts.raise_if_stopped(output_dir, step)
 
 
 class StepCallback(TrainerCallback):

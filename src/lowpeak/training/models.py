@@ -18,11 +18,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.config.asked import WHOLE, Cut
+from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError
-from lowpeak.loading import in_parts, reads_weights, without_weights
+from lowpeak.loading import in_parts, reads_weights, straight_to, without_weights
 
 logger = logging.getLogger(__name__)
+
+REFERENCE_ADAPTER = "reference"
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,19 @@ def load_policy(
     trust_remote_code: bool,
     peft_config: Any = None,
     cut: Cut = WHOLE,
+    device: torch.device | None = None,
 ) -> nn.Module:
     """The model to train, by name, path or instance; with `peft_config`, under an adapter. See `upcast_trainable`.
 
-    One that is `cut` where it is loaded is fp32 from there on.
+    One that is `cut` where it is loaded is fp32 from there on; one that trains whole is read into the memory of its `device`.
     """
     if cut != WHOLE:
         _check_cut(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
     if isinstance(model, str):
-        policy = _load_causal(model, init_kwargs, trust_remote_code, cut)
+        given = dict(init_kwargs or {})
+        placed = straight_to(device, given) if cut == WHOLE else {}
+        policy = _load_causal(model, given | placed, trust_remote_code, cut)
     elif init_kwargs or trust_remote_code:
         raise ArgumentError(
             "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
@@ -61,6 +67,7 @@ def load_policy(
         )
     else:
         policy = model
+        _without_earlier_parts(policy)
     _keep_training_format(policy)
     if peft_config is not None:
         policy = _with_adapter(policy, peft_config)
@@ -71,10 +78,14 @@ def load_policy(
 
 
 def _load_causal(
-    name: str, init_kwargs: Mapping[str, Any] | None, trust_remote_code: bool, cut: Cut = WHOLE
+    name: str,
+    init_kwargs: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+    cut: Cut = WHOLE,
+    frozen_on: torch.device | None = None,
 ) -> nn.Module:
     kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
-    return from_pretrained(AutoModelForCausalLM, name, cut, **kwargs)
+    return from_pretrained(AutoModelForCausalLM, name, cut, frozen_on, **kwargs)
 
 
 def _check_cut(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
@@ -96,6 +107,11 @@ def _check_policy(policy: nn.Module) -> None:
             "no weight of the model is trainable, so nothing would be learned: call requires_grad_(True) on what is to "
             "train, or load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         )
+    if _ties_lora(policy):
+        raise ArgumentError(
+            "ensure_weight_tying=True gives LoRA of a tied embedding and head one memory and two parameters, which an optimizer "
+            "changes twice: put the embedding in modules_to_save in place of target_modules, or leave ensure_weight_tying out."
+        )
     if getattr(getattr(policy, "config", None), "output_router_logits", False):
         raise ModelError(
             "the model's config has output_router_logits=True, which adds a load-balancing loss that lowpeak does not "
@@ -103,12 +119,22 @@ def _check_policy(policy: nn.Module) -> None:
         )
 
 
-def from_pretrained(auto: Any, name: str, cut: Cut = WHOLE, **kwargs: Any) -> Any:
-    """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere."""
+def _ties_lora(policy: Any) -> bool:
+    """Whether peft has made LoRA of the head out of views of the embedding's."""
+    if not is_peft(policy) or not any(getattr(c, "ensure_weight_tying", False) for c in policy.peft_config.values()):
+        return False
+    base = policy.get_base_model()
+    return all(hasattr(part, "lora_A") for part in (base.get_input_embeddings(), base.get_output_embeddings()))
+
+
+def from_pretrained(
+    auto: Any, name: str, cut: Cut = WHOLE, frozen_on: torch.device | None = None, **kwargs: Any
+) -> Any:
+    """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere; see `reads_weights`."""
     try:
         if cut != WHOLE:
             return in_parts(auto, name, kwargs, cut)
-        if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights():
+        if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
             return without_weights(auto, name, kwargs)
         return auto.from_pretrained(name, **kwargs)
     except LowpeakError:
@@ -144,29 +170,40 @@ def load_reference(
     policy: nn.Module,
     origin: str | nn.Module,
     init_kwargs: Mapping[str, Any] | None,
+    ref_model: str | nn.Module | None = None,
     *,
     trust_remote_code: bool,
     cut: Cut = WHOLE,
+    device: torch.device | None = None,
 ) -> nn.Module | None:
-    """The frozen reference as a model of its own; None under LoRA, where it is the policy with adapters off.
+    """The frozen reference as a model of its own, for a `device`; None under LoRA, where it is the policy with adapters off.
 
     `origin` is what the user passed as the model: a name is loaded again in the checkpoint's dtype, an instance is
-    copied as it stands now, before training moves it.
+    copied as it stands now, before training moves it. A `ref_model` is taken in its place; an instance is used itself.
     """
+    if isinstance(ref_model, nn.Module):
+        if ref_model is origin:
+            raise ArgumentError("ref_model is the model itself, which training moves: leave it out.")
+        return ref_model
+    if ref_model is not None:
+        return _load_causal(ref_model, init_kwargs, trust_remote_code, cut, device)
     if is_peft(policy):
         return None
     if isinstance(origin, str):
-        return _load_causal(origin, init_kwargs, trust_remote_code, cut)
-    return copy.deepcopy(policy)
+        return _load_causal(origin, init_kwargs, trust_remote_code, cut, device)
+    reference = copy.deepcopy(policy)
+    detach(reference)
+    return reference
 
 
 def adapter_reference(policy: Any) -> Reference:
     """The reference under LoRA: adapters off; or, for an adapter that came in trained, a frozen copy of that adapter."""
     adapter = next(iter(policy.peft_config))
     if _has_effect(policy, adapter):
-        _copy_adapter(policy, adapter)
+        with keeping_critic(policy):
+            _copy_adapter(policy, adapter)
         return Reference(None, lambda: _other_adapter(policy, adapter))
-    return Reference(None, policy.disable_adapter)
+    return Reference(None, lambda: _no_adapter(policy))
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -207,6 +244,23 @@ def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     return get_peft_model(policy, peft_config)
 
 
+def _without_earlier_parts(policy: Any) -> None:
+    """Take away what an earlier run left in an instance, its critic and its copy of an adapter: each run makes its own."""
+    if not is_peft(policy):
+        detach(policy)
+        return
+    for adapter in (CRITIC, REFERENCE_ADAPTER):
+        if policy.active_adapters == [adapter]:
+            raise ArgumentError(
+                f"the model trains an adapter of the name {adapter!r}, which is what lowpeak calls one of its own: load it under "
+                "another adapter_name."
+            )
+    detach(policy.get_base_model())
+    for adapter in (CRITIC, REFERENCE_ADAPTER):
+        if adapter in policy.peft_config:
+            policy.delete_adapter(adapter)
+
+
 def _keep_training_format(policy: nn.Module) -> None:
     """bitsandbytes repacks 4-bit weights at the first inference on a CPU, and its backward cannot read that format."""
     for module in policy.modules():
@@ -234,11 +288,9 @@ def _has_effect(policy: nn.Module, adapter: str) -> bool:
     return False
 
 
-REFERENCE_ADAPTER = "reference"
-
-
 def _copy_adapter(policy: Any, adapter: str) -> None:
-    policy.add_adapter(REFERENCE_ADAPTER, policy.peft_config[adapter])
+    with without_critic(policy.get_base_model()):
+        policy.add_adapter(REFERENCE_ADAPTER, policy.peft_config[adapter])
     own = dict(policy.named_parameters())
     with torch.no_grad():
         for name, parameter in own.items():
@@ -248,12 +300,19 @@ def _copy_adapter(policy: Any, adapter: str) -> None:
 
 
 @contextmanager
-def _other_adapter(policy: Any, adapter: str) -> Iterator[None]:
-    _activate(policy, REFERENCE_ADAPTER)
-    try:
+def _no_adapter(policy: Any) -> Iterator[None]:
+    with keeping_critic(policy), policy.disable_adapter():
         yield
-    finally:
-        _activate(policy, adapter)
+
+
+@contextmanager
+def _other_adapter(policy: Any, adapter: str) -> Iterator[None]:
+    with keeping_critic(policy):
+        _activate(policy, REFERENCE_ADAPTER)
+        try:
+            yield
+        finally:
+            _activate(policy, adapter)
 
 
 def _activate(policy: Any, adapter: str) -> None:

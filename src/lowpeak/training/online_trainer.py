@@ -13,18 +13,20 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.rollout import Sampling
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_end
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
+from lowpeak.strategies.shards import has_shards
+from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.arguments import OnlineConfig, check_class
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
-from lowpeak.training.reference_state import load_average, save_average
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
@@ -39,6 +41,7 @@ class OnlineTrainer(StepTrainer):
     model                   name, path or instance of a causal language model (or peft model)
     reward_funcs            a function, a reward model, or a list of these
     rollout_func            `rollout_func(prompts, trainer) -> dict` in place of the engine (tools, environments)
+    ref_model               name, path or instance of the reference (None: the model as it came in, or without its adapter)
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -47,6 +50,9 @@ class OnlineTrainer(StepTrainer):
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
         """The algorithm that the arguments describe."""
         raise AssertionError("a thin trainer says which algorithm it is")
+
+    def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
+        """Add to a policy that was loaded from `origin` what else is trained with it; nothing, unless a thin trainer does."""
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class OnlineTrainer(StepTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         peft_config: Any = None,
         rollout_func: Callable[..., Mapping[str, Any]] | None = None,
+        ref_model: Any = None,
     ) -> None:
         args = (
             args
@@ -71,7 +78,16 @@ class OnlineTrainer(StepTrainer):
         quiet_replicas(args)
         with Ranks(args.device).together():
             check_end(train_dataset, args.max_steps)
-            parts = prepare_online(model, reward_funcs, args, processing_class, reward_processing_classes, peft_config)
+            parts = prepare_online(
+                model,
+                reward_funcs,
+                args,
+                processing_class,
+                reward_processing_classes,
+                peft_config,
+                ref_model,
+                self.complete,
+            )
         super().__init__(
             model=parts.policy,
             args=base_arguments(args),
@@ -85,9 +101,15 @@ class OnlineTrainer(StepTrainer):
         self.user_args = args
         self.parts = parts
         self.run, self.maker = connect_online(self, parts, self.make_algorithm(args, parts.settings), rollout_func)
+        self.asked: Sampling = parts.settings.sampling
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.add_callback(StepCallback(self))
+
+    @property
+    def num_generations(self) -> int:
+        """Completions of each prompt: a rollout's, or while an evaluation runs its own."""
+        return self.asked.num_generations
 
     # a run
 
@@ -111,7 +133,7 @@ class OnlineTrainer(StepTrainer):
         """Stations 1 to 10: a new rollout when the last one has served its steps, and this step's micro-batches."""
         rollout, maker = self._current_rollout(), self.maker
         step, self.steps_used = self.steps_used, self.steps_used + 1
-        rows = rows_of_step(rollout, maker.settings.rollout, self.user_args.seed, step)
+        rows = rows_of_step(rollout, maker.settings.rollout, self.user_args.seed, step, self.run.algorithm.unit)
         batches = step_batches(rollout.records, rows, self.run.algorithm, maker.budget, self.run.strategy.ranks)
         return StepWork(batches, sum(record.num_tokens for record in rollout.records) if step == 0 else 0)
 
@@ -119,18 +141,21 @@ class OnlineTrainer(StepTrainer):
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
             number = 0 if self.rollout is None else self.rollout.number + 1
             self.rollout = None
-            self.rollout = self.maker.make(number, self.state.global_step, self.state)
+            self.rollout = self.maker.make(number, self.state.global_step, self.state, self.run.coefficients)
             self.steps_used = 0
             self.note(self.rollout.metrics)
             self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
         return self.rollout
 
-    def finish_step(self) -> None:
-        """Station 13, and the reference's move where one was asked for."""
-        super().finish_step()
+    def finish_step(self) -> dict[str, float]:
+        """Station 13, the end of a rollout that is spent, and the reference's move where one was asked for."""
+        values = super().finish_step()
+        if self.run.algorithm.spent(values):
+            self.steps_used = self.maker.settings.rollout.num_steps
         sync = self.maker.settings.reference_sync
         if sync is not None and self.state.global_step % sync.every == 0:
             self.run.strategy.average(self._reference_model(), self.model, sync.share)
+        return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and print the rollout's completions where that was asked for."""
@@ -209,10 +234,25 @@ class OnlineTrainer(StepTrainer):
         }
 
     def save_more(self, folder: Path) -> None:
-        """The reference's average, where it moves."""
-        if self.maker.settings.reference_sync is not None:
-            with self.run.strategy.ranks.together():
-                save_average(folder, self._reference_model(), self.run.strategy.ranks)
+        """The weights that are `apart` from the model's own."""
+        with self.run.strategy.ranks.together():
+            for name, parameters in self.apart(self.run.strategy.cuts_states).items():
+                save_apart(folder, name, parameters, self.run.strategy.ranks)
+
+    def apart(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
+        """Weights that change, and that a checkpoint's model does not hold, by the folder they go to.
+
+        `with_states`: all that is trained is among the states that ranks write together. The reference's average, where it
+        moves, is not.
+        """
+        if self.maker.settings.reference_sync is None:
+            return {}
+        return {REFERENCE_FOLDER: dict(self._reference_model().named_parameters())}
+
+    def take_apart(self, checkpoint: Path) -> None:
+        """Take back what `save_more` wrote."""
+        for name, parameters in self.apart(has_shards(checkpoint)).items():
+            load_apart(checkpoint, name, parameters, self.run.strategy.ranks)
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
         """Go on where the checkpoint was written, with what `auto` had become then."""
@@ -224,8 +264,7 @@ class OnlineTrainer(StepTrainer):
             self._check_records(state.rollout.records, checkpoint)
             self.rollout = Rollout(state.rollout.number, state.rollout.records)
             self.steps_used = state.rollout.steps_used
-        if self.maker.settings.reference_sync is not None:
-            load_average(checkpoint, self._reference_model(), self.run.strategy.ranks)
+        self.take_apart(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)

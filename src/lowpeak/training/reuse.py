@@ -8,7 +8,7 @@ import torch
 
 from lowpeak.algorithms.select import rows_by_group
 from lowpeak.config.rollout import RolloutSettings
-from lowpeak.records import Metric, Record
+from lowpeak.records import Metric, Record, Unit
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,22 @@ class Rollout:
     rows: tuple[dict[str, object], ...] = ()
 
 
-def rows_of_step(rollout: Rollout, settings: RolloutSettings, seed: int, step: int) -> tuple[int, ...]:
+def rows_of_step(
+    rollout: Rollout, settings: RolloutSettings, seed: int, step: int, unit: Unit = "token"
+) -> tuple[int, ...]:
     """Indices of the records that step `step` of a rollout (0 <= step < num_steps) trains on.
 
     Groups are shuffled by (seed, rollout number) and their rows stay together; each pass takes the same cut again. A
-    rollout that dynamic sampling left short is cut evenly.
+    rollout that dynamic sampling left short is cut evenly; pairs are never cut.
     """
-    order = _shuffled_by_group(rollout, seed)
+    groups = _shuffled_groups(rollout, seed)
+    items = groups if unit == "pair" else [[i] for group in groups for i in group]
     slot = step % settings.steps_per_pass
-    start, stop = (len(order) * s // settings.steps_per_pass for s in (slot, slot + 1))
-    return tuple(order[start:stop])
+    start, stop = (len(items) * s // settings.steps_per_pass for s in (slot, slot + 1))
+    return tuple(i for item in items[start:stop] for i in item)
 
 
-def _shuffled_by_group(rollout: Rollout, seed: int) -> list[int]:
+def _shuffled_groups(rollout: Rollout, seed: int) -> list[list[int]]:
     groups = list(rows_by_group(rollout.records).values())
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rollout.number) % (1 << 63))
-    return [i for g in torch.randperm(len(groups), generator=generator).tolist() for i in groups[g]]
+    return [groups[g] for g in torch.randperm(len(groups), generator=generator).tolist()]

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import socket
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,9 @@ import psutil  # type: ignore[import-untyped]
 
 from lowpeak.checkpoint.atomic import last_checkpoint, set_aside, sweep
 from lowpeak.checkpoint.resume import find_resume
-from lowpeak.errors import ArgumentError
-from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-# What a rank may have to itself: where it is, what it shows and reports, what only rank 0's answer counts for.
-_OF_A_RANK = frozenset(
-    (
-        "local_rank",
-        "output_dir",
-        "disable_tqdm",
-        "report_to",
-        "project",
-        "resume_from_checkpoint",
-        "num_completions_to_print",
-    )
-)
 LAUNCH_FILE = ".lowpeak.launch"  # in output_dir
 
 
@@ -40,26 +25,6 @@ def quiet_replicas(args: Any) -> None:
         return
     asked = args.log_level_replica not in ("warning", "passive")  # warning is transformers' default
     logging.getLogger("lowpeak").setLevel(args.get_process_log_level() if asked else logging.ERROR)
-
-
-def require_same_arguments(args: Any, ranks: Ranks) -> None:
-    """ArgumentError where ranks were told different things (another file on another host, a seed from the clock): they would wait
-    for each other for good, or train on each other's numbers without a word.
-    """
-    own = {f.name: repr(getattr(args, f.name, None)) for f in fields(args) if _must_agree(f.name, args)}
-    told = ranks.gather(own)
-    for name in own:
-        for rank, other in enumerate(told):
-            if other.get(name) != told[0].get(name):
-                raise ArgumentError(
-                    f"{name} is {told[0].get(name)} on rank 0 and {other.get(name)} on rank {rank}: start all ranks with the same "
-                    "arguments."
-                )
-
-
-def _must_agree(name: str, args: Any) -> bool:
-    plain = isinstance(getattr(args, name, None), bool | int | float | str | None)
-    return plain and name not in _OF_A_RANK and not name.startswith(("log", "hub_", "push_to_hub", "trackio", "run_"))
 
 
 def take_up(output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:

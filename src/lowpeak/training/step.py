@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial, reduce
 
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Algorithm, ValueTerm
 from lowpeak.attention.install import forward_arguments
 from lowpeak.logprobs.head import HeadRequest
-from lowpeak.records import Metric, MicroBatch, merge_metrics
+from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 from lowpeak.strategies.strategy import Strategy
 
 
@@ -35,14 +36,23 @@ class Core:
 class Scored:
     """What a no-grad pass gives for the counted tokens of one micro-batch."""
 
-    logprobs_T: Tensor
+    logprobs_T: Tensor | None
     entropy_T: Tensor | None
+    values_T: Tensor | None
 
 
-def score(model: nn.Module, micro_batches: Sequence[MicroBatch], core: Core, entropy: bool = False) -> list[Scored]:
-    """Log-probs (and entropies) of the counted tokens, without gradients: station 8."""
+def score(
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    core: Core,
+    **wishes: bool,
+) -> list[Scored]:
+    """Log-probs of the counted tokens, without gradients: station 8.
+
+    `wishes` are HeadRequest's: `entropy`, a critic's `values`, or values without `logprobs`.
+    """
     with torch.no_grad():
-        return [_scored(_forward(model, batch.to(core.device), core, entropy=entropy)) for batch in micro_batches]
+        return [_scored(_forward(model, batch.to(core.device), core, **wishes)) for batch in micro_batches]
 
 
 def run_step(
@@ -72,39 +82,69 @@ def run_step(
     return total, metrics
 
 
+def measure_step(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, core: Core
+) -> tuple[Tensor, dict[str, Metric]]:
+    """What `run_step` gives, without gradients: an evaluation's loss and metrics."""
+    total, metrics = torch.zeros((), device=core.device), dict[str, Metric]()
+    with torch.no_grad():
+        for batch in micro_batches:
+            loss, measured = loss_of(model, batch.to(core.device), algorithm, core)
+            total += loss
+            metrics = merge_metrics(metrics, measured)
+    return total, metrics
+
+
 def loss_of(
     model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core, promised_scale: float | None = None
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The weighted loss of one micro-batch and its metrics: in one visit of the head where a token's loss is its own.
+    """The weighted loss of one micro-batch and its metrics: the policy's term, and that of values, where there are such.
 
     With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see HeadRequest).
     """
-    tokens = batch.tokens
-
-    def weighted(logprobs: Tensor, entropy: Tensor | None, start: int, stop: int) -> Tensor:
-        part = tokens.slice(start, stop)
-        used = entropy if algorithm.loss_entropy else None
-        return (part.weights_U * algorithm.loss(logprobs, used, part)).sum()
-
-    one_visit = algorithm.unit == "token" and not algorithm.coupled
+    one_visit = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
     out = _forward(
         model,
         batch,
         core,
         entropy=algorithm.loss_entropy or core.log_entropy,
         entropy_grad=algorithm.loss_entropy,
-        loss=weighted if one_visit else None,
+        loss=partial(_weighted, algorithm, batch.tokens) if one_visit else None,
         promised_scale=promised_scale,
+        values=algorithm.values is not None,
+        values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
     )
+    terms = [_policy_term(out, batch.tokens, algorithm)] if algorithm.loss is not None else []
+    if algorithm.values is not None:
+        terms.append(_value_term(out["values"], batch.tokens, algorithm.values))
+    losses, metrics = zip(*terms, strict=True)
+    return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
+
+
+def _policy_term(
+    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
+) -> tuple[Tensor, dict[str, Metric]]:
+    """In one visit of the head where a token's loss is its own; from the log-probs elsewhere."""
     logprobs_T, entropy_T = out["logprobs"], out.get("entropy")
-    if one_visit:
-        loss = out["loss"]
-    else:
-        loss_entropy_T = entropy_T if algorithm.loss_entropy else None
-        loss = (tokens.weights_U * algorithm.loss(logprobs_T, loss_entropy_T, tokens)).sum()
+    loss = out["loss"] if "loss" in out else _weighted(algorithm, tokens, logprobs_T, entropy_T, 0, None)
     with torch.no_grad():
         seen_entropy_T = None if entropy_T is None else entropy_T.detach()
         return loss, algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens)
+
+
+def _weighted(
+    algorithm: Algorithm, tokens: TokenBatch, logprobs: Tensor, entropy: Tensor | None, start: int, stop: int | None
+) -> Tensor:
+    """The weighted sum of the losses of tokens [start, stop); of all where a unit is more than a token."""
+    assert algorithm.loss is not None
+    part = tokens if stop is None else tokens.slice(start, stop)
+    return (part.weights_U * algorithm.loss(logprobs, entropy if algorithm.loss_entropy else None, part)).sum()
+
+
+def _value_term(values_T: Tensor, tokens: TokenBatch, term: ValueTerm) -> tuple[Tensor, dict[str, Metric]]:
+    loss = (tokens.weights_U * term.loss(values_T, tokens)).sum()
+    with torch.no_grad():
+        return loss, term.measure(values_T.detach(), tokens)
 
 
 def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) -> dict[str, Tensor]:
@@ -120,7 +160,7 @@ def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) 
 
 
 def _scored(out: Mapping[str, Tensor]) -> Scored:
-    return Scored(out["logprobs"], out.get("entropy"))
+    return Scored(out.get("logprobs"), out.get("entropy"), out.get("values"))
 
 
 def _with_coefficients(batch: MicroBatch, coefficients: Mapping[str, float]) -> MicroBatch:

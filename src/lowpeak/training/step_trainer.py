@@ -32,9 +32,11 @@ from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.strategies.shards import has_shards
+from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.checkpoints import check_kind, export_model, load_training, save_checkpoint, without_reference
-from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on
+from lowpeak.training.alike import require_same_arguments, require_same_data
+from lowpeak.training.checkpoints import check_kind, export_model, load_training, policys_adapter_alone, save_checkpoint
+from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on, saved_where_it_waits
 from lowpeak.training.readout import (
     Readout,
     Spent,
@@ -45,7 +47,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import note_launch, put_others_aside, require_same_arguments, take_up
+from lowpeak.training.start import note_launch, put_others_aside, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -92,6 +94,7 @@ class StepTrainer(Trainer):
 
     run: Run
     control: Any
+    step_began_with: RunState | None = None  # while the work of a step is made
 
     def num_steps_per_epoch(self) -> int | None:
         """Optimizer steps in which each row of the data is used once; None where the data has no length."""
@@ -133,10 +136,11 @@ class StepTrainer(Trainer):
         with ExitStack() as stack:
             stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
             require_same_arguments(self.args, ranks)
+            require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.first(lambda: stack.enter_context(only_run(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             try:
-                with self.run.interrupts.watched():
+                with self.run.interrupts.watched(), saved_where_it_waits(self, output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
             except EngineError:
@@ -186,7 +190,9 @@ class StepTrainer(Trainer):
             self.control.should_training_stop = True
             return [], None
         start = time.perf_counter()
+        self.step_began_with = self.run_state()
         work = self.next_step()
+        self.step_began_with = None
         return [{"step": work, "start": start}], None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -229,8 +235,8 @@ class StepTrainer(Trainer):
 
     # what a step leaves behind
 
-    def finish_step(self) -> None:
-        """Station 13: fold the step's metrics into those to be logged, and write its record into the journal."""
+    def finish_step(self) -> dict[str, float]:
+        """Station 13: fold the step's metrics into those to be logged, and write its record into the journal; they are returned."""
         numbers = self.run.readout
         assert numbers is not None
         self.run.readout = None
@@ -241,10 +247,13 @@ class StepTrainer(Trainer):
         metrics["tokens_per_second"] = Metric(float(self.run.num_new), spent.seconds)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
-        self.run.coefficients = self.run.algorithm.update(self.run.coefficients, values)
+        epoch = self.state.epoch
+        known = values if epoch is None else {**values, "epoch": float(epoch)}
+        self.run.coefficients = self.run.algorithm.update(self.run.coefficients, known)
         row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
-        self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
+        self.run.journal.write_step(self.state.global_step, {**row, "epoch": epoch})
         self.run.metrics = merge_metrics(self.run.metrics, metrics)
+        return values
 
     def _agree_to_stop(self, seconds: float) -> Spent:
         """What the step took, over all ranks; and by the same maximum, whether any of them was asked to stop."""
@@ -352,21 +361,25 @@ class StepTrainer(Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""
+        self.save_state(trial, self.run_state())
+
+    def save_state(self, trial: Any, state: RunState) -> None:
+        """The checkpoint of the last step, with `state` of the run."""
         with self.run.strategy.ranks.together():
             self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):
             self.run.journal.sync()
-            save_checkpoint(self, trial, self.run_state())
+            save_checkpoint(self, trial, state)
 
     def _check_weights(self) -> None:
-        trained = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        weights = {n: shard for n, shard in self.run.strategy.shards(self.model).items() if n in trained}
+        shards = self.run.strategy.shards(self.model)
+        weights = {name: shards[name] for name in trained(self.model)}
         step, ranks = self.state.global_step, self.run.strategy.ranks
         finite_weights_or_raise(weights, step, Path(self.args.output_dir), ranks)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The base's way, without the adapter that is only the reference."""
-        with without_reference(self.model):
+        """The base's way, without adapters that are only the reference, or the critic's."""
+        with policys_adapter_alone(self.model):
             super()._save(output_dir, state_dict)
 
 

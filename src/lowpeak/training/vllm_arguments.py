@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.training.fields import argument
 
 
@@ -41,7 +42,7 @@ class VllmArguments:
     vllm_server_token: str | None = argument(
         None,
         "vllm",
-        "Server: the token that it demands (None: that of LOWPEAK_SERVER_TOKEN in the environment, if any).",
+        f"Server: the token that it demands (None: that of {SERVER_TOKEN} in the environment, if any).",
     )
     vllm_wave_timeout: float | None = argument(
         3600.0, "vllm", "Seconds that one wave may take before the engine counts as lost (None: no limit)."

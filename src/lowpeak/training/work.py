@@ -41,10 +41,10 @@ def step_batches(
     trained = [i for i in rows if not (algorithm.idle and _is_idle(records[i]))]
     batches = pack(
         records,
-        share(records, trained, budget, ranks.world_size)[ranks.rank],
+        share(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
         budget,
         lambda num_tokens: algorithm.reduction(num_tokens, counts),
-        per_sequence=algorithm.unit != "token",
+        unit=algorithm.unit,
     )
     return tuple(matched(batches, budget, ranks, least=1))
 

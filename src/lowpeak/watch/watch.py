@@ -20,31 +20,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.errors import LowpeakError, RankError
 from lowpeak.ranks import Ranks, is_lost_connection
 from lowpeak.watch.lines import Line, connect
+from lowpeak.watch.verdict import GONE, Verdict, places, told
 
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds that a rank has to end by itself once the verdict is known
 _TICK = 0.25  # seconds between two looks of the watching thread at its own rank's phase
-_GONE = "is gone (killed, or its host is lost)"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """Why a run cannot go on: which rank is the reason, and what about it.
-
-    `agreed` is on how many failures the ranks had agreed by then. One more, and this was it: all of them raise it, and whoever
-    catches it goes on. A rank that is gone is nothing to agree on.
-    """
-
-    rank: int
-    what: str
-    agreed: float = float("inf")
 
 
 @contextmanager
@@ -106,8 +92,7 @@ class Watch:
 
     def announce(self, error: BaseException) -> None:
         """Tell the others why this rank fails, and give it and them some seconds to end; the first to do so counts."""
-        told = str(error) if isinstance(error, LowpeakError) else f"{type(error).__name__}: {error}".rstrip(": ")
-        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told}", self._agreed))
+        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._agreed))
 
     def withdraw(self) -> None:
         """The ranks have agreed on a failure, and all raise it: what was announced of it ends nobody who catches it."""
@@ -127,7 +112,7 @@ class Watch:
         self._concluded.wait(0.8 * self._grace if lost else 0.0)
         verdict = self._verdict
         if verdict is not None and verdict.rank != self._rank:
-            found = RankError(self._sentence(verdict))
+            found = RankError(verdict.sentence(self._rank, self._phase()))
             logger.error("%s", found)  # at once: a launcher that saw the same will end this process in a moment
             found.rank = verdict.rank
             return found
@@ -171,7 +156,7 @@ class Watch:
         except EOFError:
             if not self._stopping.is_set() and line.rank in self._lines:
                 last = self._phases.get(str(line.rank))
-                self._conclude(Verdict(line.rank, f"{_GONE}; it was last seen in {last[0]}" if last else _GONE))
+                self._conclude(Verdict(line.rank, f"{GONE}; it was last seen in {last[0]}" if last else GONE))
             return False
         return all([self._take(line, *message) for message in messages])
 
@@ -217,27 +202,13 @@ class Watch:
     def _end(self) -> None:
         """End a process that hangs or is busy: no exception would reach it."""
         assert self._verdict is not None, "there is no deadline without a verdict"
-        print(f"lowpeak: error: {self._sentence(self._verdict)}", file=sys.stderr, flush=True)
+        print(f"lowpeak: error: {self._verdict.sentence(self._rank, self._phase())}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
-
-    # words
-
-    def _sentence(self, verdict: Verdict) -> str:
-        if verdict.rank == self._rank:
-            return f"rank {verdict.rank} {verdict.what}"
-        told = verdict.what.rstrip(".")
-        return f"rank {verdict.rank} {told}. Rank {self._rank} was in {self._phase()} and cannot go on without it."
 
     def _everybody(self) -> str:
         """Where each of the other ranks is, as far as rank 0 knows."""
         if self._rank != 0:
             self._to_first("where")
             self._answered.wait(2.0)
-        now = time.monotonic()
-        places = [
-            f"rank {rank} is in {phase} for {now - at:.0f} s"
-            for rank, (phase, at) in sorted(self._phases.items(), key=lambda item: int(item[0]))
-            if int(rank) != self._rank
-        ]
-        return "; ".join(places) or "where is not known"
+        return places(self._phases, but=self._rank)

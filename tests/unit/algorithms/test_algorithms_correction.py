@@ -112,7 +112,7 @@ def test_with_old_scored_the_weights_are_in_the_advantages_and_the_step_has_none
     rows = ragged_rows((3, 1, 6, 2, 5, 4))
     records = records_of(rows, drawn(rows))
     plain, corrected = make_grpo(GRPO), make_grpo(replace(GRPO, correction=MODES[mode]))
-    before, after = plain.advantages(records), corrected.advantages(records)
+    before, after = plain.advantages(records, {}), corrected.advantages(records, {})
     counted = []
     for record, old, new in zip(records, before.per_token, after.per_token, strict=True):
         mask = record.completion.loss_mask

@@ -64,4 +64,4 @@ def test_equal_groups_are_dropped_only_when_asked(make, settings):
 def test_supervised_training_keeps_every_row_and_has_no_advantages():
     records = [record(0, 1.0, length=3), record(1, 0.0, length=1)]
     assert make_supervised().select(records).rows == (0, 1)
-    assert [x.tolist() for x in make_supervised().advantages(records).per_token] == [[0, 0, 0], [0]]
+    assert [x.tolist() for x in make_supervised().advantages(records, {}).per_token] == [[0, 0, 0], [0]]

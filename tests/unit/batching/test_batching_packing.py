@@ -55,7 +55,7 @@ def test_constants_follow_their_tokens_through_sorting():
 
 
 def test_sequence_units_carry_one_weight_per_row():
-    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), float, per_sequence=True)
+    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), float, unit="sequence")
     assert batch.tokens.weights_U.tolist() == [2.0, 1.0]
 
 

@@ -43,8 +43,9 @@ def slices(model: torch.nn.Module) -> Iterator[WeightSlice]:
 
 def export(model: torch.nn.Module, folder: Path, file_bytes: int = 10**9) -> None:
     folder.mkdir()
-    write_settings(folder, model, model.dtype)
-    write_weights(folder, model, layout(model, lambda parameter: None, "merged"), slices(model), file_bytes)
+    leaving = layout(model, lambda parameter: None, "merged")
+    write_settings(folder, model, leaving)
+    write_weights(folder, model, leaving, slices(model), file_bytes)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,10 @@ def test_without_devices_of_its_own_a_machine_has_a_server_on_its_cpus():
         ({"vllm_devices": "cpu", "vllm_tensor_parallel_size": 0}, "the tensor parallel size 0 must be at least 1"),
         ({"vllm_devices": "1", "vllm_engine_kwargs": {"model": "x"}}, "has model, which lowpeak sets itself"),
         ({"vllm_devices": "1", "vllm_engine_kwargs": "x"}, "vllm_engine_kwargs='x' is no JSON object"),
+        (
+            {"vllm_devices": "1", "kv_cache_bytes": 1, "vllm_gpu_memory_utilization": 0.8},
+            "0.8 has no effect: --kv_cache_bytes is",
+        ),
         ({"vllm_devices": "1", "vllm_engine_kwargs": {"api_key": "x"}}, "--api-key is lowpeak's own"),
     ],
 )
@@ -110,7 +114,6 @@ def test_what_was_said_of_the_engine_goes_to_the_servers():
     both = planned(
         vllm_devices="1,2",
         vllm_tensor_parallel_size=2,
-        vllm_gpu_memory_utilization=0.8,
         vllm_max_model_length=512,
         kv_cache_bytes=1 << 20,
         bf16=True,
@@ -118,8 +121,13 @@ def test_what_was_said_of_the_engine_goes_to_the_servers():
     )
     (server,) = both.servers
     assert (server.model, server.tensor_parallel_size, server.dtype, server.host) == ("m", 2, "bfloat16", "127.0.0.1")
-    said = "--gpu-memory-utilization 0.8 --max-model-len 512 --kv-cache-memory-bytes 1048576 --enforce-eager --hf-overrides"
+    said = "--gpu-memory-utilization 0.01 --max-model-len 512 --kv-cache-memory-bytes 1048576 --enforce-eager --hf-overrides"
     assert server.options == (*said.split(), '{"a": 1}', "--no-enable-chunked-prefill")
+
+
+def test_a_servers_share_is_said_where_its_cache_has_no_size():
+    said = planned(vllm_devices="1", vllm_gpu_memory_utilization=0.8).servers[0].options
+    assert said == ("--gpu-memory-utilization", "0.8")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +227,9 @@ with open(f'{name}.json', 'a') as file:
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200); self.end_headers()
+        if os.path.exists('dying'):
+            print('torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.', flush=True)
+            os._exit(9)
     do_POST = do_GET
     def log_message(self, *args): pass
 print('serving', flush=True)
@@ -229,7 +240,7 @@ START = """
 import os, sys
 from pathlib import Path
 from lowpeak.cli.beside import plan
-from lowpeak.cli.under_way import UnderWay
+from lowpeak.cli.supervisor import Supervisor
 from lowpeak.errors import EngineError
 from dataclasses import replace
 given = {'use_vllm': True, 'model': 'm', 'output_dir': 'logs', 'vllm_devices': '1,2', 'train_devices': '0,3',
@@ -238,7 +249,7 @@ both = replace(plan('grpo', [], given, 4, os.environ), command=(sys.executable, 
 def command(server):
     return [sys.executable, 'server.py', 'server' + server.devices[0], str(server.port)]
 try:
-    sys.exit(UnderWay(both, os.environ, command).run())
+    sys.exit(Supervisor(both, os.environ, command).run())
 except EngineError as error:
     sys.exit(f'lowpeak: error: {error}')
 """
@@ -326,6 +337,36 @@ def test_a_server_that_dies_later_is_started_again(start, tmp_path):
     (tmp_path / "end").touch()
     status, err = ended(process)
     assert (status, "is started again" in err) == (0, True)
+    assert gone(tmp_path, "server2", "trainer")
+
+
+SAVES = "signal.signal(signal.SIGTERM, lambda *of: (time.sleep(2), open('saved', 'w').close(), sys.exit(3)))\n"
+
+
+def test_a_server_that_dies_again_and_again_ends_all_with_its_last_words_and_what_to_change(start, tmp_path):
+    (tmp_path / "dying").touch()
+    status, err = ended(start(f"{SAVES}time.sleep(60)"))
+    assert status == 1
+    assert 3 <= err.count("is started again") <= 6  # there are two of them
+    assert "error: (after 3 restarts) the vLLM server of http://127.0.0.1:" in err
+    assert "ended with status 9: vLLM ran out of memory: set vllm_batch_size below the rows" in err
+    assert "raise vllm_tensor_parallel_size (now 1); the end of logs/vllm-" in err
+    assert (tmp_path / "saved").exists()
+    assert gone(tmp_path, *ALL)
+
+
+def test_a_server_that_cannot_be_started_again_is_given_up_soon_and_only_its_last_life_is_shown(start, tmp_path):
+    process = start("time.sleep(60)")
+    first = recorded(tmp_path, "server1")["PID"]
+    said = ""
+    while said.count("is ready") < 2:
+        said = said + process.stderr.readline()
+    (tmp_path / "broken").touch()
+    os.kill(first, signal.SIGKILL)
+    status, err = ended(process)
+    assert (status, err.count("is started again")) == (1, 2)
+    assert "error: (after 2 restarts) the vLLM server of" in err
+    assert err.endswith("ended with status 1; the end of logs/vllm-0.log:\nvLLM: no such option\n")
     assert gone(tmp_path, "server2", "trainer")
 
 

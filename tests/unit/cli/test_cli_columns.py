@@ -30,7 +30,7 @@ def test_a_chat_is_opened_by_the_system_and_asked_by_the_user():
 
 def test_a_completion_becomes_the_assistant_s_message():
     row = {"prompt": "1+1?", "completion": "2"}
-    assert in_chat_form(row, None, supervised=True) == {
+    assert in_chat_form(row, None, ["completion"]) == {
         "prompt": [{"role": "user", "content": "1+1?"}],
         "completion": [{"role": "assistant", "content": "2"}],
     }
@@ -43,8 +43,19 @@ def test_a_prompt_that_has_a_system_message_keeps_its_own():
 
 def test_answers_are_the_completions_of_supervised_rows():
     dataset = Dataset.from_dict({"question": ["1+1?"], "answer": ["2"]})
-    shaped = shape(dataset, DataArguments(prompt_column="question", completion_column="answer"), supervised=True)
+    shaped = shape(dataset, DataArguments(prompt_column="question", completion_column="answer"), ["completion"])
     assert shaped[0] == {"prompt": "1+1?", "completion": "2"}
+
+
+def test_both_answers_of_a_preference_become_the_assistants_messages():
+    row = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+    assert in_chat_form(row, None, ["chosen", "rejected"]) == {
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "chosen": [{"role": "assistant", "content": "2"}],
+        "rejected": [{"role": "assistant", "content": "3"}],
+    }
+    with pytest.raises(DataError, match="a chat is made of the column 'prompt', which the data set has not"):
+        in_chat_form({"chosen": "1+1?2", "rejected": "1+1?3"}, None, ["chosen", "rejected"])
 
 
 def test_a_column_that_is_not_there_is_an_error_that_names_those_that_are():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -329,6 +330,28 @@ def start(folder, program, *words, processes=2):
     return subprocess.Popen(
         [sys.executable, "-c", call], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
+
+
+def test_a_port_that_is_taken_is_one_sentence(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        hosts = [
+            "--num_machines",
+            "2",
+            "--machine_rank",
+            "0",
+            "--main_process_ip",
+            "127.0.0.1",
+            "--main_process_port",
+            port,
+        ]
+        status, _, err = started(tmp_path, "", *hosts)
+    last = err.strip().splitlines()[-1]
+    assert status == 1
+    assert last.startswith("lowpeak.errors.ArgumentError: the processes cannot be started: Tried to launch")
+    assert f"on port `{port}`, but another process is utilizing it" in last
 
 
 def test_the_same_command_runs_on_every_rank():

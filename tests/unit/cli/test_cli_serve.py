@@ -15,8 +15,8 @@ from lowpeak.cli.main import main
 from lowpeak.cli.serve import read
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import Server, environment, words
-from lowpeak.rollout.vllm.orphans import PARENT
 from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.watch.orphans import PARENT
 from processes import are_gone
 
 GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"

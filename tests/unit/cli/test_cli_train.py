@@ -10,6 +10,8 @@ from lowpeak.cli.show import dump
 from lowpeak.cli.train import checkpoint_to_resume, read_job, run
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.training.arguments import GRPOConfig, RLOOConfig, SFTConfig
+from lowpeak.training.online_dpo_arguments import OnlineDPOConfig
+from lowpeak.training.reward_arguments import RewardConfig
 
 
 class RecordingTrainer:
@@ -39,7 +41,8 @@ class RecordingTrainer:
 def library():
     trainer = type("Trainer", (RecordingTrainer,), {"made": []})
     return SimpleNamespace(
-        GRPOConfig=GRPOConfig, RLOOConfig=RLOOConfig, SFTConfig=SFTConfig,
+        GRPOConfig=GRPOConfig, RLOOConfig=RLOOConfig, SFTConfig=SFTConfig, RewardConfig=RewardConfig,
+        OnlineDPOConfig=OnlineDPOConfig, OnlineDPOTrainer=trainer, RewardTrainer=trainer,
         GRPOTrainer=trainer, RLOOTrainer=trainer, SFTTrainer=trainer, made=trainer.made,
     )  # fmt: skip
 
@@ -58,7 +61,7 @@ def argv(folder, *more, reward=True):
     return [*start, "--output_dir", f"{folder}/out", *rewards, *more]
 
 
-@pytest.mark.parametrize("kind", ["grpo", "rloo"])
+@pytest.mark.parametrize("kind", ["grpo", "rloo", "online-dpo"])
 def test_the_trainer_gets_what_a_script_would_give_it(kind, library, folder):
     assert run(kind, argv(folder, "--learning_rate", "1e-5"), library) == 0
     (trainer,) = library.made
@@ -70,6 +73,57 @@ def test_the_trainer_gets_what_a_script_would_give_it(kind, library, folder):
     (reward,) = trainer.keywords["reward_funcs"]
     assert reward(completions=["a", "b"]) == [1.0, 1.0]
     assert trainer.asked == [("train", None), "save_model"]
+
+
+def test_reward_models_take_two_answers_and_no_reward(library, folder):
+    rows = [{"question": f"{i}+1?", "better": str(i + 1), "worse": str(i)} for i in range(10)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    columns = ["--chosen_column", "better", "--rejected_column", "worse"]
+    adapters = ["--use_peft", "--lora_r", "4"]
+    run("reward", argv(folder, *columns, *adapters, "--center_rewards_coefficient", "0.01", reward=False), library)
+    run("reward", argv(folder, *columns, "--conversational", reward=False), library)
+    plain, chat = library.made
+    assert plain.keywords["train_dataset"][0] == {"prompt": "0+1?", "chosen": "1", "rejected": "0"}
+    assert plain.keywords["args"].center_rewards_coefficient == 0.01
+    assert plain.keywords["peft_config"].task_type == "SEQ_CLS"
+    assert plain.asked == [("train", None), "save_model"]
+    assert chat.keywords["train_dataset"][0]["rejected"] == [{"role": "assistant", "content": "0"}]
+    assert "reward_funcs" not in plain.keywords
+    with pytest.raises(ArgumentError, match="Unknown argument 'num_generations'"):
+        run("reward", argv(folder, "--num_generations", "4", reward=False), library)
+
+
+def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
+    (folder / "pairs.py").write_text(
+        "class Judge:\n    def judge(self, prompts, completions):\n        return [0 for _ in prompts]\n\n\nfirst = Judge()\n"
+    )
+    run("online-dpo", argv(folder, "--judge", f"{folder}/pairs.py:first", reward=False), library)
+    (trainer,) = library.made
+    assert trainer.keywords["judge"].judge(["p"], [["a", "b"]]) == [0]
+    assert trainer.keywords["reward_funcs"] == []
+    with pytest.raises(ArgumentError, match=r"no 'second' in .*pairs\.py"):
+        run("online-dpo", argv(folder, "--judge", f"{folder}/pairs.py:second", reward=False), library)
+    with pytest.raises(ArgumentError, match=r"'pairs' is nowhere: write path/to/file\.py:object"):
+        run("online-dpo", argv(folder, "--judge", "pairs", reward=False), library)
+    with pytest.raises(ArgumentError, match="Unknown argument 'judge'"):
+        run("grpo", argv(folder, "--judge", "pairs"), library)
+
+
+def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):
+    run("online-dpo", argv(folder, "--beta", "0.1", "0.2", "--num_train_epochs", "2"), library)
+    run("online-dpo", argv(folder, "--beta", "0.3"), library)
+    (folder / "betas.yaml").write_text("beta: [0.1, 0.4]\n")
+    run("online-dpo", argv(folder, "--config", f"{folder}/betas.yaml"), library)
+    assert [trainer.keywords["args"].beta for trainer in library.made] == [[0.1, 0.2], [0.3], [0.1, 0.4]]
+
+
+@pytest.mark.parametrize("name", ["max_length", "max_new_tokens", "reward_model_path"])
+def test_names_of_trls_online_dpo_say_what_to_use_instead(name, library, folder):
+    with pytest.raises(ArgumentError, match=f"'{name}' is TRL's and does not exist in lowpeak"):
+        run("online-dpo", argv(folder, f"--{name}", "5"), library)
+    (folder / "old.yaml").write_text(f"{name}: 5\n")
+    with pytest.raises(ArgumentError, match=f"'{name}' is TRL's and does not exist in lowpeak"):
+        run("online-dpo", argv(folder, "--config", f"{folder}/old.yaml"), library)
 
 
 def test_supervised_training_takes_completions_and_no_reward(library, folder):
@@ -137,6 +191,7 @@ def test_the_model_is_pushed_when_that_was_asked_for(library, folder):
     ("kind", "words", "message"),
     [
         ("grpo", ["--model", "m"], "lowpeak grpo needs --dataset and --reward"),
+        ("online-dpo", ["--model", "m", "--dataset", "d"], "lowpeak online-dpo needs --reward or --judge"),
         ("sft", [], "lowpeak sft needs --model and --dataset"),
         ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--lora_r", "4"], "--lora_r has no effect"),
         ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--load_in_4bit"], "--load_in_4bit has no effect"),

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from lowpeak.cli.main import main
 from tiny import char_tokenizer, tiny_model
@@ -43,7 +43,7 @@ def rewarded(folder, *more):
     return words(folder, "--reward", f"{folder}/judge.py:short", "--max_completion_length", "4", *more)
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
+@pytest.mark.parametrize("command", ["grpo", "rloo", "online-dpo"])
 def test_a_model_is_trained_and_saved(command, folder):
     assert main([command, *rewarded(folder, "--num_generations", "4")]) == 0
     AutoModelForCausalLM.from_pretrained(folder / "out")
@@ -56,11 +56,24 @@ def test_supervised_training_saves_a_model(folder):
     AutoModelForCausalLM.from_pretrained(folder / "out")
 
 
-@pytest.mark.parametrize("command", ["grpo", "rloo"])
+def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
+    rows = [{"prompt": f"{i % 10}+", "chosen": f"{i % 10}", "rejected": "77"} for i in range(16)]
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["reward", *words(folder, "--micro_batch_tokens", "64", "--max_length", "16", "--dry-run")]) == 0
+    plan = yaml.safe_load(capsys.readouterr().out)["micro_batches"]
+    assert (plan["rows_per_step"], plan["micro_batches_at_most"]) == (8, 4)
+    assert main(["reward", *words(folder, "--eval_dataset", f"{folder}/rows.jsonl", "--eval_strategy", "epoch")]) == 0
+    model, report = AutoModelForSequenceClassification.from_pretrained(folder / "out", output_loading_info=True)
+    assert model.config.num_labels == 1
+    assert not report["missing_keys"]
+
+
+@pytest.mark.parametrize("command", ["grpo", "rloo", "ppo", "online-dpo"])
 def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, capsys):
     assert main([command, *rewarded(folder, "--num_generations", "4", "--dry-run")]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["model"]["parameters"] == sum(p.numel() for p in tiny_model().parameters())
+    of_critic = 32 if command == "ppo" else 0  # a head
+    assert shown["model"]["parameters"] == of_critic + sum(p.numel() for p in tiny_model().parameters())
     assert shown["arguments"]["max_steps"] == 2
     assert shown["micro_batches"]["rows_per_step"] == 8
     assert not (folder / "out/model.safetensors").exists()

@@ -50,11 +50,16 @@ def test_a_colocated_engine_takes_its_share_its_lengths_and_its_ranks(tmp_path):
         vllm_model_impl="transformers",
         vllm_enable_sleep_mode=True,
         vllm_engine_kwargs='{"enforce_eager": true}',
-        kv_cache_bytes=1 << 20,
         vllm_adapters=False,
     )
     assert not found.adapters
-    assert found.where == ColocateSettings(2, 0.5, 4096, "transformers", True, 1 << 20, {"enforce_eager": True})
+    assert found.where == ColocateSettings(2, 0.5, 4096, "transformers", True, None, {"enforce_eager": True})
+
+
+def test_a_colocated_engine_has_a_cache_of_so_many_bytes_or_a_share_of_its_device(tmp_path):
+    assert settings(tmp_path, use_vllm=True, kv_cache_bytes=1 << 20).where == ColocateSettings(kv_cache_bytes=1 << 20)
+    with pytest.raises(ArgumentError, match=r"=0\.5 has no effect: kv_cache_bytes=1048576 is the size"):
+        settings(tmp_path, use_vllm=True, kv_cache_bytes=1 << 20, vllm_gpu_memory_utilization=0.5)
 
 
 @pytest.mark.parametrize(

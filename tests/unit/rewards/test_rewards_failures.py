@@ -46,9 +46,11 @@ def bad(returned):
         ([0, INF, 0, 0], r"'bad' returned inf for row 1 \(completion 1 of group 0: 'bb'\)"),
         (torch.tensor([0, 0, 0, -INF]), r"'bad' returned -inf for row 3"),
         (["1", 0, 0, 0], r"'bad' returned '1' of type str for row 0"),
-        (torch.zeros(4, 1), r"'bad' returned \[0.0\] of type list for row 0"),
+        (torch.zeros(4, 1), r"'bad' returned 1 numbers for 2 tokens \(completion_ids has them\) for row 1"),
         ([0, 1j, 0, 0], "1j of type complex for row 1"),
-        ([torch.zeros(1), 0, 0, 0], r"of type Tensor for row 0"),
+        ([0, torch.zeros(1), 0, 0], r"'bad' returned 1 numbers for 2 tokens"),
+        ([[INF], 0, 0, 0], r"'bad' returned inf for row 0"),
+        ([["1"], 0, 0, 0], r"'bad' returned '1' of type str for row 0"),
         ([10**400, 0, 0, 0], "a number too large for a float for row 0"),
     ],
 )

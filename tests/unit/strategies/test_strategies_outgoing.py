@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 
 from lowpeak.errors import ArgumentError
 from lowpeak.strategies.flat import ranges
-from lowpeak.strategies.outgoing import layout, outgoing, plain_name, unchanging
+from lowpeak.strategies.outgoing import adapter_state, layout, outgoing, plain_name, unchanging
 from tiny import tiny_model
 
 NOWHERE = lambda parameter: None  # noqa: E731 a strategy that shards nothing
@@ -70,6 +70,41 @@ def test_a_receiver_s_dtype_is_what_it_gets():
 )
 def test_an_adapter_leaves_merged_as_peft_merges(settings):
     assert_merged_as_peft(with_adapter(tiny_model(tied=False), **settings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["embed_tokens", "q_proj"]},
+        {"target_modules": ["lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["embed_tokens", "q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["lm_head", "q_proj"], "modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+    ],
+)
+def test_an_adapter_that_parts_tied_weights_leaves_as_both(settings):
+    peft = with_adapter(tiny_model(tied=True), **settings)
+    ours, apart = together(peft), tiny_model(tied=False)
+    apart.load_state_dict(ours)  # all names are there
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(apart(ids).logits, peft.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_that_keeps_tied_weights_tied_leaves_with_one():
+    for settings in ({}, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}):
+        peft = with_adapter(tiny_model(tied=True), **settings)
+        assert together(peft).keys() == dict(tiny_model().named_parameters()).keys()
+
+
+def test_a_tied_parameter_of_an_adapter_leaves_once_and_is_saved_under_each_name(tmp_path):
+    peft = with_adapter(tiny_model(tied=True), modules_to_save=["embed_tokens"], ensure_weight_tying=True)
+    state = adapter_state(peft, together(peft, "adapter"))
+    assert len(state) == len(together(peft, "adapter")) + 1
+    peft.save_pretrained(tmp_path, state_dict=state)
+    again, ids = PeftModel.from_pretrained(tiny_model(tied=True), tmp_path), torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(again.eval()(ids).logits, peft.eval()(ids).logits)
 
 
 def test_two_adapters_in_use_are_both_added():

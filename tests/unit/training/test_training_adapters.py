@@ -8,6 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowpeak import GRPOConfig, GRPOTrainer
@@ -161,3 +162,54 @@ def test_a_full_model_in_bf16_trains_in_fp32_and_its_reference_stays_bf16(tmp_pa
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
     assert {p.dtype for p in run.maker.reference.model.parameters()} == {torch.bfloat16}
     run.train()
+
+
+def parting(**settings):
+    return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"], **settings})
+
+
+def test_a_merged_model_whose_adapter_parts_tied_weights_is_written_with_both(tmp_path):
+    run = trainer(tmp_path / "run", tiny_model(), parting(target_modules=["embed_tokens", "q_proj"]))
+    run.train()
+    run.save_merged_model(str(tmp_path / "merged"))
+    merged, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.tensor([[3, 4, 5, 6]])
+    assert merged.config.tie_word_embeddings is False
+    assert tiny_model().config.tie_word_embeddings is True
+    torch.testing.assert_close(merged(ids).logits, run.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_that_parts_what_vllm_keeps_as_one_is_refused(tmp_path):
+    vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
+    with pytest.raises(ArgumentError, match="different weights of embedding and head, which the model's config ties"):
+        trainer(tmp_path, tiny_model(), parting(), **vllm)
+    trainer(tmp_path, tiny_model(tied=False), parting(), **vllm)
+
+
+def test_lora_on_tied_weights_that_peft_ties_is_refused(tmp_path):
+    config = {"target_modules": ["embed_tokens"], "modules_to_save": None}
+    with pytest.raises(ArgumentError, match="one memory and two parameters, which an optimizer changes twice"):
+        trainer(tmp_path, tiny_model(), parting(**config, ensure_weight_tying=True))
+    trainer(tmp_path, tiny_model(), parting(**config))
+
+
+def test_an_adapters_start_follows_the_runs_seed(tmp_path):
+    def start(seed):
+        torch.manual_seed(99 + seed)  # whatever a script drew before
+        run = trainer(tmp_path / str(seed), tiny_model(), LoraConfig(**LORA), seed=seed)
+        return {name: p.detach().clone() for name, p in run.model.named_parameters() if "lora_A" in name}
+
+    first, again, other = start(0), start(0), start(1)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_saved_adapter_has_not_the_frozen_copy_that_is_the_reference(tmp_path):
+    model = get_peft_model(tiny_model(), LoraConfig(**LORA))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    run = trainer(tmp_path, model, beta=0.04, max_steps=1)
+    run.train()
+    saved = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
+    assert saved
+    assert not [name for name in saved if "reference" in name]

@@ -209,3 +209,17 @@ def test_ids_may_be_arrays_and_tensors(tmp_path):
     _, first = train(tmp_path / "a", lambda prompts, trainer: arrays)
     _, second = train(tmp_path / "b", lambda prompts, trainer: answer())
     torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
+def test_evaluation_tells_the_function_how_many_completions_it_asks_for(tmp_path):
+    asked = []
+
+    def counted(prompts, trainer):
+        asked.append((trainer.num_generations, trainer.asked.temperature))
+        return answer([ROWS[i % 2] for i in range(len(prompts) * trainer.num_generations)])
+
+    run, _ = train(tmp_path, counted, num_generations_eval=3)
+    metrics = run.evaluate(Dataset.from_list([{"prompt": "12="}] * 2))
+    assert asked == [(2, 1.0), (1, 0.0), (3, 1.0)]
+    assert metrics["eval_reward"] == 0.5
+    assert run.num_generations == 2

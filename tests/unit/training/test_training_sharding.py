@@ -36,6 +36,18 @@ def ours(caplog):
     return [record.message for record in caplog.records if record.name.startswith("lowpeak")]
 
 
+def test_half_precision_of_an_accelerate_config_is_refused_as_the_argument_is(tmp_path):
+    for asked, taken in (("fp16", False), ("fp8", False), ("no", True)):
+        os.environ["ACCELERATE_MIXED_PRECISION"] = asked
+        if taken:
+            assert config(tmp_path).mixed_precision == "no"
+        else:
+            with pytest.raises(
+                ArgumentError, match=f"^the accelerate config has mixed_precision: {asked}, and log-ratios"
+            ):
+                config(tmp_path)
+
+
 FSDP = "FSDP was asked for and is not in force: accelerate chose NO on 1 processes of cpu"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
 
 from lowpeak.checkpoint.state import STATE_FILE
-from lowpeak.errors import ArgumentError, CheckpointError, MemoryExhaustedError
+from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker, PhaseUse
 from lowpeak.ranks import Ranks
+from lowpeak.training.alike import require_same_arguments, require_same_data
 from lowpeak.training.arguments import GRPOConfig
 from lowpeak.training.exhausted import explained
 from lowpeak.training.readout import read_spent
-from lowpeak.training.start import note_launch, quiet_replicas, require_same_arguments, take_up
+from lowpeak.training.start import note_launch, quiet_replicas, take_up
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -137,19 +140,72 @@ def test_ranks_that_were_told_different_things_are_refused(tmp_path: Path, name:
         require_same_arguments(args, Told(**{name: theirs}))
 
 
-def test_what_a_rank_shows_and_where_it_is_are_its_own(tmp_path: Path) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
-    asked: list[Any] = []
+def test_ranks_that_would_write_into_different_folders_are_refused(tmp_path: Path) -> None:
+    args = GRPOConfig(output_dir=str(tmp_path / "a"), use_cpu=True)
+    with pytest.raises(ArgumentError, match=r"^output_dir is '.*/a' on rank 0 and '.*/b' on rank 1"):
+        require_same_arguments(args, Told(output_dir=str(tmp_path / "b")))
 
-    class Listening(Ranks):
-        def gather(self, item: Any) -> list[Any]:
-            asked.append(item)
-            return [item, item]
 
-    require_same_arguments(args, Listening())
-    assert (
-        asked[0].keys().isdisjoint({"output_dir", "local_rank", "report_to", "log_level", "logging_steps", "run_name"})
-    )
+class Listening(Ranks):
+    """Two ranks that say the same; what they said."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Any] = []
+
+    def gather(self, item: Any) -> list[Any]:
+        self.asked.append(item)
+        return [item, item]
+
+
+def test_what_a_rank_shows_and_how_it_writes_its_folder_are_its_own(tmp_path: Path) -> None:
+    ranks = Listening()
+    require_same_arguments(GRPOConfig(output_dir=os.path.relpath(tmp_path), use_cpu=True), ranks)
+    assert ranks.asked[0].keys().isdisjoint({"local_rank", "report_to", "log_level", "logging_steps", "run_name"})
+    assert ranks.asked[0]["output_dir"] == repr(str(tmp_path))
+
+
+class Holding(Ranks):
+    """Two ranks, the other of which has other data."""
+
+    def __init__(self, theirs: Any) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def gather(self, item: Any) -> list[Any]:
+        other = Listening()
+        require_same_data({"train_dataset": self.theirs}, other)
+        return [item, other.asked[0]]
+
+
+DATA = [{"prompt": f"{i}=", "answer": i} for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [
+        (DATA[:3], "has 4 rows on rank 0 and 3 rows on rank 1"),
+        (
+            [{"prompt": row["prompt"]} for row in DATA],
+            "has the columns answer, prompt on rank 0 and the columns prompt on rank 1",
+        ),
+        (DATA[::-1], "has a first row with SHA-256 \\w+ on rank 0 and a first row .* on rank 1"),
+        (
+            [*DATA[:3], {"prompt": "9=", "answer": 9}],
+            "has a last row with SHA-256 \\w+ on rank 0 and a last row .* on rank 1",
+        ),
+    ],
+)
+def test_ranks_with_different_data_are_refused(theirs: Any, words: str) -> None:
+    for build in (list, Dataset.from_list):
+        with pytest.raises(DataError, match=f"^train_dataset {words}"):
+            require_same_data({"train_dataset": build(DATA)}, Holding(build(theirs)))
+
+
+def test_the_same_data_streams_and_none_pass() -> None:
+    require_same_data({"train_dataset": Dataset.from_list(DATA)}, Holding(Dataset.from_list(DATA)))
+    stream = Dataset.from_list(DATA).to_iterable_dataset()
+    require_same_data({"train_dataset": stream, "eval_dataset": None, "other": {"a": DATA}}, Listening())
 
 
 class Another(Ranks):

@@ -10,10 +10,11 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.online_dpo import make_online_dpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
-from lowpeak.config.algorithm import Correction, EntropyBonus, RLOOSettings
+from lowpeak.config.algorithm import Correction, EntropyBonus, OnlineDPOSettings, RLOOSettings
 from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step, score
@@ -38,7 +39,10 @@ MASKED = replace(GRPO, score_old=False, correction=Correction(True, True, 0.5, 3
 RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
 
 
-def micro_batches(length=512, rows=8, layout="padded"):
+DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)
+
+
+def micro_batches(length=512, rows=8, layout="padded", unit="token"):
     values = torch.zeros(length)
     record = Record(
         0,
@@ -51,7 +55,8 @@ def micro_batches(length=512, rows=8, layout="padded"):
         advantages=values,
     )
     budget = Budget(4 * (length + 64), layout=layout)
-    return pack([record] * rows, range(rows), budget, lambda num_tokens: 1.0 / num_tokens)
+    records = [replace(record, group=i // 2) for i in range(rows)]
+    return pack(records, range(rows), budget, lambda num_tokens: 1.0 / num_tokens, unit=unit)
 
 
 def fake_model():
@@ -63,13 +68,13 @@ def fake_model():
 
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
 @pytest.mark.parametrize(
-    "algorithm", [make_grpo(GRPO), make_grpo(MASKED), make_rloo(RLOO)], ids=["grpo", "masked", "rloo"]
+    "algorithm",
+    [make_grpo(GRPO), make_grpo(MASKED), make_rloo(RLOO), make_online_dpo(DPO)],
+    ids=["grpo", "masked", "rloo", "online_dpo"],
 )
 def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
-    batches = micro_batches(layout=layout)
+    batches = micro_batches(layout=layout, unit=algorithm.unit)
     core = Core(1.0, 256, torch.device("cpu"))
-    if algorithm.unit == "sequence":
-        batches = [replace(b, tokens=replace(b.tokens, weights_U=torch.ones(b.tokens.num_rows))) for b in batches]
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model()
         scored = score(model, batches, core, entropy=True)

@@ -7,9 +7,12 @@ import json
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 
 from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, LostEngineError, MissingPackageError
+from lowpeak.training.engines import check_adapters
 from lowpeak.training.rollouts import MOST_RETURNS
 from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, said, scripted
@@ -182,3 +185,30 @@ def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
     assert "secret" not in str(told)
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True)
     assert "token" not in describe_vllm(resolve_vllm(args, 1, {}))
+
+
+LORA = {"r": 2, "target_modules": ["q_proj"]}
+HERE, SERVING = ColocateSettings(), ColocateSettings(engine_kwargs={"enable_lora": True})
+THERE = ServerSettings(("http://a:1",))
+
+
+@pytest.mark.parametrize(
+    ("where", "lora", "num_ranks", "because"),
+    [
+        (THERE, None, 1, "the policy has no adapter"),
+        (HERE, LORA, 1, "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora"),
+        (SERVING, LORA | {"use_dora": True}, 1, "vLLM cannot serve this adapter"),
+        (THERE, LORA, 2, "servers that several ranks share get merged weights"),
+        (THERE, LORA, 1, None),
+        (SERVING, LORA, 2, None),
+    ],
+)
+def test_adapters_that_are_merged_anyway_cannot_be_turned_off(where, lora, num_ranks, because):
+    policy = tiny_model() if lora is None else get_peft_model(tiny_model(), LoraConfig(**lora))
+    check_adapters(VllmSettings(where), policy, num_ranks)
+    off = VllmSettings(where, adapters=False)
+    if because is None:
+        check_adapters(off, policy, num_ranks)
+        return
+    with pytest.raises(ArgumentError, match=f"vllm_adapters=False has no effect: {because}"):
+        check_adapters(off, policy, num_ranks)

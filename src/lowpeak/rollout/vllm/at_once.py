@@ -7,7 +7,11 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from lowpeak.errors import StoppedError
+
 Item = TypeVar("Item")
+
+_LOOK_SECONDS = 0.2
 
 
 def at_once(calls: Sequence[Callable[[], Item]]) -> list[Item]:
@@ -18,11 +22,24 @@ def at_once(calls: Sequence[Callable[[], Item]]) -> list[Item]:
     """
     if len(calls) == 1:
         return [calls[0]()]
-    futures: list[Future[Item]] = [Future() for _ in calls]
-    for call, future in zip(calls, futures, strict=True):
-        threading.Thread(target=_run, args=(call, future), name="lowpeak-vllm", daemon=True).start()
+    futures = [_started(call) for call in calls]
     wait(futures)
     return [future.result() for future in futures]
+
+
+def unless(stopping: Callable[[], bool], call: Callable[[], Item]) -> Item:
+    """What `call` returns, or raises; StoppedError when it still goes on, in a thread of its own, and `stopping()` is true."""
+    future = _started(call)
+    while not wait([future], _LOOK_SECONDS).done:
+        if stopping():
+            raise StoppedError("the run was asked to stop while it waited for a vLLM server.")
+    return future.result()
+
+
+def _started(call: Callable[[], Item]) -> Future[Item]:
+    future: Future[Item] = Future()
+    threading.Thread(target=_run, args=(call, future), name="lowpeak-vllm", daemon=True).start()
+    return future
 
 
 def _run(call: Callable[[], Item], future: Future[Item]) -> None:

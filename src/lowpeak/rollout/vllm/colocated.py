@@ -20,6 +20,7 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakE
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.rollout.vllm.apart import keep_apart
+from lowpeak.rollout.vllm.build import ALWAYS, NO_SHARE
 from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import misfit
 from lowpeak.rollout.vllm.versions import import_vllm
@@ -28,7 +29,6 @@ from lowpeak.rollout.vllm.waves import rows_that_fit
 
 logger = logging.getLogger(__name__)
 
-_EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
 _STEPS_PER_AGREEMENT = 32  # of a team: ranks look at their clocks together
 
 
@@ -277,13 +277,11 @@ def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Rank
         "dtype": blueprint.dtype,
         "tensor_parallel_size": team.world_size,
         "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
-        "gpu_memory_utilization": where.gpu_memory_utilization,
+        "gpu_memory_utilization": where.gpu_memory_utilization if where.kv_cache_bytes is None else NO_SHARE,
         "max_model_len": where.max_model_length,
         "model_impl": where.model_impl,
         "enable_prefix_caching": True,
-        "logprobs_mode": "raw_logprobs",
-        "generation_config": "vllm",  # no defaults of the model's own
-        "worker_extension_cls": _EXTENSION,
+        **ALWAYS,
         "trust_remote_code": blueprint.trust_remote_code,
         "seed": blueprint.seed,
         "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing

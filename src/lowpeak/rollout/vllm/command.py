@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lowpeak.errors import ArgumentError
+from lowpeak.rollout.vllm.build import ALWAYS
 from lowpeak.rollout.vllm.launched import SCALE_OUT
-from lowpeak.rollout.vllm.orphans import PARENT
 from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.watch.orphans import PARENT
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 CPU = "cpu"
 _CPU_CACHE = 1 << 30
 _ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
 _GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
-_EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65535
 _TAKEN = ("worker-extension-cls", "api-key", "uds")
@@ -77,9 +77,7 @@ def words(server: Server) -> list[str]:
         "host": server.host,
         "port": str(server.port),
         "tensor-parallel-size": str(server.tensor_parallel_size),
-        "worker-extension-cls": _EXTENSION,
-        "logprobs-mode": "raw_logprobs",
-        "generation-config": "vllm",
+        **{name.replace("_", "-"): value for name, value in ALWAYS.items()},
     }
     if server.dtype is not None:
         ours["dtype"] = server.dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -21,6 +22,7 @@ from lowpeak.rollout.vllm.at_once import at_once
 from lowpeak.rollout.vllm.requests import Key, Row, rows_of
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
+from lowpeak.rollout.vllm.weights.report import PushReport
 from lowpeak.rollout.vllm.weights.workers import ask
 
 logger = logging.getLogger(__name__)
@@ -39,7 +41,7 @@ class Push(Protocol):
         policy_version: int,
         *,
         adapter: Mapping[str, Any] | None = None,
-    ) -> Any:
+    ) -> PushReport:
         """All or nothing: every worker has committed `policy_version` when it returns; `adapter` where the slices are one."""
         ...
 
@@ -48,7 +50,7 @@ Prove = Callable[[Sequence[Vllm]], Any]
 
 
 @dataclass(frozen=True)
-class Model:
+class PolicyFacts:
     """What the engine must know of the policy: which tokens end a completion, how many there are, and its adapter's settings."""
 
     end_ids: Callable[[Sampling], Iterable[int]]
@@ -57,8 +59,8 @@ class Model:
 
 
 @dataclass(frozen=True)
-class Company:
-    """Who else uses the same vLLMs.
+class Callers:
+    """Which ranks use the same vLLMs.
 
     `team` are the ranks of one tensor-parallel engine, which generate the same rows together; `num_callers` ranks share
     the vLLMs, each with rows of its own, and `pushes` says whether this one sends them the weights.
@@ -80,16 +82,16 @@ class VllmEngine:
         self,
         connect: Callable[[], Sequence[Vllm]],
         settings: VllmSettings,
-        model: Model,
-        company: Company,
+        policy: PolicyFacts,
+        callers: Callers,
         push: Push,
         prove: Prove,
-        on_push: Callable[[Any], None] | None = None,
+        on_push: Callable[[PushReport], None] | None = None,
     ) -> None:
         self._connect = connect
         self._settings = settings
-        self._model = model
-        self._company = company
+        self._policy = policy
+        self._callers = callers
         self._push = push
         self._prove = prove
         self._on_push = on_push or (lambda report: None)
@@ -133,11 +135,11 @@ class VllmEngine:
         """
         if self._policy_version is None:
             raise EngineError("The engine holds no known weights yet: call load() before generate().")
-        team = self._company.team
+        team = self._callers.team
         with team.together():
             self._check_lengths(prompts, sampling)
         told = self._settings
-        mine = rows_of(prompts, sampling, self._model.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
+        mine = rows_of(prompts, sampling, self._policy.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
         rows = [row for rows in team.gather(mine) for row in rows]
         self._keep_for(self._policy_version, sampling)
         try:
@@ -156,10 +158,10 @@ class VllmEngine:
         self._policy_version = self._identities = None
         self._adapters = (None,) * len(self._vllms)
         self._has_base = self._has_base and weights == "adapter"
-        config = self._model.adapter if weights == "adapter" else None
+        config = self._policy.adapter if weights == "adapter" else None
         pieces = iter(slices)
         try:
-            if self._company.pushes:
+            if self._callers.pushes:
                 self._give(pieces, policy_version, config)
         except Exception:
             _exhaust(pieces)  # they are broadcast: other ranks wait for this one
@@ -198,16 +200,22 @@ class VllmEngine:
             vllm.close()
 
     def _give(self, pieces: Iterable[WeightSlice], policy_version: int, config: Mapping[str, Any] | None) -> None:
-        """Push to vLLMs that write nothing meanwhile."""
+        """Push to vLLMs that write nothing meanwhile; none is left paused, and one that was not pushed to holds no version."""
         self._make_ready()
+        try:
+            for vllm in self._vllms:
+                vllm.pause()
+            report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
+        except Exception:
+            for vllm in self._vllms:
+                with suppress(EngineError):  # it may be what failed
+                    vllm.resume()
+            raise
         for vllm in self._vllms:
-            vllm.pause()
-        report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
+            vllm.resume()
         if config is not None:
             self._adapters = report.adapters
         self._on_push(report)
-        for vllm in self._vllms:
-            vllm.resume()
 
     def _make_ready(self) -> None:
         """Wait for each vLLM, as long as the settings say; it may have been started again since, with what it was not told."""
@@ -218,7 +226,7 @@ class VllmEngine:
 
     def _serves_adapter(self) -> bool:
         """Whether the policy has an adapter that the vLLMs can put on its base; where ranks share them, only one is told which."""
-        wanted = self._settings.adapters and self._model.adapter is not None and self._company.num_callers == 1
+        wanted = self._settings.adapters and self._policy.adapter is not None and self._callers.num_callers == 1
         return wanted and all(facts.serves_adapters for facts in self._facts)
 
     def _survived(self) -> bool:
@@ -257,7 +265,7 @@ class VllmEngine:
         if not rows:
             return
         longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
-        fitting = rows_that_fit(self._facts, longest, self._company.num_callers)
+        fitting = rows_that_fit(self._facts, longest, self._callers.num_callers)
         if all(facts.keeps_to_cache for facts in self._facts):
             fitting = len(rows)
         for wave in form_waves(rows, self._settings.batch_size or fitting):
@@ -278,7 +286,7 @@ class VllmEngine:
         try:
             requests = [replace(row.request, adapter=adapter) for row in rows]
             answers = vllm.complete(requests, self._settings.wave_timeout)
-            good = dict(enumerate(checked(rows, answers, version, self._model.num_tokens)))
+            good = dict(enumerate(checked(rows, answers, version, self._policy.num_tokens)))
         except LostEngineError as lost:
             good, failure = _of_version(lost.finished, version), lost
         except EngineError as error:

@@ -17,6 +17,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 
 MAX_CONNECTIONS = 512
@@ -110,7 +111,7 @@ class Http:
         said = f"the server at {self.url}"
         if status == 401:
             return EngineError(
-                f"{said} demands a token that it did not get: give the one that it was started with (LOWPEAK_SERVER_TOKEN)."
+                f"{said} demands a token that it did not get: give the one that it was started with ({SERVER_TOKEN})."
             )
         if status in _GONE or (status in _UNSURE and not self.is_healthy()):
             return LostEngineError(f"{said} {_GONE.get(status, f'has lost its engine ({status})')}: {_sentence(text)}")

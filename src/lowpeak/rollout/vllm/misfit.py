@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, LowpeakError, MemoryExhaustedError
@@ -32,25 +33,42 @@ _EXHAUSTED = re.compile(
 )
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A server that the run's own command started: what it is told stands among the run's arguments."""
+
+    tensor_parallel_size: int
+
+
+Where = ColocateSettings | ServerSettings | Launched
+
+
 def misfit(text: str, settings: VllmSettings) -> LowpeakError | None:
     """The error of ours that says what to change, for what vLLM or torch said; None where it is not about memory."""
+    return _explained(text, settings.where, settings.batch_size)
+
+
+def misfit_in_log(text: str, server: Launched) -> str | None:
+    """The same for what a server that has died wrote last, as a sentence."""
+    error = _explained(text, server, None)
+    return None if error is None else str(error)
+
+
+def _explained(text: str, where: Where, batch_size: int | None) -> LowpeakError | None:
     for pattern, explain in _CASES:
         found = pattern.search(text)
         if found is not None:
-            return explain(found, settings.where, settings)
+            return explain(found, where, batch_size)
     return None
 
 
-Where = ColocateSettings | ServerSettings
-
-
-def _no_cache(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+def _no_cache(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     return MemoryExhaustedError(
         f"vLLM has no room for a block of its KV cache beside its weights: {_share(where, 'raise')}, {_cut(where)}{_room(where)}."
     )
 
 
-def _short_cache(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+def _short_cache(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     length, needed, there, fits = found.groups()
     at_most = f" to at most {fits}" if fits else ""
     return MemoryExhaustedError(
@@ -59,7 +77,7 @@ def _short_cache(found: re.Match[str], where: Where, settings: VllmSettings) -> 
     )
 
 
-def _no_share(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+def _no_share(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     free, total, share, wanted = found.groups()
     return MemoryExhaustedError(
         f"vLLM wants {wanted} GiB, {share} of a device, of which {free} of {total} GiB are free: lower "
@@ -67,24 +85,24 @@ def _no_share(found: re.Match[str], where: Where, settings: VllmSettings) -> Low
     )
 
 
-def _no_host(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+def _no_host(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     free, total, wanted = found.groups()
     if float(wanted) <= 0:
-        return _no_cache(found, where, settings)
+        return _no_cache(found, where, batch_size)
     return MemoryExhaustedError(
         f"vLLM's KV cache wants {wanted} GiB, and {free} of the host's {total} GiB are free: {_share(where, 'lower')}."
     )
 
 
-def _long(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
+def _long(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     length, context = found.groups()
     return ArgumentError(
         f"{_name(where, 'max_model_length')} is {length}, and the model's context has {context} tokens: lower it, or leave it out."
     )
 
 
-def _exhausted(found: re.Match[str], where: Where, settings: VllmSettings) -> LowpeakError:
-    rows = "the rows that its KV cache holds" if settings.batch_size is None else str(settings.batch_size)
+def _exhausted(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
+    rows = "the rows that its KV cache holds" if batch_size is None else str(batch_size)
     return MemoryExhaustedError(
         f"vLLM ran out of memory: set vllm_batch_size below {rows} (smaller waves), {_share(where, 'lower')}, {_cut(where)}"
         f"{_room(where)}."
@@ -93,7 +111,7 @@ def _exhausted(found: re.Match[str], where: Where, settings: VllmSettings) -> Lo
 
 def _name(where: Where, name: str) -> str:
     """An option of the engine, as it is said where the engine is."""
-    if isinstance(where, ColocateSettings):
+    if not isinstance(where, ServerSettings):
         return f"vllm_{name}"
     return f"`lowpeak serve --{'max_model_len' if name == 'max_model_length' else name}`"
 
@@ -102,13 +120,15 @@ def _share(where: Where, verb: str) -> str:
     """What sizes the KV cache: bytes where they were given, else vLLM's share of the device."""
     if isinstance(where, ServerSettings):
         return f"{verb} {_name(where, 'gpu_memory_utilization')} (or its --kv_cache_memory_bytes)"
+    if isinstance(where, Launched):
+        return f"{verb} vllm_gpu_memory_utilization (or kv_cache_bytes)"
     if where.kv_cache_bytes is not None:
         return f"{verb} kv_cache_bytes (now {where.kv_cache_bytes})"
     return f"{verb} vllm_gpu_memory_utilization (now {where.gpu_memory_utilization}) or set kv_cache_bytes"
 
 
 def _cut(where: Where) -> str:
-    now = f" (now {where.tensor_parallel_size})" if isinstance(where, ColocateSettings) else ""
+    now = "" if isinstance(where, ServerSettings) else f" (now {where.tensor_parallel_size})"
     return f"raise {_name(where, 'tensor_parallel_size')}{now}"
 
 
@@ -117,7 +137,7 @@ def _room(where: Where) -> str:
     return ", or let the trainer make room (offload_during_rollout=True)" if isinstance(where, ColocateSettings) else ""
 
 
-_CASES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], Where, VllmSettings], LowpeakError]], ...] = (
+_CASES: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], Where, int | None], LowpeakError]], ...] = (
     (_NO_CACHE, _no_cache),
     (_SHORT_CACHE, _short_cache),
     (_NO_SHARE, _no_share),

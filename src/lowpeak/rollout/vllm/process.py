@@ -19,6 +19,7 @@ from typing import IO
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
 from lowpeak.rollout.vllm.http import Http, deadline
+from lowpeak.rollout.vllm.misfit import Launched, misfit_in_log
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class ServerProcess:
         self._http = Http(server.url, server.token)
         self._inherited = inherited
         self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where this life's output begins
 
     @property
     def pid(self) -> int | None:
@@ -57,6 +59,7 @@ class ServerProcess:
         if self.log is not None:
             self.log.parent.mkdir(parents=True, exist_ok=True)
             out = self.log.open("ab")
+            self._log_start = out.tell()
         try:
             self._process = subprocess.Popen(
                 self._command(self.server),
@@ -102,12 +105,14 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def told_of_end(self, status: int) -> str:
-        """A sentence about its end, with the last lines of its log."""
+        """A sentence about its end, what to change where it was about memory, and the last lines of its log."""
         said = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
             return f"{said}; what it said stands above."
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LINES:]
-        return f"{said}; the end of {self.log}:\n" + "\n".join(lines)
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
+        remedy = misfit_in_log(text, Launched(self.server.tensor_parallel_size))
+        said = said if remedy is None else f"{said}: {remedy.removesuffix('.')}"
+        return f"{said}; the end of {self.log}:\n" + "\n".join(text.splitlines()[-_LINES:])
 
 
 @contextmanager

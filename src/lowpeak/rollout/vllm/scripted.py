@@ -12,7 +12,7 @@ from lowpeak.config.vllm import VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request, Vllm
-from lowpeak.rollout.vllm.weights.push import PushReport
+from lowpeak.rollout.vllm.weights.report import PushReport
 
 Script = Callable[[Request], Answer | Sequence[int]]
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 from lowpeak.config.vllm import ServerSettings
-from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.rollout.vllm.adapter_route import ROUTE as ADAPTER_ROUTE
+from lowpeak.rollout.vllm.at_once import unless
 from lowpeak.rollout.vllm.http import Connections, Http, NoRouteError, deadline, gather
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request
 from lowpeak.rollout.vllm.wire import COMPLETIONS, GENERATE, Route, body_of, read
@@ -29,12 +30,23 @@ _TOLD_EVERY = 30.0
 _RESETS = 20
 
 
-def connect(settings: ServerSettings) -> tuple[ServerVllm, ...]:
-    """A `Vllm` for each of the servers' addresses, once all of them answer; EngineError where one does not in time."""
-    found = tuple(ServerVllm(url, settings.token) for url in settings.base_urls)
+def connect(settings: ServerSettings, stopping: Callable[[], bool] = lambda: False) -> tuple[ServerVllm, ...]:
+    """A `Vllm` for each of the servers' addresses, once all of them answer; EngineError where one does not in time.
+
+    ArgumentError where two addresses are one server's, which would get every weight twice.
+    Who waits for them, now or later, gives up with StoppedError when `stopping()` says so.
+    """
+    found = tuple(ServerVllm(url, settings.token, stopping) for url in settings.base_urls)
     until = time.monotonic() + settings.timeout
     for each in found:
         each.wait(max(0.0, until - time.monotonic()))
+    first: dict[str, ServerVllm] = {}
+    for each in found if len(found) > 1 else ():
+        other = first.setdefault(each.asked_incarnation(), each)
+        if other is not each:
+            raise ArgumentError(
+                f"vllm_server_base_url: {other.url} and {each.url} are the same server: name it once, by one address."
+            )
     return found
 
 
@@ -60,10 +72,11 @@ class ServerWorkers:
 
 
 class ServerVllm:
-    """One vLLM over HTTP; see the protocol `Vllm` for what its methods promise."""
+    """One vLLM over HTTP; see the protocol `Vllm` for what its methods promise. `stopping` ends its `wait`."""
 
-    def __init__(self, base_url: str, token: str | None = None) -> None:
+    def __init__(self, base_url: str, token: str | None = None, stopping: Callable[[], bool] = lambda: False) -> None:
         self._http = Http(base_url, token)
+        self._stopping = stopping
         self._workers = ServerWorkers(self._http)
         self._route: Route | None = None
         self._incarnation: str | None = None
@@ -79,10 +92,14 @@ class ServerVllm:
         """Who holds the weights."""
         return self._workers
 
+    def asked_incarnation(self) -> str:
+        """Which life of which server its workers say that it is."""
+        return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
+
     def facts(self) -> Facts:
         """What it is; from now on answers of another incarnation are refused."""
         self._route = self._adapter = None
-        self._incarnation = self._asked_incarnation()
+        self._incarnation = self.asked_incarnation()
         told = self._workers.call("lowpeak_facts", {}, _ASK_SECONDS)[0]
         try:
             return Facts(**told)
@@ -122,11 +139,15 @@ class ServerVllm:
         self._http.post("/resume", None, _ASK_SECONDS)
 
     def wait(self, seconds: float) -> None:
-        """Poll `/health` until it is well; the log says what is waited for, at once and every half minute."""
+        """Poll `/health` until it is well; the log says what is waited for, at once and every half minute.
+
+        StoppedError within a second when the run is to stop and it is not well.
+        """
         began, told, until = time.monotonic(), 0.0, time.monotonic() + seconds
         while True:
+            limit = min(5.0, max(0.1, until - time.monotonic()))
             try:
-                self._http.get("/health", min(5.0, max(0.1, until - time.monotonic())))
+                unless(self._stopping, partial(self._http.get, "/health", limit))
                 return
             except LostEngineError as error:
                 reason = str(error)
@@ -141,7 +162,7 @@ class ServerVllm:
                 logger.warning(
                     "waiting for vLLM at %s, %.0f s of %.0f so far: %s", self.url, now - began, seconds, reason
                 )
-            time.sleep(min(_POLL_SECONDS, until - now))
+            unless(self._stopping, partial(time.sleep, min(_POLL_SECONDS, until - now)))
 
     def sleep(self) -> None:
         """Nothing: a server has devices of its own, and its memory is not the trainer's."""
@@ -175,9 +196,6 @@ class ServerVllm:
             self._http.post(ADAPTER_ROUTE, asdict(adapter), _ASK_SECONDS)
             self._adapter = adapter
 
-    def _asked_incarnation(self) -> str:
-        return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
-
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """What the workers answer to a question without arguments, their complaint as an error."""
         told = self._workers.call(method, {}, _ASK_SECONDS)
@@ -188,5 +206,5 @@ class ServerVllm:
 
     def _check_incarnation(self) -> None:
         """LostEngineError where it was restarted since its facts were asked."""
-        if self._incarnation is not None and self._asked_incarnation() != self._incarnation:
+        if self._incarnation is not None and self.asked_incarnation() != self._incarnation:
             raise LostEngineError(f"the server at {self.url} was restarted: it holds the checkpoint's weights.")

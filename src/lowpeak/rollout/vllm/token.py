@@ -11,7 +11,9 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-TOKEN = "LOWPEAK_SERVER_TOKEN"
+from lowpeak.config.vllm import SERVER_TOKEN
+
+TOKEN = SERVER_TOKEN
 _OPEN = ("/health",)
 
 Scope = MutableMapping[str, Any]

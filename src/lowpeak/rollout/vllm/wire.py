@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -15,7 +14,6 @@ from lowpeak.rollout.vllm.vllm import Answer, Request
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
-_FINISHED = ("stop", "length", "abort", "repetition")
 
 
 def body_of(request: Request, route: Route) -> dict[str, Any]:
@@ -31,7 +29,7 @@ def body_of(request: Request, route: Route) -> dict[str, Any]:
 
 
 def read(answer: Any, route: Route, url: str) -> Answer:
-    """The answer to `body_of`; EngineError where ids and log-probs do not go together or are none."""
+    """The answer to `body_of`; EngineError where it has another form. Whether it can be used is looked at as any engine's is."""
     try:
         (choice,) = answer["choices"]
         ids = tuple(choice["token_ids"])
@@ -43,17 +41,9 @@ def read(answer: Any, route: Route, url: str) -> Answer:
             f"the server at {url} answered {route} in a form that vLLM does not ({type(error).__name__}: {error}); is its version "
             "in the supported range?"
         ) from None
-    if len(ids) != len(logprobs):
-        raise EngineError(f"the server at {url} returned {len(ids)} tokens with {len(logprobs)} log-probs.")
-    if reason not in _FINISHED or (reason != "abort" and not ids):
-        raise EngineError(f"the server at {url} returned {len(ids)} tokens and says that they ended by {reason!r}.")
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
         raise EngineError(f"the server at {url} returned tokens that are no ids.")
-    if not all(math.isfinite(each) for each in logprobs):
-        raise EngineError(
-            f"the server at {url} returned a log-prob that is not finite: the weights it holds may be broken."
-        )
-    return Answer(ids, logprobs, reason, versions)
+    return Answer(ids, logprobs, str(reason), versions)
 
 
 def _logprobs(found: Mapping[str, Any] | None, route: Route) -> tuple[float, ...]:

@@ -60,6 +60,24 @@ def test_a_strided_tensor_sums_as_its_copy_does(shape):
     assert int(checksum(tensor, torch.bfloat16)) == int(checksum(tensor.contiguous().bfloat16()))
 
 
+@pytest.mark.parametrize("shape", [(300, 1), (1, 1), (2, 1)])
+def test_columns_of_a_tensor_sum_as_their_copies_do(shape):
+    tensor = torch.randn(shape[0], 7)[:, 3:4]
+    assert tensor.shape == shape
+    assert int(checksum(tensor)) == int(checksum(tensor.clone(memory_format=torch.contiguous_format)))
+
+
+def test_what_is_copied_on_the_way_is_summed_where_it_then_stands():
+    values = torch.randn(9001).bfloat16()
+    for offset in (0, 4, 3):  # words of 8 bytes begin at every fourth element
+        place = torch.zeros(9010).bfloat16()[offset : offset + 9001]
+        total = Checksum(2 * 9001)
+        for first, last in ((5000, 9001), (0, 17), (17, 5000)):
+            total.add(2 * first, place[first:last], values[first:last])
+        assert torch.equal(place, values)
+        assert int(total.value()) == int(checksum(values))
+
+
 def _one_bit(tensor):
     tensor.view(torch.int32)[17, 3] ^= 1
 

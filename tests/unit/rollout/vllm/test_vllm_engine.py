@@ -11,8 +11,9 @@ from lowpeak.config.vllm import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.requests import seed_of
+from lowpeak.rollout.vllm.scripted import ScriptedVllm, scripted_push
 from lowpeak.rollout.vllm.vllm import Answer, Vllm
-from vllms import SAMPLING, engine_over, prompts, scripted, slices
+from vllms import SAMPLING, engine_over, prompts, said, scripted, slices
 
 
 def asked(vllm):
@@ -174,6 +175,30 @@ def test_a_load_that_fails_holds_no_version_and_still_reads_every_slice():
         engine.load(noted(), 1)
     assert read == ["weight"]
     assert engine.policy_version is None
+
+
+class Paused(ScriptedVllm):
+    """Cannot be resumed while it is broken."""
+
+    def resume(self):
+        super().resume()
+        if self.dies_after == 0:
+            raise LostEngineError("gone")
+
+
+def test_after_a_load_that_failed_no_vllm_stays_paused():
+    first, second = Paused(said), scripted()
+    pushes = [scripted_push]
+    engine = engine_over(first, second, push=lambda *args, **more: pushes[-1](*args, **more))
+
+    def refuse(slices, vllms, settings, policy_version, **more):
+        first.dies_after = 0
+        raise EngineError("refused")
+
+    pushes.append(refuse)
+    with pytest.raises(EngineError, match="refused"):
+        engine.load(slices(), 1)
+    assert first.events[-2:] == second.events[-2:] == ["pause", "resume"]
 
 
 @pytest.mark.parametrize("behind", ["restart", "hold"])

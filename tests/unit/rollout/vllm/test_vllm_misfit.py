@@ -6,7 +6,7 @@ import pytest
 
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, MemoryExhaustedError
-from lowpeak.rollout.vllm.misfit import misfit
+from lowpeak.rollout.vllm.misfit import Launched, misfit, misfit_in_log
 
 # As vLLM 0.32 words them.
 NO_CACHE = (
@@ -68,6 +68,16 @@ def test_a_server_is_told_its_own_options(text):
     assert "`lowpeak serve --" in sentence
     for colocated in ("vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_max_model", "offload"):
         assert colocated not in sentence
+
+
+@pytest.mark.parametrize("text", [NO_CACHE, SHORT, NO_SHARE, CUDA, LONG])
+def test_a_server_that_the_run_started_is_told_by_the_runs_arguments(text):
+    sentence = misfit_in_log(f"INFO starting\n{text}\n", Launched(2))
+    assert "vllm_" in sentence
+    assert "lowpeak serve" not in sentence
+    assert "offload" not in sentence
+    assert text == LONG or "vllm_tensor_parallel_size (now 2)" in sentence
+    assert misfit_in_log("INFO starting", Launched(2)) is None
 
 
 def test_a_cache_of_given_bytes_is_told_by_its_bytes():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 import torch
+from torch import nn
 
 from fused import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import LostEngineError
+from lowpeak.rollout.vllm.weights.names import Names
 from lowpeak.rollout.vllm.weights.proof import held_version, prove
 from lowpeak.rollout.vllm.weights.push import push
+from tiny import tiny_model
 
 
 def _settings(transport="process", bucket_bytes=256, verify=True):
@@ -135,6 +140,44 @@ def test_an_update_that_lacks_a_tensor_is_refused_with_the_parameter(lost, param
     with pytest.raises(EngineError, match=f"no values for these parameters of vLLM's model: {parameter}"):
         push(slices(kept), [vllm], _settings(), 1)
     assert vllm.versions() == [None]
+
+
+class JoinedModel(nn.Module):
+    """A model of transformers' in one parameter of zeros, whose values do not tell what did not come."""
+
+    rank = 0
+
+    def __init__(self, model):
+        super().__init__()
+        self.hf_config = model.config
+        self.names = [name for name, _ in model.named_parameters()]
+        self.ends = [0, *accumulate(parameter.numel() for parameter in model.parameters())]
+        self.joined = nn.Parameter(torch.zeros(self.ends[-1]))
+
+    def load_weights(self, weights):
+        for name, tensor in weights:
+            i = self.names.index(name)
+            self.joined.data[self.ends[i] : self.ends[i + 1]].copy_(tensor.view(-1))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tensor_that_the_models_configuration_asks_for_and_that_did_not_come_is_named(tied):
+    model = tiny_model(tied=tied)
+    tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    push(slices(tensors), [FusedVllm(JoinedModel(model))], _settings(bucket_bytes=1 << 12), 1)
+    lost = next(name for name in tensors if "k_proj" in name)
+    del tensors[lost]
+    vllm = FusedVllm(JoinedModel(tiny_model(tied=tied)))
+    with pytest.raises(EngineError, match=f"These tensors did not come: {lost}\\."):
+        push(slices(tensors), [vllm], _settings(bucket_bytes=1 << 12), 1)
+
+
+def test_names_that_are_not_the_configurations_tell_nothing_of_what_lacks():
+    names = Names(tiny_model().config)
+    own = [name for name, _ in tiny_model().named_parameters()]
+    assert names.lacking(own) == []
+    assert names.lacking(own[2:]) == sorted(own[:2])
+    assert names.lacking([*own[2:], "another"]) == Names(None).lacking(own) == []
 
 
 @pytest.mark.parametrize(

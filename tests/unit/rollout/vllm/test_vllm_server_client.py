@@ -12,6 +12,8 @@ import pytest
 from fake_server import DROP, GENERATE, FakeServer, completion, error, generated, serving, slow
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.rollout.vllm.answers import checked
+from lowpeak.rollout.vllm.requests import Row
 from lowpeak.rollout.vllm.server import ServerVllm, connect
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, Workers
 
@@ -241,12 +243,7 @@ def test_a_restart_while_a_wave_was_under_way_is_a_loss_too(fake):
         ((200, b"<html>hello</html>"), "with something that is no JSON"),
         ((200, {"choices": []}), "in a form that vLLM does not"),
         ((200, {"answer": 42}), "in a form that vLLM does not"),
-        ((200, generated([7, 8], [-0.5])), "returned 2 tokens with 1 log-probs"),
-        ((200, generated([7], [-0.5, -0.5])), "returned 1 tokens with 2 log-probs"),
-        ((200, generated([], [])), "returned 0 tokens and says that they ended by 'stop'"),
-        ((200, generated([7], [-0.5], None)), "says that they ended by None"),
         ((200, generated([7.5], [-0.5])), "tokens that are no ids"),
-        ((200, generated([7], [float("nan")])), "not finite"),
         ((400, error("Token id 99 is out of vocabulary")), "(400): Token id 99 is out of vocabulary"),
         ((422, b"no good"), "(422): no good"),
         ((302, None), "(302): it gave no reason"),
@@ -260,11 +257,29 @@ def test_a_malformed_or_refusing_answer_is_an_error_with_the_servers_words(fake,
     assert not isinstance(found.value, LostEngineError)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (generated([7, 8], [-0.5]), "2 tokens and 1 log-probs"),
+        (generated([7], [-0.5, -0.5]), "1 tokens and 2 log-probs"),
+        (generated([], []), "0 tokens and 0 log-probs"),
+        (generated([7], [-0.5], None), "ended with 'None'"),
+        (generated([7], [float("nan")]), "NaN or infinite"),
+    ],
+)
+def test_what_has_the_form_of_an_answer_and_is_none_is_told_from_it_as_any_engines_is(fake, answer, said):
+    fake.answers[GENERATE] = lambda body: (200, answer)
+    rows = [Row(0, 0, request) for request in requests(2)]
+    with pytest.raises(EngineError, match=said):
+        checked(rows, ServerVllm(fake.url).complete([row.request for row in rows]), 3, None)
+
+
 def test_completions_with_fewer_tokens_than_logprobs_are_refused_too():
     with serving(FakeServer(scale_out=False)) as fake:
         fake.answers["/v1/completions"] = lambda body: (200, completion([7], [-0.5, -0.1]))
-        with pytest.raises(EngineError, match="1 tokens with 2 log-probs"):
-            ServerVllm(fake.url).complete(requests(2))
+        rows = [Row(0, 0, request) for request in requests(2)]
+        with pytest.raises(EngineError, match="1 tokens and 2 log-probs"):
+            checked(rows, ServerVllm(fake.url).complete([row.request for row in rows]), 3, None)
 
 
 def test_a_token_is_demanded_and_given():
@@ -340,6 +355,14 @@ def test_a_server_that_does_not_come_is_an_error_that_says_where_and_what_to_do(
     ):
         connect(ServerSettings((url,), timeout=1.0))
     assert time.monotonic() - began < 3
+
+
+def test_one_server_under_two_addresses_is_refused_with_both(fake):
+    urls = (fake.url, fake.url.replace("127.0.0.1", "localhost"))
+    with pytest.raises(ArgumentError, match=f"{urls[0]} and {urls[1]} are the same server: name it once"):
+        connect(ServerSettings(urls, timeout=5.0))
+    with serving(FakeServer()) as other:
+        assert len(connect(ServerSettings((fake.url, other.url), timeout=5.0))) == 2
 
 
 def test_a_server_that_is_there_and_not_well_is_waited_for(fake):

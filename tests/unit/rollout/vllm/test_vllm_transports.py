@@ -194,6 +194,23 @@ def test_a_silent_stranger_keeps_nobody_waiting():
             assert time.monotonic() - began < 10
 
 
+def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
+    """A socket's own limit begins anew with every byte."""
+    sender = TcpSender(1 << 16, loopback=True, timeout=5)
+    with contextlib.closing(sender), socket.create_connection(("127.0.0.1", sender.invitation()["port"])) as stranger:
+
+        def trickle():
+            with contextlib.suppress(OSError):
+                for _ in range(60):
+                    stranger.sendall(b"0")
+                    time.sleep(0.25)
+
+        threading.Thread(target=trickle, daemon=True).start()
+        given, began = sender.invitation(), time.monotonic()
+        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+        assert time.monotonic() - began < 8
+
+
 def test_the_process_transport_is_refused_for_other_processes(remote):
     with pytest.raises(EngineError, match="other processes"):
         open_sender("process", [remote()], 512, CPU, 5)

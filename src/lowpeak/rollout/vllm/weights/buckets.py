@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights.checksum import BLOCK_BYTES, ROW_BYTES, Checksum
+from lowpeak.rollout.vllm.weights.checksum import Checksum
 
 ALIGNMENT = 64  # of a piece in the bucket, plus what puts its words where the tensor has them
 
@@ -69,17 +68,17 @@ class Sums:
     _open: dict[str, Checksum] = field(default_factory=dict)
     _left: dict[str, int] = field(default_factory=dict)
 
-    def add(self, name: str, num_bytes: int, first: int, values: Tensor) -> None:
-        """Take a range of a tensor of `num_bytes`, whose first byte is `first`."""
-        began = time.perf_counter()
+    def add(self, name: str, num_bytes: int, first: int, values: Tensor, source: Tensor | None = None) -> None:
+        """Take a range of a tensor of `num_bytes`, whose first byte is `first`; from `source` where one is given, see Checksum."""
         if name not in self._open:
             self._open[name] = Checksum(num_bytes, values.device)
             self._left[name] = num_bytes
-        self._open[name].add(first, values)
+        self._open[name].add(first, values, source)
         self._left[name] -= values.numel() * values.element_size()
         if not self._left[name]:
-            self.of[name] = self._open.pop(name).value()
-        self.seconds += time.perf_counter() - began
+            total = self._open.pop(name)
+            self.of[name] = total.value()
+            self.seconds += total.seconds
 
     def read(self) -> dict[str, str]:
         """All of them as hexadecimal, read from the device together; EngineError where a tensor is not whole."""
@@ -153,16 +152,11 @@ def _offset(end: int, first: int) -> int:
 
 
 def _copied(piece: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: Sums | None) -> None:
-    """Sum values and copy them, block by block, so that each is read from memory once."""
-    size = piece.dtype.itemsize
-    num_bytes = torch.Size(piece.shape).numel() * size
-    step = BLOCK_BYTES if values.device.type == "cpu" else max(BLOCK_BYTES, values.numel() * size)
-    first = 0
-    while first < values.numel():
-        byte = (piece.start + done + first) * size
-        block = values[first : first + (step - byte % ROW_BYTES) // size]  # so that the next one begins with a row
-        if sums is not None:
-            sums.add(piece.name, num_bytes, byte, block)
-        if into is not None:
-            into[first : first + len(block)].copy_(block)
-        first += len(block)
+    """Copy values and sum them, on the way where both are on one device; or the one of the two that is asked for."""
+    is_on_the_way = into is not None and sums is not None and into.device == values.device
+    if into is not None and not is_on_the_way:
+        into.copy_(values)
+    if sums is not None:
+        size = piece.dtype.itemsize
+        held, source = (into, values) if into is not None and is_on_the_way else (values, None)
+        sums.add(piece.name, torch.Size(piece.shape).numel() * size, (piece.start + done) * size, held, source)

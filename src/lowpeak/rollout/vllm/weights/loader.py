@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -68,6 +68,10 @@ class Loader:
     def missing(self, sent: Iterable[str]) -> list[str]:
         """The model's parameters that the tensors did not write all of."""
         return self._placement.missing(sent)
+
+    def lacking(self, sent: Collection[str]) -> list[str]:
+        """The tensors that the model has, by its configuration, and that are not among these."""
+        return self._names.lacking(sent)
 
     def num_placed(self, names: Iterable[str]) -> dict[str, int]:
         """How many elements of each tensor went into this worker's parameters."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -27,6 +27,20 @@ class Names:
         if [other for other, _ in reverted] != [name]:
             yield reverted
 
+    def lacking(self, sent: Collection[str]) -> list[str]:
+        """The parameters of transformers' model that did not come, where all that came are its parameters; else none is known.
+
+        What lacks may show nowhere else: an expert among many that vLLM keeps in one parameter, or values that would all be zero.
+        """
+        own = self._own
+        return sorted(own.difference(sent)) if own.issuperset(sent) else []
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return (
+            frozenset() if self._skeleton is None else frozenset(name for name, _ in self._skeleton.named_parameters())
+        )
+
     def _in_checkpoint(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
         if self._skeleton is None:
             return [(name, tensor)]
@@ -42,7 +56,7 @@ class Names:
         if self._config is None:
             return None
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
                 return AutoModelForCausalLM.from_config(self._config)
         except Exception:  # a model that only vLLM has: its names are the checkpoint's
             return None

@@ -7,7 +7,6 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Adapter, Vllm
 from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, fill
+from lowpeak.rollout.vllm.weights.report import PushReport
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.transport import Sender
 from lowpeak.rollout.vllm.weights.workers import ask
@@ -24,22 +24,6 @@ from lowpeak.rollout.vllm.weights.workers import ask
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
 
 ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
-
-
-@dataclass(frozen=True)
-class PushReport:
-    """What an update took: tensors, bytes sent and bytes held back because they were there, seconds and the proof's of them.
-
-    `adapters` is, for each engine, what requests have to name to be answered with these weights (`Request.adapter`).
-    """
-
-    num_tensors: int = 0
-    num_bytes: int = 0
-    num_bytes_held_back: int = 0
-    seconds: float = 0.0
-    proof_seconds: float = 0.0
-    transport: str = ""
-    adapters: tuple[Adapter | None, ...] = ()
 
 
 def push(
@@ -150,7 +134,9 @@ class _Update:
     def _begin(self, sender: Sender) -> frozenset[str]:
         """Open every worker's end; the names of tensors that all of them hold."""
         invitation = sender.invitation()
-        first_ranks = itertools.accumulate((vllm.facts().num_workers for vllm in self._vllms[:-1]), initial=1)
+        others = self._vllms[:-1]
+        workers = ask(others, "lowpeak_identity", [{}] * len(others), self._timeout)
+        first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
         arguments = [
             {
                 "invitation": invitation | {"first_rank": rank},

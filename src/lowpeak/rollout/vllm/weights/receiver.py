@@ -66,7 +66,7 @@ class Receiver:
         """
         if self._parts:
             raise EngineError(f"Only parts came of {_few(self._parts)}.")
-        lost = sent.keys() - self._loaded - self._held
+        lost = {*(sent.keys() - self._loaded - self._held), *self.loader.lacking(sent)}
         if lost:
             raise EngineError(f"These tensors did not come: {_few(lost)}.")
         missing = self.loader.finish()

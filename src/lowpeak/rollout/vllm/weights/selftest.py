@@ -12,7 +12,8 @@ from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Vllm
 from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import PushReport, push
+from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.report import PushReport
 from lowpeak.rollout.vllm.weights.transports.choose import reaching
 
 BUCKET_BYTES = 1 << 20

@@ -104,8 +104,8 @@ class TcpSender:
             except OSError:
                 return
             try:
-                peer.settimeout(_GREETING_SECONDS)
-                known = hmac.compare_digest(_received(peer, bytearray(_HELLO)), self._token.encode())
+                until = time.monotonic() + _GREETING_SECONDS
+                known = hmac.compare_digest(_received(peer, bytearray(_HELLO), until), self._token.encode())
                 if known:
                     self._peers.append(peer)
                     peer.settimeout(self._timeout)
@@ -155,9 +155,10 @@ def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> s
     for i, host in enumerate(hosts):
         share = max(0.1, (deadline - time.monotonic()) / (len(hosts) - i))
         try:
+            until = time.monotonic() + min(share, 10.0)
             peer = socket.create_connection((host, port), min(share, 10.0))
             peer.sendall(token.encode())
-            if hmac.compare_digest(_received(peer, bytearray(_HELLO)), _proof(token)):
+            if hmac.compare_digest(_received(peer, bytearray(_HELLO), until), _proof(token)):
                 peer.settimeout(timeout)
                 return peer
             failures.append(f"{host}: somebody else answers")
@@ -166,10 +167,12 @@ def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> s
     raise EngineError(f"vLLM's worker cannot connect to the trainer for weights ({'; '.join(failures)}).")
 
 
-def _received(peer: socket.socket, into: bytearray | memoryview) -> bytearray | memoryview:
-    """Fill `into` from a socket; ConnectionError when it ends before."""
+def _received(peer: socket.socket, into: bytearray | memoryview, until: float | None = None) -> bytearray | memoryview:
+    """Fill `into` from a socket; ConnectionError when it ends before, TimeoutError when all of it took beyond `until`."""
     view = memoryview(into)
     while view:
+        if until is not None:  # a socket's own limit begins anew with every byte
+            peer.settimeout(max(0.001, until - time.monotonic()))
         count = peer.recv_into(view)
         if not count:
             raise ConnectionError("the connection ended")

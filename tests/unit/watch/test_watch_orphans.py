@@ -14,7 +14,7 @@ from processes import are_gone, is_alive
 LEADER = """
 import os, time
 from multiprocessing import get_context
-from lowpeak.rollout.vllm.orphans import end_with_parent, watch_forks
+from lowpeak.watch.orphans import end_with_parent, watch_forks
 def tell():
     open(f'{os.getpid()}.pid', 'w').close()
     time.sleep(60)
@@ -36,7 +36,7 @@ time.sleep(60)
 def started(folder):
     """A parent, and the pids of the group that its child leads: the leader and what it forked."""
     (folder / "leader.py").write_text(LEADER)
-    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[4] / "src")}
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=folder, env=environ)
     until = time.monotonic() + 20
     while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < 2:

@@ -15,16 +15,47 @@ from lowpeak.cli.serve import Signals
 from lowpeak.cli.tell import tell
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.command import Server, words
-from lowpeak.rollout.vllm.orphans import PARENT
 from lowpeak.rollout.vllm.process import ServerProcess
+from lowpeak.watch.orphans import PARENT
 
-_RESTARTS = 3
+_RESTARTS = 3  # in a row, of a server that did not last
+_LASTING_SECONDS = 600.0
+_FAILED_STARTS = 2  # in a row: a device's memory may not have been free yet the first time
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 15.0
+_SAVE_SECONDS = 60.0  # for a trainer whose server cannot be had: it gives up waiting, and saves
+
+
+@dataclass
+class _Lives:
+    """How a server has fared: since when it is ready, and how often in a row it did not last, or did not even start."""
+
+    ready_since: float | None = None
+    was_ready: bool = False
+    restarts: int = 0
+    failed_starts: int = 0
+
+    def note_ready(self) -> None:
+        """It answers."""
+        self.ready_since, self.was_ready, self.failed_starts = time.monotonic(), True, 0
+
+    def note_end(self) -> None:
+        """It has died."""
+        if self.ready_since is None:
+            self.failed_starts += 1
+        elif time.monotonic() - self.ready_since > _LASTING_SECONDS:
+            self.restarts = 0
+        self.ready_since = None
+        self.restarts += 1
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether another start would end like the last ones."""
+        return not self.was_ready or self.failed_starts >= _FAILED_STARTS or self.restarts > _RESTARTS
 
 
 @dataclass(frozen=True)
-class Both:
+class ServersAndTrainer:
     """What to start: the servers, and the trainer's command with what its environment has beside this process's."""
 
     servers: tuple[Server, ...]
@@ -33,22 +64,24 @@ class Both:
     logs: Path
 
 
-class UnderWay:
+class Supervisor:
     """Servers and a trainer under way; `command` makes a server's command line."""
 
-    def __init__(self, both: Both, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words) -> None:
+    def __init__(
+        self, both: ServersAndTrainer, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words
+    ) -> None:
         self._servers = [
             ServerProcess(each, environ, both.logs / f"vllm-{number}.log", command)
             for number, each in enumerate(both.servers)
         ]
         self._both = both
         self._environ = environ
-        self._were_ready = [False] * len(both.servers)
-        self._restarts = [0] * len(both.servers)
+        self._lives = [_Lives() for _ in both.servers]
 
     def run(self) -> int:
         """The trainer's exit status; EngineError where a server cannot be had."""
         trainer: subprocess.Popen[bytes] | None = None
+        grace = 1.0
         with Signals() as signals:
             try:
                 for each in self._servers:
@@ -57,9 +90,13 @@ class UnderWay:
                     tell(f"lowpeak: vLLM starts on {where} (process {each.pid}), log in {each.log}")
                 trainer = self._start_trainer()
                 status = self._watch(trainer, signals)
+            except EngineError:
+                tell("lowpeak: a vLLM server cannot be had; the run is asked to save and to stop")
+                grace = _SAVE_SECONDS
+                raise
             finally:
                 if trainer is not None:
-                    _end(trainer)
+                    _end(trainer, grace)
                 for each in self._servers:
                     each.stop()
         return 128 - status if status < 0 else status
@@ -85,29 +122,30 @@ class UnderWay:
 
     def _look_after(self, number: int) -> None:
         """Start a server again that died after it had been ready; EngineError where it never was, or dies again and again."""
-        server = self._servers[number]
+        server, lives = self._servers[number], self._lives[number]
         status = server.status()
         if status is None:
-            if not self._were_ready[number] and server.is_ready():
-                self._were_ready[number] = True
+            if lives.ready_since is None and server.is_ready():
+                lives.note_ready()
                 tell(f"lowpeak: vLLM at {server.server.url} is ready")
             return
-        self._restarts[number] += 1
-        if not self._were_ready[number] or self._restarts[number] > _RESTARTS:
-            raise EngineError(server.told_of_end(status))
+        lives.note_end()
+        said = server.told_of_end(status)
+        if lives.is_hopeless:
+            again = f"(after {lives.restarts - 1} restarts) " if lives.restarts > 1 else ""
+            raise EngineError(f"{again}{said}")
         server.start()
-        said = f"vLLM at {server.server.url} ended with status {status} and is started again (process {server.pid})"
-        tell(f"lowpeak: {said}")
+        tell(f"lowpeak: {said}\nlowpeak: vLLM at {server.server.url} is started again (process {server.pid})")
 
 
-def _end(trainer: subprocess.Popen[bytes]) -> None:
-    """End the trainer and its ranks, where they have not ended: asked, asked again, killed.
+def _end(trainer: subprocess.Popen[bytes], grace: float) -> None:
+    """End the trainer and its ranks, where they have not ended: asked, asked again after `grace` seconds, killed.
 
     SIGTERM asks a run to finish its step, and a launcher to end its ranks; Ctrl-C after it stops a run at once.
     """
     import psutil  # type: ignore[import-untyped]
 
-    for number, seconds in ((signal.SIGTERM, 1.0), (signal.SIGINT, _STOP_SECONDS)):
+    for number, seconds in ((signal.SIGTERM, grace), (signal.SIGINT, _STOP_SECONDS)):
         if trainer.poll() is None:
             trainer.send_signal(number)
             with suppress(subprocess.TimeoutExpired):

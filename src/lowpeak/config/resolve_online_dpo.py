@@ -1,0 +1,68 @@
+"""Online DPO's arguments: what they may be, which of TRL's it does without, which of those all online runs have are idle."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lowpeak.config.algorithm import OnlineDPOSettings, PairLossType
+from lowpeak.config.inapplicable import refuse_idle, require
+from lowpeak.config.ranges import Range, one_of
+from lowpeak.config.resolve import OnlineSettings, refuse_tensor_parallelism, require_groups
+from lowpeak.config.resolve_vllm import CORRECTION
+
+
+def _betas(beta: Any) -> tuple[Any, ...]:
+    return tuple(beta) if isinstance(beta, list | tuple) else (beta,)
+
+
+def _are_positive(beta: Any) -> bool:
+    return all(isinstance(each, int | float) and 0 < each < math.inf for each in _betas(beta)) and bool(_betas(beta))
+
+
+RANGES: dict[str, Range] = {
+    "beta": (_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
+    "loss_type": one_of(PairLossType),
+    "missing_eos_penalty": (lambda x: x is None or 0 < x < math.inf, "must be a number above 0, or None"),
+}
+
+REJECTED: dict[str, str] = {
+    "max_length": "prompts are never cut: max_completion_length bounds completions, and overlong_prompts='drop' leaves out "
+    "prompts that do not fit",
+    "reward_model_path": "pass the path to the trainer, as reward_funcs",
+    "judge": "pass the judge to the trainer, as judge=",
+    "gpu_memory_utilization": "its name is vllm_gpu_memory_utilization",
+}
+
+_IDLE: tuple[tuple[tuple[str, ...], str], ...] = (
+    (("epsilon", "epsilon_high"), "Online DPO compares the two of a pair and clips no ratio; remove it"),
+    (("kl_estimator",), "the loss is of a pair's log-ratios, which need no estimate of a KL; remove it"),
+    (CORRECTION, "a pair is compared by what policy and reference say of it, whoever sampled it; remove it"),
+)
+
+
+def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
+    """Online DPO's settings; an argument that the run leaves idle is an ArgumentError."""
+    require_groups(args)
+    refuse_tensor_parallelism(args, "Online DPO")
+    for names, why in _IDLE:
+        refuse_idle(args, names, False, why)
+    refuse_idle(
+        args,
+        ("missing_eos_penalty",),
+        not online.mask_truncated,
+        "mask_truncated_completions leaves completions that did not end by themselves out of every pair; remove one of the two",
+    )
+    betas = _betas(args.beta)
+    epochs = math.ceil(args.num_train_epochs)
+    require(
+        args.max_steps > 0 or len(betas) <= max(1, epochs),
+        f"beta has {len(betas)} values and num_train_epochs={args.num_train_epochs} is over before the last ones act; give "
+        "at most one for each epoch.",
+    )
+    return OnlineDPOSettings(
+        loss_type=args.loss_type,
+        betas=tuple(float(beta) for beta in betas),
+        missing_eos_penalty=float(args.missing_eos_penalty or 0.0),
+        mask_truncated=online.mask_truncated,
+    )

@@ -1,0 +1,181 @@
+"""A judge that compares completions two at a time, as a reward: the share of its comparisons that a completion wins.
+
+Whoever judges pairs prefers a place, too: which completion comes first is told by a checksum of the texts, so that it is
+either one as often, and the same on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Any, Protocol, runtime_checkable
+
+from lowpeak.errors import ArgumentError, RewardError
+from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.make import listed
+from lowpeak.rewards.messages import text_of
+
+NO_PREFERENCE = -1
+
+
+@runtime_checkable
+class PairwiseJudge(Protocol):
+    """Compares completions two at a time; TRL's pairwise judges are such, and `judge` may be async."""
+
+    def judge(self, prompts: list[str], completions: list[list[str]]) -> list[int]:
+        """For each prompt and its pair of completions which one is better: 0, 1, or -1 where neither is.
+
+        A parameter `shuffle_order`, as TRL's judges have, gets False: the order is settled.
+        """
+        ...
+
+
+@dataclass
+class ScriptedJudge:
+    """The fake: prefers the completion of the higher `value(prompt, completion)`; `asked` keeps what it was asked."""
+
+    value: Callable[[str, str], float]
+    asked: list[tuple[str, list[str]]] = field(default_factory=list)
+
+    def judge(self, prompts: list[str], completions: list[list[str]]) -> list[int]:
+        """0 or 1 by the values, -1 where they are equal."""
+        self.asked += zip(prompts, completions, strict=True)
+        values = [
+            [self.value(prompt, text) for text in pair] for prompt, pair in zip(prompts, completions, strict=True)
+        ]
+        return [NO_PREFERENCE if first == second else int(second > first) for first, second in values]
+
+
+class JudgeReward(FunctionReward):
+    """A judge as a reward: of all pairs of a group, the share that a row wins; half a win each where there is no preference.
+
+    Equal texts are such without asking, and a row alone in its group has no reward. Limits of time and failures are those of
+    functions. The judge sees texts: of messages `role: content`, one after another.
+
+    Raises:
+        ArgumentError: the judge has no method `judge`.
+        RewardError: its answer is not 0, 1 or -1 for each pair.
+    """
+
+    def __init__(self, judge: Any, name: str | None = None, timeout: float | None = None) -> None:
+        if inspect.isclass(judge) or not callable(getattr(judge, "judge", None)):
+            raise ArgumentError(
+                f"judge is {judge!r:.80}: pass an object with a method judge(prompts, completions), which says of each pair 0, 1 "
+                "or -1."
+            )
+        asks = _asks_async if inspect.iscoroutinefunction(judge.judge) else _asks
+        super().__init__(asks(judge.judge), name or type(judge).__name__, timeout)
+
+
+def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
+    """`reward_funcs` as they are, or the judge as the only reward; ArgumentError for both or neither."""
+    if (judge is None) == (not listed(reward_funcs)):
+        given = "neither was" if judge is None else "both were"
+        raise ArgumentError(f"pairs are chosen by reward_funcs or by a judge, and {given} given: pass one of the two.")
+    return reward_funcs if judge is None else [JudgeReward(judge)]
+
+
+def _asks(ask: Callable[..., Sequence[int]]) -> Callable[..., list[float | None]]:
+    keywords = _order_is_settled(ask)
+
+    def compare(
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        groups: Sequence[int],
+        log_metric: Callable[[str, float], None],
+    ) -> list[float | None]:
+        contest = Contest.of(prompts, completions, groups)
+        verdicts = ask(*contest.questions(), **keywords) if contest.asked else []
+        return contest.shares(verdicts, log_metric)
+
+    return compare
+
+
+def _asks_async(ask: Callable[..., Any]) -> Callable[..., Any]:
+    keywords = _order_is_settled(ask)
+
+    async def compare(
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        groups: Sequence[int],
+        log_metric: Callable[[str, float], None],
+    ) -> list[float | None]:
+        contest = Contest.of(prompts, completions, groups)
+        verdicts = await ask(*contest.questions(), **keywords) if contest.asked else []
+        return contest.shares(verdicts, log_metric)
+
+    return compare
+
+
+def _order_is_settled(ask: Callable[..., Any]) -> dict[str, bool]:
+    return {"shuffle_order": False} if "shuffle_order" in inspect.signature(ask).parameters else {}
+
+
+@dataclass(frozen=True)
+class Contest:
+    """N rows and the comparisons among those of a group: `pairs` of rows, first shown first, of which `asked` have two texts."""
+
+    prompts: tuple[str, ...]
+    texts: tuple[str, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, prompts: Sequence[Any], completions: Sequence[Any], groups: Sequence[int]) -> Contest:
+        """All pairs of each group, in an order that the texts alone tell."""
+        asked, texts = tuple(transcript(prompt) for prompt in prompts), tuple(text_of(each) for each in completions)
+        rows: dict[int, list[int]] = {}
+        for row, group in enumerate(groups):
+            rows.setdefault(group, []).append(row)
+        pairs = (pair for members in rows.values() for pair in combinations(members, 2))
+        return cls(asked, texts, tuple(_ordered(asked[pair[0]], texts, pair) for pair in pairs))
+
+    @property
+    def asked(self) -> tuple[tuple[int, int], ...]:
+        """The pairs whose texts differ."""
+        return tuple(pair for pair in self.pairs if self.texts[pair[0]] != self.texts[pair[1]])
+
+    def questions(self) -> tuple[list[str], list[list[str]]]:
+        """What the judge is asked: prompts, and two completions for each."""
+        pairs = self.asked
+        return [self.prompts[first] for first, _ in pairs], [[self.texts[row] for row in pair] for pair in pairs]
+
+    def shares(self, verdicts: Any, log_metric: Callable[[str, float], None]) -> list[float | None]:
+        """The share of its comparisons that each row wins, by the judge's verdicts on `asked`; None for a row without one."""
+        found = dict(zip(self.asked, _checked(verdicts, len(self.asked)), strict=True))
+        wins, games = [0.0] * len(self.texts), [0] * len(self.texts)
+        for pair in self.pairs:
+            verdict = found.get(pair, NO_PREFERENCE)
+            for place, row in enumerate(pair):
+                wins[row] += 0.5 if verdict == NO_PREFERENCE else float(verdict == place)
+                games[row] += 1
+        if found:
+            undecided = sum(verdict == NO_PREFERENCE for verdict in found.values())
+            log_metric("judge/no_preference", undecided / len(found))
+        return [won / played if played else None for won, played in zip(wins, games, strict=True)]
+
+
+def transcript(prompt: Any) -> str:
+    """A prompt as a judge reads it: a string as it is, messages as `role: content`, with an empty line between."""
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(f"{message.get('role', '?')}: {text_of([message])}" for message in prompt)
+
+
+def _ordered(prompt: str, texts: Sequence[str], pair: tuple[int, int]) -> tuple[int, int]:
+    """Which of two is shown first."""
+    first, second = pair
+    checksum = zlib.crc32("\0".join((prompt, texts[first], texts[second])).encode())
+    return (second, first) if checksum & 1 else pair
+
+
+def _checked(verdicts: Any, num_pairs: int) -> list[int]:
+    found = verdicts.tolist() if hasattr(verdicts, "tolist") else verdicts
+    if not isinstance(found, list | tuple) or len(found) != num_pairs:
+        raise RewardError(f"the judge answered {found!r:.80} to {num_pairs} pairs: return one of 0, 1 and -1 for each.")
+    wrong = [verdict for verdict in found if verdict not in (0, 1, NO_PREFERENCE)]
+    if wrong:
+        raise RewardError(f"the judge answered {wrong[0]!r:.40} to a pair: return 0, 1, or -1 where neither is better.")
+    return list(found)

@@ -1,0 +1,213 @@
+"""The offline trainer: steps of rows that the data set gives whole, for any algorithm. Thin trainers say which."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import set_seed
+
+from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.checkpoint.atomic import check_writable
+from lowpeak.checkpoint.resume import capture_random, keep_random
+from lowpeak.checkpoint.state import RunState
+from lowpeak.config.resolve import resolve_common
+from lowpeak.data.cursor import PromptCursor
+from lowpeak.data.prompts import RowReader, check_end, num_rows, padding_id, usable_rows
+from lowpeak.errors import DataError
+from lowpeak.memory.phases import Phase
+from lowpeak.ranks import Ranks
+from lowpeak.records import Record
+from lowpeak.strategies.detect import check_devices, detect_strategy
+from lowpeak.training.arguments import CommonConfig, check_class
+from lowpeak.training.assembly import make_run
+from lowpeak.training.describe import describe_offline
+from lowpeak.training.heads import LOGPROBS, Head
+from lowpeak.training.interrupt import StepCallback
+from lowpeak.training.models import context_length, disable_dropout, load_tokenizer, upcast_trainable
+from lowpeak.training.sizes import Sizes
+from lowpeak.training.start import quiet_replicas
+from lowpeak.training.step_trainer import StepTrainer, base_arguments
+from lowpeak.training.work import StepWork, step_batches
+from lowpeak.watch.watch import watched
+
+
+class OfflineTrainer(StepTrainer):
+    """Trains a model on the rows of a data set; TRL's constructor.
+
+    A thin trainer says how its model is loaded, how a row is read, what its algorithm is and what an evaluation measures.
+    """
+
+    config_class: ClassVar[type[CommonConfig]]
+    columns: ClassVar[str]  # what a data set has, for the error where there is none
+    head: ClassVar[Head] = LOGPROBS
+    reader: Any
+
+    @staticmethod
+    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+        """The model to train."""
+        raise AssertionError("a thin trainer says what it trains")
+
+    @staticmethod
+    def make_algorithm(args: Any) -> Algorithm:
+        """The algorithm that the arguments describe."""
+        raise AssertionError("a thin trainer says which algorithm it is")
+
+    @staticmethod
+    def make_reader(args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
+        """What turns a row into what `records_of` takes."""
+        raise AssertionError("a thin trainer says how a row is read")
+
+    @staticmethod
+    def records_of(items: Sequence[Any]) -> list[Record]:
+        """The records of what the reader made of rows."""
+        return list(items)
+
+    def read(self, data: Any) -> list[Record]:
+        """The records of a whole data set, those left out counted in the log."""
+        raise AssertionError("a thin trainer says how an evaluation's data is read")
+
+    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
+        """What an evaluation says of its records, of which `work` is this rank's share; the loss among it."""
+        raise AssertionError("a thin trainer says what an evaluation measures")
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+    ) -> None:
+        args = args if args is not None else self.config_class(output_dir=f"{_name_of(self.config_class)}-output")
+        check_class(args, self.config_class)
+        check_devices(bool(args.fsdp), args.cut.tensor > 1)
+        quiet_replicas(args)
+        with Ranks(args.device).together():
+            self.memory = resolve_common(args)
+            set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
+            algorithm = self.make_algorithm(args)
+            self._check_data(train_dataset, args)
+            policy, tokenizer = self.load(model, args, processing_class, peft_config)
+        super().__init__(
+            model=policy,
+            args=base_arguments(args),
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            callbacks=callbacks,
+            optimizers=optimizers,
+        )
+        self.user_args = args
+        strategy = detect_strategy(self.accelerator)
+        self.run = make_run(self, args, algorithm, strategy, policy, self.memory, head=self.head)
+        self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
+        self.reader = self.make_reader(args, policy, tokenizer)
+        with strategy.ranks.together():
+            self.cursor = _cursor(train_dataset, self.reader, args)
+        self.add_callback(StepCallback(self))
+
+    def _check_data(self, dataset: Any, args: Any) -> None:
+        """Refuse a run without rows, without an end, or whose folder cannot be written, before anything is loaded."""
+        if args.process_index == 0:
+            check_writable(Path(args.output_dir))
+        if dataset is None:
+            raise DataError(f"train_dataset is None: pass a data set with {self.columns}.")
+        check_end(dataset, args.max_steps)
+
+    def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
+        """The model to train, ready for it, and its tokenizer."""
+        policy = self.load_model(model, args, peft_config)
+        tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+        upcast_trainable(policy)
+        if args.disable_dropout:
+            disable_dropout(policy)
+        return policy, tokenizer
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the data set in an optimizer step, over all ranks."""
+        args = self.user_args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
+
+    def num_steps_per_epoch(self) -> int | None:
+        """Steps in which each row is used once; the last one is filled from the next epoch."""
+        rows = self.cursor.prompts_per_epoch
+        return None if rows is None else max(1, -(-rows // self.rows_per_step))
+
+    def next_step(self) -> StepWork:
+        """The next rows as micro-batches."""
+        with self.run.strategy.ranks.together():
+            records = self.records_of(self.cursor.take(self.rows_per_step))
+        return self._work(records)
+
+    def dry_run(self) -> dict[str, Any]:
+        """What the arguments resolved to, without training: model, data, sizes, micro-batch plan."""
+        return describe_offline(self)
+
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        """What the algorithm measures on one data set, each number under `prefix`, and how long it took."""
+        ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
+            with ranks.together():
+                records = self.read(data)
+            start = time.perf_counter()
+            work = self._work(records)
+            self.model_wrapped.eval()
+            measured = {**self.measured(work, records), "runtime": time.perf_counter() - start}
+            return {f"{prefix}_{name}": number for name, number in measured.items()}
+
+    def _work(self, records: list[Record]) -> StepWork:
+        rows = range(len(records))
+        batches = step_batches(records, rows, self.run.algorithm, self.budget, self.run.strategy.ranks)
+        return StepWork(batches, self.num_tokens(records))
+
+    def num_tokens(self, records: Sequence[Record]) -> int:
+        """Tokens of the records' rows."""
+        return sum(record.num_tokens for record in records)
+
+    def run_state(self) -> RunState:
+        """Cursor, generators, what `auto` became."""
+        return RunState(
+            policy_version=self.state.global_step,
+            cursor=self.cursor.state_dict(),
+            random=capture_random(),
+            resolved=self.run.sizes.as_dict(),
+            identity=self.identity(),
+        )
+
+    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+        """Go on where the checkpoint was written, with what `auto` had become then."""
+        self.cursor.load_state_dict(state.cursor)
+        self.use_sizes(self.run.sizes.resumed(state.resolved, self.memory))
+
+    def use_sizes(self, sizes: Sizes) -> None:
+        """Run every pass within these sizes."""
+        super().use_sizes(sizes)
+        self.budget = sizes.within(self.budget)
+
+
+def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
+    """Most tokens of a row: `max_length`, and the model's context less what is `reserved` of it; None for no limit."""
+    context = context_length(policy)
+    limits = [args.max_length, None if context is None else context - reserved]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _name_of(config_class: type) -> str:
+    """`sft` of SFTConfig."""
+    return config_class.__name__.removesuffix("Config").lower()
+
+
+def _cursor(dataset: Any, reader: RowReader[Any], args: Any) -> PromptCursor[Any]:
+    if num_rows(dataset) is not None:
+        dataset = usable_rows(dataset, reader)
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)

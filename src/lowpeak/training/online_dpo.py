@@ -1,0 +1,63 @@
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on pairs of the policy's own completions, chosen as they are made."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms.online_dpo import make_online_dpo
+from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.resolve_online_dpo import resolve_online_dpo
+from lowpeak.errors import ArgumentError
+from lowpeak.rewards.judge import rewards_or_judge
+from lowpeak.training.arguments import OnlineConfig
+from lowpeak.training.online_dpo_arguments import OnlineDPOConfig
+from lowpeak.training.online_trainer import OnlineTrainer
+
+
+class OnlineDPOTrainer(OnlineTrainer):
+    """Direct preference optimisation on the best and the worst completion of each prompt, by rewards or by a judge.
+
+    from lowpeak import OnlineDPOConfig, OnlineDPOTrainer
+
+    trainer = OnlineDPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct", judge=judge, args=OnlineDPOConfig(output_dir="out"), train_dataset=data
+    )
+    trainer.train()
+
+    The reference is `ref_model`, or the model as it is given, or the policy with its adapter off. `others` are OnlineTrainer's.
+    """
+
+    config_class: ClassVar[type[OnlineConfig]] = OnlineDPOConfig
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *,
+        judge: Any = None,
+        **others: Any,
+    ) -> None:
+        _refuse_idle_parts(others)
+        super().__init__(model, rewards_or_judge(reward_funcs, judge), args, ref_model=ref_model, **others)
+
+    @staticmethod
+    def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
+        """Online DPO as the arguments describe it."""
+        return make_online_dpo(resolve_online_dpo(args, settings))
+
+
+def _refuse_idle_parts(others: dict[str, Any]) -> None:
+    """Take out what TRL's constructor has and nothing here would ask; ArgumentError where one is more than None."""
+    for name, why in _IDLE_PARTS.items():
+        if others.pop(name, None) is not None:
+            raise ArgumentError(f"{name} would be asked for nothing: {why}; leave it out.")
+
+
+_IDLE_PARTS = {
+    "data_collator": "prompts are read by a cursor, and micro-batches cut under a token budget",
+    "compute_metrics": "evaluation writes completions and reports what the rewards say of them",
+    "preprocess_logits_for_metrics": "the logits of a completion never exist as a whole",
+}

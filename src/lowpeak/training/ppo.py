@@ -1,0 +1,115 @@
+"""PPO (Schulman et al. 2017, arXiv 1707.06347): a critic says what each token's completion will earn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms.ppo import make_ppo
+from lowpeak.config.ppo import resolve_ppo
+from lowpeak.config.resolve import OnlineSettings
+from lowpeak.errors import ArgumentError
+from lowpeak.rewards.make import listed
+from lowpeak.training.apart import CRITIC_FOLDER
+from lowpeak.training.arguments import OnlineConfig
+from lowpeak.training.critics import (
+    EXPORT_FOLDER,
+    attach_critic,
+    check_held,
+    critic_parameters,
+    export_critic,
+    train_at_own_rate,
+)
+from lowpeak.training.online_trainer import OnlineTrainer
+from lowpeak.training.ppo_arguments import PPOConfig
+
+
+class PPOTrainer(OnlineTrainer):
+    """Proximal policy optimisation with a critic on the policy's backbone, under an adapter, or on a backbone of its own.
+
+    from lowpeak import PPOConfig, PPOTrainer
+
+    trainer = PPOTrainer(
+        model="Qwen/Qwen2.5-0.5B-Instruct", reward_funcs=reward, args=PPOConfig(output_dir="out"), train_dataset=data
+    )
+    trainer.train()
+
+    `value_model` is a classifier with one label that starts the critic (critic="model"); `reward_model` joins `reward_funcs`.
+    """
+
+    config_class: ClassVar[type[OnlineConfig]] = PPOConfig
+
+    @staticmethod
+    def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
+        """PPO as the arguments describe it."""
+        return make_ppo(resolve_ppo(args, settings))
+
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        rollout_func: Callable[..., Mapping[str, Any]] | None = None,
+        ref_model: Any = None,
+        value_model: Any = None,
+        reward_model: Any = None,
+    ) -> None:
+        self.value_model = value_model
+        if optimizers[0] is not None and getattr(args, "value_learning_rate", None) is not None:
+            raise ArgumentError(
+                "value_learning_rate has no effect on an optimizer that is passed in: give the critic a group of its own in it."
+            )
+        super().__init__(
+            model,
+            [*listed(reward_funcs), *listed(reward_model)],
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config,
+            rollout_func,
+            ref_model,
+        )
+        self.value_model = None
+        if optimizers[0] is not None:
+            check_held(optimizers[0], self.model)
+
+    def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
+        """Attach the critic: one module is prepared, and one forward gives log-probs and values."""
+        attach_critic(policy, origin, self.value_model, args)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The base's way; the critic's parameters at a rate of their own, where one was given."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        rate = self.user_args.value_learning_rate
+        if rate is not None:
+            train_at_own_rate(optimizer, self.model, rate)
+        return optimizer
+
+    def apart(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
+        """The critic too, where it is not among the states that ranks write together."""
+        critic = {} if with_states else {CRITIC_FOLDER: critic_parameters(self.model)}
+        return {**super().apart(with_states), **critic}
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.take_apart(Path(self.state.best_model_checkpoint))
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The policy as ever; beside it, in `critic`, a critic that has a backbone of its own."""
+        export_critic(self, Path(output_dir or self.args.output_dir) / EXPORT_FOLDER)
+        super().save_model(output_dir, _internal_call)

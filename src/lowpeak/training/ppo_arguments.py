@@ -1,0 +1,83 @@
+"""PPOConfig. Names are those of TRL's former PPO trainer where the meaning is the same; `docs/migrating.md` has the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from lowpeak.config.ppo import RANGES, REJECTED
+from lowpeak.config.ranges import Range
+from lowpeak.errors import ArgumentError
+from lowpeak.training.arguments import OnlineConfig
+from lowpeak.training.fields import argument, refuses_unknown
+
+# TRL's names for what every online algorithm has here.
+_SAME = {"kl_coef": "beta", "num_ppo_epochs": "num_iterations", "cliprange": "epsilon"}
+
+
+@refuses_unknown
+@dataclass
+class PPOConfig(OnlineConfig):
+    """Arguments of PPO (arXiv 1707.06347) with a KL in the reward (arXiv 1909.08593)."""
+
+    ranges: ClassVar[Mapping[str, Range]] = RANGES
+    rejected: ClassVar[Mapping[str, str]] = REJECTED
+
+    num_generations: int = argument(1, "generation", "Completions of each prompt (G).")
+    beta: float = argument(0.05, "algorithm", "Weight of the KL in the reward; 0 loads no reference model.")
+    kl_estimator: str = argument("k1", "algorithm", "KL estimate per token: k1, k2 or k3.")
+    num_iterations: int = argument(4, "algorithm", "Passes over each rollout (PPO's epochs).")
+    kl_coef: float | None = argument(None, "algorithm", "TRL's name of beta.")
+    num_ppo_epochs: int | None = argument(None, "algorithm", "TRL's name of num_iterations.")
+    cliprange: float | None = argument(None, "algorithm", "TRL's name of epsilon.")
+    num_mini_batches: int | None = argument(
+        None, "algorithm", "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way."
+    )
+    kl_target: float | None = argument(
+        None, "algorithm", "Steer beta so that the KL comes to so many nats per completion (None: beta is fixed)."
+    )
+    kl_horizon: int = argument(10000, "algorithm", "Completions over which that steering acts.")
+    early_stop_kl: float | None = argument(
+        None, "algorithm", "Leave a rollout's other steps out once half the mean squared log-ratio is above this."
+    )
+    gamma: float = argument(1.0, "algorithm", "Discount of later rewards, per token.")
+    lam: float = argument(0.95, "algorithm", "GAE's lambda.")
+    whiten_rewards: bool = argument(False, "algorithm", "Scale the rewards of tokens to unit variance in the rollout.")
+    whiten_advantages: bool = argument(True, "algorithm", "Centre and scale the advantages of tokens over the rollout.")
+    missing_eos_penalty: float | None = argument(
+        None, "rewards", "Taken off the reward of a completion that did not end by itself."
+    )
+    critic: str = argument(
+        "head",
+        "model",
+        "Where values come from: head (on the policy's backbone), adapter (a second LoRA adapter on the base), or model "
+        "(a backbone of its own).",
+    )
+    value_model_path: str | None = argument(
+        None, "model", "With critic=model: a reward model's checkpoint that starts it (None: the policy's weights)."
+    )
+    value_learning_rate: float | None = argument(None, "training", "The critic's learning rate (None: learning_rate).")
+    value_warmup_steps: int = argument(0, "algorithm", "Steps in which the critic alone is trained, at the start.")
+    vf_coef: float = argument(0.1, "algorithm", "Weight of the value loss.")
+    cliprange_value: float | None = argument(
+        0.2, "algorithm", "How far a value may move from the rollout's before its loss is clipped (None: no clip)."
+    )
+
+    def __post_init__(self) -> None:
+        for name, ours in _SAME.items():
+            value = getattr(self, name)
+            if value is not None:
+                self._say_once(name, ours, value)
+        if self.num_mini_batches is not None:
+            steps = self.num_mini_batches * self.gradient_accumulation_steps
+            self._say_once("num_mini_batches", "steps_per_generation", steps)
+        super().__post_init__()
+
+    def _say_once(self, name: str, ours: str, value: float) -> None:
+        given: frozenset[str] = getattr(self, "given", frozenset())
+        if ours in given and getattr(self, ours) != value:
+            raise ArgumentError(
+                f"{name}={getattr(self, name)!r} and {ours}={getattr(self, ours)!r} say the same thing; give one."
+            )
+        setattr(self, ours, value)

@@ -1,0 +1,137 @@
+"""Reward models: a classifier with one label learns to score the chosen answer above the rejected one."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import AutoModelForSequenceClassification
+
+from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms.reward_model import make_reward_model
+from lowpeak.config.asked import WHOLE
+from lowpeak.config.reward_model import resolve_reward_model
+from lowpeak.data.preference import PreferenceReader, flat, read_pairs
+from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.logprobs.score_head import classifier_of
+from lowpeak.records import Record
+from lowpeak.training.arguments import CommonConfig
+from lowpeak.training.heads import SCORES, Head
+from lowpeak.training.models import from_pretrained, load_policy, num_embeddings
+from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
+from lowpeak.training.readout import Readout, read_metrics
+from lowpeak.training.reward_arguments import RewardConfig
+from lowpeak.training.step import measure_step
+from lowpeak.training.work import StepWork
+
+logger = logging.getLogger(__name__)
+
+
+class RewardTrainer(OfflineTrainer):
+    """Trains a reward model on rows with `chosen` and `rejected`; TRL's constructor.
+
+    from lowpeak import RewardConfig, RewardTrainer
+
+    RewardTrainer(model="Qwen/Qwen2.5-0.5B", args=RewardConfig(output_dir="out"), train_dataset=data).train()
+
+    What it saves is a sequence classifier in the Hugging Face layout: `reward_funcs="out"` judges with it.
+    """
+
+    config_class: ClassVar[type[CommonConfig]] = RewardConfig
+    columns: ClassVar[str] = "chosen and rejected, with or without prompt"
+    head: ClassVar[Head] = SCORES
+
+    @staticmethod
+    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+        """A sequence classifier with one label."""
+        return load_reward_model(model, args, peft_config)
+
+    @staticmethod
+    def make_algorithm(args: Any) -> Algorithm:
+        """Bradley-Terry as the arguments describe it."""
+        return make_reward_model(resolve_reward_model(args))
+
+    def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
+        """The base's way; tokenizer and model agree on what pads rows, because a classifier looks for the last token before it."""
+        policy, tokenizer = super().load(model, args, processing_class, peft_config)
+        if tokenizer.pad_token_id is None:
+            tokenizer = copy.deepcopy(tokenizer)
+            tokenizer.pad_token = tokenizer.eos_token
+        classifier_of(policy).config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        return policy, tokenizer
+
+    @staticmethod
+    def make_reader(args: Any, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
+        """Two records a row; the slot of each takes one place of the context."""
+        return PreferenceReader(
+            tokenizer,
+            max_length=longest_row(args, policy, reserved=1),
+            chat_template_kwargs=args.chat_template_kwargs,
+            num_embeddings=num_embeddings(policy),
+        )
+
+    @staticmethod
+    def records_of(items: Sequence[Any]) -> list[Record]:
+        """Both records of each pair."""
+        return flat(items)
+
+    def num_tokens(self, records: Sequence[Record]) -> int:
+        """Tokens of the records' rows, slots left out."""
+        return super().num_tokens(records) - len(records)
+
+    def read(self, data: Any) -> list[Record]:
+        """The pairs that are not left out."""
+        return read_pairs(data, self.reader)
+
+    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
+        """Loss, accuracy, margin and rewards, over all pairs."""
+        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, self.run.algorithm, self.run.core)
+        numbers = read_metrics(Readout(loss, metrics), None, self.run.strategy.ranks)
+        return {"loss": float(numbers.loss), **{name: metric.value() for name, metric in numbers.metrics.items()}}
+
+
+def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+    """The classifier to train, by name, path or instance; with `peft_config`, under an adapter.
+
+    A checkpoint without a score head (a causal language model's) starts one: it gets a new head, drawn from `seed`.
+    """
+    if args.cut != WHOLE:
+        raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
+    if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
+        raise ArgumentError(
+            "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
+        )
+    is_new = False
+    if isinstance(model, str):
+        model, is_new = _load_named(model, args)
+        policy = load_policy(model, None, trust_remote_code=False, peft_config=peft_config)
+    else:
+        trusted = args.trust_remote_code
+        policy = load_policy(model, args.model_init_kwargs, trust_remote_code=trusted, peft_config=peft_config)
+    classifier = classifier_of(policy)
+    if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
+        raise ArgumentError(
+            "the checkpoint has no score head, and the adapter would leave the new one as it was drawn: pass "
+            "LoraConfig(modules_to_save=['score'], ...)."
+        )
+    return policy
+
+
+def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:
+    """The classifier of a name or path, and whether its head is new, which the log says."""
+    given = {"dtype": "auto", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    try:
+        found = from_pretrained(
+            AutoModelForSequenceClassification, name, num_labels=1, output_loading_info=True, **given
+        )
+    except RuntimeError as error:  # a head of another size
+        reason = str(error).strip().splitlines()[0]
+        raise ModelError(f"{name!r} cannot be loaded as a classifier with one label ({reason}).") from error
+    model, report = found if isinstance(found, tuple) else (found, {"missing_keys": ()})
+    is_new = any(key.startswith("score.") for key in report["missing_keys"])
+    if is_new:
+        logger.warning("%r has no score head: it starts with a new one, drawn from seed %d.", name, args.seed)
+    return model, is_new

@@ -1,0 +1,55 @@
+"""A step of pairs has the gradients of the classifier's plain forwards, in every layout and however it is cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from step_cases import micro_batches
+
+from lowpeak.algorithms.reward_model import make_reward_model
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.packing import Budget
+from lowpeak.config.reward_model import RewardModelSettings
+from lowpeak.logprobs.score_head import install_score_head
+from lowpeak.training.step import Core, measure_step, run_step
+from preferences import plain_loss, records_of, tiny_classifier
+from steps import LocalStrategy
+
+CORE = Core(1.0, 16, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("layout", ["padded", "rows", "shared"])
+@pytest.mark.parametrize("max_tokens", [1, 24, 1000])
+@pytest.mark.parametrize("center", [0.0, 0.2])
+def test_a_step_of_pairs_equals_plain_forwards_row_by_row(center, max_tokens, layout, checkpointing):
+    plain, model = (tiny_classifier(dtype=torch.float64) for _ in range(2))
+    expected = plain_loss(plain, center=center)
+    expected.backward()
+    install_score_head(model)
+    install_attention(model)
+    model.train()
+    if checkpointing:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    algorithm, records = make_reward_model(RewardModelSettings(center)), records_of()
+    batches = micro_batches(algorithm, records, Budget(max_tokens, layout=layout))
+    assert len(batches) == {1: 5, 1000: 1}.get(max_tokens, len(batches))
+    loss, _ = run_step(model, batches, algorithm, CORE, LocalStrategy(), {})
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for (name, ours), (_, theirs) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("layout", ["padded", "shared"])
+def test_an_evaluation_measures_what_a_step_does_and_learns_nothing(layout):
+    model = install_score_head(tiny_classifier())
+    install_attention(model)
+    algorithm, records = make_reward_model(RewardModelSettings(0.1)), records_of()
+    batches = micro_batches(algorithm, records, Budget(24, layout=layout))
+    loss, metrics = measure_step(model, batches, algorithm, CORE)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    trained, same = run_step(model, batches, algorithm, CORE, LocalStrategy(), {})
+    assert loss.item() == pytest.approx(trained.item(), rel=1e-6)
+    assert {n: m.value() for n, m in metrics.items()} == pytest.approx(
+        {n: m.value() for n, m in same.items()}, rel=1e-5
+    )

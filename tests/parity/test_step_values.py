@@ -1,0 +1,226 @@
+"""A PPO step with each of the critic's layouts has the loss and gradients of the plain padded way; so have scores."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from step_cases import TEMPERATURE, assert_same_gradients, grouped_records, micro_batches, plain_logprobs, streamed_loss
+from transformers import Qwen2ForSequenceClassification
+
+from lowpeak.algorithms.algorithm import VALUES_GRADIENT
+from lowpeak.algorithms.ppo import make_ppo
+from lowpeak.attention.install import install_attention
+from lowpeak.batching.counted import num_counted
+from lowpeak.batching.packing import Budget
+from lowpeak.config.ppo import PPOSettings
+from lowpeak.critic import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
+from lowpeak.logprobs.head import causal_lm, install_head
+from lowpeak.training.step import Core, run_step, score
+from steps import LocalStrategy
+from tiny import tiny_model
+
+SETTINGS = PPOSettings(
+    beta=0.0,
+    kl_estimator="k1",
+    adaptive_kl=None,
+    gamma=1.0,
+    gae_lambda=0.95,
+    clip_low=0.2,
+    clip_high=0.28,
+    value_clip=0.2,
+    value_coef=0.5,
+    whiten_rewards=False,
+    whiten_advantages=True,
+    missing_eos_penalty=0.0,
+    early_stop_kl=None,
+    value_warmup_steps=0,
+    mask_truncated=False,
+    score_old=True,
+)
+BUDGETS = [Budget(40), Budget(1000, layout="rows"), Budget(1000, layout="shared"), Budget(28, layout="shared")]
+LAYOUTS = ["head", "model", "adapter"]
+
+
+def name_of(budget):
+    return f"{budget.layout}-{budget.max_tokens}"
+
+
+def random_score(hidden=32, seed=3):
+    made = Score(hidden)
+    torch.nn.init.normal_(made.weight, std=0.3, generator=torch.Generator().manual_seed(seed))
+    return made
+
+
+def with_critic(layout):
+    """A tiny model with a critic of this layout, whose values are no zeros."""
+    if layout == "adapter":
+        return under_adapters()
+    model = tiny_model()
+    if layout == "head":
+        attach(model, SharedCritic(random_score()))
+    else:
+        config = copy.deepcopy(model.config)
+        config.num_labels = 1
+        torch.manual_seed(5)
+        classifier = Qwen2ForSequenceClassification(config).eval()
+        classifier.score = random_score()
+        install_attention(classifier)
+        attach(model, OwnCritic(classifier))
+    return ready(model)
+
+
+def ready(model):
+    install_head(model)
+    install_attention(model)
+    return model
+
+
+def under_adapters():
+    """LoRA for the policy, and a second one for the critic, both with effect."""
+    model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"]))
+    with keeping_critic(model):
+        model.add_adapter("critic", copy.deepcopy(model.peft_config["default"]))
+        model.set_adapter("default")
+    generator = torch.Generator().manual_seed(7)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2, generator=generator)
+    critic = AdapterCritic(random_score())
+    attach(causal_lm(model), critic)
+    let_layers_switch(critic, causal_lm(model).model.layers)
+    critic.score.requires_grad_(True)
+    return ready(model)
+
+
+def plain_values(model, layout, records):
+    """Each row's values over its completion, row by row, without a critic's module."""
+    causal = causal_lm(model)
+    found = []
+    for record in records:
+        ids = torch.tensor([[*record.prompt_ids, *record.completion.ids.tolist()]])
+        if layout == "head":
+            hidden = causal.model(ids).last_hidden_state
+        elif layout == "model":
+            hidden = causal.critic.classifier.model(ids).last_hidden_state
+        else:
+            with keeping_both(model):
+                hidden = causal.model(ids).last_hidden_state
+        weight = (causal.critic.classifier if layout == "model" else causal.critic).score.weight
+        found.append((hidden[0, len(record.prompt_ids) - 1 : -1] @ weight.T)[:, 0])
+    return found
+
+
+class keeping_both:
+    """The critic's adapter in force, peft's own way, with every adapter still trained."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def __enter__(self):
+        self.model.set_adapter("critic")
+        self.train()
+
+    def __exit__(self, *error):
+        self.model.set_adapter("default")
+        self.train()
+
+    def train(self):
+        for name, parameter in self.model.named_parameters():
+            if "lora_" in name:
+                parameter.requires_grad_(True)
+
+
+def plain_ppo_loss(model, layout, records):
+    total, num_tokens = 0.0, sum(num_counted(record) for record in records)
+    rows = zip(records, plain_logprobs(model, records), plain_values(model, layout, records), strict=True)
+    for record, logprobs, values in rows:
+        mask = record.completion.loss_mask
+        ratio, advantages = (logprobs - record.old)[mask].exp(), record.advantages[mask]
+        policy = -torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+        v, old, target = values[mask], record.values[mask], record.returns[mask]
+        held = old + (v - old).clamp(-0.2, 0.2)
+        total = total + (policy + 0.25 * torch.maximum((v - target) ** 2, (held - target) ** 2)).sum()
+    return total / num_tokens
+
+
+def valued_records(model):
+    generator = torch.Generator().manual_seed(11)
+    records = []
+    for record in grouped_records(model):
+        draw = torch.randn(2, len(record.completion), generator=generator)
+        records.append(replace(record, values=draw[0], returns=draw[0] + draw[1]))
+    return records
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_ppo_step_equals_the_plain_way(layout, budget):
+    model = with_critic(layout)
+    records, algorithm = valued_records(model), make_ppo(SETTINGS)
+    for parameter in model.parameters():
+        parameter.requires_grad_(layout != "adapter" or parameter.requires_grad)
+    trained = torch.nn.Module()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained.register_parameter(name.replace(".", "/"), parameter)
+    assert_same_gradients(
+        trained,
+        lambda _: plain_ppo_loss(model, layout, records),
+        lambda _: streamed_loss(algorithm, model, records, budget)[0],
+    )
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget):
+    model = with_critic(layout)
+    records = valued_records(model)
+    batches = micro_batches(make_ppo(SETTINGS), records, budget)
+    scored = score(model, batches, Core(TEMPERATURE, 5, torch.device("cpu")), values=True)
+    expected = plain_values(model, layout, records)
+    for batch, found in zip(batches, scored, strict=True):
+        wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
+        torch.testing.assert_close(found.values_T, wanted.detach(), rtol=1e-5, atol=1e-5)
+
+
+def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():
+    model = with_critic("adapter")
+    records, algorithm = valued_records(model), make_ppo(SETTINGS)
+
+    def gradients(checkpointing):
+        model.zero_grad(set_to_none=True)
+        if checkpointing:
+            model.train()
+            causal_lm(model).gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        streamed_loss(algorithm, model, records, 1000)
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+
+    plain, recomputed = gradients(False), gradients(True)
+    assert {name.split(".")[-2] for name in plain} >= {"critic", "default"}
+    for name, gradient in plain.items():
+        assert gradient.any()
+        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_share_of_the_values_gradient_reaches_the_policys_backbone(share):
+    model = with_critic("head")
+    records = valued_records(model)
+    algorithm = make_ppo(replace(SETTINGS, value_warmup_steps=1))
+
+    def gradients(of_values):
+        model.zero_grad(set_to_none=True)
+        state = {**algorithm.state, VALUES_GRADIENT: of_values}
+        core = Core(TEMPERATURE, 5, torch.device("cpu"))
+        run_step(model, micro_batches(algorithm, records, Budget(1000)), algorithm, core, LocalStrategy(), state)
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    whole, part = gradients(1.0), gradients(share)
+    for name, gradient in whole.items():
+        own = name.startswith("critic.")
+        torch.testing.assert_close(part[name], gradient if own else share * gradient, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,87 @@
+"""The loss of preferences against its formula in float64, and what is measured of pairs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.algorithms.reduction import pair_mean
+from lowpeak.algorithms.reward_model import make_reward_model, measure_preferences, preference_loss
+from lowpeak.batching.packing import Budget, masked, pack
+from lowpeak.config.reward_model import RewardModelSettings
+from preferences import PAIRS, records_of
+
+MARGINS = [margin for _, _, margin in PAIRS]
+
+
+def tokens_of(records=None):
+    """All pairs as the constants of one micro-batch, and which record each of its rows is."""
+    records = records or records_of()
+    (batch,) = pack(records, range(len(records)), Budget(1000), lambda n: 1 / len(PAIRS), unit="pair")
+    return batch.tokens, batch.record_indices
+
+
+def in_order(scores, indices):
+    """Values of the rows as the micro-batch has them, from (chosen, rejected, chosen, ...)."""
+    return torch.stack([scores[i] for i in indices])
+
+
+@pytest.mark.parametrize("center", [0.0, 0.3])
+def test_a_pairs_loss_and_gradient_are_those_of_the_formula(center):
+    tokens, indices = tokens_of()
+    scores = torch.randn(
+        2 * len(PAIRS), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_()
+    losses = preference_loss(RewardModelSettings(center), in_order(scores, indices), tokens)
+    total = (tokens.weights_U * losses).sum()
+    (gradient,) = torch.autograd.grad(total, scores)
+    plain, slope = 0.0, []
+    for pair, margin in enumerate(MARGINS):
+        chosen, rejected = scores[2 * pair].item(), scores[2 * pair + 1].item()
+        p = 1 / (1 + math.exp(-(chosen - rejected - margin)))
+        plain += (-math.log(p) + center * (chosen + rejected) ** 2) / len(PAIRS)
+        pull = 2 * center * (chosen + rejected)
+        slope += [(pull - (1 - p)) / len(PAIRS), (pull + (1 - p)) / len(PAIRS)]
+    assert total.item() == pytest.approx(plain, rel=1e-6)
+    torch.testing.assert_close(gradient, torch.tensor(slope, dtype=torch.float64), rtol=1e-6, atol=1e-7)
+
+
+def test_what_is_measured_is_over_all_pairs_and_rows():
+    tokens, indices = tokens_of()
+    scores = torch.tensor([1.0, 0.0, 0.5, 2.0, 3.0, -1.0, 0.0, 0.0, 4.0, 3.5])
+    found = {name: metric.value() for name, metric in measure_preferences(in_order(scores, indices), tokens).items()}
+    assert found == {
+        "accuracy": pytest.approx(3 / 5),  # a tie is not in the right order
+        "margin": pytest.approx((1.0 - 1.5 + 4.0 + 0.0 + 0.5) / 5),
+        "mean_reward": pytest.approx(13 / 10),
+        "min_reward": -1.0,
+        "max_reward": 4.0,
+    }
+
+
+def test_a_masked_micro_batch_adds_nothing_and_is_in_no_metric():
+    tokens = masked(Budget(8)).tokens
+    score = torch.tensor([3.0], requires_grad=True)
+    loss = (tokens.weights_U * preference_loss(RewardModelSettings(0.5), score, tokens)).sum()
+    assert loss.item() == 0.0
+    assert torch.autograd.grad(loss, score)[0].item() == 0.0
+    found = measure_preferences(score.detach(), tokens)
+    assert found["accuracy"].count == found["margin"].count == found["mean_reward"].count == 0
+    assert (found["min_reward"].value(), found["max_reward"].value()) == (math.inf, -math.inf)
+
+
+def test_each_pair_weighs_alike():
+    assert pair_mean(2, StepCounts(num_rows=10, num_tokens=10)) == 1 / 5
+    assert pair_mean(0, StepCounts(num_rows=10, num_tokens=10)) == 0.0
+
+
+def test_the_algorithm_trains_values_alone_on_pairs_as_they_were_read():
+    algorithm, records = make_reward_model(RewardModelSettings()), records_of()
+    assert (algorithm.unit, algorithm.loss, algorithm.needs, algorithm.idle) == ("pair", None, frozenset(), False)
+    assert algorithm.select(records).rows == tuple(range(len(records)))
+    read = algorithm.advantages(records, {})
+    assert [each.sum().item() for each in read.per_token] == [1.0, -1.0] * len(PAIRS)
+    assert [each.sum().item() for each in read.returns or ()] == pytest.approx([x for m in MARGINS for x in (m, 0.0)])

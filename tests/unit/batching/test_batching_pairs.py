@@ -1,0 +1,75 @@
+"""Pairs: the two rows of a group stay in one micro-batch and on one rank, and weigh as one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lowpeak.algorithms.rows import pair_sums
+from lowpeak.batching.packing import Budget, pack, share
+from lowpeak.records import Completion, Record
+
+LAYOUTS = ["padded", "rows", "shared"]
+
+
+def row(group, prompt, length, counted=True):
+    ids = torch.arange(length, dtype=torch.int32)
+    mask = torch.full((length,), counted)
+    return Record(group, tuple(prompt), Completion(ids, -ids.float(), mask, "stop"), (0.0,), 0.0)
+
+
+def pairs():
+    """Six pairs of two lengths, the rows of a pair apart from each other."""
+    first = [row(g, [1, 2, g], 2 + g) for g in range(6)]
+    second = [row(g, [1, 2, g], 9 - g) for g in reversed(range(6))]
+    return [*first, *second]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("max_tokens", [1, 16, 30, 1000])
+def test_a_pair_is_never_cut_whatever_the_budget(layout, max_tokens):
+    records = pairs()
+    batches = pack(records, range(12), Budget(max_tokens, layout=layout), lambda n: 1.0, unit="pair")
+    assert sorted(i for batch in batches for i in batch.record_indices) == list(range(12))
+    for batch in batches:
+        groups = [records[i].group for i in batch.record_indices]
+        assert all(groups.count(group) == 2 for group in groups)
+        numbers = {group: int(number) for group, number in zip(groups, batch.tokens.pairs_B, strict=True)}
+        assert [numbers[group] for group in groups] == batch.tokens.pairs_B.tolist()
+        assert sorted(numbers.values()) == list(range(len(batch.tokens.weights_U)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pair_weighs_by_the_counted_tokens_of_both_rows(layout):
+    records = pairs()
+    (batch,) = pack(records, range(12), Budget(1000, layout=layout), float, unit="pair")
+    assert batch.tokens.weights_U.tolist() == [11.0] * 6
+    lengths = torch.bincount(batch.tokens.rows_T).double()
+    assert pair_sums(lengths, batch.tokens).tolist() == [11.0] * 6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_pair_of_which_one_row_counts_no_token_is_left_out(layout):
+    records = [row(0, [1], 3), row(0, [1], 2, counted=False), row(1, [1], 2), row(1, [1], 4)]
+    (batch,) = pack(records, range(4), Budget(64, layout=layout), float, unit="pair")
+    assert sorted(batch.record_indices) == [2, 3]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_get_whole_pairs_balanced_in_tokens(layout):
+    records = pairs()
+    shares = share(records, range(12), Budget(64, layout=layout), 2, "pair")
+    assert sorted(i for mine in shares for i in mine) == list(range(12))
+    for mine in shares:
+        groups = [records[i].group for i in mine]
+        assert len(mine) == 6
+        assert all(groups.count(group) == 2 for group in groups)
+
+
+def test_a_shared_prompt_is_forwarded_once_for_its_pair_alone():
+    records = [replace(record, prompt_ids=(1, 2, 3)) for record in pairs()]
+    (batch,) = pack(records, range(12), Budget(1000, layout="shared"), float, unit="pair")
+    assert batch.forest is not None
+    assert len(batch.forest.trees) == 6

@@ -1,0 +1,164 @@
+"""Rows of preferences to pairs of records: what they share, where they are scored, what is left out, what is told."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+
+from lowpeak.batching.packing import Budget, pack
+from lowpeak.data.preference import PreferenceReader, read_pairs
+from lowpeak.errors import DataError
+from lowpeak.rewards.model import ModelReward
+from preferences import tiny_classifier
+from tiny import char_tokenizer
+
+TOKENIZER = char_tokenizer(chat=True)
+
+
+def turn(role, text):
+    return {"role": role, "content": text}
+
+
+def read(row, **settings):
+    return PreferenceReader(TOKENIZER, **settings).read(row, 3)
+
+
+def texts(pair):
+    """Prompt and answer of both records as text, slots left out."""
+    return [
+        (TOKENIZER.decode(list(r.prompt_ids)), TOKENIZER.decode(r.completion.ids[:-1].tolist())) for r in pair
+    ]  # fmt: skip
+
+
+def test_the_prompt_of_a_pair_is_what_both_rows_begin_with():
+    assert texts(read({"prompt": "12=", "chosen": "345", "rejected": "36"})) == [("12=3", "45"), ("12=3", "6")]
+    assert texts(read({"chosen": "12=345", "rejected": "12=36"})) == [("12=3", "45"), ("12=3", "6")]
+
+
+def test_an_answer_that_begins_the_other_is_scored_at_its_prompts_end():
+    chosen, rejected = read({"prompt": "12=", "chosen": "3", "rejected": "34"})
+    assert texts((chosen, rejected)) == [("12=3", ""), ("12=3", "4")]
+    assert len(chosen.completion) == 1
+
+
+def test_rows_with_nothing_in_common_keep_their_own_first_token():
+    assert texts(read({"chosen": "12", "rejected": "345"})) == [("1", "2"), ("3", "45")]
+
+
+def test_each_record_counts_its_slot_alone_and_says_which_row_of_the_pair_it_is():
+    pair = read({"prompt": "1=", "chosen": "2", "rejected": "34", "margin": 0.5})
+    for record, sign, gain in zip(pair, (1.0, -1.0), (0.5, 0.0), strict=True):
+        assert record.group == 3
+        assert record.completion.loss_mask.nonzero().flatten().tolist() == [len(record.completion) - 1]
+        for values, expected in ((record.advantages, sign), (record.returns, gain)):
+            assert values[-1] == expected
+            assert not values[:-1].any()
+
+
+def test_messages_go_through_the_chat_template_with_the_rows_own_settings():
+    row = {"prompt": [turn("user", "1=")], "chosen": [turn("assistant", "2")], "rejected": [turn("assistant", "34")]}
+    special = "<user>1=<eos><assistant>{}<eos>"
+    reader = PreferenceReader(TOKENIZER)
+    for pair in (reader.read(row, 0), reader.read({n: [*row["prompt"], *row[n]] for n in ("chosen", "rejected")}, 0)):
+        for record, text in zip(pair, ("2", "34"), strict=True):
+            ids = [*record.prompt_ids, *record.completion.ids[:-1].tolist()]
+            assert ids == TOKENIZER(special.format(text), add_special_tokens=False)["input_ids"]
+    template = "{{ opening }}{{ messages[-1]['content'] }}"
+    options = {"opening": "9", "chat_template": template}
+    assert texts(PreferenceReader(TOKENIZER, chat_template_kwargs=options).read(row, 0)) == [("9", "2"), ("9", "34")]
+    own = {**row, "chat_template_kwargs": {"opening": "8"}}
+    assert texts(PreferenceReader(TOKENIZER, chat_template_kwargs=options).read(own, 0)) == [("8", "2"), ("8", "34")]
+
+
+def test_token_ids_are_taken_as_they_are():
+    chosen, rejected = read({"chosen_ids": [5, 6, 7], "rejected_ids": [5, 8]})
+    assert (chosen.prompt_ids, rejected.prompt_ids) == ((5,), (5,))
+    assert chosen.completion.ids.tolist()[:-1] == [6, 7]
+
+
+def test_padding_at_a_rows_end_is_left_away_as_a_classifier_does():
+    assert texts(read({"chosen": "12<pad><pad>", "rejected": "13"})) == [("1", "2"), ("1", "3")]
+
+
+@pytest.mark.parametrize("layout", ["padded", "rows", "shared"])
+def test_a_record_is_scored_at_the_last_token_of_its_row(layout):
+    rows = [("12=", "345", "36"), ("7", "", "8"), ("", "1", "234")]
+    reader = PreferenceReader(TOKENIZER)
+    pairs = [reader.read({"prompt": p, "chosen": c, "rejected": r}, i) for i, (p, c, r) in enumerate(rows)]
+    records = [record for pair in pairs for record in pair]
+    answers = [p + answer for p, c, r in rows for answer in (c, r)]
+    for batch in pack(records, range(len(records)), Budget(64, layout=layout), lambda n: 1.0, unit="pair"):
+        last = batch.input_ids_BL.flatten()[batch.positions_T].tolist()
+        expected = [TOKENIZER.convert_tokens_to_ids(answers[i][-1]) for i in batch.record_indices]
+        assert last == expected
+
+
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_a_row_has_the_tokens_that_the_reward_model_will_be_asked_with(form):
+    tokenizer = char_tokenizer(chat=True)
+    opening = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos_token_id)])
+    tokenizer.backend_tokenizer.post_processor = opening
+    assert tokenizer("1")["input_ids"][0] == tokenizer.eos_token_id
+    judge = ModelReward(tiny_classifier(len(tokenizer)), tokenizer)
+    if form == "text":
+        row = {"prompt": "12=", "chosen": "345", "rejected": "36"}
+    else:
+        row = {"prompt": [turn("user", "1=")], "chosen": [turn("assistant", "2")], "rejected": [turn("assistant", "3")]}
+    asked = judge._ids([row["prompt"]] * 2, [row["chosen"], row["rejected"]])
+    trained = [
+        [*record.prompt_ids, *record.completion.ids[:-1].tolist()]
+        for record in PreferenceReader(tokenizer).read(row, 0)
+    ]
+    assert trained == asked
+
+
+def test_pairs_that_are_too_long_or_the_same_are_left_out_and_counted(caplog):
+    rows = [
+        {"chosen": "123", "rejected": "12"},
+        {"chosen": "1234", "rejected": "12"},
+        {"chosen": "12", "rejected": "1234"},
+        {"chosen": "12", "rejected": "12"},
+    ]
+    with caplog.at_level(logging.WARNING):
+        records = read_pairs(Dataset.from_list(rows), PreferenceReader(TOKENIZER, max_length=3))
+    assert [record.group for record in records] == [0, 0]
+    assert "3 of 4 rows are left out: one of the two has more than 3 tokens, or chosen and rejected are the same" in (
+        caplog.text
+    )
+    with pytest.raises(DataError, match="All 3 rows are left out"):
+        read_pairs(Dataset.from_list(rows[1:]), PreferenceReader(TOKENIZER, max_length=3))
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "1", "completion": "2"}, "row 3 has the columns 'prompt', 'completion'; a reward model is trained on"),
+        ({"chosen": "1"}, "trained on 'chosen' and 'rejected', with or without 'prompt': rename them"),
+        ({"chosen": "1", "rejected": None}, "row 3 has 'rejected' of type NoneType; give strings, or lists of messages"),
+        ({"prompt": [turn("user", "1")], "chosen": "1", "rejected": "2"}, "'chosen' of type str and a prompt of type list"),
+        ({"chosen": [], "rejected": []}, "row 3: 'chosen' is an empty list of messages"),
+        ({"chosen": "", "rejected": "1"}, "row 3: the tokenizer makes no token of 'chosen'; remove the row or fill it in"),
+        ({"chosen": "1", "rejected": "2", "margin": "a"}, "row 3 has the margin 'a'; it must be a finite number"),
+        ({"chosen": "1", "rejected": "2", "margin": float("nan")}, "row 3 has the margin nan; it must be a finite number"),
+        ({"chosen_ids": [99], "rejected_ids": [1]}, "row 3 has the token 99, and the model embeds 16 tokens"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_used_is_told(row, words):
+    with pytest.raises(DataError, match=words):
+        read(row, num_embeddings=16)
+
+
+def test_messages_need_a_template():
+    plain = PreferenceReader(char_tokenizer())
+    with pytest.raises(DataError, match="'chosen' is a list of messages, but the tokenizer has no chat template"):
+        plain.read({"chosen": [turn("user", "1")], "rejected": [turn("user", "2")]}, 0)
+
+
+def test_values_of_records_are_as_long_as_their_completions():
+    for record in read({"prompt": "1=", "chosen": "2", "rejected": "34"}):
+        assert len(record.advantages) == len(record.returns) == len(record.completion)
+        assert record.completion.ids.dtype == torch.int32
