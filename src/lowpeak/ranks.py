@@ -8,6 +8,7 @@ everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one pr
 
 from __future__ import annotations
 
+import atexit
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -188,8 +189,13 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def leave() -> None:
-    """End the process group, if there is one: its threads, alive when Python exits, may abort a run that has succeeded."""
+def leave_at_exit() -> None:
+    """Have the process group ended at exit: its threads, alive when Python exits, may abort a run that has succeeded."""
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
     if has_group():
         dist.destroy_process_group()
 

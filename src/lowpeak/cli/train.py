@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
@@ -84,9 +83,6 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     trainer.save_model()
     if job.config.push_to_hub:
         trainer.push_to_hub()
-    from lowpeak.ranks import leave
-
-    atexit.register(leave)
     return 0
 
 

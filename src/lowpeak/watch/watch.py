@@ -19,11 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from lowpeak.errors import LowpeakError, RankError
-from lowpeak.ranks import Ranks, is_lost_connection
+from lowpeak.ranks import Ranks, is_lost_connection, leave_at_exit
 from lowpeak.watch.lines import Line, connect
 from lowpeak.watch.verdict import GONE, Verdict, places, told
 
@@ -38,16 +38,16 @@ def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Ite
     """Watch over the ranks during the block, which all of them enter; `phase` says where in the run this one is.
 
     RankError where another rank is gone, failed or does not answer; this rank's own failure ends the others. Nothing more for
-    a single process, or inside such a block.
+    a single process, or inside such a block. After a block that succeeded, the process leaves its process group at its exit.
     """
     processes = ranks.processes
     lines = connect(processes) if processes.world_size > 1 and not ranks.is_watched else None
-    if lines is None:
+    with ExitStack() as stack:
+        if lines is not None:
+            watch = stack.enter_context(Watch(processes.rank, lines, phase, grace))
+            stack.enter_context(ranks.alarmed(watch.announce, watch.withdraw))
         yield
-        return
-    watch = Watch(processes.rank, lines, phase, grace)
-    with watch, ranks.alarmed(watch.announce, watch.withdraw):
-        yield
+    leave_at_exit()
 
 
 class Watch:
