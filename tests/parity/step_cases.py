@@ -124,7 +124,7 @@ def streamed_loss(algorithm, model, records, budget):
     budget = Budget(budget) if isinstance(budget, int) else budget
     batches = micro_batches(algorithm, records, budget)
     core = Core(TEMPERATURE, 5, torch.device("cpu"))
-    loss, _ = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.state)
+    loss, _ = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())
     return loss, len(batches)
 
 

@@ -215,7 +215,7 @@ def test_a_share_of_the_values_gradient_reaches_the_policys_backbone(share):
 
     def gradients(of_values):
         model.zero_grad(set_to_none=True)
-        state = {**algorithm.state, VALUES_GRADIENT: of_values}
+        state = {**algorithm.coefficients(), VALUES_GRADIENT: of_values}
         core = Core(TEMPERATURE, 5, torch.device("cpu"))
         run_step(model, micro_batches(algorithm, records, Budget(1000)), algorithm, core, LocalStrategy(), state)
         return {name: p.grad.clone() for name, p in model.named_parameters()}

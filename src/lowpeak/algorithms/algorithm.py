@@ -76,9 +76,10 @@ class Algorithm:
     values      what is trained on the values that the model gives beside its log-probs, or in their place
     coupled     whether a token's loss needs its whole row, although the unit is a token: then it is not formed in one visit
     idle        whether a row whose advantages are all exactly zero changes nothing, so that it need not be trained on
-    state       the algorithm's own numbers at the start (adaptive coefficients); handed to losses as
-                `tokens.coefficients`, checkpointed
-    update      (state, the step's metrics as numbers, and the epoch that it ended at) -> next state
+    state       numbers of its own at the start, which its metrics move (adaptive coefficients); checkpointed
+    update      (state, the step's metrics as numbers) -> next state
+    schedule    (steps done, epochs done) -> numbers that follow from how far the run is, so that a resumed run may be told
+                others. State and schedule together are what `advantages` gets, and losses as `tokens.coefficients`
     spent       (the step's metrics as numbers) -> whether its rollout shall serve no further step
     """
 
@@ -96,4 +97,11 @@ class Algorithm:
     values: ValueTerm | None = None
     state: Mapping[str, float] = field(default_factory=dict)
     update: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda state, metrics: state
+    schedule: Callable[[int, float], Mapping[str, float]] = lambda step, epoch: {}
     spent: Callable[[Mapping[str, float]], bool] = lambda metrics: False
+
+    def coefficients(
+        self, state: Mapping[str, float] | None = None, step: int = 0, epoch: float = 0.0
+    ) -> dict[str, float]:
+        """The algorithm's numbers for the step after `step` others: its state (None: the first), and what its schedule says."""
+        return {**(self.state if state is None else state), **self.schedule(step, epoch)}

@@ -28,12 +28,15 @@ def top_entropy_masks(entropies: Sequence[Tensor], quantile: float) -> list[Tens
 
 
 def start_entropy_state(bonus: EntropyBonus | None) -> dict[str, float]:
-    """The coefficients at the first step: none without a bonus; with a target no bonus yet, as no entropy is known."""
-    if bonus is None:
+    """The steered coefficient at the first step: no bonus yet, as no entropy is known; nothing without a target."""
+    if bonus is None or bonus.target is None:
         return {}
-    if bonus.target is None:
-        return {"entropy_coef": bonus.coef}
     return {"entropy_coef": 0.0, "entropy_control": bonus.coef}
+
+
+def entropy_schedule(bonus: EntropyBonus | None, step: int, epoch: float) -> dict[str, float]:
+    """The fixed coefficient, at every step; nothing where it is steered."""
+    return {} if bonus is None or bonus.target is not None else {"entropy_coef": bonus.coef}
 
 
 def next_entropy_state(

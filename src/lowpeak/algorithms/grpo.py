@@ -16,7 +16,7 @@ from functools import partial
 from lowpeak.algorithms.advantages import grpo_advantages
 from lowpeak.algorithms.algorithm import Algorithm, Need
 from lowpeak.algorithms.correction import corrected_advantages
-from lowpeak.algorithms.entropy import next_entropy_state, start_entropy_state
+from lowpeak.algorithms.entropy import entropy_schedule, next_entropy_state, start_entropy_state
 from lowpeak.algorithms.losses import grpo_loss
 from lowpeak.algorithms.measure import measure_grpo
 from lowpeak.algorithms.reduction import grpo_reduction
@@ -45,4 +45,5 @@ def make_grpo(settings: GRPOSettings) -> Algorithm:
         idle=settings.beta == 0.0 and settings.entropy_bonus is None,
         state=start_entropy_state(settings.entropy_bonus),
         update=partial(next_entropy_state, settings.entropy_bonus),
+        schedule=partial(entropy_schedule, settings.entropy_bonus),
     )

@@ -45,8 +45,7 @@ def make_online_dpo(settings: OnlineDPOSettings) -> Algorithm:
         loss=partial(pair_loss, settings),
         measure=measure_pairs,
         idle=True,
-        state={"beta": settings.betas[0]},
-        update=partial(next_beta, settings),
+        schedule=partial(beta_of, settings),
     )
 
 
@@ -142,8 +141,6 @@ def measure_pairs(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBat
     }
 
 
-def next_beta(
-    settings: OnlineDPOSettings, state: Mapping[str, float], metrics: Mapping[str, float]
-) -> Mapping[str, float]:
-    """The beta of the epoch that the next step is in; the last one for all epochs after it."""
-    return {**state, "beta": settings.betas[min(int(metrics["epoch"]), len(settings.betas) - 1)]}
+def beta_of(settings: OnlineDPOSettings, step: int, epoch: float) -> dict[str, float]:
+    """The beta of the epoch that the step is in; the last one for all epochs after it."""
+    return {"beta": settings.betas[min(int(epoch), len(settings.betas) - 1)]}

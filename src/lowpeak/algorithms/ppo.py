@@ -36,7 +36,6 @@ from lowpeak.records import Metric, Record, TokenBatch
 
 _KL_COEF = "kl_coef"
 _POLICY_COEF = "policy_coef"
-_WARMUP_LEFT = "value_warmup_left"
 _VARIANCE = 1e-8  # added to a variance before its root divides
 
 
@@ -57,6 +56,7 @@ def make_ppo(settings: PPOSettings) -> Algorithm:
         idle=False,
         state=start_state(settings),
         update=partial(next_state, settings),
+        schedule=partial(warm_up, settings),
         spent=partial(is_spent, settings),
     )
 
@@ -124,7 +124,7 @@ def _token_rewards(
 
 
 def _kl_coefficient(settings: PPOSettings, state: Mapping[str, float]) -> float:
-    """The steered coefficient; else `beta`, which is in no checkpoint's state, since a resumed run may be given another."""
+    """The steered coefficient, or `beta`."""
     return state.get(_KL_COEF, settings.beta)
 
 
@@ -240,29 +240,23 @@ def measure_values(settings: PPOSettings, values_T: Tensor, tokens: TokenBatch) 
 
 
 def start_state(settings: PPOSettings) -> dict[str, float]:
-    """The KL coefficient; and while values warm up, a policy term of 0 and no gradient into the policy's backbone."""
-    warm = float(settings.value_warmup_steps == 0)
-    left = float(settings.value_warmup_steps)
-    steered = {} if settings.adaptive_kl is None else {_KL_COEF: settings.beta}
-    return {**steered, _POLICY_COEF: warm, VALUES_GRADIENT: warm, _WARMUP_LEFT: left}
+    """The KL coefficient, where it is steered."""
+    return {} if settings.adaptive_kl is None else {_KL_COEF: settings.beta}
 
 
 def next_state(settings: PPOSettings, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """The coefficient steered by the rollout's KL at its first step, and one step less to warm up."""
-    left = max(0.0, state[_WARMUP_LEFT] - 1.0)
-    warm = float(left == 0.0)
-    return {**_steered(settings, state, metrics), _POLICY_COEF: warm, VALUES_GRADIENT: warm, _WARMUP_LEFT: left}
+    """The coefficient steered by the rollout's KL, at its first step."""
+    adaptive = settings.adaptive_kl
+    if adaptive is None or "objective/kl" not in metrics:
+        return state
+    error = min(0.2, max(-0.2, metrics["objective/kl"] / adaptive.target - 1.0))
+    return {_KL_COEF: state[_KL_COEF] * (1.0 + error * adaptive.num_rows / adaptive.horizon)}
 
 
-def _steered(settings: PPOSettings, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """The coefficient after a step, where it is steered at all."""
-    adaptive, coef = settings.adaptive_kl, _kl_coefficient(settings, state)
-    if adaptive is None:
-        return {}
-    if "objective/kl" in metrics:
-        error = min(0.2, max(-0.2, metrics["objective/kl"] / adaptive.target - 1.0))
-        coef *= 1.0 + error * adaptive.num_rows / adaptive.horizon
-    return {_KL_COEF: coef}
+def warm_up(settings: PPOSettings, step: int, epoch: float) -> dict[str, float]:
+    """While values warm up, a policy term of 0 and no gradient into the policy's backbone; 1 after that."""
+    warm = float(step >= settings.value_warmup_steps)
+    return {_POLICY_COEF: warm, VALUES_GRADIENT: warm}
 
 
 def is_spent(settings: PPOSettings, metrics: Mapping[str, float]) -> bool:

@@ -17,7 +17,9 @@ def _betas(beta: Any) -> tuple[Any, ...]:
 
 
 def _are_positive(beta: Any) -> bool:
-    return all(isinstance(each, int | float) and 0 < each < math.inf for each in _betas(beta)) and bool(_betas(beta))
+    betas = _betas(beta)
+    numbers = [each for each in betas if isinstance(each, int | float) and not isinstance(each, bool)]
+    return 0 < len(numbers) == len(betas) and all(0 < each < math.inf for each in numbers)
 
 
 RANGES: dict[str, Range] = {

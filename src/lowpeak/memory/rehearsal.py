@@ -106,7 +106,7 @@ def _train(
 ) -> None:
     """Stations 11 and 12."""
     model.train()
-    run_step(model, micro_batches, algorithm, core, cast(Strategy, _Watched(meter)), algorithm.state)
+    run_step(model, micro_batches, algorithm, core, cast(Strategy, _Watched(meter)), algorithm.coefficients())
     meter.begin("optimizer")
     nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
     optimizer.step()

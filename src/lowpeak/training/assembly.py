@@ -215,7 +215,7 @@ def make_run(
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
         journal=Journal(output_dir / "journal", writes=ranks.processes.rank == 0),
-        coefficients=dict(algorithm.state),
+        algorithm_state=dict(algorithm.state),
         sizes=sizes,
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
     )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import logging
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.critic import (
@@ -31,8 +30,6 @@ from lowpeak.rewards.model import load_classifier
 from lowpeak.strategies.gathered import layers_of
 from lowpeak.strategies.outgoing import outgoing
 from lowpeak.training.models import from_pretrained, is_peft, num_embeddings
-
-logger = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "critic"
 
@@ -135,6 +132,27 @@ def check_reads(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
             f"the critic embeds {known} tokens and the policy's tokenizer has {needed}: a critic reads the policy's own tokens, "
             "so start it from a classifier with the same tokenizer, or leave value_model and value_model_path out."
         )
+    theirs, ours = _vocabulary_beside(critic, policy), tokenizer.get_vocab()
+    other = min(
+        (word for word, number in ours.items() if theirs.get(word, number) != number), key=ours.get, default=None
+    )
+    if other is not None:
+        raise ArgumentError(
+            f"the critic's tokenizer has {other!r} as token {theirs[other]} and the policy's as {ours[other]}: a critic reads the "
+            "policy's own tokens, so start it from a classifier with the same tokenizer, or leave value_model and "
+            "value_model_path out."
+        )
+
+
+def _vocabulary_beside(critic: nn.Module, policy: nn.Module) -> dict[str, int]:
+    """The words of the tokenizer where the critic was loaded from; none where that is the policy's place, or has no tokenizer."""
+    origin, own = (str(getattr(getattr(model, "config", None), "_name_or_path", "")) for model in (critic, policy))
+    if origin in ("", own):
+        return {}
+    try:
+        return dict(AutoTokenizer.from_pretrained(origin).get_vocab())
+    except (OSError, ValueError):
+        return {}
 
 
 # an adapter of its own

@@ -41,6 +41,10 @@ class OnlineDPOTrainer(OnlineTrainer):
         **others: Any,
     ) -> None:
         _refuse_idle_parts(others)
+        if judge is not None and getattr(args, "num_generations_eval", None) == 1:
+            raise ArgumentError(
+                "num_generations_eval=1 leaves the judge nothing to compare in an evaluation: set it to 2 or more, or remove it."
+            )
         super().__init__(model, rewards_or_judge(reward_funcs, judge), args, ref_model=ref_model, **others)
 
     @staticmethod

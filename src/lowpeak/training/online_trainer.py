@@ -141,7 +141,7 @@ class OnlineTrainer(StepTrainer):
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
             number = 0 if self.rollout is None else self.rollout.number + 1
             self.rollout = None
-            self.rollout = self.maker.make(number, self.state.global_step, self.state, self.run.coefficients)
+            self.rollout = self.maker.make(number, self.state.global_step, self.state, self.coefficients())
             self.steps_used = 0
             self.note(self.rollout.metrics)
             self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
@@ -216,7 +216,7 @@ class OnlineTrainer(StepTrainer):
             cursor=self.maker.cursor.state_dict(),
             random=capture_random(),
             rollout=in_use,
-            algorithm_state=dict(self.run.coefficients),
+            algorithm_state=dict(self.run.algorithm_state),
             resolved=self.run.sizes.as_dict(),
             identity=self.identity(),
         )
@@ -257,7 +257,8 @@ class OnlineTrainer(StepTrainer):
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
         """Go on where the checkpoint was written, with what `auto` had become then."""
         self.maker.cursor.load_state_dict(state.cursor)
-        self.run.coefficients = dict(state.algorithm_state)
+        start, saved = self.run.algorithm.state, state.algorithm_state
+        self.run.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
         self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:

@@ -116,8 +116,8 @@ class RolloutMaker:
             judged = self._ask_until_full(number, trainer_state)
         records = tuple(self._with_loss_mask(record) for record in judged.records)
         records, scoring = self._score(records)
-        state = self.algorithm.state if coefficients is None else coefficients
-        advantages = self.algorithm.advantages(records, state)
+        known = self.algorithm.coefficients() if coefficients is None else coefficients
+        advantages = self.algorithm.advantages(records, known)
         returns = advantages.returns or (None,) * len(records)
         given = zip(records, advantages.per_token, returns, strict=True)
         records = tuple(self._with_advantages(*each) for each in given)

@@ -68,7 +68,7 @@ class Run:
     strategy: Strategy
     tracker: MemoryTracker
     journal: Journal
-    coefficients: Mapping[str, float]
+    algorithm_state: Mapping[str, float]
     sizes: Sizes
     num_parameters: int
     resumed: RunState | None = None
@@ -206,12 +206,17 @@ class StepTrainer(Trainer):
         work: StepWork = inputs["step"]
         with self.run.tracker.phase(Phase.TRAIN):
             loss, metrics = run_step(
-                model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.run.coefficients
+                model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.coefficients()
             )
         useful = Metric(float(work.num_useful), float(work.num_computed))
         self.run.readout = Readout(loss, {**metrics, "useful_tokens/train": useful})
         self.run.step_seconds, self.run.num_new = time.perf_counter() - inputs["start"], work.num_new
         return loss * self.run.strategy.ranks.world_size
+
+    def coefficients(self) -> dict[str, float]:
+        """The algorithm's own numbers for the step to come."""
+        done = self.state
+        return self.run.algorithm.coefficients(self.run.algorithm_state, done.global_step, done.epoch or 0.0)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm; and the step's one read of the device: a NaN stops here, before the optimizer."""
@@ -248,8 +253,7 @@ class StepTrainer(Trainer):
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
         epoch = self.state.epoch
-        known = values if epoch is None else {**values, "epoch": float(epoch)}
-        self.run.coefficients = self.run.algorithm.update(self.run.coefficients, known)
+        self.run.algorithm_state = self.run.algorithm.update(self.run.algorithm_state, values)
         row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": epoch})
         self.run.metrics = merge_metrics(self.run.metrics, metrics)

@@ -42,8 +42,10 @@ def test_a_rollout_without_tokens_has_empty_masks():
 
 def test_a_fixed_coefficient_never_moves():
     algorithm = make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.1)))
-    assert algorithm.state == {"entropy_coef": 0.1}
-    assert algorithm.update(algorithm.state, {"entropy": 0.0}) == {"entropy_coef": 0.1}
+    state = algorithm.update(algorithm.state, {"entropy": 0.0})
+    assert algorithm.coefficients() == algorithm.coefficients(state, step=7) == {"entropy_coef": 0.1}
+    resumed = algorithm.coefficients({"entropy_coef": 0.3}, step=7)  # of a checkpoint that was trained with another
+    assert resumed == {"entropy_coef": 0.1}
 
 
 def test_an_adaptive_coefficient_rises_at_or_below_the_target_and_rests_above_it():
@@ -66,5 +68,5 @@ def test_a_step_without_an_entropy_leaves_the_state():
 
 def test_without_a_bonus_there_is_no_state():
     algorithm = make_grpo(GRPO)
-    assert algorithm.state == {}
+    assert algorithm.coefficients() == {}
     assert algorithm.update({}, {"entropy": 0.1}) == {}

@@ -151,9 +151,8 @@ def test_the_loss_is_the_mean_over_the_steps_pairs():
 
 def test_beta_goes_with_the_epochs_and_the_last_one_stays():
     algorithm = make_online_dpo(replace(DPO, betas=(0.1, 0.2, 0.4)))
-    assert algorithm.state == {"beta": 0.1}
-    found = [algorithm.update(algorithm.state, {"epoch": epoch})["beta"] for epoch in (0.5, 1.0, 1.9, 2.0, 7.5)]
-    assert found == [0.1, 0.2, 0.2, 0.4, 0.4]
+    found = [algorithm.coefficients(epoch=epoch)["beta"] for epoch in (0.0, 0.5, 1.0, 1.9, 2.0, 7.5)]
+    assert found == [0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
 
 
 # what is measured

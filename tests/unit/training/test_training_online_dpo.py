@@ -121,7 +121,7 @@ def test_a_step_trains_what_dpo_by_plain_forwards_would(tmp_path, layout, loss_t
             parameter += 0.05 * torch.randn_like(parameter)
     assert len(work.micro_batches) > 1
     loss, _ = run_step(
-        run.model, work.micro_batches, run.run.algorithm, run.run.core, run.run.strategy, run.run.coefficients
+        run.model, work.micro_batches, run.run.algorithm, run.run.core, run.run.strategy, run.coefficients()
     )
     ours = {name: parameter.grad.clone() for name, parameter in run.model.named_parameters()}
     run.model.zero_grad(set_to_none=True)
@@ -238,7 +238,7 @@ def test_a_list_of_betas_is_checked(tmp_path):
 
     assert resolved(beta=[0.1, 0.2]).betas == (0.1, 0.2)
     assert resolved(beta=1).betas == (1.0,)
-    for beta in (0.0, -0.1, [0.1, 0.0], [], "0.1", float("inf")):
+    for beta in (0.0, -0.1, [0.1, 0.0], [], "0.1", True, float("inf")):
         with pytest.raises(ArgumentError, match=r"beta=.* must be a number above 0, or a list of such"):
             resolved(beta=beta)
     with pytest.raises(ArgumentError, match=r"beta has 3 values and num_train_epochs=2\.0 is over before"):
@@ -395,6 +395,18 @@ def test_a_run_resumed_in_the_middle_of_a_rollout_of_pairs_goes_on_to_the_same_w
     assert logs(whole)[-1]["beta"] == pytest.approx(0.2)
     for name, weight in weights(whole).items():
         assert torch.equal(weight, weights(resumed)[name]), name
+
+
+def test_a_run_resumed_with_another_beta_trains_with_it_at_once(tmp_path):
+    online_dpo(tmp_path, save_strategy="steps", save_steps=2, max_steps=2).train()
+    run = online_dpo(tmp_path / "again", beta=0.7, max_steps=4)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [row["beta"] for row in logs(run)] == pytest.approx([0.1, 0.1, 0.7, 0.7])
+
+
+def test_a_judge_has_something_to_compare_in_an_evaluation(tmp_path):
+    with pytest.raises(ArgumentError, match="num_generations_eval=1 leaves the judge nothing to compare"):
+        online_dpo(tmp_path, reward=None, judge=ScriptedJudge(lambda p, t: value(t)), num_generations_eval=1)
 
 
 def test_in_the_middle_of_a_rollout_the_judge_cannot_change(tmp_path):

@@ -101,8 +101,8 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits_with_the_same_baseline(tmp_p
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
     for (name, expected), found in zip(weights(whole).items(), weights(again).values(), strict=True):
         assert torch.equal(found, expected), name
-    assert again.run.coefficients == whole.run.coefficients
-    assert again.run.coefficients["weight"] == pytest.approx(1 - 0.9**5)
+    assert again.run.algorithm_state == whole.run.algorithm_state
+    assert again.run.algorithm_state["weight"] == pytest.approx(1 - 0.9**5)
 
 
 def test_an_adapter_a_reference_and_an_evaluation_are_there_as_for_every_algorithm(tmp_path):

@@ -194,7 +194,7 @@ def test_the_steered_coefficient_is_logged_and_survives_a_resume(tmp_path):
     assert len(set(coefs)) > 1
     again = ppo(tmp_path / "b", **changes)
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
-    assert again.run.coefficients == run.run.coefficients
+    assert again.coefficients() == run.coefficients()
 
 
 @pytest.mark.parametrize(
@@ -286,6 +286,8 @@ def test_names_of_trls_former_trainer_are_told_what_to_do_instead():
         "response_length": "its name is max_completion_length",
         "reward_model_path": "pass it as reward_funcs",
         "stop_token_id": "generation_kwargs",
+        "world_size": "the launcher starts",
+        "num_total_batches": "it counts rollouts",
         "mini_batch_size": "it follows from per_device_train_batch_size",
     }.items():
         with pytest.raises(ArgumentError, match=words):
@@ -452,6 +454,20 @@ def test_a_critic_that_does_not_embed_the_policys_tokens_is_told(tmp_path):
         ppo(tmp_path, critic="model", trainer={"value_model": small})
 
 
+def test_a_critic_with_another_tokenizer_is_told(tmp_path):
+    folder = tmp_path / "reward"
+    classifier().save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    ppo(tmp_path / "same", critic="model", value_model_path=str(folder))
+    named = folder / "tokenizer.json"
+    saved = json.loads(named.read_text())
+    words = saved["model"]["vocab"]
+    words["7"], words["8"] = words["8"], words["7"]
+    named.write_text(json.dumps(saved))
+    with pytest.raises(ArgumentError, match="the critic's tokenizer has '7' as token 10 and the policy's as 9"):
+        ppo(tmp_path / "other", critic="model", value_model_path=str(folder))
+
+
 def test_prompts_fit_the_critics_context_too(tmp_path):
     with pytest.raises(ArgumentError, match="leaves no room for a prompt"):
         ppo(tmp_path, critic="model", trainer={"value_model": classifier(max_position_embeddings=5)})
@@ -478,6 +494,31 @@ def test_a_run_resumed_with_another_beta_trains_with_it(tmp_path):
     run = ppo(tmp_path / "again", **{**shared, "beta": 0.5})
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert [row["kl_coef"] for row in run.state.log_history if "kl_coef" in row] == [0.05, 0.05, 0.5, 0.5]
+
+
+def test_a_run_resumed_with_a_longer_warm_up_holds_the_policy_still_at_once(tmp_path):
+    shared = {"optim": "sgd", "learning_rate": 0.1}  # without momentum of the steps before
+    ppo(tmp_path, save_strategy="steps", save_steps=2, **shared).train()
+    run = ppo(tmp_path / "again", value_warmup_steps=3, **shared)
+    kept = {}
+
+    class Keep(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            kept[state.global_step] = run.model.model.embed_tokens.weight.detach().clone()
+
+    run.add_callback(Keep())
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    saved = load_file(tmp_path / "checkpoint-2/model.safetensors")["model.embed_tokens.weight"]
+    assert torch.equal(kept[3], saved)
+    assert not torch.equal(kept[4], saved)
+
+
+def test_a_coefficient_that_a_resumed_run_steers_starts_at_its_beta(tmp_path):
+    shared = {"num_iterations": 1, "max_steps": 4}
+    ppo(tmp_path, save_strategy="steps", save_steps=2, **shared).train()
+    run = ppo(tmp_path / "again", kl_target=0.01, kl_horizon=40, beta=0.2, **shared)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert [row["kl_coef"] for row in run.state.log_history if "kl_coef" in row][2] == pytest.approx(0.2)
 
 
 def test_an_adapter_under_the_critics_name_is_told(tmp_path):

@@ -78,7 +78,7 @@ def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model()
         scored = score(model, batches, core, entropy=True)
-        loss, metrics = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.state)
+        loss, metrics = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())
         gradient = model.lm_head.weight.grad
     assert [result.logprobs_T.shape for result in scored] == [(4 * 512,), (4 * 512,)]
     assert loss.shape == ()
@@ -100,5 +100,5 @@ def test_a_loss_that_reads_the_device_fails_here():
             replace(algorithm, loss=reading),
             Core(1.0, 256, torch.device("cpu")),
             LocalStrategy(),
-            algorithm.state,
+            algorithm.coefficients(),
         )
