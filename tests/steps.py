@@ -1,10 +1,11 @@
-"""What tests of losses and steps start from: GRPO's settings, and a strategy without an accelerator."""
+"""What tests of losses and steps start from: GRPO's and PPO's settings, and a strategy without an accelerator."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 
 from lowpeak.config.algorithm import GRPOSettings
+from lowpeak.config.ppo import PPOSettings
 from lowpeak.ranks import Ranks
 
 GRPO = GRPOSettings(
@@ -24,6 +25,25 @@ GRPO = GRPOSettings(
     mask_truncated=False,
     max_completion_length=9,
     drop_equal_groups=False,
+    score_old=True,
+)
+
+PPO = PPOSettings(
+    beta=0.0,
+    kl_estimator="k1",
+    adaptive_kl=None,
+    gamma=1.0,
+    gae_lambda=0.95,
+    clip_low=0.2,
+    clip_high=0.28,
+    value_clip=0.2,
+    value_coef=0.5,
+    whiten_rewards=False,
+    whiten_advantages=True,
+    missing_eos_penalty=0.0,
+    early_stop_kl=None,
+    value_warmup_steps=0,
+    mask_truncated=False,
     score_old=True,
 )
 

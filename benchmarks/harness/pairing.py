@@ -6,14 +6,11 @@ from lengths that our side draws and the peer is told.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +20,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from benchmarks.harness import shapes
 from benchmarks.harness.clock import PhaseClock, watch_step
 from benchmarks.harness.counting import Counting, CountingRequest
-from benchmarks.harness.process import in_mb, resident_bytes
 from benchmarks.harness.report import OURS, print_result
-from benchmarks.harness.stepping import Passes, Stamps, difference, own_numbers, reference_of
+from benchmarks.harness.stepping import trained
 
 PAIR = 2
 
@@ -195,27 +191,7 @@ def run_steps(request: PairRequest) -> dict[str, Any]:
     seen: list[list[int]] = []
     trainer, clock = make_trainer(request, seen), PhaseClock()
     watch(trainer, request.library, clock)
-    stamps, passes = Stamps(clock), Passes(clock)
-    trainer.add_callback(stamps)
-    for model in filter(None, (trainer.model, reference_of(trainer))):
-        model.get_input_embeddings().register_forward_pre_hook(passes)
-        for parameter in model.parameters():
-            parameter.detach().sum()  # weights of a file are resident once they are read, and not before
-    gc.collect()
-    resident = resident_bytes()
-    stamps.seen.append({"total": time.process_time()})
-    trainer.train()
-    logs = [log for log in trainer.state.log_history if "loss" in log and "grad_norm" in log]
-    return {
-        "steps": [difference(*pair) for pair in zip(stamps.seen[:-1], stamps.seen[1:], strict=True)],
-        "events": clock.events,
-        "start_rss_mb": None if resident is None else in_mb(resident),
-        "tokens": passes.tokens,
-        "lengths": seen,
-        "loss": [log["loss"] for log in logs],
-        "grad_norm": [log["grad_norm"] for log in logs],
-        "own": own_numbers(trainer, Path(request.folder)) if request.library == OURS else {},
-    }
+    return trained(trainer, clock, request.library, request.folder, seen)
 
 
 if __name__ == "__main__":

@@ -176,6 +176,11 @@ def run_steps(request: StepRequest) -> dict[str, Any]:
     lengths: list[list[int]] = []
     trainer, clock = make_trainer(request, lengths), PhaseClock()
     watch_step(trainer, request.library, clock)
+    return trained(trainer, clock, request.library, request.folder, lengths)
+
+
+def trained(trainer: Any, clock: PhaseClock, library: str, folder: str, lengths: list[list[int]]) -> dict[str, Any]:
+    """Train under the clock, and tell what it and the trainer say; `lengths` fill as completions are judged."""
     stamps, passes = Stamps(clock), Passes(clock)
     trainer.add_callback(stamps)
     for model in filter(None, (trainer.model, reference_of(trainer))):
@@ -197,7 +202,7 @@ def run_steps(request: StepRequest) -> dict[str, Any]:
         "loss": [log["loss"] for log in logs],
         "grad_norm": [log["grad_norm"] for log in logs],
         "model": dimensions(trainer.model),
-        "own": own_numbers(trainer, Path(request.folder)) if request.library == OURS else {},
+        "own": own_numbers(trainer, Path(folder)) if library == OURS else {},
     }
 
 

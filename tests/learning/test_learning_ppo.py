@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowpeak import PPOConfig, PPOTrainer
 
 PROMPTS, GENERATIONS = 32, 8
-JUDGE_STEPS = 1000
+pytestmark = pytest.mark.timeout(900)  # training the reward model takes minutes on a slow processor
+JUDGE_STEPS = 700
 # A reward model can be fooled, so the policy is held to its start, and the critic begins as the reward model and learns first.
 WAYS = {
     "function": {"max_steps": 80, "learning_rate": 5e-4, "value_learning_rate": 1e-2, "beta": 0.0},

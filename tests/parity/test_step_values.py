@@ -16,31 +16,12 @@ from lowpeak.algorithms.ppo import make_ppo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget
-from lowpeak.config.ppo import PPOSettings
 from lowpeak.critic import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
 from lowpeak.logprobs.head import causal_lm, install_head
 from lowpeak.training.step import Core, run_step, score
-from steps import LocalStrategy
+from steps import PPO, LocalStrategy
 from tiny import tiny_model
 
-SETTINGS = PPOSettings(
-    beta=0.0,
-    kl_estimator="k1",
-    adaptive_kl=None,
-    gamma=1.0,
-    gae_lambda=0.95,
-    clip_low=0.2,
-    clip_high=0.28,
-    value_clip=0.2,
-    value_coef=0.5,
-    whiten_rewards=False,
-    whiten_advantages=True,
-    missing_eos_penalty=0.0,
-    early_stop_kl=None,
-    value_warmup_steps=0,
-    mask_truncated=False,
-    score_old=True,
-)
 BUDGETS = [Budget(40), Budget(1000, layout="rows"), Budget(1000, layout="shared"), Budget(28, layout="shared")]
 LAYOUTS = ["head", "model", "adapter"]
 
@@ -160,7 +141,7 @@ def valued_records(model):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_ppo_step_equals_the_plain_way(layout, budget):
     model = with_critic(layout)
-    records, algorithm = valued_records(model), make_ppo(SETTINGS)
+    records, algorithm = valued_records(model), make_ppo(PPO)
     for parameter in model.parameters():
         parameter.requires_grad_(layout != "adapter" or parameter.requires_grad)
     trained = torch.nn.Module()
@@ -179,7 +160,7 @@ def test_a_ppo_step_equals_the_plain_way(layout, budget):
 def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget):
     model = with_critic(layout)
     records = valued_records(model)
-    batches = micro_batches(make_ppo(SETTINGS), records, budget)
+    batches = micro_batches(make_ppo(PPO), records, budget)
     scored = score(model, batches, Core(TEMPERATURE, 5, torch.device("cpu")), values=True)
     expected = plain_values(model, layout, records)
     for batch, found in zip(batches, scored, strict=True):
@@ -189,7 +170,7 @@ def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget)
 
 def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():
     model = with_critic("adapter")
-    records, algorithm = valued_records(model), make_ppo(SETTINGS)
+    records, algorithm = valued_records(model), make_ppo(PPO)
 
     def gradients(checkpointing):
         model.zero_grad(set_to_none=True)
@@ -211,7 +192,7 @@ def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():
 def test_a_share_of_the_values_gradient_reaches_the_policys_backbone(share):
     model = with_critic("head")
     records = valued_records(model)
-    algorithm = make_ppo(replace(SETTINGS, value_warmup_steps=1))
+    algorithm = make_ppo(replace(PPO, value_warmup_steps=1))
 
     def gradients(of_values):
         model.zero_grad(set_to_none=True)

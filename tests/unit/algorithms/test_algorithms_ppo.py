@@ -9,30 +9,14 @@ import pytest
 import torch
 from algorithm_cases import record
 
+import steps
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT
 from lowpeak.algorithms.gae import gae
 from lowpeak.algorithms.ppo import make_ppo, ppo_advantages, whitened
-from lowpeak.config.ppo import AdaptiveKL, PPOSettings
+from lowpeak.config.ppo import AdaptiveKL
 from lowpeak.records import TokenBatch
 
-PPO = PPOSettings(
-    beta=0.0,
-    kl_estimator="k1",
-    adaptive_kl=None,
-    gamma=0.9,
-    gae_lambda=0.8,
-    clip_low=0.2,
-    clip_high=0.3,
-    value_clip=0.2,
-    value_coef=0.5,
-    whiten_rewards=False,
-    whiten_advantages=False,
-    missing_eos_penalty=0.0,
-    early_stop_kl=None,
-    value_warmup_steps=0,
-    mask_truncated=False,
-    score_old=True,
-)
+PPO = replace(steps.PPO, gamma=0.9, gae_lambda=0.8, clip_high=0.3, whiten_advantages=False)
 STATE = {"kl_coef": 0.1}
 
 
