@@ -26,6 +26,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "untied",
         {"beta": 0.1, "max_steps": 5, "sync_ref_model": True, "ref_model_sync_steps": 2, "gather_budget": "0"},
     ),
+    "ppo": ("PPO", "tied", {"num_iterations": 2, "max_steps": 4, "vf_coef": 0.5}),
+    "online_dpo": ("OnlineDPO", "untied", {"max_steps": 4, "micro_batch_tokens": 48}),
     "sft": ("SFT", "tied", {}),
 }
 

@@ -10,7 +10,7 @@ import torch
 from spawn import launch
 from transformers import AutoModelForCausalLM
 
-NAMES = ("grpo", "rloo", "frozen", "sft", "saved")
+NAMES = ("grpo", "rloo", "frozen", "ppo", "online_dpo", "sft", "saved")
 SIZES = ("2x1", "2x2")  # devices that tensors are cut over, and data ranks
 TOLERANCE = 5e-6
 

@@ -92,7 +92,8 @@ class PPOSettings:
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """PPO's settings; an argument that the run leaves idle is an ArgumentError."""
-    refuse_tensor_parallelism(args, "PPO")
+    if args.critic != "head":
+        refuse_tensor_parallelism(args, f"critic={args.critic!r}")
     require(
         args.value_warmup_steps == 0 or (args.vf_coef > 0 and not 0 < args.max_steps <= args.value_warmup_steps),
         f"value_warmup_steps={args.value_warmup_steps} with vf_coef={args.vf_coef} and max_steps={args.max_steps}: in these steps "

@@ -8,7 +8,7 @@ from typing import Any
 from lowpeak.config.algorithm import OnlineDPOSettings, PairLossType
 from lowpeak.config.inapplicable import refuse_idle, require
 from lowpeak.config.ranges import Range, one_of
-from lowpeak.config.resolve import OnlineSettings, refuse_tensor_parallelism, require_groups
+from lowpeak.config.resolve import OnlineSettings, require_groups
 from lowpeak.config.resolve_vllm import CORRECTION
 
 
@@ -46,7 +46,6 @@ _IDLE: tuple[tuple[tuple[str, ...], str], ...] = (
 def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
     """Online DPO's settings; an argument that the run leaves idle is an ArgumentError."""
     require_groups(args)
-    refuse_tensor_parallelism(args, "Online DPO")
     for names, why in _IDLE:
         refuse_idle(args, names, False, why)
     refuse_idle(

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -139,6 +140,15 @@ class TensorParallel(Fsdp2):
         flat = local.reshape(-1)
         block = (offsets[0], offsets[1] if len(offsets) > 1 else 0, local.shape[1] if local.dim() > 1 else 1)
         return Block(shape, shape.numel(), flat, flat.dtype, self._device, None, None, *block)
+
+
+def cut_alike(module: nn.Module, model: nn.Module) -> None:
+    """Cut a module over the data ranks that hold rows of a model's parameters (`loading.in_parts`); nothing where none do yet."""
+    for parameter in model.parameters():
+        if _DATA in _axes(parameter):
+            assert isinstance(parameter, DTensor)
+            fully_shard(module, mesh=parameter.device_mesh[_DATA])
+            return
 
 
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from lowpeak.logprobs.head import causal_lm
 from lowpeak.rewards.model import load_classifier
 from lowpeak.strategies.gathered import layers_of
 from lowpeak.strategies.outgoing import outgoing
+from lowpeak.strategies.tensor import cut_alike
 from lowpeak.training.models import from_pretrained, is_peft, num_embeddings
 
 EXPORT_FOLDER = "critic"
@@ -48,7 +49,9 @@ def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -
     else:
         critic = _adapter_critic(policy, causal) if args.critic == "adapter" else SharedCritic(_score(causal))
     device = causal.get_input_embeddings().weight.device
-    attach(causal, critic if device.type == "meta" else critic.to(device))
+    if device.type != "meta":
+        cut_alike(critic.to(device), causal)
+    attach(causal, critic)
 
 
 def _score(causal: Any) -> Score:

@@ -7,7 +7,10 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from lowpeak import PPOConfig
 from lowpeak.config.asked import Cut
+from lowpeak.config.ppo import resolve_ppo
+from lowpeak.config.resolve import resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.loading import IN_PARTS, in_parts, styled
 from lowpeak.training.models import load_policy
@@ -76,3 +79,12 @@ def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
 def test_what_is_not_cut_where_it_loads_is_refused(model, options, adapter, message):
     with pytest.raises(ArgumentError, match=message):
         load_policy(model, options, trust_remote_code=False, peft_config=adapter, cut=Cut(2, 1))
+
+
+@pytest.mark.parametrize("critic", ["adapter", "model"])
+def test_a_critic_other_than_a_head_is_refused(tmp_path, critic):
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
+    resolve_ppo(args, resolve_online(args, 1, 1))
+    cut = SimpleNamespace(**vars(args), cut=Cut(2, 1))
+    with pytest.raises(ArgumentError, match=f"critic='{critic}' does not run under tensor parallelism"):
+        resolve_ppo(cut, resolve_online(args, 1, 1))
