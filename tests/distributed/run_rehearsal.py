@@ -66,7 +66,7 @@ def main(out):
         water.begin("score")
         score(model, batches, CORE)
         model.train()
-        run_step(model, batches, ALGORITHM, CORE, strategy, ALGORITHM.state)
+        run_step(model, batches, ALGORITHM, CORE, strategy, ALGORITHM.coefficients())
         water.begin("optimizer")
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

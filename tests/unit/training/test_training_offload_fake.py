@@ -44,7 +44,7 @@ def test_a_7b_step_keeps_the_inputs_of_its_layers_in_host_memory():
         core = Core(1.0, 256, mover.device, saving=offload.saving)
         score(model, batches, core)
         assert offload.bytes_away == 0, "a pass without gradients saves nothing"
-        run_step(model, batches, make_grpo(GRPO), core, LocalStrategy(), make_grpo(GRPO).state)
+        run_step(model, batches, make_grpo(GRPO), core, LocalStrategy(), make_grpo(GRPO).coefficients())
     tokens = sum(batch.input_ids_BL.numel() for batch in batches)
     layer_inputs = 28 * tokens * 3584 * 4
     assert layer_inputs <= offload.bytes_away <= 1.1 * layer_inputs  # and the last norm's, which is not recomputed
