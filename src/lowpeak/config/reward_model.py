@@ -23,10 +23,4 @@ def resolve_reward_model(args: Any) -> RewardModelSettings:
         False,
         "a reward model gives one score a row and no log-probs; remove it",
     )
-    refuse_idle(
-        args,
-        ("per_device_eval_batch_size",),
-        False,
-        "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it",
-    )
     return RewardModelSettings(center=args.center_rewards_coefficient or 0.0)

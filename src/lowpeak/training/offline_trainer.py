@@ -14,6 +14,7 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
+from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import RowReader, check_end, num_rows, padding_id, usable_rows
@@ -33,6 +34,8 @@ from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
+
+_SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
 
 
 class OfflineTrainer(StepTrainer):
@@ -91,6 +94,7 @@ class OfflineTrainer(StepTrainer):
         quiet_replicas(args)
         with Ranks(args.device).together():
             self.memory = resolve_common(args)
+            refuse_idle(args, ("per_device_eval_batch_size",), False, _SAME_BATCHES)
             set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
             algorithm = self.make_algorithm(args)
             self._check_data(train_dataset, args)
