@@ -25,6 +25,7 @@ def spread(completions, **columns):
     return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
 """
 ROWS = 16
+START_S = 300  # until a run has started, or has ended that trains a few steps; on a machine that others use, too
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +108,7 @@ def test_a_dry_run_of_several_ranks_speaks_once(folder: Path) -> None:
         )
         for rank, log in enumerate(logs)
     ]
-    ended = finish(processes, logs, 100)
+    ended = finish(processes, logs, START_S)
     assert [status for status, _ in ended] == [0, 0], ended
     assert ["micro_batches_at_most: " in told for _, told in ended] == [True, False]
 
@@ -118,7 +119,7 @@ def test_a_process_runs_twice_and_leaves_its_process_group_at_its_exit(folder: P
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", port()]
     command = [SCRIPT, str(folder / "twice"), *words(folder, "out7", 2)]
     again = f"--output_dir {folder}/out8"
-    ended = finish([here.start([*launcher, *command], log, AGAIN=again)], [log], 120)
+    ended = finish([here.start([*launcher, *command], log, AGAIN=again)], [log], START_S)
     assert [status for status, _ in ended] == [0], ended
     assert ended[0][1].count("at exit in a process group: False") == 2
     is_the_same_run(found(folder, "twice"), alone)
@@ -131,7 +132,7 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder: Path) -> None
     launcher = here.start(["-m", "lowpeak", *command, "--accelerate_config", "ddp", "--num_processes", "2"], log)
     ranks: list[psutil.Process] = []
     try:
-        wait_for('"step":3,', out / "journal/steps.jsonl", launcher, 100)
+        wait_for('"step":3,', out / "journal/steps.jsonl", launcher, START_S)
         ranks = psutil.Process(launcher.pid).children(recursive=True)
         launcher.kill()
         launcher.wait(10)
@@ -155,7 +156,7 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, 
             host.start(["-m", "torch.distributed.run", *meet, "--node_rank", str(i), *command], logs[i])
             for i, host in enumerate(hosts)
         ]
-        ended = finish(processes, logs, 120)
+        ended = finish(processes, logs, START_S)
     assert [status for status, _ in ended] == [0, 0], "\n".join(told for _, told in ended)
     run = found(folder, "zero3")
     zero = run["deepspeed"]["zero_optimization"]
@@ -171,7 +172,7 @@ def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does(folder: Path,
     run = ["--config_file", str(FOLDER / "fsdp2-tp.yaml"), "--num_processes", "2", "--main_process_port", port()]
     run += ["--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2"]
     command = [SCRIPT, str(folder / "tensor"), *words(folder, "out6", 1)]
-    ended = finish([here.start(["-m", "accelerate.commands.launch", *run, *command], log)], [log], 120)
+    ended = finish([here.start(["-m", "accelerate.commands.launch", *run, *command], log)], [log], START_S)
     assert [status for status, _ in ended] == [0], ended
     found_here = found(folder, "tensor")
     assert (found_here["strategy"], found_here["world_size"]) == ("TensorParallel", 1)
@@ -207,8 +208,8 @@ def gone(folder: Path) -> Gone:
             for i, host in enumerate(hosts)
         ]
         try:
-            wait_for("again", logs[0], processes[0], 150)
-            wait_for('"step":3,', folder / "out5/journal/steps.jsonl", processes[0], 60)
+            wait_for("again", logs[0], processes[0], START_S)
+            wait_for('"step":3,', folder / "out5/journal/steps.jsonl", processes[0], START_S)
             hosts[1].go_away(processes[1])
             began = time.monotonic()
             status, told = finish(processes[:1], logs[:1], 60)[0]
