@@ -68,7 +68,7 @@ def draw(result: Mapping[str, Any], picture: Path) -> None:
     pyplot.rcParams.update({"font.family": "DejaVu Sans", "font.size": 9.5, "text.color": INK})
     figure, axes = pyplot.subplots(figsize=(6.4, 3.6), dpi=150)
     label = f"TRL {result['versions']['trl']}, mean ± 2 std ({len(result['peer'])} seeds)"
-    shown = {label: draw_peer(axes, band(result["peer"]))}
+    shown: dict[str, Any] = {label: draw_peer(axes, band(result["peer"]))}
     for run, color in zip(result["ours"], itertools.cycle(OUR_COLORS), strict=False):
         steps, values = zip(*curve(run), strict=True)
         shown[f"lowpeak, seed {run['seed']}"] = axes.plot(steps, values, color=color, linewidth=1.8)[0]

@@ -79,7 +79,7 @@ def compared(plan: argparse.Namespace, strategy: str, beta: float, start: Path, 
         }  # fmt: skip
         row: dict[str, Any] = {"strategy": strategy, "beta": beta, "library": library, "way": name}
         try:
-            row |= run_ranks("benchmarks.harness.ranked", request, timeout=plan.limit)
+            row |= run_ranks("benchmarks.harness.ranked", request, limit_s=plan.limit)
         except Exception as error:  # a side that fails is a row of the table
             row["error"] = last_words(str(error))
             print(str(error)[-3000:], file=sys.stderr)

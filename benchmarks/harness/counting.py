@@ -145,7 +145,9 @@ def generate_ours(model: Qwen2ForCausalLM, request: CountingRequest, tally: Tall
 
     budget = request.slots * (request.prompt_length + request.max_new_tokens) * bytes_per_token(model)
     install_head(model)  # as the trainers do
-    engine = NativeEngine(lambda: contextlib.nullcontext(model), NoText(), lambda: budget, tally and tally.add)
+    engine = NativeEngine(
+        lambda: contextlib.nullcontext(model), NoText(), lambda: budget, None if tally is None else tally.add
+    )
     engine.load([], 0)
     prompts = [Prompt(i, ids, "") for i, ids in enumerate(make_prompts(request))]
     sampling = Sampling(

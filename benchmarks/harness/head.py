@@ -134,7 +134,7 @@ def measure(case: HeadCase, way: Callable[[HeadCase], Tensor]) -> dict[str, Any]
     loss = way(case)
     times.append(time.process_time())
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     times.append(time.process_time())
     norms = [None if x.grad is None else norm(x.grad) for x in (case.hidden_TD, case.weight_VD)]
     return {
@@ -157,7 +157,7 @@ def main(request: HeadRequest) -> None:
     small = make_case(request, vocabulary=640, width=64)
     loss = way(small)
     if loss.requires_grad:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
     del small, loss
     print_result(measure(make_case(request), way))
 

@@ -62,6 +62,7 @@ def settings_of(request: PairRequest) -> dict[str, Any]:
         "disable_tqdm": True,
         "seed": 0,
     }
+    own: dict[str, Any]
     if ours:
         own = {"per_device_train_batch_size": PAIR * request.prompts_at_once, "num_generations": PAIR,
                "max_completion_length": shapes.LONGEST, "shuffle_dataset": False}  # fmt: skip

@@ -55,7 +55,8 @@ def in_mb(num_bytes: int) -> float:
 
 def peaks_by_phase(events: Sequence[tuple[float, str]], samples: Sequence[tuple[float, int]]) -> dict[str, float]:
     """The most MB resident in each phase: `events` are its beginnings, `samples` times with bytes, both in order."""
-    starts, peaks = [when for when, _ in events], {}
+    starts = [when for when, _ in events]
+    peaks: dict[str, int] = {}
     for when, seen in samples:
         number = bisect_right(starts, when) - 1
         if number >= 0:

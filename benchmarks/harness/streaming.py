@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -69,7 +69,7 @@ def fsdp2(model: Any) -> Side:
     accelerator: Any = _accelerator(SimpleNamespace(fsdp_plugin=plugin))
 
     def gather_all(use: Use = lambda tensors: None) -> None:
-        use(get_model_state_dict(model, options=options))
+        use(cast(Mapping[str, torch.Tensor], get_model_state_dict(model, options=options)))
 
     return (
         model,

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ def main() -> None:
     model = make_model(**SHAPES[request["shape"]]).requires_grad_(False)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
-        ways = {}
+        ways: dict[str, Any] = {}
         with apart(folder, request["dtype"]) as vllm:  # first: the other engine changes this process
             ways |= pushes(model, vllm, dtype, repeats, ("shm", "tcp"), request["shape"])
             ways["request_a_tensor"] = measured(lambda: by_tensor(model, vllm, dtype), vllm.pid, repeats)
@@ -94,7 +95,7 @@ def measured(way: Callable[[], object], engine: int, repeats: int) -> dict[str, 
         gc.collect()
         sides = {"trainer": os.getpid(), "engine": engine}
         before = {name: resident_bytes(pid) or 0 for name, pid in sides.items()}
-        watches = {name: MemoryWatch(lambda pid=pid: resident_bytes(pid)) for name, pid in sides.items()}
+        watches = {name: MemoryWatch(partial(resident_bytes, pid)) for name, pid in sides.items()}
         with watches["trainer"], watches["engine"]:
             began, spent = time.perf_counter(), cpu_seconds_of(set(sides.values()))
             way()

@@ -64,7 +64,7 @@ def build(model: Any, request: CountingRequest) -> ColocatedVllm:
 def make_rows(request: CountingRequest) -> list[Row]:
     """A row per completion, as long as its length says."""
     sampling = Sampling(request.num_generations, request.max_new_tokens)
-    rows = []
+    rows: list[Any] = []
     for i, ids in enumerate(make_prompts(request)):
         for number in range(request.num_generations):
             length = request.lengths[i * request.num_generations + number]
