@@ -252,10 +252,9 @@ class StepTrainer(Trainer):
         metrics["tokens_per_second"] = Metric(float(self.run.num_new), spent.seconds)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
-        epoch = self.state.epoch
         self.run.algorithm_state = self.run.algorithm.update(self.run.algorithm_state, values)
         row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
-        self.run.journal.write_step(self.state.global_step, {**row, "epoch": epoch})
+        self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
         self.run.metrics = merge_metrics(self.run.metrics, metrics)
         return values
 
