@@ -9,7 +9,7 @@ from lowpeak.config.algorithm import Correction, KLEstimator
 from lowpeak.config.correction import resolve_correction
 from lowpeak.config.inapplicable import refuse_idle, require
 from lowpeak.config.ranges import Range, one_of
-from lowpeak.config.resolve import ON_POLICY, OnlineSettings, refuse_tensor_parallelism
+from lowpeak.config.resolve import ON_POLICY, OnlineSettings
 
 CriticLayout = Literal["head", "model", "adapter"]
 
@@ -92,8 +92,10 @@ class PPOSettings:
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """PPO's settings; an argument that the run leaves idle is an ArgumentError."""
-    if args.critic != "head":
-        refuse_tensor_parallelism(args, f"critic={args.critic!r}")
+    require(
+        args.critic == "head" or args.cut.tensor == 1,
+        f"critic={args.critic!r} does not run under tensor parallelism: set critic='head', or use ddp, fsdp2 or zero3.",
+    )
     require(
         args.value_warmup_steps == 0 or (args.vf_coef > 0 and not 0 < args.max_steps <= args.value_warmup_steps),
         f"value_warmup_steps={args.value_warmup_steps} with vf_coef={args.vf_coef} and max_steps={args.max_steps}: in these steps "

@@ -179,14 +179,6 @@ def require_groups(args: Any) -> None:
     )
 
 
-def refuse_tensor_parallelism(args: Any, what: str) -> None:
-    """ArgumentError where tensor parallelism cuts the policy, for what was not tried with it."""
-    require(
-        args.cut.tensor == 1,
-        f"{what} does not run under tensor parallelism: it was not tried with it; use ddp, fsdp2 or zero3.",
-    )
-
-
 ON_POLICY = (
     "each rollout serves one step, so the ratio is exactly 1 and nothing is clipped; raise num_iterations or "
     "steps_per_generation, or remove it"
