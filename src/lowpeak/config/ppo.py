@@ -92,20 +92,7 @@ class PPOSettings:
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """PPO's settings; an argument that the run leaves idle is an ArgumentError."""
-    require(
-        args.critic == "head" or args.cut.tensor == 1,
-        f"critic={args.critic!r} does not run under tensor parallelism: set critic='head', or use ddp, fsdp2 or zero3.",
-    )
-    require(
-        args.value_warmup_steps == 0 or (args.vf_coef > 0 and not 0 < args.max_steps <= args.value_warmup_steps),
-        f"value_warmup_steps={args.value_warmup_steps} with vf_coef={args.vf_coef} and max_steps={args.max_steps}: in these steps "
-        "the critic alone is trained, so vf_coef must be above 0 and max_steps above them.",
-    )
-    require(
-        args.value_warmup_steps == 0 or args.weight_decay == 0,
-        f"value_warmup_steps={args.value_warmup_steps} holds the policy still, and weight_decay={args.weight_decay} would shrink "
-        "it meanwhile; leave one of the two out.",
-    )
+    _check_critic(args)
     reused = online.rollout.num_steps > 1
     refuse_idle(args, ("epsilon", "epsilon_high", "cliprange_value", "early_stop_kl"), reused, ON_POLICY)
     refuse_idle(
@@ -151,6 +138,23 @@ def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
         mask_truncated=online.mask_truncated,
         score_old=reused or args.beta != 0 or correction is not None,
         correction=correction,
+    )
+
+
+def _check_critic(args: Any) -> None:
+    require(
+        args.critic == "head" or args.cut.tensor == 1,
+        f"critic={args.critic!r} does not run under tensor parallelism: set critic='head', or use ddp, fsdp2 or zero3.",
+    )
+    require(
+        args.value_warmup_steps == 0 or (args.vf_coef > 0 and not 0 < args.max_steps <= args.value_warmup_steps),
+        f"value_warmup_steps={args.value_warmup_steps} with vf_coef={args.vf_coef} and max_steps={args.max_steps}: in these steps "
+        "the critic alone is trained, so vf_coef must be above 0 and max_steps above them.",
+    )
+    require(
+        args.value_warmup_steps == 0 or args.weight_decay == 0,
+        f"value_warmup_steps={args.value_warmup_steps} holds the policy still, and weight_decay={args.weight_decay} would shrink "
+        "it meanwhile; leave one of the two out.",
     )
 
 
