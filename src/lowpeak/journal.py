@@ -24,6 +24,7 @@ STEPS = "steps"
 ROLLOUTS = "rollouts"
 
 _INT64 = 2**63
+_AS_THEY_ARE = (bool, str, type(None))
 _BLOCK = 1 << 16
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -104,7 +105,7 @@ def _line(row: Mapping[str, Any]) -> bytes:
 
 def _plain(value: Any) -> Any:
     """The value as what JSON and 64-bit readers can hold; arrays and tensors become lists, anything unknown its str."""
-    if value is None or isinstance(value, bool | str):
+    if isinstance(value, _AS_THEY_ARE):
         return value
     if isinstance(value, int):
         return value if -_INT64 <= value < _INT64 else str(value)
@@ -114,7 +115,12 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)  # numpy's and torch's
+    return _read_out(value)
+
+
+def _read_out(value: Any) -> Any:
+    """numpy's and torch's values as numbers and lists, anything else as its str."""
+    return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
 def _append_line(descriptor: int, line: bytes) -> None:

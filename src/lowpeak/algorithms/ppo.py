@@ -82,11 +82,11 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapp
         rewards = list(whitened(rewards, scored, shift_mean=False))
     values = [_counted(record.values, mask) for record, mask in zip(records, masks, strict=True)]
     advantages, returns = gae(rewards, values, settings.gamma, settings.gae_lambda)
-    advantages = tuple(a * s for a, s in zip(advantages, scored, strict=True))
+    advantages = _where_scored(advantages, scored)
     returns = tuple(r if s else v for r, v, s in zip(returns, values, scored, strict=True))
     metrics = _metrics(settings, records, state, kl, returns, values)
     if settings.whiten_advantages:
-        advantages = tuple(a * s for a, s in zip(whitened(advantages, scored), scored, strict=True))
+        advantages = _where_scored(whitened(advantages, scored), scored)
     return Advantages(_in_place(advantages, masks), metrics, _in_place(returns, masks))
 
 
@@ -98,6 +98,11 @@ def whitened(rows: Sequence[Tensor], counts: Sequence[bool], shift_mean: bool = 
     variance = values.var() if len(values) > 1 else values.new_ones(())
     kept = 0.0 if shift_mean else mean
     return tuple((row - mean) * torch.rsqrt(variance + _VARIANCE) + kept for row in rows)
+
+
+def _where_scored(advantages: Sequence[Tensor], scored: Sequence[bool]) -> tuple[Tensor, ...]:
+    """The rows' advantages, 0 where nobody scored the row."""
+    return tuple(row * is_scored for row, is_scored in zip(advantages, scored, strict=True))
 
 
 def _kl(settings: PPOSettings, record: Record, mask: Tensor) -> Tensor:

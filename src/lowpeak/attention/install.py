@@ -96,6 +96,12 @@ def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayou
     return merged_attention(query, key, padded, forest.trees, scale, forest.calls(query))[..., :width]
 
 
+def _unknown(kwargs: dict[str, Any]) -> list[str]:
+    """Names of what a layer asks for that has a meaning which nobody here knows."""
+    known = _WITHOUT_MEANING | {"scaling", "dropout", "is_causal"}
+    return [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
+
+
 def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raise ModelError for what a layer asks of its attention that would be ignored."""
     name = type(module).__name__
@@ -106,8 +112,7 @@ def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[s
     causal = kwargs.get("is_causal")
     if (getattr(module, "is_causal", True) if causal is None else causal) is False:
         raise ModelError(f"{name} is not causal, so its sequences cannot share a row")
-    known = _WITHOUT_MEANING | {"scaling", "dropout", "is_causal"}
-    unknown = [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
+    unknown = _unknown(kwargs)
     if unknown:
         raise ModelError(f"{name} passes {', '.join(unknown)} to its attention, which lowpeak does not know")
 

@@ -158,15 +158,26 @@ def share(
         return [tuple(indices)]
     prompts, completions = _sizes(records, indices, budget)
     bound = _bound(records, indices, unit)
+    shares: Sequence[Sequence[int]]
     if bound is not None:
-        units = _units(bound)
-        loads = [sum(p.num_tokens for p in _unit_parts(prompts, completions, rows, budget)) for rows in units]
-        return [tuple(indices[j] for u in mine for j in units[u]) for mine in assign(loads, num_ranks)]
-    if budget.layout == "shared":
+        shares = _assign_units(prompts, completions, budget, _units(bound), num_ranks)
+    elif budget.layout == "shared":
         shares = assign_rows(prompts, completions, num_ranks, budget.costs)
     else:
         shares = assign([len(p) + length for p, length in zip(prompts, completions, strict=True)], num_ranks)
     return [tuple(indices[j] for j in mine) for mine in shares]
+
+
+def _assign_units(
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[int],
+    budget: Budget,
+    units: Sequence[Sequence[int]],
+    num_ranks: int,
+) -> list[list[int]]:
+    """Rows for each rank, where those of a unit stay together."""
+    loads = [sum(part.num_tokens for part in _unit_parts(prompts, completions, rows, budget)) for rows in units]
+    return [[row for unit in mine for row in units[unit]] for mine in assign(loads, num_ranks)]
 
 
 def masked(budget: Budget) -> MicroBatch:
@@ -247,13 +258,12 @@ def _layout(rows: Sequence[Record], counted: CountedTokens, budget: Budget) -> t
 def _constants_of(
     rows: Sequence[Record], counted: CountedTokens, unit_weight: Callable[[int], float] | None, unit: Unit
 ) -> TokenBatch:
-    advantages_T = _optional(counted, [row.advantages for row in rows])
     pairs_B = None if unit != "pair" else _pairs([row.group for row in rows])
     return TokenBatch(
         rows_T=counted.rows_T,
         num_rows=len(rows),
-        weights_U=_weights(counted, unit_weight or (lambda count: 0.0), unit, pairs_B),
-        advantages_T=torch.zeros(len(counted.rows_T)) if advantages_T is None else advantages_T,
+        weights_U=_weights(counted, unit_weight, unit, pairs_B),
+        advantages_T=_advantages(rows, counted),
         sampling_T=_optional(counted, [row.completion.logprobs for row in rows]),
         old_T=_optional(counted, [row.old for row in rows]),
         reference_T=_optional(counted, [row.reference for row in rows]),
@@ -263,8 +273,17 @@ def _constants_of(
     )
 
 
-def _weights(counted: CountedTokens, unit_weight: Callable[[int], float], unit: Unit, pairs_B: Tensor | None) -> Tensor:
-    """What each unit weighs, by the counted tokens of its row, or of its pair: float32 [U]."""
+def _advantages(rows: Sequence[Record], counted: CountedTokens) -> Tensor:
+    """The counted tokens' advantages, zeros before there are any: float32 [T]."""
+    advantages_T = _optional(counted, [row.advantages for row in rows])
+    return torch.zeros(len(counted.rows_T)) if advantages_T is None else advantages_T
+
+
+def _weights(
+    counted: CountedTokens, unit_weight: Callable[[int], float] | None, unit: Unit, pairs_B: Tensor | None
+) -> Tensor:
+    """What each unit weighs, by the counted tokens of its row, or of its pair; zeros where nothing says: float32 [U]."""
+    unit_weight = unit_weight or (lambda count: 0.0)
     counts_B = torch.tensor(counted.counts())
     counts = counts_B if pairs_B is None else torch.bincount(pairs_B, weights=counts_B).long()
     weights = torch.tensor([unit_weight(count) for count in counts.tolist()], dtype=torch.float32)

@@ -120,6 +120,16 @@ def fill(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     First-fit decreasing says how many are enough (at most 11/9 of the fewest, and 6/9; Johnson 1973); where as many of
     even size fit as well, these are taken: the largest is smaller then, and with it the peak of memory.
     """
+    bins = _first_fit(sizes, capacity)
+    even = assign(sizes, len(bins)) if bins else ()
+    if all(sum(sizes[i] for i in share) <= capacity for share in even):
+        bins = [list(share) for share in even]
+    filled = [tuple(sorted(items)) for items in bins]
+    return sorted(filled, key=lambda items: (-sum(sizes[i] for i in items), items))
+
+
+def _first_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Each item, the largest first, in the first bin that has room for it; a new one where none has."""
     bins: list[list[int]] = []
     rooms: list[int] = []
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -130,11 +140,7 @@ def fill(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
             place = len(bins) - 1
         bins[place].append(item)
         rooms[place] -= sizes[item]
-    even = assign(sizes, len(bins)) if bins else ()
-    if all(sum(sizes[i] for i in share) <= capacity for share in even):
-        bins = [list(share) for share in even]
-    filled = [tuple(sorted(items)) for items in bins]
-    return sorted(filled, key=lambda items: (-sum(sizes[i] for i in items), items))
+    return bins
 
 
 def assign_rows(

@@ -63,8 +63,7 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
     if joins:
         _refuse({name: given[name] for name in given if name not in (*_SIZES, "num_processes")}, _LAUNCHED)
     _check_devices(config, places)
-    if config.converted is not None and os.environ.get("RANK", "0") == "0":
-        logger.warning(config.converted.sentence(config.source))
+    _tell_converted(config)
     words = [*_words(given | mesh_sizes(config, given, places)), "--num_processes", str(places.processes)]
     with _written(config) as file:
         if joins:
@@ -75,6 +74,12 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
         return run_agent(
             ["--config_file", file, *words, "-m", "lowpeak", *command], {MARK: "1", PARENT: str(os.getpid())}
         )
+
+
+def _tell_converted(config: AccelerateConfig) -> None:
+    """One warning, by rank 0 alone, of what an FSDP1 config became."""
+    if config.converted is not None and os.environ.get("RANK", "0") == "0":
+        logger.warning(config.converted.sentence(config.source))
 
 
 _LAUNCHED = "the processes run already, started by another launcher; leave it to that launcher"

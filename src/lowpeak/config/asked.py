@@ -186,8 +186,7 @@ def settled_fsdp(fsdp: Any, config: Any) -> tuple[Any, Any, Converted | None]:
     """
     if not fsdp:
         return fsdp, config, None
-    given = json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str) else dict(config or {})
-    settings = {name.removeprefix("fsdp_"): value for name, value in given.items()}
+    settings = {name.removeprefix("fsdp_"): value for name, value in _read(config).items()}
     words = () if isinstance(fsdp, bool) or str(fsdp).lower() == "true" else _words(fsdp)
     if not words and not is_fsdp1(settings, default=2):
         return True, {**settings, "version": 2}, None
@@ -198,6 +197,11 @@ def settled_fsdp(fsdp: Any, config: Any) -> tuple[Any, Any, Converted | None]:
         settings["cpu_offload"] = True
     converted = convert_fsdp1(settings)
     return True, {**converted.settings, "version": 2}, converted
+
+
+def _read(config: Any) -> dict[str, Any]:
+    """`fsdp_config`: the name of a JSON file, or its content."""
+    return json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str) else dict(config or {})
 
 
 def _words(fsdp: Any) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -294,14 +294,19 @@ def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int,
     stop, stop_ids = more.get("stop_strings") or more.get("stop") or (), more.get("stop_token_ids") or ()
     strings = (stop,) if isinstance(stop, str) else stop
     require(
-        isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
+        _is_list(strings, lambda text: isinstance(text, str) and text),
         f"generation_kwargs has stop strings {stop!r}: they must be a string, or a list of strings, none of them empty.",
     )
     require(
-        isinstance(stop_ids, list | tuple) and all(isinstance(i, int) and i >= 0 for i in stop_ids),
+        _is_list(stop_ids, lambda number: isinstance(number, int) and number >= 0),
         f"generation_kwargs has stop_token_ids={stop_ids!r}: it must be a list of token ids.",
     )
     return tuple(strings), tuple(stop_ids)
+
+
+def _is_list(values: Any, fits: Callable[[Any], Any]) -> bool:
+    """Whether it is a list or a tuple of what fits."""
+    return isinstance(values, list | tuple) and all(map(fits, values))
 
 
 def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:

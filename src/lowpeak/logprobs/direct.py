@@ -31,8 +31,11 @@ def takes_direct(parameter: Tensor) -> bool:
     # Both are None or empty unless somebody registered one.
     if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
         return False
-    grad = parameter.grad
-    return grad is None or (grad.dtype == parameter.dtype and grad.layout == torch.strided and not grad.requires_grad)
+    return parameter.grad is None or _adds_in_place(parameter.grad, parameter)
+
+
+def _adds_in_place(grad: Tensor, parameter: Tensor) -> bool:
+    return grad.dtype == parameter.dtype and grad.layout == torch.strided and not grad.requires_grad
 
 
 @contextmanager

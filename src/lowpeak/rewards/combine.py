@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from lowpeak.errors import ArgumentError, RewardTimeoutError
+from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.judge import JudgeReward
@@ -98,7 +99,7 @@ class RewardPanel:
         """One verdict per reward; of no rows where there are none, without a call."""
         logs = [RewardLog() for _ in self.rewards]
         keywords = [_keywords(reward, rows, trainer_state, log) for reward, log in zip(self.rewards, logs, strict=True)]
-        joint = {i: r.ranks for i, r in enumerate(self.rewards) if isinstance(r, ModelReward) and r.ranks is not None}
+        joint = self._joint()
         verdicts = {index: Verdict(()) for index in range(len(self.rewards))}
         with next(iter(joint.values())).together() if joint else nullcontext():
             if len(rows):
@@ -107,6 +108,10 @@ class RewardPanel:
         outcomes = {index: _attempt(functools.partial(self.rewards[index], **keywords[index])) for index in joint}
         verdicts |= {index: self._accept(index, each, logs[index], rows) for index, each in outcomes.items()}
         return list(verdicts.values())
+
+    def _joint(self) -> dict[int, Ranks]:
+        """The rewards that all ranks ask together: models that are sharded over them."""
+        return {i: r.ranks for i, r in enumerate(self.rewards) if isinstance(r, ModelReward) and r.ranks is not None}
 
     def _ask_alone(
         self, indices: Sequence[int], rows: Rows, keywords: Sequence[dict[str, Any]], logs: Sequence[RewardLog]

@@ -49,7 +49,7 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
         return _callable(_import_file(Path(where)), attribute, spec)
     if spec.endswith(".py"):
         raise ArgumentError(f"Reward '{spec}' is a file: name its function, as in '{spec}:function'.")
-    if spec and not colon and ("/" in spec or Path(spec).is_dir()):
+    if _is_model(spec):
         return spec
     if not colon:
         where, _, attribute = spec.rpartition(".")
@@ -62,6 +62,10 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     return _callable(_import_module(where, spec), attribute, spec)
 
 
+def _is_model(spec: str) -> bool:
+    return bool(spec) and ":" not in spec and ("/" in spec or Path(spec).is_dir())
+
+
 def load_judge(spec: str) -> Any:
     """The object that `path/to/file.py:object` or `package.module.object` names; the trainer says whether it is a judge."""
     where, colon, attribute = spec.rpartition(":")
@@ -69,8 +73,8 @@ def load_judge(spec: str) -> Any:
         where, _, attribute = spec.rpartition(".")
     if not where or (not colon and attribute == "py"):
         raise ArgumentError(f"Judge '{spec}' is nowhere: write path/to/file.py:object or package.module.object.")
-    module = _import_file(Path(where)) if where.endswith(".py") else _import_module(where, spec)
-    return _attribute(module, attribute, spec)
+    module = _import_file(Path(where), "Judge") if where.endswith(".py") else _import_module(where, spec, "Judge")
+    return _attribute(module, attribute, spec, "Judge")
 
 
 def _made(spec: str) -> Callable[..., Any]:
@@ -91,10 +95,10 @@ def _made(spec: str) -> Callable[..., Any]:
         ) from error
 
 
-def _import_file(path: Path) -> ModuleType:
+def _import_file(path: Path, role: str = "Reward") -> ModuleType:
     """The file as a module, run once per process and content."""
     if not path.is_file():
-        raise ArgumentError(f"Reward file '{path}' does not exist.")
+        raise ArgumentError(f"{role} file '{path}' does not exist.")
     path = path.resolve()
     content = hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:12]
     name = f"lowpeak_reward_{path.stem}_{content}"
@@ -110,21 +114,21 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ArgumentError(f"Reward file '{path}' does not import: {_said(error, str(path))}.") from error
+        raise ArgumentError(f"{role} file '{path}' does not import: {_said(error, str(path))}.") from error
     finally:
         sys.path.remove(str(path.parent))
     return module
 
 
-def _import_module(name: str, spec: str) -> ModuleType:
+def _import_module(name: str, spec: str, role: str = "Reward") -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ArgumentError(f"Reward '{spec}' does not import: {_said(error, None)}.") from error
-        raise ArgumentError(f"Reward '{spec}' does not import: there is no module '{error.name}'.") from error
+            raise ArgumentError(f"{role} '{spec}' does not import: {_said(error, None)}.") from error
+        raise ArgumentError(f"{role} '{spec}' does not import: there is no module '{error.name}'.") from error
     except (Exception, SystemExit) as error:
-        raise ArgumentError(f"Reward '{spec}' does not import: {_said(error, None)}.") from error
+        raise ArgumentError(f"{role} '{spec}' does not import: {_said(error, None)}.") from error
 
 
 def _callable(module: ModuleType, attribute: str, spec: str) -> Callable[..., Any]:
@@ -135,11 +139,11 @@ def _callable(module: ModuleType, attribute: str, spec: str) -> Callable[..., An
     return found
 
 
-def _attribute(module: ModuleType, attribute: str, spec: str) -> Any:
+def _attribute(module: ModuleType, attribute: str, spec: str, role: str = "Reward") -> Any:
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ArgumentError(f"Reward '{spec}' does not exist: there is no '{attribute}' in '{module.__file__}'.")
+            raise ArgumentError(f"{role} '{spec}' does not exist: there is no '{attribute}' in '{module.__file__}'.")
         found = getattr(found, part)
     return found
 

@@ -67,6 +67,15 @@ def check_devices(fsdp: bool, tensor: bool = False) -> None:
     the process group that TrainingArguments makes.
     """
     state = PartialState()
+    _check_each_has_a_device(state)
+    if (fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP")) and state.distributed_type in _UNSHARDED:
+        raise _not_in_force("FSDP", state.distributed_type, state.num_processes, state.device)
+    if tensor and state.distributed_type in _UNSHARDED:
+        raise _not_in_force("tensor parallelism", state.distributed_type, state.num_processes, state.device)
+
+
+def _check_each_has_a_device(state: PartialState) -> None:
+    """ArgumentError where processes that were launched would train by themselves, or share devices."""
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if launched > 1 and state.num_processes == 1:
         raise ArgumentError(
@@ -76,10 +85,6 @@ def check_devices(fsdp: bool, tensor: bool = False) -> None:
     local, devices = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), _num_devices(state.device)
     if devices is not None and local > devices:
         raise ArgumentError(f"{local} processes run on this host, and it has {devices} devices: start one for each.")
-    if (fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP")) and state.distributed_type in _UNSHARDED:
-        raise _not_in_force("FSDP", state.distributed_type, state.num_processes, state.device)
-    if tensor and state.distributed_type in _UNSHARDED:
-        raise _not_in_force("tensor parallelism", state.distributed_type, state.num_processes, state.device)
 
 
 def _num_devices(device: torch.device) -> int | None:

@@ -124,6 +124,13 @@ class Gatherer:
             )
 
 
+def _whole_vocabulary(parts: Parts, kept: Kept, head: Any) -> list[Place]:
+    """What is gathered of embedding and head: all that is kept, else the weight of a `head` that has to be whole."""
+    if kept.vocabulary:
+        return parts.vocabulary
+    return [] if head is None else _tied_to(head, parts.vocabulary)
+
+
 def _fill_all(
     stack: ExitStack,
     model: nn.Module,
@@ -139,7 +146,7 @@ def _fill_all(
     for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=False):
         _fill(stack, places, own)
     head: Any = _transformers_model(model).get_output_embeddings()
-    whole = parts.vocabulary if kept.vocabulary else _tied_to(head, parts.vocabulary) if whole_head else []
+    whole = _whole_vocabulary(parts, kept, head if whole_head else None)
     _fill(stack, whole, buffers[-1] if kept.vocabulary else _buffers(whole))
     cut = [(place, ShardedRows(place.shard, _in_fp32(place))) for place in parts.vocabulary if place not in whole]
     for place, rows in cut:

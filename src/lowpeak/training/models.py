@@ -56,16 +56,8 @@ def load_policy(
         given = dict(init_kwargs or {})
         placed = straight_to(device, given) if cut == WHOLE else {}
         policy = _load_causal(model, given | placed, trust_remote_code, cut)
-    elif init_kwargs or trust_remote_code:
-        raise ArgumentError(
-            "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
-            "remove them."
-        )
-    elif not isinstance(model, nn.Module):
-        raise ModelError(
-            f"model is {model!r:.80}, a {type(model).__name__}; pass a name or path as a string, or a model."
-        )
     else:
+        _check_instance(model, bool(init_kwargs) or trust_remote_code)
         policy = model
         _without_earlier_parts(policy)
     _keep_training_format(policy)
@@ -75,6 +67,19 @@ def load_policy(
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     _check_policy(policy)
     return policy
+
+
+def _check_instance(model: Any, has_load_arguments: bool) -> None:
+    """Raise for what is no model, and for arguments of loading where nothing is loaded."""
+    if has_load_arguments:
+        raise ArgumentError(
+            "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
+            "remove them."
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"model is {model!r:.80}, a {type(model).__name__}; pass a name or path as a string, or a model."
+        )
 
 
 def _load_causal(

@@ -10,7 +10,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.rewards.answers import exact_match
 from lowpeak.rewards.function import callable_name
 from lowpeak.rewards.length import SoftOverlong
-from lowpeak.rewards.load import FACTORIES, SHIPPED, load_reward
+from lowpeak.rewards.load import FACTORIES, SHIPPED, load_judge, load_reward
 from lowpeak.rewards.make import make_rewards
 
 FILE = """
@@ -156,3 +156,17 @@ def test_what_cannot_be_found_or_made_is_one_sentence(spec, words):
     with pytest.raises(ArgumentError, match=words) as caught:
         load_reward(spec)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("no/such/file.py:one", r"Judge file 'no/such/file\.py' does not exist"),
+        ("no_such_package.one", "Judge 'no_such_package.one' does not import: there is no module 'no_such_package'"),
+        ("lowpeak.rewards.judge.gone", r"Judge 'lowpeak\.rewards\.judge\.gone' does not exist: there is no 'gone' in "),
+        ("pairs.py", r"Judge 'pairs\.py' is nowhere: write path/to/file\.py:object"),
+    ],
+)
+def test_a_judge_that_cannot_be_found_is_told_as_a_judge(spec, words):
+    with pytest.raises(ArgumentError, match=words):
+        load_judge(spec)

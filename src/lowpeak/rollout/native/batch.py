@@ -8,7 +8,7 @@ from a row of its group. The rows that run are always the first slots, so that n
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -119,10 +119,7 @@ class Batch:
             number, prompt = self._begun.popleft()
             slot = free.popleft() if free else len(rows)
             rows[slot], sources[slot] = self._entering(number, prompt), holder[prompt]
-        for slot in free:
-            last = max(rows, default=-1)
-            if slot < last:
-                rows[slot], sources[slot] = rows.pop(last), last
+        sources |= _close_gaps(rows, free)
         self._rows = [rows[slot] for slot in range(len(rows))]
         if sources:
             self._reserve(num_slots, num_held)
@@ -171,3 +168,13 @@ class Batch:
         """Room for as many rows as may ever run, and for the newest tokens of those that run now."""
         most = len(self._rows) + len(self._begun) + self._waiting.num_rows
         self._cache.reserve(min(num_slots, most), self._num_columns(), num_held)
+
+
+def _close_gaps(rows: dict[int, Running], free: Iterable[int]) -> dict[int, int]:
+    """Move the last rows into slots that are free before them; of each slot that is written, where its row was."""
+    sources: dict[int, int] = {}
+    for slot in free:
+        last = max(rows, default=-1)
+        if slot < last:
+            rows[slot], sources[slot] = rows.pop(last), last
+    return sources

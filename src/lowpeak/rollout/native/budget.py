@@ -29,11 +29,15 @@ def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
         )
     heads = _attribute(config, "num_attention_heads") or 1
     kv_heads = _attribute(config, "num_key_value_heads") or heads
-    width = _attribute(config, "head_dim") or hidden // heads
-    latent = (_attribute(config, "qk_nope_head_dim") or 0) + (_attribute(config, "qk_rope_head_dim") or 0)
-    keys_and_values = (latent or width) + (_attribute(config, "v_head_dim") or width)
     itemsize = dtype.itemsize if dtype is not None else max(2, parameter_dtype(model).itemsize)
-    return layers * kv_heads * keys_and_values * itemsize
+    return layers * kv_heads * _key_and_value_width(config, hidden // heads) * itemsize
+
+
+def _key_and_value_width(config: Any, width: int) -> int:
+    """Numbers in one head's key and value together; `width` in each where the config does not name them."""
+    width = _attribute(config, "head_dim") or width
+    latent = (_attribute(config, "qk_nope_head_dim") or 0) + (_attribute(config, "qk_rope_head_dim") or 0)
+    return (latent or width) + (_attribute(config, "v_head_dim") or width)
 
 
 def text_config(model: nn.Module) -> Any:

@@ -52,6 +52,10 @@ def _check(row: Row, answer: Answer, num_tokens: int | None) -> None:
         raise EngineError(
             f"{where} ended with {answer.finish_reason!r} after {count} of {most} tokens, which is no end."
         )
+    _check_values(where, answer, num_tokens)
+
+
+def _check_values(where: str, answer: Answer, num_tokens: int | None) -> None:
     wrong = [token for token in answer.ids if token < 0 or (num_tokens is not None and token >= num_tokens)]
     if wrong:
         raise EngineError(

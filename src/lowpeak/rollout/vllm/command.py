@@ -114,16 +114,19 @@ def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, s
         return {}
     if tuple(devices) == (CPU,):
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    shown = ",".join(_counted_from(inherited.get("CUDA_VISIBLE_DEVICES", ""), devices))
+    variables = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if "HIP_VISIBLE_DEVICES" in inherited else [])]
+    return dict.fromkeys(variables, shown)
+
+
+def _counted_from(visible_here: str, devices: Sequence[str]) -> list[str]:
+    """The devices by the names that `CUDA_VISIBLE_DEVICES` has for their indexes here, where it has any."""
+    here = [each.strip() for each in visible_here.split(",") if each.strip()]
     if here and any(each.isdigit() and int(each) >= len(here) for each in devices):
         raise ArgumentError(
             f"the devices {', '.join(devices)} are not all there: CUDA_VISIBLE_DEVICES shows {len(here)} here."
         )
-    names = [here[int(each)] if here and each.isdigit() else each for each in devices]
-    found = {"CUDA_VISIBLE_DEVICES": ",".join(names)}
-    return found | (
-        {"HIP_VISIBLE_DEVICES": found["CUDA_VISIBLE_DEVICES"]} if "HIP_VISIBLE_DEVICES" in inherited else {}
-    )
+    return [here[int(each)] if here and each.isdigit() else each for each in devices]
 
 
 def _has(options: Sequence[str], name: str) -> bool:

@@ -264,15 +264,18 @@ class VllmEngine:
         """Ask for these rows, wave by wave, and keep what comes."""
         if not rows:
             return
-        longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
-        fitting = rows_that_fit(self._facts, longest, self._callers.num_callers)
-        if all(facts.keeps_to_cache for facts in self._facts):
-            fitting = len(rows)
-        for wave in form_waves(rows, self._settings.batch_size or fitting):
+        for wave in form_waves(rows, self._settings.batch_size or self._wave_size(rows)):
             shares = share(wave, len(self._vllms))
             failures = self._ask_each([[wave[i] for i in mine] for mine in shares], version)
             if failures:
                 raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
+
+    def _wave_size(self, rows: Sequence[Row]) -> int:
+        """How many rows fit the engines' caches at their longest; all where the engines keep to them by themselves."""
+        if all(facts.keeps_to_cache for facts in self._facts):
+            return len(rows)
+        longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
+        return rows_that_fit(self._facts, longest, self._callers.num_callers)
 
     def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""

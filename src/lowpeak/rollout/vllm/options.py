@@ -42,14 +42,18 @@ def known_options(server: bool) -> frozenset[str]:
     return names if "max_model_len" in names else frozenset()
 
 
+def _parameters_of(node: ast.ClassDef) -> Iterable[str]:
+    made = next((each for each in node.body if getattr(each, "name", "") == "__init__"), None)
+    if isinstance(made, ast.FunctionDef):
+        yield from (argument.arg for argument in (*made.args.args[1:], *made.args.kwonlyargs))
+
+
 def _names_in(node: ast.AST) -> Iterable[str]:
     """Fields of classes of arguments, parameters of `LLM`, and options that a parser is told."""
     if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
         yield from (each.target.id for each in node.body if _is_field(each))  # type: ignore[attr-defined]
     elif isinstance(node, ast.ClassDef) and node.name == "LLM":
-        made = next((each for each in node.body if getattr(each, "name", "") == "__init__"), None)
-        if isinstance(made, ast.FunctionDef):
-            yield from (argument.arg for argument in (*made.args.args[1:], *made.args.kwonlyargs))
+        yield from _parameters_of(node)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("--"):
         yield node.value[2:].replace("-", "_")
 

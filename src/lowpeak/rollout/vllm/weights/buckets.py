@@ -107,38 +107,53 @@ def fill(
 
     The buffer is asked for once, with the device of the first slice. A slice that is longer than what is left is cut.
     """
-    data: Tensor | None = None
-    pieces: list[Piece] = []
-    end = 0
+    filling: _Filling | None = None
     for piece in slices:
         if piece.name in held_back:
             _copied(piece, 0, piece.values, None, sums)
             continue
-        data = buffer(piece.values.device) if data is None else data
-        done, count = 0, piece.values.numel()
-        while done < count:
-            start = piece.start + done
-            goes_on = bool(pieces) and (pieces[-1].name, pieces[-1].start + pieces[-1].count) == (piece.name, start)
-            offset = end if goes_on else _offset(end, start * piece.dtype.itemsize)
-            fits = min(count - done, (len(data) - offset) // piece.dtype.itemsize)
-            if fits <= 0:
-                yield _bucket(pieces, data, end, piece)
-                pieces, end = [], 0
-                continue
-            placed = Piece(piece.name, piece.shape, piece.dtype, start, fits, offset)
-            _copied(piece, done, piece.values[done : done + fits], placed.values_in(data), sums)
-            pieces[-1 if goes_on else len(pieces) :] = [_joined(pieces[-1], placed) if goes_on else placed]
-            done, end = done + fits, offset + fits * piece.dtype.itemsize
-    if pieces and data is not None:
-        yield Bucket(tuple(pieces), data[:end])
+        filling = filling or _Filling(buffer(piece.values.device))
+        done = 0
+        while done < piece.values.numel():
+            count = filling.take(piece, done, sums)
+            if not count:
+                yield filling.bucket(piece)
+                filling = _Filling(filling.data)
+            done += count
+    if filling and filling.pieces:
+        yield filling.bucket(filling.pieces[-1])
 
 
-def _bucket(pieces: list[Piece], data: Tensor, end: int, piece: WeightSlice) -> Bucket:
-    if not pieces:
-        raise EngineError(
-            f"A bucket of {len(data)} bytes holds no element of {piece.name}: give buckets of at least 4096 bytes."
-        )
-    return Bucket(tuple(pieces), data[:end])
+@dataclass
+class _Filling:
+    """The bucket that is being filled: what it holds, and the byte of the buffer where that ends."""
+
+    data: Tensor
+    pieces: list[Piece] = field(default_factory=list)
+    end: int = 0
+
+    def take(self, piece: WeightSlice, done: int, sums: Sums | None) -> int:
+        """Take what fits of the slice's values from `done` on, and return how many that are."""
+        start, size = piece.start + done, piece.dtype.itemsize
+        last = self.pieces[-1] if self.pieces else None
+        goes_on = last is not None and (last.name, last.start + last.count) == (piece.name, start)
+        offset = self.end if goes_on else _offset(self.end, start * size)
+        count = min(piece.values.numel() - done, (len(self.data) - offset) // size)
+        if count <= 0:
+            return 0
+        placed = Piece(piece.name, piece.shape, piece.dtype, start, count, offset)
+        _copied(piece, done, piece.values[done : done + count], placed.values_in(self.data), sums)
+        self.pieces[len(self.pieces) - goes_on :] = [_joined(last, placed) if goes_on and last else placed]
+        self.end = offset + count * size
+        return count
+
+    def bucket(self, piece: WeightSlice | Piece) -> Bucket:
+        """What was taken; EngineError where the whole buffer is too small for an element of `piece`."""
+        if not self.pieces:
+            raise EngineError(
+                f"A bucket of {len(self.data)} bytes holds no element of {piece.name}: give buckets of at least 4096 bytes."
+            )
+        return Bucket(tuple(self.pieces), self.data[: self.end])
 
 
 def _joined(before: Piece, after: Piece) -> Piece:

@@ -66,18 +66,18 @@ def _sender(
 
 def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
     """Every transport by which values on `device` can reach all workers."""
-    if all(vllm.workers.in_process for vllm in vllms):
-        found: list[Transport] = ["process"]
-    else:
-        found = []
+    in_process = [vllm.workers.in_process for vllm in vllms]
     seen = _Seen.of(vllms, timeout)
-    found += ["shm", "tcp"] if seen.all_here else ["tcp"]
-    if device.type == "cuda" and "cpu" not in seen.devices:
-        same, apart = seen.devices == {device_id(device)}, device_id(device) not in seen.devices
-        in_others = not any(vllm.workers.in_process for vllm in vllms)  # a process cannot open its own memory's handle
-        found += ["ipc"] if same and seen.all_here and in_others else []
-        found += ["nccl"] if apart else []  # NCCL refuses two ranks on one device
-    return found
+    on_cuda = device.type == "cuda" and "cpu" not in seen.devices
+    is_same = on_cuda and seen.devices == {device_id(device)}
+    reaches: dict[Transport, bool] = {
+        "process": all(in_process),
+        "shm": seen.all_here,
+        "tcp": True,
+        "ipc": is_same and seen.all_here and not any(in_process),  # a process cannot open its own memory's handle
+        "nccl": on_cuda and device_id(device) not in seen.devices,  # which refuses two ranks on one device
+    }
+    return [transport for transport, does in reaches.items() if does]
 
 
 def open_inlet(invitation: Mapping[str, Any], device: torch.device, rank: int) -> Inlet:
