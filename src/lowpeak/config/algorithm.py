@@ -1,4 +1,7 @@
-"""What the algorithms can be told: one frozen record each, in which a value that cannot matter cannot be expressed."""
+"""What the algorithms can be told: a frozen record each, in which a value that cannot matter cannot be expressed.
+
+What GRPO, RLOO and their corrections share is here; PPO and Online DPO have files of their own.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,6 @@ GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
-PairLossType = Literal["sigmoid", "ipo"]
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 
@@ -109,16 +111,3 @@ class RLOOSettings:
     def rollout_correction(self) -> Correction | None:
         """The correction that is fixed for the rollout: old is scored."""
         return self.correction if self.needs_old else None
-
-
-@dataclass(frozen=True)
-class OnlineDPOSettings:
-    """Online DPO: `betas` has one for each epoch, of which the last one stays.
-
-    A completion that did not end by itself loses `missing_eos_penalty`, or is in no pair at all (`mask_truncated`).
-    """
-
-    loss_type: PairLossType
-    betas: tuple[float, ...]
-    missing_eos_penalty: float
-    mask_truncated: bool

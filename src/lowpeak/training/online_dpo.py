@@ -6,8 +6,8 @@ from typing import Any, ClassVar
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.online_dpo import make_online_dpo
+from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.config.resolve import OnlineSettings
-from lowpeak.config.resolve_online_dpo import resolve_online_dpo
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.judge import rewards_or_judge
 from lowpeak.training.arguments import OnlineConfig

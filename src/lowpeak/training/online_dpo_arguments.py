@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
+from lowpeak.config.online_dpo import RANGES, REJECTED
 from lowpeak.config.ranges import Range
-from lowpeak.config.resolve_online_dpo import RANGES, REJECTED
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.fields import argument, refuses_unknown
 

@@ -11,7 +11,7 @@ from algorithm_cases import gradients, ragged_rows, record
 
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.online_dpo import make_online_dpo, pair_loss
-from lowpeak.config.algorithm import OnlineDPOSettings
+from lowpeak.config.online_dpo import OnlineDPOSettings
 from lowpeak.records import TokenBatch
 
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)

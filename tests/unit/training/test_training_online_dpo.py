@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
+from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.config.resolve import resolve_online
-from lowpeak.config.resolve_online_dpo import resolve_online_dpo
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.rewards.judge import ScriptedJudge
 from lowpeak.rewards.model import ModelReward

@@ -14,7 +14,8 @@ from lowpeak.algorithms.online_dpo import make_online_dpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
-from lowpeak.config.algorithm import Correction, EntropyBonus, OnlineDPOSettings, RLOOSettings
+from lowpeak.config.algorithm import Correction, EntropyBonus, RLOOSettings
+from lowpeak.config.online_dpo import OnlineDPOSettings
 from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step, score

@@ -1,15 +1,30 @@
-"""Online DPO's arguments: what they may be, which of TRL's it does without, which of those all online runs have are idle."""
+"""What Online DPO can be told: one frozen record, and how flat arguments become it."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from lowpeak.config.algorithm import OnlineDPOSettings, PairLossType
 from lowpeak.config.inapplicable import refuse_idle, require
 from lowpeak.config.ranges import Range, one_of
 from lowpeak.config.resolve import OnlineSettings, require_groups
 from lowpeak.config.resolve_vllm import CORRECTION
+
+PairLossType = Literal["sigmoid", "ipo"]
+
+
+@dataclass(frozen=True)
+class OnlineDPOSettings:
+    """Online DPO: `betas` has one for each epoch, of which the last one stays.
+
+    A completion that did not end by itself loses `missing_eos_penalty`, or is in no pair at all (`mask_truncated`).
+    """
+
+    loss_type: PairLossType
+    betas: tuple[float, ...]
+    missing_eos_penalty: float
+    mask_truncated: bool
 
 
 def _betas(beta: Any) -> tuple[Any, ...]:
