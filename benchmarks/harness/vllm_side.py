@@ -86,7 +86,7 @@ def run_side(request: CountingRequest) -> dict[str, Any]:
     """CPU seconds of all rows as the engine sends them, and in waves."""
     model, rows = make_model(request), make_rows(request)
     with closing(build(model, request)) as vllm:
-        fitting = rows_that_fit([vllm.facts()], request.prompt_length + request.max_new_tokens, 1)
+        fitting = rows_that_fit([vllm.facts()], request.prompt_length + request.max_new_tokens, 1, ColocateSettings())
         ways = {"waves": form_waves(rows, fitting), "engine": [rows]}
         generate(vllm, [rows[:1]])  # the first one pays for more than itself
         found = {name: [generate(vllm, waves) for _ in range(request.repeats)] for name, waves in ways.items()}

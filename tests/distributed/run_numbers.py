@@ -54,17 +54,23 @@ def models_of(name: str, out: Path) -> dict[str, Any]:
     adapter."""
     if name == "ppo_second_adapter":
         return {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_alpha=16)}
-    if name not in ("frozen", "reward"):
+    if name not in ("frozen", "reward", "ppo_own_critic"):
         return {}
     policy, judge = named_models(out / "named")
     return {"model": policy, **({"rewards": [spread, judge]} if name == "frozen" else {})}
+
+
+def critic_of_a_name(name: str, out: Path) -> dict[str, Any]:
+    """The reward model that starts the critic, where it has a backbone of its own."""
+    return {"value_model_path": named_models(out / "named")[1]} if name == "ppo_own_critic" else {}
 
 
 def main() -> None:
     """All cases in one process group."""
     strategy, out = sys.argv[1], Path(sys.argv[2])
     for name, (algorithm, arguments) in CASES.items():
-        trainer = build(algorithm, out / strategy / name, {**prepare(strategy), **arguments}, **models_of(name, out))
+        told = {**prepare(strategy), **arguments, **critic_of_a_name(name, out)}
+        trainer = build(algorithm, out / strategy / name, told, **models_of(name, out))
         trainer.train()
         weights = weights_of(trainer)
         steps = [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]

@@ -93,7 +93,7 @@ class LaunchArguments:
         default=None,
         metadata={
             "help": "how the model lies on several devices: a config file of accelerate's, or one of single, ddp, fsdp2, "
-            "fsdp2-offload, hsdp, zero1, zero2, zero3, zero3-offload"
+            "fsdp2-offload, hsdp, fsdp2-tp, zero1, zero2, zero3, zero3-offload"
         },
     )
     num_processes: int | None = field(

@@ -34,11 +34,11 @@ URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers that wer
 FOR_SERVERS = (
     "vllm_tensor_parallel_size",
     "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
     "vllm_model_impl",
     "vllm_engine_kwargs",
     "kv_cache_bytes",
 )
+FOR_SEVERAL = "fsdp2"  # where several devices are to train and nothing says how: it fits where any other does
 _OTHERS_SERVERS = ("vllm_server_base_url", "vllm_server_host", "vllm_server_port")
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 
@@ -72,7 +72,9 @@ def plan(
         _check_given(given)
         wanted = named(given["vllm_devices"], "--vllm_devices")
         check_there(wanted, "--vllm_devices", num_devices)
-    told = {BESIDE: "1"} | visible(_training_devices(given, num_devices, wanted), environ)
+    training = _training_devices(given, num_devices, wanted)
+    sharded = () if given.get("accelerate_config") or len(training) < 2 else ("--accelerate_config", FOR_SEVERAL)
+    told = {BESIDE: "1"} | visible(training, environ)
     token = given.get("vllm_server_token") or environ.get(TOKEN) or secrets.token_hex(16)
     shares = _shares(wanted, given.get("vllm_tensor_parallel_size", 1))
     ports = free_ports(len(shares))
@@ -81,7 +83,7 @@ def plan(
         check(server)
     if servers:
         told |= {URLS: ",".join(server.url for server in servers), TOKEN: token}
-    return ServersAndTrainer(servers, (sys.executable, "-m", "lowpeak", kind, *argv), told, _logs(given))
+    return ServersAndTrainer(servers, (sys.executable, "-m", "lowpeak", kind, *argv, *sharded), told, _logs(given))
 
 
 def _logs(given: Mapping[str, Any]) -> Path:
@@ -128,6 +130,11 @@ def _training_devices(given: Mapping[str, Any], num_devices: int, taken: Sequenc
     several = bool(given.get("accelerate_config"))
     text = given.get("train_devices")
     if text is None:
+        if any(each != CPU and not each.isdigit() for each in taken):
+            raise ArgumentError(
+                "--vllm_devices has GPUs' own names, and which are left to train on is not known by them: name these too, in "
+                "--train_devices."
+            )
         left = tuple(str(each) for each in range(num_devices) if str(each) not in taken)
         if num_devices and not left:
             raise ArgumentError("--vllm_devices names all devices of this machine, and none is left to train on.")
@@ -137,10 +144,6 @@ def _training_devices(given: Mapping[str, Any], num_devices: int, taken: Sequenc
     check_apart(devices, taken)
     if given.get("gpu_ids"):
         raise ArgumentError("--train_devices and --gpu_ids say the same; leave --gpu_ids out.")
-    if len(devices) > 1 and not several:
-        raise ArgumentError(
-            f"--train_devices {text} needs --accelerate_config (ddp, fsdp2, zero3, ...) to train on several."
-        )
     return devices
 
 

@@ -36,7 +36,11 @@ def check_there(devices: Sequence[str], argument: str, num_devices: int) -> None
 
 
 def check_apart(train: Sequence[str], vllm: Sequence[str]) -> None:
-    """ArgumentError where a device is to train and to serve."""
+    """ArgumentError where a device is to train and to serve, or may be: an index and a GPU's own name cannot be compared."""
+    if len({each.isdigit() for each in (*train, *vllm) if each != CPU}) > 1:
+        raise ArgumentError(
+            "--train_devices and --vllm_devices name GPUs in two ways: write both lists as indexes, or both as GPUs' own names."
+        )
     both = [each for each in vllm if each in train and each != CPU]
     if both:
         raise ArgumentError(

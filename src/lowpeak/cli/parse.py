@@ -104,15 +104,16 @@ def _unwrap(hint: Any, value: Any) -> Any:
     return value[0] if isinstance(value, list) and len(value) == 1 and str in members(hint) else value
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """An argparse parser whose complaints are our errors, without the usage of two hundred arguments."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise it as ours."""
         raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 
-def _make_parser(arguments: Sequence[Argument], program: str) -> _Parser:
-    parser = _Parser(
+def _make_parser(arguments: Sequence[Argument], program: str) -> Parser:
+    parser = Parser(
         prog=program,
         usage=f"{program} [--config FILE.yaml] [--argument value ...]",
         allow_abbrev=False,

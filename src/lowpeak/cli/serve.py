@@ -5,16 +5,15 @@ It is reached from this machine alone unless `--host` says otherwise, and then i
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
-from typing import NoReturn
 
 from lowpeak.cli.devices import named
+from lowpeak.cli.parse import Parser
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import LOOPBACK, Server, check
 from lowpeak.rollout.vllm.process import ServerProcess
@@ -23,13 +22,6 @@ from lowpeak.rollout.vllm.versions import require_vllm
 
 _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"
-
-
-class _Parser(argparse.ArgumentParser):
-    """An argparse parser whose complaints are our errors."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -81,8 +73,8 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
 _OURS = ("model", "host", "port", "token", "tensor_parallel_size", "devices", "dtype")
 
 
-def _parser() -> _Parser:
-    parser = _Parser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="lowpeak serve",
         usage="lowpeak serve --model MODEL [--argument value ...] [vLLM's own options]",
         description=__doc__.split("\n\n")[1] if __doc__ else None,

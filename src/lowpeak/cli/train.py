@@ -86,11 +86,6 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     return 0
 
 
-def read_job(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
-    """The command line and its file as a job; what is missing or contradicts itself is an error."""
-    return configured(read_words(kind, argv, library), library)
-
-
 def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """What was told, without the trainer's configuration: making that one takes the devices."""
     config_class = getattr(library, f"{NAMES[kind]}Config")

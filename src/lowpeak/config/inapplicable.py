@@ -60,6 +60,12 @@ def default_of(args: Any, name: str) -> Any:
     raise KeyError(name)
 
 
+def said_as(args: Any, name: str) -> str:
+    """The name by which the user said an argument: its own, or another library's for the same."""
+    names: dict[str, str] = getattr(args, "said_as", {})
+    return names.get(name, name)
+
+
 def is_set(args: Any, name: str) -> bool:
     """Whether an argument differs from its class's default."""
     return bool(getattr(args, name) != default_of(args, name))
@@ -87,4 +93,4 @@ def refuse_idle(args: Any, names: tuple[str, ...], acts: bool, because: str) -> 
         return
     for name in names:
         if is_set(args, name):
-            raise ArgumentError(f"{name}={getattr(args, name)!r} has no effect: {because}.")
+            raise ArgumentError(f"{said_as(args, name)}={getattr(args, name)!r} has no effect: {because}.")

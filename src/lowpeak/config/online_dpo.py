@@ -82,3 +82,15 @@ def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
         missing_eos_penalty=float(args.missing_eos_penalty or 0.0),
         mask_truncated=online.mask_truncated,
     )
+
+
+def check_betas(args: Any, steps_per_epoch: int | None) -> None:
+    """ArgumentError for betas of epochs that `max_steps` does not reach; None where epochs have no end."""
+    if args.max_steps <= 0 or steps_per_epoch is None:
+        return
+    betas, epochs = _betas(args.beta), -(-args.max_steps // steps_per_epoch)
+    require(
+        len(betas) <= epochs,
+        f"beta has {len(betas)} values and max_steps={args.max_steps} is over in epoch {epochs}, of {steps_per_epoch} steps; "
+        "give at most one for each epoch.",
+    )

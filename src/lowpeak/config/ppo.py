@@ -25,7 +25,6 @@ RANGES: dict[str, Range] = {
     "missing_eos_penalty": (lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
     "value_learning_rate": (lambda x: x is None or 0 <= x < float("inf"), "must be a finite number of 0 or more"),
     "value_warmup_steps": (lambda x: x >= 0, "must be 0 or more"),
-    "num_mini_batches": (lambda x: x is None or x >= 1, "must be at least 1"),
 }
 
 REJECTED: dict[str, str] = {
@@ -93,6 +92,9 @@ class PPOSettings:
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """PPO's settings; an argument that the run leaves idle is an ArgumentError."""
     _check_critic(args)
+    still = "vf_coef is 0, so the critic's loss counts nothing; set vf_coef or remove it"
+    refuse_idle(args, ("cliprange_value",), args.vf_coef > 0, still)
+    refuse_idle(args, ("value_learning_rate",), args.vf_coef > 0 or args.weight_decay > 0, still)
     reused = online.rollout.num_steps > 1
     refuse_idle(args, ("epsilon", "epsilon_high", "cliprange_value", "early_stop_kl"), reused, ON_POLICY)
     refuse_idle(

@@ -14,6 +14,7 @@ from lowpeak.config.algorithm import (
     KLEstimator,
     RewardScale,
 )
+from lowpeak.config.inapplicable import said_as
 from lowpeak.config.vllm import ModelImpl, Transport, VllmMode
 from lowpeak.errors import ArgumentError
 
@@ -94,4 +95,4 @@ def check_ranges(args: Any) -> None:
     names = {f.name for f in fields(args)}
     for name, (fits, text) in (RANGES | getattr(args, "ranges", {})).items():
         if name in names and not fits(getattr(args, name)):
-            raise ArgumentError(f"{name}={getattr(args, name)!r} {text}.")
+            raise ArgumentError(f"{said_as(args, name)}={getattr(args, name)!r} {text}.")

@@ -9,7 +9,7 @@ from typing import Any
 from lowpeak.config.algorithm import EntropyBonus, GRPOSettings, RLOOSettings
 from lowpeak.config.correction import resolve_correction
 from lowpeak.config.gathering import resolve_gather_budget
-from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require
+from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require, said_as
 from lowpeak.config.kinds import check_kinds
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.ranges import check_ranges
@@ -257,7 +257,7 @@ def _steps_per_generation(args: Any, batch: int) -> int:
         return args.steps_per_generation or args.gradient_accumulation_steps
     require(
         args.steps_per_generation is None,
-        f"generation_batch_size={size} and steps_per_generation={args.steps_per_generation} say the same thing; give one.",
+        f"generation_batch_size={size} and {said_as(args, 'steps_per_generation')} say the same thing; give one.",
     )
     require(
         size > 0 and size % batch == 0,

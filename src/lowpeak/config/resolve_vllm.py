@@ -16,7 +16,6 @@ COLOCATED = (
     "vllm_model_impl",
     "vllm_enable_sleep_mode",
     "vllm_gpu_memory_utilization",
-    "vllm_max_model_length",
     "vllm_tensor_parallel_size",
     "vllm_engine_kwargs",
 )
@@ -30,6 +29,7 @@ SERVED = (
 )
 EITHER = (
     "vllm_mode",
+    "vllm_max_model_length",
     "vllm_batch_size",
     "vllm_wave_timeout",
     "vllm_structured_outputs_regex",
@@ -65,17 +65,16 @@ _OURS = (
     "skip_special_tokens",
     "extra_args",
 )
+_ENDS = ("ignore_eos", "repetition_detection")  # would end a completion otherwise than the run knows
 # What else of vLLM's sampling parameters changes a completion: a server does not tell of a name that it does not know.
 _PASSED_ON = (
     "presence_penalty",
     "frequency_penalty",
-    "ignore_eos",
     "min_tokens",
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
     "thinking_token_budget",
-    "repetition_detection",
     "skip_reading_prefix_cache",
 )
 # vLLM's engine arguments that an argument of the run says, and those without which weights do not get to an engine.
@@ -116,6 +115,12 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
         args, SERVED, not colocated, "vllm_mode is 'colocate', there is no server; set vllm_mode='server' or remove it"
     )
     _refuse_native(args, colocated)
+    length = args.vllm_max_model_length
+    require(
+        length is None or length > args.max_completion_length,
+        f"vllm_max_model_length={length} leaves no room for a prompt beside max_completion_length="
+        f"{args.max_completion_length}: raise it, or lower max_completion_length.",
+    )
     _check_transport(args, colocated)
     return VllmSettings(
         where=_colocate(args, world_size, environ) if colocated else _server(args, environ),
@@ -169,17 +174,12 @@ def _check_transport(args: Any, colocated: bool) -> None:
 
 
 def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:
-    size, length = args.vllm_tensor_parallel_size, args.vllm_max_model_length
+    size = args.vllm_tensor_parallel_size
     divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
     require(
         size in divisors,
         f"vllm_tensor_parallel_size={size} does not divide the run's {world_size} rank{'s' * (world_size > 1)}: a colocated "
         f"engine is cut over whole groups of them; use {' or '.join(map(str, divisors))}, or vllm_mode='server'.",
-    )
-    require(
-        length is None or length > args.max_completion_length,
-        f"vllm_max_model_length={length} leaves no room for a prompt beside max_completion_length="
-        f"{args.max_completion_length}: raise it, or lower max_completion_length.",
     )
     refuse_idle(
         args,
@@ -192,7 +192,7 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
     return ColocateSettings(
         tensor_parallel_size=size,
         gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=length,
+        max_model_length=args.vllm_max_model_length,
         model_impl=args.vllm_model_impl,
         sleeps=args.vllm_enable_sleep_mode,
         kv_cache_bytes=args.kv_cache_bytes,
@@ -295,10 +295,26 @@ def _sampling_kwargs(args: Any) -> dict[str, Any]:
             f"generation_kwargs has {name}, which lowpeak sets itself to train on the answer; remove it.",
         )
         require(
+            name not in _ENDS,
+            f"generation_kwargs has {name}: a completion ends with the tokenizer's end of sequence, a stop string or a stop token, "
+            "or at max_completion_length; remove it.",
+        )
+        require(
             name in _PASSED_ON,
             f"generation_kwargs has {name}, which vLLM does not take; it takes {', '.join((*EVERY_ENGINE, *_PASSED_ON))}.",
         )
+    if "logit_bias" in more:
+        more["logit_bias"] = _by_token(more["logit_bias"])
     return more
+
+
+def _by_token(bias: Any) -> dict[int, float]:
+    """A logit bias whose tokens are numbers: JSON has names for keys."""
+    require(
+        isinstance(bias, Mapping) and all(str(token).isdigit() for token in bias),
+        f"generation_kwargs has logit_bias={bias!r}, which is no mapping of token ids to numbers.",
+    )
+    return {int(token): float(value) for token, value in bias.items()}
 
 
 EVERY_ENGINE = ("seed", "stop", "stop_strings", "stop_token_ids")  # of generation_kwargs

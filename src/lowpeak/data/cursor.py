@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from lowpeak.data.prompts import PromptReader, RowReader, log_left_out, num_rows, read_rows
+from lowpeak.data.prompts import PromptReader, RowReader, log_left_out, num_rows, read_rows, usable_rows
 from lowpeak.errors import CheckpointError, DataError
 from lowpeak.records import Prompt
 
@@ -148,3 +148,11 @@ def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> li
             prompts.append(replace(prompt, serial=len(prompts)))
     log_left_out(total - len(prompts), total, reader)
     return prompts
+
+
+def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
+    """A run's cursor over the rows that can be used: all of a data set are read first, those of a stream as they come."""
+    usable = dataset if num_rows(dataset) is None else usable_rows(dataset, reader)
+    return PromptCursor(
+        usable, reader, shuffle=args.shuffle_dataset, seed=args.seed if args.data_seed is None else args.data_seed
+    )

@@ -11,7 +11,6 @@ from enum import StrEnum
 class Phase(StrEnum):
     """A named span of a run; its value is the key in `peak_memory/<phase>` and in the plan."""
 
-    LOAD = "load"  # the file buffers of one weight, until all models stand
     SYNC = "sync"  # weight slices on their way to the engine, a few MB at a time
     ROLLOUT = "rollout"  # one wave's KV cache, the logits of its last tokens, the optimizer's states unless moved out
     REWARD = "reward"  # the reward model in use and one batch of its activations; nothing for a function

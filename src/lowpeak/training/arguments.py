@@ -193,7 +193,9 @@ class OnlineConfig(VllmArguments, CommonConfig):
     share_prompt: bool | None = argument(
         None, "memory", "Forward a prompt once for all of its completions (None: where it pays)."
     )
-    overlong_prompts: str = argument("error", "data", "A prompt longer than fits: 'error', or 'drop' and count.")
+    overlong_prompts: str = argument(
+        "error", "data", "A prompt longer than fits: 'error', or 'drop' and count (in the log)."
+    )
     beta: float = argument(0.0, "algorithm", "KL coefficient; 0 loads no reference model.")
     kl_estimator: str = argument("k3", "algorithm", "KL estimate per token: k1, k2 or k3.")
     num_iterations: int = argument(1, "algorithm", "Passes over each rollout.")

@@ -18,8 +18,8 @@ from lowpeak.config.gathering import given_gathering
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.critic import critics_model
-from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import PromptReader, num_rows, padding_id, usable_rows
+from lowpeak.data.cursor import PromptCursor, cursor_over
+from lowpeak.data.prompts import PromptReader, padding_id
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.journal import Journal
 from lowpeak.loading import give_room
@@ -303,10 +303,7 @@ def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: 
     """All rows checked before anything trains, and those left out that are too long and may be dropped."""
     if dataset is None:
         raise DataError("train_dataset is None: pass a data set with a 'prompt' column.")
-    if num_rows(dataset) is not None:
-        dataset = usable_rows(dataset, reader)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    cursor = PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)
+    cursor = cursor_over(dataset, reader, args)
     _check_length(cursor, settings)
     return cursor
 

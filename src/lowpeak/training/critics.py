@@ -24,7 +24,7 @@ from lowpeak.critic import (
     let_layers_switch,
 )
 from lowpeak.errors import ArgumentError
-from lowpeak.loading import whole_again
+from lowpeak.loading import whole_again, without_weights
 from lowpeak.logprobs.head import causal_lm
 from lowpeak.rewards.model import load_classifier
 from lowpeak.strategies.gathered import layers_of
@@ -66,11 +66,11 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, a
     if value_model is not None and args.value_model_path is not None:
         raise ArgumentError("value_model and value_model_path name two critics; give one.")
     trusted = {"trust_remote_code": True} if args.trust_remote_code else {}
-    if value_model is not None:
-        given = value_model if isinstance(value_model, nn.Module) else load_classifier(str(value_model), trusted)
+    given = value_model if value_model is not None else args.value_model_path
+    if isinstance(given, nn.Module):
         return _checked(given)
-    if args.value_model_path is not None:
-        return _checked(load_classifier(args.value_model_path, trusted))
+    if given is not None:
+        return _checked(_load_beside(causal, str(given), trusted))
     if isinstance(origin, str):
         options = {"dtype": "auto", **trusted, **(args.model_init_kwargs or {})}
         classifier = from_pretrained(AutoModelForSequenceClassification, origin, num_labels=1, **options)
@@ -78,6 +78,14 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, a
         classifier = _on_same_backbone(policy, causal)
     classifier.score = _score(causal)
     return _checked(classifier)
+
+
+def _load_beside(causal: Any, name: str, options: dict[str, Any]) -> nn.Module:
+    """A trained classifier of a name or path; without weights where the policy has none, and gets them from rank 0."""
+    if causal.get_input_embeddings().weight.is_meta:
+        made: nn.Module = without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+        return made
+    return load_classifier(name, options)
 
 
 def _on_same_backbone(policy: nn.Module, causal: Any) -> Any:

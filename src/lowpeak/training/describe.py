@@ -97,8 +97,11 @@ def _plan(trainer: Any) -> dict[str, Any]:
     rows = [reader.read(row, i) for i, row in enumerate(islice(iter(dataset), settings.rollout.num_prompts))]
     longest = max((len(prompt.ids) for prompt in rows if prompt is not None), default=0)
     length = settings.sampling.max_new_tokens
-    prompts = [(i // settings.rollout.num_generations,) * longest for i in range(settings.rollout.rows_per_step)]
-    cut_up = _cut(trainer, prompts, length, maker.budget)
+    groups = [i // settings.rollout.num_generations for i in range(settings.rollout.rows_per_step)]
+    bound = None
+    if trainer.run.algorithm.unit == "pair":  # two rows of each group are trained on, and stay together
+        groups = bound = [group for group in sorted(set(groups)) for _ in range(2)]
+    cut_up = _cut(trainer, [(group,) * longest for group in groups], length, maker.budget, bound)
     return {"longest_prompt_seen": longest, "longest_row": longest + length, **cut_up}
 
 

@@ -13,7 +13,8 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Prompt, Record
 from lowpeak.rewards.judged import Judged
-from lowpeak.training.rollouts import RolloutMaker, describe, length_metrics, whole
+from lowpeak.training.rollout_rows import describe, length_metrics
+from lowpeak.training.rollouts import RolloutMaker, whole
 
 _EVAL_SEED = 0x5EED
 

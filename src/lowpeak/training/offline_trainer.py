@@ -16,8 +16,8 @@ from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
 from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
-from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import RowReader, check_end, num_rows, padding_id, usable_rows
+from lowpeak.data.cursor import cursor_over
+from lowpeak.data.prompts import RowReader, check_end, padding_id
 from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
@@ -115,7 +115,7 @@ class OfflineTrainer(StepTrainer):
         self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
         self.reader = self.make_reader(args, policy, tokenizer)
         with strategy.ranks.together():
-            self.cursor = _cursor(train_dataset, self.reader, args)
+            self.cursor = cursor_over(train_dataset, self.reader, args)
         self.add_callback(StepCallback(self))
 
     def _check_data(self, dataset: Any, args: Any) -> None:
@@ -208,10 +208,3 @@ def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
 def _name_of(config_class: type) -> str:
     """`sft` of SFTConfig."""
     return config_class.__name__.removesuffix("Config").lower()
-
-
-def _cursor(dataset: Any, reader: RowReader[Any], args: Any) -> PromptCursor[Any]:
-    if num_rows(dataset) is not None:
-        dataset = usable_rows(dataset, reader)
-    seed = args.seed if args.data_seed is None else args.data_seed
-    return PromptCursor(dataset, reader, shuffle=args.shuffle_dataset, seed=seed)

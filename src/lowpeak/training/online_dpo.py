@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.online_dpo import make_online_dpo
-from lowpeak.config.online_dpo import resolve_online_dpo
+from lowpeak.config.online_dpo import check_betas, resolve_online_dpo
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.judge import rewards_or_judge
@@ -46,6 +46,7 @@ class OnlineDPOTrainer(OnlineTrainer):
                 "num_generations_eval=1 leaves the judge nothing to compare in an evaluation: set it to 2 or more, or remove it."
             )
         super().__init__(model, rewards_or_judge(reward_funcs, judge), args, ref_model=ref_model, **others)
+        check_betas(self.user_args, self.num_steps_per_epoch())
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,6 +34,8 @@ from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
+
+logger = logging.getLogger(__name__)
 
 
 class OnlineTrainer(StepTrainer):
@@ -135,7 +138,7 @@ class OnlineTrainer(StepTrainer):
         step, self.steps_used = self.steps_used, self.steps_used + 1
         rows = rows_of_step(rollout, maker.settings.rollout, self.user_args.seed, step, self.run.algorithm.unit)
         batches = step_batches(rollout.records, rows, self.run.algorithm, maker.budget, self.run.strategy.ranks)
-        return StepWork(batches, sum(record.num_tokens for record in rollout.records) if step == 0 else 0)
+        return StepWork(batches, rollout.num_tokens if step == 0 else 0)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
@@ -259,6 +262,9 @@ class OnlineTrainer(StepTrainer):
         self.maker.cursor.load_state_dict(state.cursor)
         start, saved = self.run.algorithm.state, state.algorithm_state
         self.run.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
+        if start and self.is_world_process_zero():
+            told = ", ".join(f"{name}={value:.4g}" for name, value in self.run.algorithm_state.items())
+            logger.info("The algorithm's own numbers go on where the checkpoint has them: %s.", told)
         self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
@@ -285,8 +291,8 @@ class OnlineTrainer(StepTrainer):
         missing = [need for need in sorted(self.run.algorithm.needs) if any(getattr(r, need) is None for r in records)]
         if missing:
             raise CheckpointError(
-                f"{checkpoint} is in the middle of a rollout, which lacks {missing[0]} log-probs: resume with the arguments "
-                "that it was made with, or from a checkpoint between two rollouts."
+                f"{checkpoint} is in the middle of a rollout, whose rows have no {missing[0]}, which was not needed then: resume "
+                "with the arguments that it was made with, or from a checkpoint between two rollouts."
             )
 
     def _reference_model(self) -> nn.Module:

@@ -15,13 +15,15 @@ from lowpeak.records import Metric, Record, Unit
 class Rollout:
     """The groups made from one set of weights, scored and with advantages; `number` counts rollouts from 0.
 
-    `metrics` and `rows` (what the journal writes of each completion) are said once, when the rollout is made.
+    `metrics`, `rows` (what the journal writes of each completion) and `num_tokens` are of all that was generated for it, and are
+    said once, when the rollout is made.
     """
 
     number: int
     records: tuple[Record, ...]
     metrics: dict[str, Metric] = field(default_factory=dict)
     rows: tuple[dict[str, object], ...] = ()
+    num_tokens: int = 0
 
 
 def rows_of_step(

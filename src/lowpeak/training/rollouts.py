@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -33,6 +32,7 @@ from lowpeak.rollout.vllm.weights.report import PushReport
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
 from lowpeak.training.reuse import Rollout
+from lowpeak.training.rollout_rows import describe, length_metrics
 from lowpeak.training.step import Core, Scored, score
 from lowpeak.training.work import matched
 
@@ -113,8 +113,8 @@ class RolloutMaker:
         with self.awake():
             self.load_weights(policy_version)
             self.tally.take()
-            judged = self._ask_until_full(number, trainer_state)
-        records = tuple(self._with_loss_mask(record) for record in judged.records)
+            judged, chosen = self._ask_until_full(number, trainer_state)
+        records = tuple(self._with_loss_mask(judged.records[i]) for i in chosen)
         records, scoring = self._score(records)
         known = self.algorithm.coefficients() if coefficients is None else coefficients
         advantages = self.algorithm.advantages(records, known)
@@ -122,9 +122,18 @@ class RolloutMaker:
         given = zip(records, advantages.per_token, returns, strict=True)
         records = tuple(self._with_advantages(*each) for each in given)
         metrics = merge_metrics(judged.metrics, advantages.metrics)
-        metrics = merge_metrics(merge_metrics(metrics, length_metrics(records)), scoring)
-        metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested())
-        return Rollout(number, records, metrics, describe(judged, records, self.panel.names))
+        metrics = merge_metrics(merge_metrics(metrics, length_metrics(judged.records)), scoring)
+        metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested() | self._left_out())
+        told = list(judged.records)
+        for i, record in zip(chosen, records, strict=True):
+            told[i] = record
+        num_tokens = sum(record.num_tokens for record in told)
+        return Rollout(number, records, metrics, describe(judged, told, self.panel.names), num_tokens)
+
+    def _left_out(self) -> dict[str, Metric]:
+        """Prompts of a stream that were too long so far, where there were any."""
+        count = self.cursor.num_dropped
+        return {"overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
 
     def _rested(self) -> dict[str, Metric]:
         """Bytes that left the device for the rollout and seconds that both ways took, of the rank where they are most."""
@@ -225,32 +234,36 @@ class RolloutMaker:
             for i, prompt in enumerate(prompts)
         ]
 
-    def _ask_until_full(self, number: int, state: Any) -> Judged:
-        """Stations 1 and 4 to 6: full groups, asking again for those that selection drops, at most K times.
+    def _ask_until_full(self, number: int, state: Any) -> tuple[Judged, list[int]]:
+        """Stations 1 and 4 to 6: all rows that were judged, and which of them to train on: those of full groups.
 
-        What is still missing then is dropped; when nothing at all was selected, the last answer is used as it is.
+        Asks again for groups that selection drops, at most K times; what is still missing then is dropped. When nothing at all
+        was selected, the last answer is used as it is.
         """
         sampling = replace(self.settings.sampling, rollout=number)
-        missing, asked, kept, dropped = self.settings.rollout.num_prompts, 0, [], 0
+        missing, asked, dropped = self.settings.rollout.num_prompts, 0, 0
+        parts: list[Judged] = []
+        chosen: list[int] = []
         for _ in range(1 + self.settings.rollout.max_refills):
             with self.strategy.ranks.together():
                 prompts = self.cursor.take(missing)
             judged = self.ask(prompts, sampling, state, asked, Phase.ROLLOUT)
             asked += missing
             selection = self.algorithm.select(judged.records)
-            rows = judged.rows(selection.rows)
-            kept.append(replace(rows, metrics=merge_metrics(rows.metrics, selection.metrics)))
+            first = sum(len(part.records) for part in parts)
+            chosen += [first + i for i in selection.rows]
+            parts.append(replace(judged, metrics=merge_metrics(judged.metrics, selection.metrics)))
             missing = selection.num_missing_groups
             dropped += missing
             if not missing:
                 break
-        full = merge_judged(kept)
-        if not full.records:
-            full = replace(judged, metrics=full.metrics)
+        full = merge_judged(parts)
+        if not chosen:
+            chosen = list(range(first, len(full.records)))
         if not self.settings.rollout.max_refills:
-            return full
+            return full, chosen
         extra = {"dropped_groups": Metric(float(dropped), 1.0, "sum"), "asked_groups": Metric(float(asked), 1.0, "sum")}
-        return replace(full, metrics=merge_metrics(full.metrics, extra))
+        return replace(full, metrics=merge_metrics(full.metrics, extra)), chosen
 
     def _with_loss_mask(self, record: Record) -> Record:
         """The record with the mask that losses use, and without the fields of a `rollout_func` that rewards have read."""
@@ -341,47 +354,3 @@ def whole(parts: Sequence[Judged], names: Sequence[str]) -> Judged:
     """Several answers as one, whose statistics of each reward are over all of its rows, as if judged at once."""
     merged = merge_judged(parts)
     return replace(merged, metrics=merged.metrics | reward_metrics(names, merged.records))
-
-
-def length_metrics(records: Sequence[Record]) -> dict[str, Metric]:
-    """TRL's `completions/*`: lengths of all completions and of those that ended by themselves, share of those cut."""
-    lengths = [float(len(record.completion)) for record in records]
-    ended = [float(len(r.completion)) for r in records if r.completion.finish_reason == "stop"]
-    metrics = {f"completions/{name}": metric for name, metric in _spread("length", lengths).items()}
-    metrics |= {f"completions/{name}": metric for name, metric in _spread("terminated_length", ended).items()}
-    cut = float(len(lengths) - len(ended))
-    return metrics | {"completions/clipped_ratio": Metric(cut, float(len(lengths)))}
-
-
-def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
-    if not values:
-        return {}
-    return {
-        f"mean_{name}": Metric(sum(values), float(len(values))),
-        f"min_{name}": Metric(min(values), 1.0, "min"),
-        f"max_{name}": Metric(max(values), 1.0, "max"),
-    }
-
-
-def describe(judged: Judged, records: Sequence[Record], names: Sequence[str]) -> tuple[dict[str, object], ...]:
-    """What the journal and the table of completions say of each row."""
-    rows = []
-    for i, (record, text) in enumerate(zip(records, judged.texts, strict=True)):
-        counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
-        row: dict[str, object] = {
-            "group": record.group,
-            "prompt": judged.prompts[i],
-            "completion": text,
-            "num_tokens": len(record.completion),
-            "finish_reason": record.completion.finish_reason,
-            **{name: _or_none(value) for name, value in zip(names, record.rewards, strict=True)},
-            "reward": _or_none(record.reward),
-            "advantage": float(counted.mean()) if counted.numel() else 0.0,
-        }
-        row |= {column: values[i] for column, values in judged.columns.items()}
-        rows.append(row)
-    return tuple(rows)
-
-
-def _or_none(value: float) -> float | None:
-    return None if math.isnan(value) else value

@@ -22,7 +22,9 @@ class VllmArguments:
     )
     vllm_gpu_memory_utilization: float = argument(0.3, "vllm", "Colocated: the engine's share of the device's memory.")
     vllm_max_model_length: int | None = argument(
-        None, "vllm", "Colocated: most tokens of prompt and completion together (None: the model's own context)."
+        None,
+        "vllm",
+        "Most tokens of prompt and completion together, as a server was told too (None: the model's context).",
     )
     vllm_tensor_parallel_size: int = argument(1, "vllm", "Colocated: ranks that one engine is cut over.")
     vllm_engine_kwargs: dict | str | None = argument(

@@ -73,7 +73,9 @@ def test_without_devices_of_its_own_a_machine_has_a_server_on_its_cpus():
         ({"vllm_devices": "1,cpu"}, "cpu stands alone"),
         ({"vllm_devices": "1,2,3", "vllm_tensor_parallel_size": 2}, "2 does not divide the 3 devices"),
         ({"vllm_devices": "0,1,2,3"}, "none is left to train on"),
-        ({"train_devices": "0,1", "vllm_devices": "2"}, "--train_devices 0,1 needs --accelerate_config"),
+        ({"vllm_devices": "GPU-2a"}, "has GPUs' own names, and which are left to train on is not known"),
+        ({"train_devices": "0", "vllm_devices": "GPU-2a"}, "name GPUs in two ways: write both lists as indexes"),
+        ({"train_devices": "0,GPU-8f", "vllm_devices": "cpu"}, "name GPUs in two ways"),
         ({"train_devices": "0", "vllm_devices": "2", "gpu_ids": "0"}, "say the same"),
         ({"vllm_devices": "1", "use_vllm": False}, "no effect without --use_vllm true"),
         ({"vllm_devices": "1", "vllm_mode": "colocate"}, "colocate runs vLLM on the training devices"),
@@ -168,10 +170,19 @@ def test_the_trainer_is_configured_with_the_servers_and_without_what_was_said_to
     urls = [each.url for each in both.servers]
     assert len(set(urls)) == 2
     told = handed_over(GIVEN | {"vllm_max_model_length": 512, "kv_cache_bytes": 1}, both.trainer_environ)
-    assert told == GIVEN | {"vllm_mode": "server", "vllm_server_base_url": ",".join(urls)}
+    own = {"vllm_mode": "server", "vllm_server_base_url": ",".join(urls), "vllm_max_model_length": 512}
+    assert told == GIVEN | own  # the length too: prompts that do not fit are found before anything trains
     assert handed_over(GIVEN, {}) == GIVEN
     assert both.command == (sys.executable, "-m", "lowpeak", "grpo", "--model", "m")
-    assert "vllm_max_model_length" in FOR_SERVERS
+    assert "vllm_max_model_length" not in FOR_SERVERS
+
+
+def test_several_devices_without_a_word_on_how_train_under_fsdp2():
+    both = planned(train_devices="0,3", vllm_devices="1,2")
+    assert both.command[-2:] == ("--accelerate_config", "fsdp2")
+    assert seen(both) == ("0,3", [("1",), ("2",)])
+    assert "--accelerate_config" not in planned(train_devices="0,3", vllm_devices="1", accelerate_config="ddp").command
+    assert "--accelerate_config" not in planned(vllm_devices="1").command
 
 
 def test_servers_on_this_host_demand_a_token_that_nobody_else_knows():

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lowpeak.cli.show import dump
-from lowpeak.cli.train import checkpoint_to_resume, read_job, run
+from lowpeak.cli.train import checkpoint_to_resume, configured, read_words, run
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.training.arguments import GRPOConfig, RLOOConfig, SFTConfig
 from lowpeak.training.online_dpo_arguments import OnlineDPOConfig
@@ -199,7 +199,7 @@ def test_the_model_is_pushed_when_that_was_asked_for(library, folder):
 )  # fmt: skip
 def test_a_job_that_cannot_be_is_refused_before_anything_is_loaded(kind, words, message, library):
     with pytest.raises(ArgumentError, match=message):
-        read_job(kind, words, library)
+        configured(read_words(kind, words, library), library)
 
 
 def test_what_transformers_refuses_is_an_argument_error(library, folder):

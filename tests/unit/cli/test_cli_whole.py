@@ -75,8 +75,26 @@ def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, caps
     of_critic = 32 if command == "ppo" else 0  # a head
     assert shown["model"]["parameters"] == of_critic + sum(p.numel() for p in tiny_model().parameters())
     assert shown["arguments"]["max_steps"] == 2
-    assert shown["micro_batches"]["rows_per_step"] == 8
+    assert shown["micro_batches"]["rows_per_step"] == (4 if command == "online-dpo" else 8)  # two of each group of four
     assert not (folder / "out/model.safetensors").exists()
+
+
+def test_a_dry_run_of_pairs_plans_pairs(folder, capsys):
+    """A pair is not cut, though one of its rows would fit."""
+    both = rewarded(
+        folder,
+        "--num_generations",
+        "2",
+        "--micro_batch_tokens",
+        "8",
+        "--padding_free",
+        "false",
+        "--share_prompt",
+        "false",
+    )
+    assert main(["online-dpo", *both, "--dry-run"]) == 0
+    plan = yaml.safe_load(capsys.readouterr().out)["micro_batches"]
+    assert (plan["rows_per_step"], plan["micro_batches_at_most"], plan["rows_per_micro_batch_at_least"]) == (8, 4, 2)
 
 
 def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys):

@@ -137,10 +137,30 @@ def test_a_rollout_keeps_the_best_and_the_worst_of_each_group(tmp_path):
     run.train()
     judged = journal(tmp_path, "rollouts")
     for group in {(row["step"], row["group"]) for row in judged}:
-        pair = [row for row in judged if (row["step"], row["group"]) == group]
-        chosen, rejected = sorted(pair, key=lambda row: -row["reward"])
-        assert chosen["reward"] > rejected["reward"]
-        assert (chosen["advantage"], rejected["advantage"]) == (1.0, -1.0)
+        rows = sorted(
+            (row for row in judged if (row["step"], row["group"]) == group),
+            key=lambda row: (-row["reward"], -row["advantage"]),
+        )
+        assert len(rows) == 8
+        if rows[0]["reward"] > rows[-1]["reward"]:
+            assert [row["advantage"] for row in rows if row["advantage"]] == [1.0, -1.0]
+            assert rows[0]["advantage"] == 1.0
+            assert next(row for row in rows if row["reward"] == rows[-1]["reward"])  # the worst is the rejected one
+            assert min(rows, key=lambda row: row["advantage"])["reward"] == rows[-1]["reward"]
+        else:
+            assert {row["advantage"] for row in rows} == {0.0}
+
+
+def test_what_is_told_of_completions_counts_those_that_are_in_no_pair(tmp_path):
+    run = online_dpo(tmp_path, num_generations=8, max_steps=1, logging_steps=1)
+    run.train()
+    rows, logged = journal(tmp_path, "rollouts"), run.state.log_history[0]
+    lengths = [row["num_tokens"] for row in rows]
+    assert logged["completions/mean_length"] == pytest.approx(sum(lengths) / len(lengths))
+    assert logged["num_tokens"] == sum(lengths) + sum(
+        len(run.processing_class(row["prompt"]).input_ids) for row in rows
+    )
+    assert len(rows) > 2 * len({row["group"] for row in rows})
 
 
 def test_the_prompt_of_a_pair_is_forwarded_once_and_never_projected(tmp_path):
@@ -255,6 +275,10 @@ def test_a_list_of_betas_is_checked(tmp_path):
         ({"kl_estimator": "k1"}, "need no estimate of a KL"),
         ({"mask_truncated_completions": True, "missing_eos_penalty": 1.0}, "missing_eos_penalty=1.0 has no effect"),
         ({"missing_eos_penalty": 0.0}, "must be a number above 0"),
+        (
+            {"beta": [0.1, 0.2, 0.3], "max_steps": 1},
+            r"beta has 3 values and max_steps=1 is over in epoch 1, of \d+ steps",
+        ),
         ({"loss_type": "dapo"}, "must be one of 'sigmoid', 'ipo'"),
         ({"num_generations": 1}, "must be at least 2"),
         ({"vllm_importance_sampling_correction": True}, "use_vllm is off"),

@@ -240,6 +240,24 @@ def test_trls_names_say_the_same(tmp_path):
         PPOConfig(output_dir=str(tmp_path), use_cpu=True, kl_coef=0.1, beta=0.2)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_iterations": 1, "cliprange": 0.1}, r"cliprange=0\.1 has no effect"),
+        ({"cliprange": -0.1}, r"cliprange=-0\.1 must be"),
+        ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number of at least 1"),
+        ({"num_mini_batches": 2.0}, r"num_mini_batches=2\.0 must be a whole number"),
+        (
+            {"num_mini_batches": 2, "generation_batch_size": 8},
+            "generation_batch_size=8 and num_mini_batches say the same",
+        ),
+    ],
+)
+def test_an_error_names_what_was_written(tmp_path, changes, words):
+    with pytest.raises(ArgumentError, match=words):
+        ppo(tmp_path, **changes)
+
+
 def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
     judge = classifier()
     run = ppo(
@@ -271,6 +289,8 @@ def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
         ({"kl_target": -1.0}, {}, "kl_target=-1.0 must be above 0"),
         ({"value_warmup_steps": 2, "vf_coef": 0.0}, {}, "vf_coef must be above 0"),
         ({"value_warmup_steps": 4, "max_steps": 4}, {}, "and max_steps above them"),
+        ({"vf_coef": 0.0, "cliprange_value": 0.5}, {}, "cliprange_value=0.5 has no effect: vf_coef is 0"),
+        ({"vf_coef": 0.0, "value_learning_rate": 0.5}, {}, "value_learning_rate=0.5 has no effect: vf_coef is 0"),
         ({"vf_coef": float("inf")}, {}, "vf_coef=inf must be a finite number"),
         ({"value_warmup_steps": 2, "weight_decay": 0.1}, {}, "weight_decay=0.1 would shrink it meanwhile"),
     ],

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+from contextlib import nullcontext
 
 import pytest
 
-from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowpeak import GRPOConfig, GRPOTrainer, PPOConfig, SFTConfig, SFTTrainer
 from lowpeak.errors import ArgumentError
 
 ROWS = [{"prompt": "1", "completion": "2"}]
@@ -103,6 +104,17 @@ def test_a_deepspeed_config_that_does_not_clip_gets_the_run_s_own_norm(where, tm
 def test_a_deepspeed_config_that_clips_otherwise_is_an_error(tmp_path):
     with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 and the run max_grad_norm=0.3"):
         config(tmp_path, deepspeed={**ZERO, "gradient_clipping": 1.0}, max_grad_norm=0.3)
+
+
+@pytest.mark.parametrize("rate", [None, 1e-2])
+def test_a_critics_own_rate_needs_an_optimizer_that_is_not_deepspeeds(tmp_path, rate):
+    own = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+    told = {"output_dir": str(tmp_path), "use_cpu": True, "value_learning_rate": rate}
+    with (
+        pytest.raises(ArgumentError, match="the DeepSpeed config has a section for its own") if rate else nullcontext()
+    ):
+        PPOConfig(deepspeed=own, **told)
+    PPOConfig(deepspeed=ZERO, **told)
 
 
 def test_other_parallelism_is_refused_where_it_is_asked_for(tmp_path):

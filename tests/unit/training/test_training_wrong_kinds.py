@@ -140,7 +140,10 @@ def test_arguments_may_be_copied_with_a_change(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"beta": 0.1}, "is in the middle of a rollout, which lacks reference log-probs: resume with the arguments"),
+        (
+            {"beta": 0.1},
+            "is in the middle of a rollout, whose rows have no reference, which was not needed then: resume with the arguments",
+        ),
         ({"num_generations": 8}, "num_generations was 4 and is 8"),
     ],
 )

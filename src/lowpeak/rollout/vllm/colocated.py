@@ -175,7 +175,7 @@ class ColocatedVllm:
         """
         engine, steps = self.llm.llm_engine, 0
         longest = max((len(one.prompt_ids) + int(one.params["max_tokens"]) for one in requests), default=1)
-        most = rows_that_fit([self.facts()], longest, num_callers=1)
+        most = rows_that_fit([self.facts()], longest, 1, self._settings.where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
                 names.append(self._add(requests[len(names)]))

@@ -19,6 +19,7 @@ from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
 from lowpeak.rollout.vllm.answers import checked, completion_of
 from lowpeak.rollout.vllm.at_once import at_once
+from lowpeak.rollout.vllm.misfit import option
 from lowpeak.rollout.vllm.requests import Key, Row, rows_of
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
@@ -181,14 +182,17 @@ class VllmEngine:
     def wake(self) -> None:
         """Connect, or have the memory again; weights that did not survive the sleep are held no more."""
         if not self._vllms:
-            self._vllms = tuple(self._connect())
-            self._facts = [vllm.facts() for vllm in self._vllms]
+            found = tuple(self._connect())
+            self._vllms, self._facts = found, [vllm.facts() for vllm in found]
         if not self._asleep:
             return
         for vllm in self._vllms:
             vllm.wake()
         self._asleep = False
-        if self._policy_version is None or self._has_base or not self._survived():  # a base is not in the proof
+        holds = self._policy_version is not None or self._has_base
+        if (
+            not (holds and self._survived()) or self._has_base
+        ):  # asked of a base too: what it finds lost has to come again
             self._policy_version, self._has_base = None, False
 
     def close(self) -> None:
@@ -207,15 +211,24 @@ class VllmEngine:
                 vllm.pause()
             report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
         except Exception:
-            for vllm in self._vllms:
-                with suppress(EngineError):  # it may be what failed
-                    vllm.resume()
+            with suppress(EngineError):  # it may be what failed
+                self._resume()
             raise
-        for vllm in self._vllms:
-            vllm.resume()
+        self._resume()
         if config is not None:
             self._adapters = report.adapters
         self._on_push(report)
+
+    def _resume(self) -> None:
+        """All of them, then the error of the first that could not."""
+        failures = []
+        for vllm in self._vllms:
+            try:
+                vllm.resume()
+            except EngineError as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def _make_ready(self) -> None:
         """Wait for each vLLM, as long as the settings say; it may have been started again since, with what it was not told."""
@@ -275,7 +288,7 @@ class VllmEngine:
         if all(facts.keeps_to_cache for facts in self._facts):
             return len(rows)
         longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
-        return rows_that_fit(self._facts, longest, self._callers.num_callers)
+        return rows_that_fit(self._facts, longest, self._callers.num_callers, self._settings.where)
 
     def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
@@ -305,7 +318,8 @@ class VllmEngine:
             if len(prompt.ids) + sampling.max_new_tokens > context:
                 raise EngineError(
                     f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
-                    f"exceeds vLLM's context of {context}: raise vllm_max_model_length, or shorten prompts or completions."
+                    f"exceeds vLLM's context of {context}: raise {option(self._settings.where, 'max_model_length')}, shorten "
+                    f"completions, or set vllm_max_model_length={context}, with which such prompts are found at the start."
                 )
 
 

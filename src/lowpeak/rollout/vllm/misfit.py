@@ -64,7 +64,8 @@ def _explained(text: str, where: Where, batch_size: int | None) -> LowpeakError 
 
 def _no_cache(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     return MemoryExhaustedError(
-        f"vLLM has no room for a block of its KV cache beside its weights: {_share(where, 'raise')}, {_cut(where)}{_room(where)}."
+        f"vLLM has no room for a block of its KV cache beside its weights: {cache_share(where, 'raise')}, {_cut(where)}"
+        f"{_room(where)}."
     )
 
 
@@ -73,7 +74,7 @@ def _short_cache(found: re.Match[str], where: Where, batch_size: int | None) -> 
     at_most = f" to at most {fits}" if fits else ""
     return MemoryExhaustedError(
         f"vLLM's KV cache has {there} GiB, and one row of {length} tokens needs {needed}: lower "
-        f"{_name(where, 'max_model_length')}{at_most}, {_share(where, 'raise')}, {_cut(where)}."
+        f"{option(where, 'max_model_length')}{at_most}, {cache_share(where, 'raise')}, {_cut(where)}."
     )
 
 
@@ -81,7 +82,7 @@ def _no_share(found: re.Match[str], where: Where, batch_size: int | None) -> Low
     free, total, share, wanted = found.groups()
     return MemoryExhaustedError(
         f"vLLM wants {wanted} GiB, {share} of a device, of which {free} of {total} GiB are free: lower "
-        f"{_name(where, 'gpu_memory_utilization')}, {_cut(where)}{_room(where)}."
+        f"{option(where, 'gpu_memory_utilization')}, {_cut(where)}{_room(where)}."
     )
 
 
@@ -90,36 +91,36 @@ def _no_host(found: re.Match[str], where: Where, batch_size: int | None) -> Lowp
     if float(wanted) <= 0:
         return _no_cache(found, where, batch_size)
     return MemoryExhaustedError(
-        f"vLLM's KV cache wants {wanted} GiB, and {free} of the host's {total} GiB are free: {_share(where, 'lower')}."
+        f"vLLM's KV cache wants {wanted} GiB, and {free} of the host's {total} GiB are free: {cache_share(where, 'lower')}."
     )
 
 
 def _long(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     length, context = found.groups()
     return ArgumentError(
-        f"{_name(where, 'max_model_length')} is {length}, and the model's context has {context} tokens: lower it, or leave it out."
+        f"{option(where, 'max_model_length')} is {length}, and the model's context has {context} tokens: lower it, or leave it out."
     )
 
 
 def _exhausted(found: re.Match[str], where: Where, batch_size: int | None) -> LowpeakError:
     rows = "the rows that its KV cache holds" if batch_size is None else str(batch_size)
     return MemoryExhaustedError(
-        f"vLLM ran out of memory: set vllm_batch_size below {rows} (smaller waves), {_share(where, 'lower')}, {_cut(where)}"
+        f"vLLM ran out of memory: set vllm_batch_size below {rows} (smaller waves), {cache_share(where, 'lower')}, {_cut(where)}"
         f"{_room(where)}."
     )
 
 
-def _name(where: Where, name: str) -> str:
+def option(where: Where, name: str) -> str:
     """An option of the engine, as it is said where the engine is."""
     if not isinstance(where, ServerSettings):
         return f"vllm_{name}"
     return f"`lowpeak serve --{'max_model_len' if name == 'max_model_length' else name}`"
 
 
-def _share(where: Where, verb: str) -> str:
+def cache_share(where: Where, verb: str) -> str:
     """What sizes the KV cache: bytes where they were given, else vLLM's share of the device."""
     if isinstance(where, ServerSettings):
-        return f"{verb} {_name(where, 'gpu_memory_utilization')} (or its --kv_cache_memory_bytes)"
+        return f"{verb} {option(where, 'gpu_memory_utilization')} (or its --kv_cache_memory_bytes)"
     if isinstance(where, Launched):
         return f"{verb} vllm_gpu_memory_utilization (or kv_cache_bytes)"
     if where.kv_cache_bytes is not None:
@@ -129,7 +130,7 @@ def _share(where: Where, verb: str) -> str:
 
 def _cut(where: Where) -> str:
     now = "" if isinstance(where, ServerSettings) else f" (now {where.tensor_parallel_size})"
-    return f"raise {_name(where, 'tensor_parallel_size')}{now}"
+    return f"raise {option(where, 'tensor_parallel_size')}{now}"
 
 
 def _room(where: Where) -> str:

@@ -7,11 +7,12 @@ from itertools import groupby
 
 from lowpeak.batching.assign import assign
 from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.misfit import Where, cache_share
 from lowpeak.rollout.vllm.requests import Row
 from lowpeak.rollout.vllm.vllm import Facts
 
 
-def rows_that_fit(all_facts: Sequence[Facts], longest: int, num_callers: int) -> int:
+def rows_that_fit(all_facts: Sequence[Facts], longest: int, num_callers: int, where: Where) -> int:
     """Rows of `longest` tokens that the engines' caches hold at once, shared evenly by so many callers.
 
     vLLM queues what does not fit and throws away the keys and values of what it has begun: a wave that fits is never
@@ -22,7 +23,7 @@ def rows_that_fit(all_facts: Sequence[Facts], longest: int, num_callers: int) ->
         if facts.kv_tokens < longest:
             raise EngineError(
                 f"One row of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {facts.kv_tokens} "
-                "tokens: raise vllm_gpu_memory_utilization (or kv_cache_bytes), or generate fewer tokens."
+                f"tokens: {cache_share(where, 'raise')}, or generate fewer tokens."
             )
         total += min(facts.max_num_seqs, facts.kv_tokens // longest)
     return max(1, total // num_callers)

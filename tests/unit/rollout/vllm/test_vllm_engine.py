@@ -13,7 +13,7 @@ from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.requests import seed_of
 from lowpeak.rollout.vllm.scripted import ScriptedVllm, scripted_push
 from lowpeak.rollout.vllm.vllm import Answer, Vllm
-from vllms import SAMPLING, engine_over, prompts, said, scripted, slices
+from vllms import SAMPLING, engine_over, facts, prompts, said, scripted, slices
 
 
 def asked(vllm):
@@ -338,6 +338,32 @@ def test_an_engine_that_sleeps_proves_its_weights_when_it_wakes():
     engine.wake()
     assert engine.policy_version == 0
     assert [event for event in vllm.events if event in ("sleep", "wake")] == ["sleep", "wake", "sleep", "wake"]
+
+
+def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
+    vllm, proofs = scripted(serves_adapters=True), []
+    engine = engine_over(vllm, adapter={"r": 4}, where=ColocateSettings(sleeps=True), prove=proofs.append)
+    engine.close()
+    engine.wake()
+    engine.load(slices(), 1, "base")
+    engine.load(slices(), 1, "adapter")
+    assert engine.slice_form.weights == "adapter"
+    engine.sleep()
+    engine.wake()
+    assert len(proofs) == 1  # a worker that finds its base gone forgets which tensors it knows
+    assert engine.policy_version is None
+    assert engine.slice_form.weights == "base"
+
+
+def test_all_vllms_go_on_where_one_of_them_cannot():
+    class Stuck(ScriptedVllm):
+        def resume(self):
+            raise EngineError("its cache is not empty")
+
+    second = scripted()
+    with pytest.raises(EngineError, match="its cache is not empty"):
+        engine_over(Stuck(said, facts()), second)
+    assert second.events[-1] == "resume"
 
 
 def test_an_engine_that_is_not_to_sleep_stays_awake():

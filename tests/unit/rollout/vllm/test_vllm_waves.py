@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 
+from lowpeak.config.vllm import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.requests import Row
 from lowpeak.rollout.vllm.vllm import Request
@@ -54,13 +55,24 @@ def test_longest_prompts_come_first_and_waves_are_about_even():
 
 
 def test_what_fits_is_bounded_by_cache_and_slots_and_shared_by_callers():
-    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=64)], 100, 1) == 10
-    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=8)], 100, 1) == 8
-    assert rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=500)], 100, 1) == 15
-    assert rows_that_fit([facts(kv_tokens=1000)], 100, 4) == 2
-    assert rows_that_fit([facts(kv_tokens=100)], 100, 4) == 1
-    with pytest.raises(EngineError, match="One row of 101 tokens"):
-        rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=100)], 101, 1)
+    here = ColocateSettings()
+    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=64)], 100, 1, here) == 10
+    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=8)], 100, 1, here) == 8
+    assert rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=500)], 100, 1, here) == 15
+    assert rows_that_fit([facts(kv_tokens=1000)], 100, 4, here) == 2
+    assert rows_that_fit([facts(kv_tokens=100)], 100, 4, here) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "remedy"),
+    [
+        (ColocateSettings(), r"raise vllm_gpu_memory_utilization \(now 0.3\) or set kv_cache_bytes"),
+        (ServerSettings(("http://a:1",)), "raise `lowpeak serve --gpu_memory_utilization` "),
+    ],
+)
+def test_a_row_that_fits_no_cache_is_told_with_what_can_be_changed_there(where, remedy):
+    with pytest.raises(EngineError, match=f"One row of 101 tokens .*{remedy}"):
+        rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=100)], 101, 1, where)
 
 
 def test_engines_get_whole_prompts_where_there_are_enough_and_parts_where_not():

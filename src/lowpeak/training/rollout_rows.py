@@ -1,0 +1,55 @@
+"""What a rollout tells of its completions, trained on or not: metrics of their lengths, and a row of the journal for each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from lowpeak.records import Metric, Record
+from lowpeak.rewards.judged import Judged
+
+
+def length_metrics(records: Sequence[Record]) -> dict[str, Metric]:
+    """TRL's `completions/*`: lengths of all completions and of those that ended by themselves, share of those cut."""
+    lengths = [float(len(record.completion)) for record in records]
+    ended = [float(len(r.completion)) for r in records if r.completion.finish_reason == "stop"]
+    metrics = {f"completions/{name}": metric for name, metric in _spread("length", lengths).items()}
+    metrics |= {f"completions/{name}": metric for name, metric in _spread("terminated_length", ended).items()}
+    cut = float(len(lengths) - len(ended))
+    return metrics | {"completions/clipped_ratio": Metric(cut, float(len(lengths)))}
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
+    if not values:
+        return {}
+    return {
+        f"mean_{name}": Metric(sum(values), float(len(values))),
+        f"min_{name}": Metric(min(values), 1.0, "min"),
+        f"max_{name}": Metric(max(values), 1.0, "max"),
+    }
+
+
+def describe(judged: Judged, records: Sequence[Record], names: Sequence[str]) -> tuple[dict[str, object], ...]:
+    """What the journal and the table of completions say of each row."""
+    rows = []
+    for i, (record, text) in enumerate(zip(records, judged.texts, strict=True)):
+        counted = record.advantages[record.completion.loss_mask] if record.advantages is not None else torch.zeros(0)
+        row: dict[str, object] = {
+            "group": record.group,
+            "prompt": judged.prompts[i],
+            "completion": text,
+            "num_tokens": len(record.completion),
+            "finish_reason": record.completion.finish_reason,
+            **{name: _or_none(value) for name, value in zip(names, record.rewards, strict=True)},
+            "reward": _or_none(record.reward),
+            "advantage": float(counted.mean()) if counted.numel() else 0.0,
+        }
+        row |= {column: values[i] for column, values in judged.columns.items()}
+        rows.append(row)
+    return tuple(rows)
+
+
+def _or_none(value: float) -> float | None:
+    return None if math.isnan(value) else value
