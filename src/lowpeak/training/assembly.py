@@ -70,14 +70,17 @@ def prepare_online(
     reward_processing_classes: Any,
     peft_config: Any,
     ref_model: Any,
+    make_algorithm: Callable[[Any, OnlineSettings], Algorithm],
     complete: Callable[[nn.Module, Any, Any], None],
 ) -> OnlineParts:
     """Load and check all that does not need a device: arguments first, so that a wrong one costs no loading.
 
-    `complete(policy, model, args)` adds what else is trained, once the reference has been taken.
+    `make_algorithm(args, settings)` is the algorithm as the arguments describe it; `complete(policy, model, args)` adds what else
+    is trained, once the reference has been taken.
     """
     check_devices(bool(args.fsdp), args.cut.tensor > 1)
     settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
+    algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's start is drawn
     check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
@@ -104,9 +107,18 @@ def prepare_online(
             "policy without it: remove sync_ref_model, or train without an adapter."
         )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
-    reference = None
+    reference = _load_reference(policy, model, ref_model, args)
+    complete(policy, model, args)
+    upcast_trainable(policy)
+    if args.disable_dropout:
+        disable_dropout(policy)
+    return OnlineParts(args, settings, algorithm, policy, reference, tokenizer, rewards, success)
+
+
+def _load_reference(policy: nn.Module, model: Any, ref_model: Any, args: Any) -> nn.Module | None:
+    """The reference's own model, where a KL asks for one."""
     if args.beta:
-        reference = load_reference(
+        return load_reference(
             policy,
             model,
             args.model_init_kwargs,
@@ -115,17 +127,13 @@ def prepare_online(
             cut=args.cut,
             device=args.device,
         )
-    elif ref_model is not None:
+    if ref_model is not None:
         raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
-    complete(policy, model, args)
-    upcast_trainable(policy)
-    if args.disable_dropout:
-        disable_dropout(policy)
-    return OnlineParts(args, settings, policy, reference, tokenizer, rewards, success)
+    return None
 
 
 def connect_online(
-    trainer: Any, parts: OnlineParts, algorithm: Algorithm, rollout_func: Callable[..., Mapping[str, Any]] | None
+    trainer: Any, parts: OnlineParts, rollout_func: Callable[..., Mapping[str, Any]] | None
 ) -> tuple[Run, RolloutMaker]:
     """The run and the rollout maker of a trainer whose accelerator stands."""
     args, settings = parts.args, parts.settings
@@ -153,12 +161,12 @@ def connect_online(
         if isinstance(reward, ModelReward):
             frozen = freeze(reward.model)
             reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None)
-    run = make_run(trainer, args, algorithm, strategy, parts.policy, settings.memory, reference)
+    run = make_run(trainer, args, parts.algorithm, strategy, parts.policy, settings.memory, reference)
     budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
     maker = RolloutMaker(
         settings=settings,
-        algorithm=algorithm,
+        algorithm=parts.algorithm,
         engine=make_engine(trainer, parts, strategy, run, tally, rollout_func),
         panel=_panel(parts),
         cursor=cursor,

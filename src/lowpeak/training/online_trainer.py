@@ -89,6 +89,7 @@ class OnlineTrainer(StepTrainer):
                 reward_processing_classes,
                 peft_config,
                 ref_model,
+                self.make_algorithm,
                 self.complete,
             )
         super().__init__(
@@ -103,7 +104,7 @@ class OnlineTrainer(StepTrainer):
         )
         self.user_args = args
         self.parts = parts
-        self.run, self.maker = connect_online(self, parts, self.make_algorithm(args, parts.settings), rollout_func)
+        self.run, self.maker = connect_online(self, parts, rollout_func)
         self.asked: Sampling = parts.settings.sampling
         self.rollout: Rollout | None = None
         self.steps_used = 0

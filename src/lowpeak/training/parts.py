@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.rewards.reward import Reward
 from lowpeak.training.evaluation import Success
@@ -19,6 +20,7 @@ class OnlineParts:
 
     args: Any
     settings: OnlineSettings
+    algorithm: Algorithm
     policy: nn.Module
     reference_model: nn.Module | None
     tokenizer: Any

@@ -300,6 +300,14 @@ def test_what_cannot_act_is_told_with_the_remedy(tmp_path, changes, trainer, wor
         ppo(tmp_path, trainer=trainer, **changes)
 
 
+def test_a_wrong_argument_of_the_algorithm_costs_no_loading(tmp_path):
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, vf_coef=0.0, cliprange_value=0.5)
+    with pytest.raises(ArgumentError, match=r"cliprange_value=0\.5 has no effect"):
+        PPOTrainer(
+            "a model that is nowhere", lambda completions, **columns: [0.0], args, train_dataset=[{"prompt": "1"}]
+        )
+
+
 def test_names_of_trls_former_trainer_are_told_what_to_do_instead():
     for name, words in {
         "total_episodes": "set max_steps",
