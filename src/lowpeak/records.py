@@ -227,6 +227,8 @@ class Metric:
         assert self.kind == other.kind, f"cannot merge {self.kind} with {other.kind}"
         if self.kind in ("mean", "sum"):
             return Metric(self.total + other.total, self.count + other.count, self.kind)
+        if not isinstance(self.total, Tensor) and not isinstance(other.total, Tensor):  # exact: fp32 ends at 2^24
+            return Metric((max if self.kind == "max" else min)(self.total, other.total), 1.0, self.kind)
         pick = torch.maximum if self.kind == "max" else torch.minimum
         return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
 

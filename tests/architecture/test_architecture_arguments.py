@@ -155,10 +155,10 @@ ACTED_ON_BY = {
         save_only_model save_total_limit""",
     "trainer": """lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2
         adam_epsilon optim_target_modules max_grad_norm activation_checkpointing activation_checkpointing_kwargs
-        gradient_checkpointing_kwargs torch_empty_cache_steps logging_strategy logging_first_step log_on_each_node
+        gradient_checkpointing_kwargs logging_strategy logging_first_step log_on_each_node
         log_level log_level_replica disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id
         trackio_static_space_id eval_strategy eval_steps eval_delay eval_on_start save_strategy save_steps
-        save_on_each_node push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
+        push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision
         load_best_model_at_end metric_for_best_model greater_is_better restore_callback_states_from_checkpoint
         full_determinism debug skip_memory_metrics tf32 use_cpu logging_nan_inf_filter""",
     "accelerate": """accelerator_config parallelism_config ddp_find_unused_parameters ddp_bucket_cap_mb

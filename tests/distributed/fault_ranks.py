@@ -20,6 +20,7 @@ from transformers import TrainerCallback
 
 from lowpeak.config.memory import MemorySettings
 from lowpeak.ranks import Ranks
+from lowpeak.strategies.share import Shares
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.sizes import Sizes
 
@@ -84,7 +85,7 @@ def ask_alone(place: Path) -> None:
 
 def evaluate_and_save(place: Path, strategy: str) -> None:
     """A supervised run that evaluates and saves after each step, and one that does neither: what each has trained."""
-    trained = []
+    trained, early = [], []
     for name, often in (("often", "steps"), ("never", "no")):
         arguments = {
             **prepare(strategy),
@@ -94,9 +95,10 @@ def evaluate_and_save(place: Path, strategy: str) -> None:
             "save_steps": 1,
         }
         trainer = build("SFT", place / name, arguments, eval_dataset=[{"prompt": "12=", "completion": "1"}])
+        early.append(error_of(trainer.evaluate))
         trainer.train()
         trained.append(weights(trainer))
-    note(place, often=trained[0], never=trained[1])
+    note(place, often=trained[0], never=trained[1], early=early)
 
 
 # errors that the ranks agree on
@@ -402,7 +404,9 @@ def choose(place: Path) -> None:
     full = SimpleNamespace(
         config=policy.config, parameters=lambda: iter([nn.Parameter(torch.empty(needs, device="meta"))])
     )
-    sizes = Sizes.of(MemorySettings(), full, torch.device("cpu"), choice, ranks, bf16=False, checkpointing=True)
+    sizes = Sizes.of(
+        MemorySettings(), full, torch.device("cpu"), choice, ranks, bf16=False, checkpointing=True, shares=Shares()
+    )
     first = ranks.first(lambda: f"rank {rank()}'s")
     note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_ranks import error_of, note, rank
-from setups import build, prepare
+from fault_ranks import error_of, note, rank, weights
+from setups import build, named_models, prepare
 
 from lowpeak.ranks import Ranks
 from lowpeak.rollout.vllm.engine import Callers, VllmEngine
@@ -19,15 +19,21 @@ from lowpeak.rollout.vllm.server import ServerVllm
 from vllms import engine_over, said, scripted
 
 
-def run_with(place: Path, name: str, judged: list[Any], dies_after: int | None) -> tuple[Any, Any]:
-    """A trainer whose engine is over a vLLM that dies after so many answers."""
+def run_with(
+    place: Path, name: str, judged: list[Any], dies_after: int | None, strategy: str = "ddp"
+) -> tuple[Any, Any]:
+    """A trainer whose engine is over a vLLM that dies after so many answers; a sharded one has a reward model, sharded too."""
 
     def reward(completion_ids: Any, **columns: Any) -> list[float]:
         judged.extend(tuple(ids) for ids in completion_ids)
         return [float(sum(ids) % 5) for ids in completion_ids]
 
     reward.__name__ = "reward"
-    trainer = build("GRPO", place / name, {**prepare("ddp"), "max_completion_length": 3}, rewards=reward)
+    policy, judge = (None, None) if strategy == "ddp" else named_models(place / "named")
+    rewards = [reward] if judge is None else [judge, reward]
+    trainer = build(
+        "GRPO", place / name, {**prepare(strategy), "max_completion_length": 3}, model=policy, rewards=rewards
+    )
     vllm = scripted(said)
     trainer.maker.engine = engine_over(vllm, callers=Callers(Ranks().teams(1)))
     trainer.maker.engine.close()
@@ -35,16 +41,20 @@ def run_with(place: Path, name: str, judged: list[Any], dies_after: int | None) 
     return trainer, vllm
 
 
-def lose_one(place: Path) -> None:
+def lose_one(place: Path, strategy: str) -> None:
     """Rank 1's vLLM dies in the second of three rollouts."""
     found: dict[str, Any] = {}
     for name, dies_after in (("calm", None), ("shaken", 6 if rank() == 1 else None)):
         judged: list[Any] = []
-        trainer, vllm = run_with(place, name, judged, dies_after)
+        trainer, vllm = run_with(place, name, judged, dies_after, strategy)
         trainer.train()
-        weights = sum(float(p.detach().double().abs().sum()) for p in trainer.model.parameters())
         asked = [len(wave) for wave in vllm.waves]
-        found[name] = {"judged": judged, "weights": weights, "loads": vllm.events.count("pause"), "asked": asked}
+        found[name] = {
+            "judged": judged,
+            "weights": weights(trainer),
+            "loads": vllm.events.count("pause"),
+            "asked": asked,
+        }
     note(place, **found)
 
 

@@ -53,7 +53,10 @@ def models_of(name: str, out: Path) -> dict[str, Any]:
     """Policy, reference and reward model loaded by name, where a case is about models that are never trained, or a new head; an
     adapter."""
     if name == "ppo_second_adapter":
-        return {"peft_config": LoraConfig(r=4, target_modules="all-linear", lora_alpha=16)}
+        return {
+            "model": named_models(out / "named")[0],
+            "peft_config": LoraConfig(r=4, target_modules="all-linear", lora_alpha=16),
+        }
     if name not in ("frozen", "reward", "ppo_own_critic"):
         return {}
     policy, judge = named_models(out / "named")

@@ -5,16 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import lost_ranks
+import pytest
 from fault_ranks import seen
 from forked import succeed
+from setups import named_models
 
 from lowpeak.rollout.vllm.requests import rows_of
 from lowpeak.training.rollouts import MOST_RETURNS
 from vllms import SAMPLING, prompts, said
 
 
-def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(tmp_path: Path) -> None:
-    succeed(lost_ranks.lose_one, tmp_path)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(
+    tmp_path: Path, strategy: str
+) -> None:
+    """Also where the others would ask a sharded reward model meanwhile, which takes all ranks."""
+    named_models(tmp_path / "named")
+    succeed(lost_ranks.lose_one, tmp_path, strategy)
     ranks = seen(tmp_path)
     for found in ranks:
         assert found["shaken"]["judged"] == found["calm"]["judged"]

@@ -78,6 +78,7 @@ def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_no
     succeed(fault_ranks.evaluate_and_save, tmp_path, strategy)
     for found in fault_ranks.seen(tmp_path):
         assert found["often"] == found["never"]
+        assert all(error.startswith("ArgumentError: evaluate() and predict() come after") for error in found["early"])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])

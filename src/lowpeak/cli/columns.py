@@ -43,10 +43,21 @@ def in_chat_form(row: Row, system_prompt: str | None, answers: Sequence[str] = (
     if "prompt" not in row:
         raise DataError("a chat is made of the column 'prompt', which the data set has not; set prompt_column.")
     messages = _messages(row["prompt"], "user")
-    if system_prompt is not None and messages[0]["role"] != "system":
+    if system_prompt is not None and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
+    missing = [name for name in answers if name not in row]
+    if missing:
+        raise DataError(
+            f"a chat is made of the column {missing[0]!r} too, which the data set has not; set {missing[0]}_column."
+        )
     return {"prompt": messages, **{name: _messages(row[name], "assistant") for name in answers}}
 
 
-def _messages(text: str | list[dict[str, Any]], role: str) -> list[dict[str, Any]]:
-    return [{"role": role, "content": text}] if isinstance(text, str) else list(text)
+def _messages(text: Any, role: str) -> list[dict[str, Any]]:
+    if isinstance(text, str):
+        return [{"role": role, "content": text}]
+    if not isinstance(text, list) or not text or not isinstance(text[0], dict):
+        raise DataError(
+            f"a row has {text!r:.60} where a chat is made of a text or a list of messages; mend or filter such rows."
+        )
+    return list(text)

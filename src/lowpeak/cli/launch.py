@@ -61,7 +61,8 @@ def launch_or_join(told: LaunchArguments, command: Sequence[str], *, on_cpu: boo
     joins = is_one_of_many or config.kind == "NO"
     places = _places_of_ranks(given, os.environ, on_cpu) if joins else _places_to_fill(given, config, on_cpu)
     if joins:
-        _refuse({name: given[name] for name in given if name not in (*_SIZES, "num_processes")}, _LAUNCHED)
+        others = {name: given[name] for name in given if name not in (*_SIZES, "num_processes")}
+        _refuse(others, _LAUNCHED if is_one_of_many else _SINGLE)
     _check_devices(config, places)
     _tell_converted(config)
     words = [*_words(given | mesh_sizes(config, given, places)), "--num_processes", str(places.processes)]
@@ -82,6 +83,7 @@ def _tell_converted(config: AccelerateConfig) -> None:
         logger.warning(config.converted.sentence(config.source))
 
 
+_SINGLE = "the config has this one process alone; take another one (ddp, fsdp2, zero3, ...), or remove it"
 _LAUNCHED = "the processes run already, started by another launcher; leave it to that launcher"
 
 

@@ -46,6 +46,8 @@ REFUSED_INHERITED: dict[str, str] = {
     "dataloader_prefetch_factor": _NO_LOADER,
     "dataloader_multiprocessing_context": _NO_LOADER,
     "dataloader_in_order": _NO_LOADER,
+    "torch_empty_cache_steps": "what a step frees the next one takes again, so the peak stays; lower micro_batch_tokens",
+    "save_on_each_node": "ranks write parts of one checkpoint, into one folder that all hosts see; remove it",
     "use_cache": "generation always uses a cache and training never does; remove it",
     "include_num_input_tokens_seen": "num_tokens is always logged; remove it",
     "enable_jit_checkpoint": "send SIGINT: the step is finished and saved; remove it",

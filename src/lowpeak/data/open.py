@@ -97,6 +97,10 @@ def _builder(paths: Sequence[Path]) -> str:
 
 def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
     saved = any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
+    if not saved and glob.has_magic(str(folder)):
+        raise DataError(
+            f"The folder {folder} has one of []*? in its name, which is read as a pattern: rename it, or name its files."
+        )
     if not saved:
         return _load(str(folder), split, streaming, path=str(folder))
     try:

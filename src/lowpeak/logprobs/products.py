@@ -27,7 +27,7 @@ def project(out_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
     """`out = hidden @ weight.T`, written into the wide buffer `out`; the head counts in hidden's dtype."""
     if weight_VD.dtype == hidden_CD.dtype == out_CV.dtype:
         torch.mm(hidden_CD, weight_VD.T, out=out_CV)
-    elif has_wide_product(weight_VD):
+    elif has_wide_product(weight_VD) and hidden_CD.dtype == weight_VD.dtype:
         torch.mm(hidden_CD, weight_VD.T, out_dtype=out_CV.dtype, out=out_CV)
     else:
         wide_CD = hidden_CD.to(out_CV.dtype)
@@ -137,7 +137,7 @@ class WeightSum:
 def _to_hidden(grad_CV: Tensor, weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
     if weight_VD.dtype == dtype == wide:
         return torch.mm(grad_CV, weight_VD)
-    if has_wide_product(weight_VD):
+    if has_wide_product(weight_VD) and grad_CV.dtype == weight_VD.dtype:
         return torch.mm(grad_CV, weight_VD, out_dtype=wide)
     sum_CD = grad_CV.new_zeros(grad_CV.shape[0], weight_VD.shape[1])
     with bf16_units(weight_VD.device, dtype):

@@ -79,6 +79,11 @@ class RewardPanel:
         self._decode = decode
         self._loop = BackgroundLoop()
 
+    @property
+    def asks_together(self) -> bool:
+        """Whether all ranks meet in `judge`, also those without groups."""
+        return bool(self._joint())
+
     def judge(self, groups: Sequence[Group], *, trainer_state: Any = None, first_group: int = 0) -> Judged:
         """The groups' rows as records, group numbers counted from `first_group`; no groups are no rows and no call.
 

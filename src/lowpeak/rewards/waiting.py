@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any
 
+import torch
+
 
 class Late(Exception):
     """The call has not returned within its limit; not a `TimeoutError`, which the call itself may raise."""
@@ -24,7 +26,9 @@ def call_within(call: Callable[[], Any], seconds: float | None) -> Any:
     """
     outcome: Future[Any] = Future()
     context = contextvars.copy_context()
-    thread = threading.Thread(target=context.run, args=(_settle, outcome, call), name="lowpeak-reward", daemon=True)
+    thread = threading.Thread(
+        target=context.run, args=(_settle, outcome, call, _device()), name="lowpeak-reward", daemon=True
+    )
     thread.start()
     return _result(outcome, seconds)
 
@@ -58,7 +62,9 @@ class BackgroundLoop:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_serve, args=(self._loop,), name="lowpeak-reward-loop", daemon=True).start()
+            threading.Thread(
+                target=_serve, args=(self._loop, _device()), name="lowpeak-reward-loop", daemon=True
+            ).start()
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         return self._loop
 
@@ -72,14 +78,26 @@ def _result(future: Future[Any], seconds: float | None) -> Any:
         raise Late from None
 
 
-def _settle(outcome: Future[Any], call: Callable[[], Any]) -> None:
+def _device() -> int | None:
+    """The device that code without an index runs on, which each thread has its own of; None where nothing is on one."""
+    return torch.accelerator.current_device_index() if torch.cuda.is_initialized() else None
+
+
+def _enter(device: int | None) -> None:
+    if device is not None:
+        torch.accelerator.set_device_index(device)
+
+
+def _settle(outcome: Future[Any], call: Callable[[], Any], device: int | None) -> None:
     try:
+        _enter(device)
         outcome.set_result(call())
     except BaseException as error:
         outcome.set_exception(error)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def _serve(loop: asyncio.AbstractEventLoop, device: int | None) -> None:
+    _enter(device)
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

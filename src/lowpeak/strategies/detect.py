@@ -60,6 +60,15 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
+def check_cut(strategy: Strategy, model: nn.Module) -> None:
+    """ArgumentError where the strategy has not cut the model yet: with efficient loading rank 0 alone has its weights then."""
+    if strategy.cuts_parameters and not is_sharded(model):
+        raise ArgumentError(
+            "evaluate() and predict() come after train() where the model is sharded: train() cuts it over the ranks and hands out "
+            "its weights; for an evaluation before the first step set eval_on_start=True."
+        )
+
+
 def check_devices(fsdp: bool, tensor: bool = False) -> None:
     """ArgumentError where what was asked for cannot come into force on the devices that were found; call before loading.
 

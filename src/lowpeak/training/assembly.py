@@ -33,6 +33,7 @@ from lowpeak.rewards.make import listed, make_rewards
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
 from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
+from lowpeak.strategies.share import shares_of
 from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.critics import check_reads
 from lowpeak.training.engines import check_adapters, check_engine, make_engine
@@ -214,7 +215,10 @@ def make_run(
         with trainer.accelerator.autocast():  # as the passes will compute
             choice = prepare_layout(memory, models, device, ranks)
     checkpointing = args.checkpoints_activations
-    sizes = Sizes.of(memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing)
+    shares = shares_of(trainer.accelerator)
+    sizes = Sizes.of(
+        memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing, shares=shares
+    )
     give_room(policy)
     saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     return Run(
@@ -231,7 +235,8 @@ def make_run(
 
 def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy, rest: Rest | None) -> Callable[[nn.Module], Frozen]:
     """Prepares a frozen model: whole where half of what training leaves free, on every rank, holds it."""
-    free = free_bytes(trainer.accelerator.device) - training_bytes(parts.policy)
+    device = trainer.accelerator.device
+    free = free_bytes(device) - training_bytes(parts.policy, device, shares_of(trainer.accelerator))
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.frozen_on_host
     return lambda model: resting(rest, strategy, strategy.prepare_frozen(model, room, on_host))

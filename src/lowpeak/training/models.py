@@ -22,6 +22,7 @@ from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError
 from lowpeak.loading import in_parts, reads_weights, straight_to, without_weights
+from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +205,7 @@ def load_reference(
 def adapter_reference(policy: Any) -> Reference:
     """The reference under LoRA: adapters off; or, for an adapter that came in trained, a frozen copy of that adapter."""
     adapter = next(iter(policy.peft_config))
-    if _has_effect(policy, adapter):
+    if Ranks().first(lambda: _has_effect(policy, adapter)):  # others may have no weights of it yet
         with keeping_critic(policy):
             _copy_adapter(policy, adapter)
         return Reference(None, lambda: _other_adapter(policy, adapter))

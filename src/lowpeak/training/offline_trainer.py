@@ -22,7 +22,7 @@ from lowpeak.errors import DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.strategies.detect import check_devices, detect_strategy
+from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
 from lowpeak.training.arguments import CommonConfig, check_class
 from lowpeak.training.assembly import make_run
 from lowpeak.training.describe import describe_offline
@@ -159,6 +159,7 @@ class OfflineTrainer(StepTrainer):
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """What the algorithm measures on one data set, each number under `prefix`, and how long it took."""
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        check_cut(self.run.strategy, self.model_wrapped)
         with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
             with ranks.together():
                 records = self.read(data)

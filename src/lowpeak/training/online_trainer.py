@@ -20,6 +20,7 @@ from lowpeak.data.prompts import check_end
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
+from lowpeak.strategies.detect import check_cut
 from lowpeak.strategies.shards import has_shards
 from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.arguments import OnlineConfig, check_class
@@ -200,6 +201,7 @@ class OnlineTrainer(StepTrainer):
 
     def _evaluated(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
+        check_cut(self.run.strategy, self.model_wrapped)
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
                 prompts = eval_prompts(data, self.maker.new_reader())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
@@ -205,8 +205,13 @@ class RolloutMaker:
             with self.tracker.phase(phase):
                 return self.engine.generate([prompts[i] for i in mine], sampling)
 
+        generated = cache(generate)
+
         def judge() -> tuple[Sequence[int], Judged]:
-            groups = generate() if everybodys is None else [everybodys[i] for i in mine]
+            with (
+                ranks.together() if self.panel.asks_together else nullcontext()
+            ):  # a lost engine is everybody's before they meet
+                groups = generated() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
             useful = self.tally.take() if phase is Phase.ROLLOUT else {}

@@ -15,12 +15,26 @@ from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks
+from lowpeak.strategies.share import Shares
 from lowpeak.training.layouts import LayoutChoice
 
 
-def training_bytes(model: nn.Module) -> int:
-    """Bytes that training will add to the weights: a gradient and AdamW's two states for each trainable parameter."""
-    return sum(3 * p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+def training_bytes(model: nn.Module, device: torch.device, shares: Shares) -> int:
+    """Bytes of the device that training will take beyond what it takes now, by what it will hold of each parameter.
+
+    A gradient and AdamW's two states of those that are trained, and all weights that are elsewhere yet (FSDP2 and DeepSpeed move
+    them when the model is prepared).
+    """
+    total = 0.0
+    for parameter in model.parameters():
+        local = getattr(parameter, "_local_tensor", None)  # cut where it was loaded: all of what is here stays
+        numel = getattr(parameter, "ds_numel", parameter.numel()) if local is None else local.numel()
+        own, size = shares if local is None else Shares(), numel * parameter.element_size()
+        if parameter.device.type != device.type:
+            total += own.weights * size
+        if parameter.requires_grad:
+            total += (own.gradients + 2 * own.states) * size
+    return int(total)
 
 
 _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
@@ -46,13 +60,14 @@ class Sizes:
         *,
         bf16: bool,
         checkpointing: bool,
+        shares: Shares,
     ) -> Sizes:
         """What was asked for, and for `auto` what fits into the memory that training the policy leaves of the free.
 
-        Of the rank that has least: all ranks run with the same sizes.
+        Of the rank that has least: all ranks run with the same sizes. `shares` is how the policy will be cut.
         """
         shape = Shape.of(policy.config, 2 if bf16 else 4)
-        free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy))])[0])
+        free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares))])[0])
         return cls(
             memory.micro_batch_tokens or fit_micro_batch(shape, free, checkpointing),
             memory.logprob_chunk_size or fit_chunk(shape, free),

@@ -68,3 +68,21 @@ def test_a_stream_is_shaped_as_it_comes():
     stream = Dataset.from_dict({"question": ["1+1?"]}).to_iterable_dataset()
     shaped = shape(stream, DataArguments(prompt_column="question", conversational=True))
     assert list(shaped) == [{"prompt": [{"role": "user", "content": "1+1?"}]}]
+
+
+@pytest.mark.parametrize(
+    ("row", "answers", "words"),
+    [
+        ({"prompt": None}, [], "a row has None where a chat is made of a text or a list of messages"),
+        ({"prompt": []}, [], r"a row has \[\] where a chat"),
+        ({"prompt": ["2+3"]}, [], r"a row has \['2\+3'\] where a chat"),
+        (
+            {"prompt": "2+3"},
+            ["completion"],
+            "the column 'completion' too, which the data set has not; set completion_column",
+        ),
+    ],
+)
+def test_a_row_that_makes_no_chat_is_told(row, answers, words):
+    with pytest.raises(DataError, match=words):
+        in_chat_form(row, "Yours.", answers)

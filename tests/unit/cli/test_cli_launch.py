@@ -122,7 +122,7 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
             "no effect: that is --accelerate_config hsdp",
         ),
         ("single", {"num_processes": 2}, "2 was asked for, and the number of processes here is 1"),
-        ("single", {"max_restarts": 2}, "--max_restarts 2 has no effect"),
+        ("single", {"max_restarts": 2}, "--max_restarts 2 has no effect: the config has this one process alone"),
         ("fsdp2", {"num_processes": 2}, "on CPUs accelerate would train DDP in its place"),
         ("ddp", {"num_processes": 0}, "--num_processes 0 must be at least 1"),
         ("ddp", {"num_processes": -2}, "--num_processes -2 must be at least 1"),
