@@ -206,11 +206,11 @@ class RolloutMaker:
                 return self.engine.generate([prompts[i] for i in mine], sampling)
 
         generated = cache(generate)
+        # Where rewards take all ranks, an engine that one of them lost is everybody's before they meet there.
+        meeting = ranks.together if self.panel.asks_together else nullcontext
 
         def judge() -> tuple[Sequence[int], Judged]:
-            with (
-                ranks.together() if self.panel.asks_together else nullcontext()
-            ):  # a lost engine is everybody's before they meet
+            with meeting():
                 groups = generated() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)

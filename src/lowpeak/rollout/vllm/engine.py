@@ -190,9 +190,8 @@ class VllmEngine:
             vllm.wake()
         self._asleep = False
         holds = self._policy_version is not None or self._has_base
-        if (
-            not (holds and self._survived()) or self._has_base
-        ):  # asked of a base too: what it finds lost has to come again
+        survived = holds and self._survived()  # asked of a base too: what it finds lost has to come again
+        if self._has_base or not survived:
             self._policy_version, self._has_base = None, False
 
     def close(self) -> None:
