@@ -132,7 +132,7 @@ def take(num_mb):
 
 tracker = MemoryTracker("cpu")
 take(1)
-with tracker.phase(Phase.LOAD):
+with tracker.phase(Phase.SYNC):
     pass
 with tracker.phase(Phase.EVALUATE):
     with tracker.phase(Phase.ROLLOUT):
@@ -142,7 +142,7 @@ with tracker.phase(Phase.EVALUATE):
 with tracker.phase(Phase.SAVE):
     pass
 uses = tracker.take()
-base = uses["load"].peak_bytes
+base = uses["sync"].peak_bytes
 for name in ("evaluate", "rollout", "reward", "save"):
     print(name, (uses[name].peak_bytes - base) / MB)
 
