@@ -67,13 +67,8 @@ def plan(
             "--train_devices and --vllm_devices cannot act in a process that another launcher started: use --accelerate_config, "
             "or `lowpeak serve` with --vllm_server_base_url."
         )
-    wanted: tuple[str, ...] = ()
-    if given.get("vllm_devices") is not None:
-        _check_given(given)
-        wanted = named(given["vllm_devices"], "--vllm_devices")
-        check_there(wanted, "--vllm_devices", num_devices)
+    wanted = _serving_devices(given, num_devices)
     training = _training_devices(given, num_devices, wanted)
-    sharded = () if given.get("accelerate_config") or len(training) < 2 else ("--accelerate_config", FOR_SEVERAL)
     told = {BESIDE: "1"} | visible(training, environ)
     token = given.get("vllm_server_token") or environ.get(TOKEN) or secrets.token_hex(16)
     shares = _shares(wanted, given.get("vllm_tensor_parallel_size", 1))
@@ -83,7 +78,25 @@ def plan(
         check(server)
     if servers:
         told |= {URLS: ",".join(server.url for server in servers), TOKEN: token}
-    return ServersAndTrainer(servers, (sys.executable, "-m", "lowpeak", kind, *argv, *sharded), told, _logs(given))
+    return ServersAndTrainer(
+        servers, (sys.executable, "-m", "lowpeak", kind, *argv, *_more(given, training)), told, _logs(given)
+    )
+
+
+def _serving_devices(given: Mapping[str, Any], num_devices: int) -> tuple[str, ...]:
+    """The devices that servers get; empty where none are asked for."""
+    if given.get("vllm_devices") is None:
+        return ()
+    _check_given(given)
+    wanted = named(given["vllm_devices"], "--vllm_devices")
+    check_there(wanted, "--vllm_devices", num_devices)
+    return wanted
+
+
+def _more(given: Mapping[str, Any], training: Sequence[str]) -> tuple[str, ...]:
+    """Words for the trainer's command: how the model lies on several devices, where that was not said."""
+    said = given.get("accelerate_config") is not None
+    return () if said or len(training) < 2 else ("--accelerate_config", FOR_SEVERAL)
 
 
 def _logs(given: Mapping[str, Any]) -> Path:

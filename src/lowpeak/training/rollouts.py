@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
@@ -206,11 +206,9 @@ class RolloutMaker:
                 return self.engine.generate([prompts[i] for i in mine], sampling)
 
         generated = cache(generate)
-        # Where rewards take all ranks, an engine that one of them lost is everybody's before they meet there.
-        meeting = ranks.together if self.panel.asks_together else nullcontext
 
         def judge() -> tuple[Sequence[int], Judged]:
-            with meeting():
+            with self._before_meeting():
                 groups = generated() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
@@ -220,6 +218,10 @@ class RolloutMaker:
         once = cache(judge)
         shares = self._outlasting(lambda: ranks.gathered(once))
         return whole([in_order(shares, first_group)], self.panel.names)
+
+    def _before_meeting(self) -> AbstractContextManager[None]:
+        """Where rewards take all ranks, an engine that one of them has lost is everybody's before they meet there."""
+        return self.strategy.ranks.together() if self.panel.asks_together else nullcontext()
 
     def _generate_in_parts(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
         """All groups on every rank, of each of which several ranks have generated some completions."""

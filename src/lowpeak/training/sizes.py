@@ -27,14 +27,20 @@ def training_bytes(model: nn.Module, device: torch.device, shares: Shares) -> in
     """
     total = 0.0
     for parameter in model.parameters():
-        local = getattr(parameter, "_local_tensor", None)  # cut where it was loaded: all of what is here stays
-        numel = getattr(parameter, "ds_numel", parameter.numel()) if local is None else local.numel()
-        own, size = shares if local is None else Shares(), numel * parameter.element_size()
+        own, size = _own(parameter, shares)
         if parameter.device.type != device.type:
             total += own.weights * size
         if parameter.requires_grad:
             total += (own.gradients + 2 * own.states) * size
     return int(total)
+
+
+def _own(parameter: nn.Parameter, shares: Shares) -> tuple[Shares, int]:
+    """How much of how many bytes; one that was cut where it was loaded keeps all of what is here."""
+    local = getattr(parameter, "_local_tensor", None)
+    if local is not None:
+        return Shares(), local.numel() * local.element_size()
+    return shares, getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
 
 
 _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")

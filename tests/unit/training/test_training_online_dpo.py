@@ -145,8 +145,8 @@ def test_a_rollout_keeps_the_best_and_the_worst_of_each_group(tmp_path):
         if rows[0]["reward"] > rows[-1]["reward"]:
             assert [row["advantage"] for row in rows if row["advantage"]] == [1.0, -1.0]
             assert rows[0]["advantage"] == 1.0
-            assert next(row for row in rows if row["reward"] == rows[-1]["reward"])  # the worst is the rejected one
-            assert min(rows, key=lambda row: row["advantage"])["reward"] == rows[-1]["reward"]
+            rejected = min(rows, key=lambda row: row["advantage"])
+            assert rejected["reward"] == rows[-1]["reward"]
         else:
             assert {row["advantage"] for row in rows} == {0.0}
 
