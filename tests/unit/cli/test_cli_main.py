@@ -41,3 +41,11 @@ def test_the_module_runs_as_the_command_does():
     assert done.returncode == 2
     assert "lowpeak: error" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_process_of_its_own_ends_without_a_search_for_cycles():
+    last = "atexit.register(lambda: print('frozen:', gc.get_freeze_count() > 0))"
+    command = "sys.argv = ['lowpeak', '--version']; sys.exit(main())"
+    program = f"import atexit, gc, sys; from lowpeak.cli.main import main; {last}; {command}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines() == [lowpeak.__version__, "frozen: True"]
