@@ -44,8 +44,8 @@ RULES = {
     ),
     "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
     "the mathematics knows no processes and no models' whereabouts": Rule(
-        _rooms("algorithms", "attention", "batching", "logprobs"),
-        ("torch.distributed", "accelerate", *_rooms("strategies", "rollout", "training")),
+        _rooms("algorithms", "attention", "batching", "critic", "logprobs"),
+        ("torch.distributed", "accelerate", *_rooms("ranks", "strategies", "rollout", "training")),
     ),
     "ranks and protocols stand on records, errors and settings": Rule(
         ("lowpeak.ranks", *PROTOCOLS), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", *PROTOCOLS)
@@ -57,7 +57,7 @@ RULES = {
         _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
     ),
     "rewards, data, memory's measurements and the journal know no trainer": Rule(
-        _rooms("rewards", "data", "memory.tracker", "memory.offload", "memory.recover", "journal"),
+        _rooms("rewards", "data", "memory.tracker", "memory.offload", "memory.resting", "journal"),
         _rooms("strategies", "rollout", "training", "algorithms"),
     ),
     "engines know no algorithm, trainer or named strategy": Rule(
@@ -76,7 +76,7 @@ RULES = {
         ),
     ),
     "planning calls the step, not the trainer": Rule(
-        _rooms("memory.rehearsal", "memory.plan", "memory.fit"), _rooms("training.online_trainer", "rollout.vllm")
+        _rooms("memory.rehearsal", "memory.fit"), _rooms("training.online_trainer", "rollout.vllm")
     ),
     "only the command line knows the command line": Rule(
         ("lowpeak",), ("lowpeak.cli",), not_who=("lowpeak.cli", "lowpeak.__main__")

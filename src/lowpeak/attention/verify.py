@@ -18,6 +18,7 @@ from lowpeak.attention.agreement import kernel_differs, precision
 from lowpeak.attention.install import forward_arguments
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.head import backbone_of, causal_lm
+from lowpeak.logprobs.verify import evaluated
 from lowpeak.records import Forest, Tree
 
 # Two completions behind a prompt, a sequence on its own, two completions behind another prompt; then padding.
@@ -37,7 +38,7 @@ def forests_agree(model: nn.Module, device: torch.device | str) -> str | None:
     if causal.get_input_embeddings().weight.is_meta:  # this rank has no weights yet; one that has them looks
         return None
     try:
-        with _evaluated(model):
+        with evaluated(model):
             largest, dtype = _largest_difference(model, causal, device)
         allowed = _rounding(precision(dtype, device), causal.config.get_text_config().num_hidden_layers)
         if not largest <= allowed:
@@ -95,19 +96,6 @@ def _watched(causal: Any) -> Iterator[_Watch]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _evaluated(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients; every module's own mode comes back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _forest() -> Forest:

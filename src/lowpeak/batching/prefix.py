@@ -154,8 +154,6 @@ def assign_rows(
     Groups are cut into 1, 2, 4, ... pieces as long as that lowers the largest rank's tokens, shared prompts counted
     once, by more than a twentieth.
     """
-    if world_size == 1:
-        return (tuple(range(len(prompts))),)
     groups = rows_by_prompt(prompts)
     largest_group = max((len(group) for group in groups), default=0)
     best: tuple[tuple[int, ...], ...] = ((),) * world_size

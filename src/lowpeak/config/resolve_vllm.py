@@ -311,7 +311,7 @@ def _sampling_kwargs(args: Any) -> dict[str, Any]:
 def _by_token(bias: Any) -> dict[int, float]:
     """A logit bias whose tokens are numbers: JSON has names for keys."""
     require(
-        isinstance(bias, Mapping) and all(str(token).isdigit() for token in bias),
+        isinstance(bias, Mapping) and all(str(t).isdigit() and isinstance(b, int | float) for t, b in bias.items()),
         f"generation_kwargs has logit_bias={bias!r}, which is no mapping of token ids to numbers.",
     )
     return {int(token): float(value) for token, value in bias.items()}

@@ -25,6 +25,7 @@ from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
 from lowpeak.logprobs.few_rows import linear
 from lowpeak.logprobs.general import module_logprobs, module_loss
 from lowpeak.logprobs.hidden import at_positions, fp32_product
+from lowpeak.wrapped import transformers_model
 
 # What a causal LM's forward takes and its backbone does not, or what a request decides.
 _NOT_FOR_BACKBONE = (
@@ -111,7 +112,7 @@ def causal_lm(model: Any) -> Any:
             "prompt tuning, prefix tuning and other adapters made of virtual tokens shift a row's positions and are "
             "not supported; use LoRA or train the whole model"
         )
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = transformers_model(model)
     if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
         raise ModelError(f"{type(inner).__name__} is not a transformers causal language model; load one for causal LM")
     if getattr(inner.config, "is_encoder_decoder", False):

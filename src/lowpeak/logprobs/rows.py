@@ -146,7 +146,7 @@ def _finish_(raw_RV: Tensor, bias_V: Tensor | None, settings: ChunkSettings) -> 
 
 
 def _blocks(matrix_CV: Tensor, num_scratch: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Rows that fit into the cache, with two scratches of their shape: the last `num_scratch` exist, others are empty.
+    """Rows that fit into the cache, with two scratches of their shape: one and the same of `num_scratch` 1, empty of 0.
 
     Of fake tensors one block stands for all: it takes what each does.
     """

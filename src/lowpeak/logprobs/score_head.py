@@ -25,6 +25,7 @@ from lowpeak.logprobs.head import (
     replace_forward,
 )
 from lowpeak.logprobs.hidden import at_positions, fp32_product
+from lowpeak.logprobs.verify import evaluated
 
 
 def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
@@ -74,7 +75,6 @@ def _score_forward(self: Any, hidden: Tensor) -> Tensor:
     return scores
 
 
-@torch.no_grad()
 def verify_score_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device | str | None = None) -> float:
     """The largest difference between scores by request and the model's own; HeadMismatchError where it is large.
 
@@ -87,15 +87,10 @@ def verify_score_head(model: nn.Module, *, num_tokens: int = 8, device: torch.de
         return 0.0
     ids_1L, others_1L = _rows(classifier.config.get_text_config(), num_tokens, device or table.device)
     middle, last = num_tokens // 2, num_tokens - 1
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluated(model):
         own: Tensor = model(input_ids=ids_1L).logits[0, 0].float()
         there, before = _scores(model, ids_1L, [last, middle])
         (again,) = _scores(model, others_1L, [middle])
-    finally:
-        for module in training:
-            module.training = True
     allowed = 1e-4 + 3 * torch.finfo(table.dtype).eps * float(torch.stack([own, before]).abs().max())
     elsewhere, ahead = float((own - there).abs()), float((before - again).abs())
     _check(classifier, elsewhere, allowed, "reads its score elsewhere than at a row's last token")

@@ -5,6 +5,9 @@ It is what finds a scale, cap, norm or padding of the vocabulary that `head_scal
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +16,19 @@ from lowpeak.logprobs.definition import pick
 from lowpeak.logprobs.head import HeadRequest, causal_lm
 
 
-@torch.no_grad()
+@contextmanager
+def evaluated(model: nn.Module) -> Iterator[None]:
+    """Eval mode without gradients; every module's own mode comes back."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device | str | None = None) -> float:
     """The largest difference between the core's values and those of the model's logits; HeadMismatchError if large.
 
@@ -30,14 +45,9 @@ def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device |
     targets_T = ids_BL.flatten().roll(-1)
     # A chunk that does not divide T, so that the seam is checked as well.
     request = HeadRequest(positions_T, targets_T, temperature=1.0, chunk_size=num_tokens + 1, entropy=True)
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
+    with evaluated(model):
         logits_TV: Tensor = model(input_ids=ids_BL).logits.flatten(0, 1)
         answer = model(input_ids=ids_BL, head_request=request)
-    finally:
-        for module in training:
-            module.training = True
     expected = pick(logits_TV, targets_T)
     values = torch.stack([answer["logprobs"], answer["entropy"]])
     largest = float((values - torch.stack(expected)).abs().max())

@@ -84,13 +84,13 @@ class RewardPanel:
         """Whether all ranks meet in `judge`, also those without groups."""
         return bool(self._joint())
 
-    def judge(self, groups: Sequence[Group], *, trainer_state: Any = None, first_group: int = 0) -> Judged:
-        """The groups' rows as records, group numbers counted from `first_group`; no groups are no rows and no call.
+    def judge(self, groups: Sequence[Group], *, trainer_state: Any = None) -> Judged:
+        """The groups' rows as records; no groups are no rows and no call.
 
         Raises:
             RewardError: a reward failed, and `on_failure` is "raise".
         """
-        rows = read_rows(groups, self._decode, first_group)
+        rows = read_rows(groups, self._decode)
         verdicts = self._ask(rows, trainer_state)
         records = self._records(groups, rows, verdicts)
         metrics = reward_metrics(self.names, records)

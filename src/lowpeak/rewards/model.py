@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.loading import reads_weights, without_weights
+from lowpeak.logprobs.verify import evaluated
 from lowpeak.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -184,13 +185,10 @@ def _pad_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
 def _judging(model: nn.Module, pad: int) -> Iterator[None]:
     """Eval mode without gradients; the classifier finds each row's last token by its config's padding token."""
     text_config = _config(model).get_text_config()
-    training, own_pad = [module for module in model.modules() if module.training], text_config.pad_token_id
-    model.eval()
+    own_pad = text_config.pad_token_id
     text_config.pad_token_id = pad
     try:
-        with torch.no_grad():
+        with evaluated(model):
             yield
     finally:
         text_config.pad_token_id = own_pad
-        for module in training:
-            module.training = True

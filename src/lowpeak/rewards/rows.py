@@ -43,7 +43,7 @@ class Rows:
         return f"row {row} (completion {completion} of group {group}: {shown!r})"
 
 
-def read_rows(groups: Sequence[Group], decode: Callable[[list[int]], str], first_group: int) -> Rows:
+def read_rows(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> Rows:
     """The rows of whole groups.
 
     A column has one value per row, the prompt's or, where a `rollout_func` gave one, the completion's; None where a
@@ -58,7 +58,7 @@ def read_rows(groups: Sequence[Group], decode: Callable[[list[int]], str], first
         completion_ids=ids,
         columns=_columns(pairs),
         texts=texts,
-        places=tuple((first_group + g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
+        places=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
     )
 
 

@@ -113,6 +113,11 @@ def states_on_host(state: Any) -> bool:
 
     deepspeed, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
     if deepspeed is not None:
-        config = deepspeed.deepspeed_config.get("zero_optimization", {}).get("offload_optimizer") or {}
-        return config.get("device", "none") not in ("none", None)
+        return zero_offloads(deepspeed, "offload_optimizer")
     return fsdp is not None and isinstance(fsdp.cpu_offload, CPUOffloadPolicy)
+
+
+def zero_offloads(plugin: Any, section: str) -> bool:
+    """Whether a section of ZeRO's settings, `offload_optimizer` or `offload_param`, names a place outside of the device."""
+    config = plugin.deepspeed_config.get("zero_optimization", {}).get(section) or {}
+    return config.get("device", "none") not in ("none", None)

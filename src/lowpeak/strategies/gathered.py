@@ -27,6 +27,7 @@ from lowpeak.strategies.hooks import without_sharding_hooks
 from lowpeak.strategies.matched import Match, matched, replace_forward
 from lowpeak.strategies.peers import Peers
 from lowpeak.strategies.vocabulary import ShardedRows, is_row_aligned
+from lowpeak.wrapped import transformers_model
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Gatherer:
         Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards
         hold collectives, and are matched among ranks; see `Match`.
         """
-        parts, peers = find_parts(model, sharded), self._peers(_transformers_model(model))
+        parts, peers = find_parts(model, sharded), self._peers(transformers_model(model))
         with ExitStack() as stack:
             stack.enter_context(generating(model))
             if parts.num_places or peers is not None:
@@ -105,7 +106,7 @@ class Gatherer:
                 if not whole:
                     stack.enter_context(self._told(kept, parts, match))
                 if peers is not None or not whole:
-                    stack.enter_context(matched(_transformers_model(model), match))
+                    stack.enter_context(matched(transformers_model(model), match))
             yield model
 
     @contextmanager
@@ -145,14 +146,14 @@ def _fill_all(
     _fill(stack, parts.rest, _buffers(parts.rest))
     for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=False):
         _fill(stack, places, own)
-    head: Any = _transformers_model(model).get_output_embeddings()
+    head: Any = transformers_model(model).get_output_embeddings()
     whole = _whole_vocabulary(parts, kept, head if whole_head else None)
     _fill(stack, whole, buffers[-1] if kept.vocabulary else _buffers(whole))
     cut = [(place, ShardedRows(place.shard, _in_fp32(place))) for place in parts.vocabulary if place not in whole]
     for place, rows in cut:
         if place.module is not head:
             replace_forward(stack, place.module, match.step(rows.look_up, rows.idle_look_up))
-    peers.meet(stack, match, _transformers_model(model).get_input_embeddings())
+    peers.meet(stack, match, transformers_model(model).get_input_embeddings())
     for layer, _ in parts.layers[: kept.num_layers]:
         peers.meet(stack, match, layer)
     _stream(stack, parts.layers[kept.num_layers :], match, peers)
@@ -179,7 +180,7 @@ def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
     layers = [(layer, _places(layer, sharded)) for layer in layers_of(model)]
     in_layers = {id(place.parameter) for _, places in layers for place in places}
     others = [place for place in _places(model, sharded) if id(place.parameter) not in in_layers]
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     tables = {
         id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None
     }
@@ -199,7 +200,7 @@ def _is_plain_table(place: Place) -> bool:
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The decoder layers: modules of the classes that transformers says not to split, else of the longest list."""
-    inner = _transformers_model(model)
+    inner = transformers_model(model)
     names = set(getattr(inner, "_no_split_modules", None) or ())
     modules = own_modules(inner)
     found = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
@@ -313,9 +314,3 @@ def _after(first: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..
         return forward(*args, **kwargs)
 
     return both
-
-
-def _transformers_model(model: Any) -> Any:
-    """The transformers model inside an adapter's wrapper, where there is one."""
-    inner = getattr(model, "get_base_model", None)
-    return inner() if callable(inner) else model

@@ -17,6 +17,7 @@ from lowpeak.critic import is_critics
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Weights
 from lowpeak.strategies.flat import Added, FlatShard, Outgoing, Sharded, whole
+from lowpeak.wrapped import transformers_model
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.")
 _PREFIX = "base_model.model."
@@ -97,7 +98,7 @@ def adapter_state(model: Any, left: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def parts_tied(model: Any, leaving: Collection[str]) -> bool:
     """Whether what leaves `merged` has a head of its own, though the model's config ties it to the embedding."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = transformers_model(model)
     head = base.get_output_embeddings()
     name = next((plain_name(name) for name, module in base.named_modules() if module is head), "")
     return bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False)) and f"{name}.weight" in leaving

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
-from lowpeak.strategies.detect import states_on_host
+from lowpeak.strategies.detect import states_on_host, zero_offloads
 
 
 @dataclass(frozen=True)
@@ -23,14 +23,20 @@ class Shares:
 def shares_of(accelerator: Accelerator) -> Shares:
     """FSDP2 cuts all three over the ranks that share a copy, ZeRO by its stage; what is kept in host memory is on no device."""
     state: Any = accelerator.state
-    ranks, on_host = accelerator.num_processes, states_on_host(state)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        stage, part = int(state.deepspeed_plugin.zero_stage), 1 / ranks
-        return Shares(part if stage == 3 else 1.0, part if stage >= 2 else 1.0, 0.0 if on_host else part)
+        return _zero_shares(state.deepspeed_plugin, 1 / accelerator.num_processes)
     if accelerator.distributed_type == DistributedType.FSDP:
-        part = 0.0 if on_host else 1 / _ranks_of_a_copy(accelerator)
+        part = 0.0 if states_on_host(state) else 1 / _ranks_of_a_copy(accelerator)
         return Shares(part, part, part)
     return Shares()
+
+
+def _zero_shares(plugin: Any, part: float) -> Shares:
+    """From stage 2 on gradients are summed where the optimizer is."""
+    stage = int(plugin.zero_stage)
+    states = 0.0 if zero_offloads(plugin, "offload_optimizer") else part
+    weights = 0.0 if zero_offloads(plugin, "offload_param") else part
+    return Shares(weights if stage == 3 else 1.0, states if stage >= 2 else 1.0, states)
 
 
 def _ranks_of_a_copy(accelerator: Any) -> int:

@@ -133,7 +133,7 @@ class RolloutMaker:
     def _left_out(self) -> dict[str, Metric]:
         """Prompts of a stream that were too long so far, where there were any."""
         count = self.cursor.num_dropped
-        return {"overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
+        return {"num_overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
 
     def _rested(self) -> dict[str, Metric]:
         """Bytes that left the device for the rollout and seconds that both ways took, of the rank where they are most."""

@@ -188,6 +188,8 @@ OTHERWISE = {
         ({"generation_kwargs": {"ignore_eos": True}}, "generation_kwargs has ignore_eos: a completion ends with the tokenizer's"),
         ({"generation_kwargs": {"repetition_detection": {}}}, "generation_kwargs has repetition_detection: a completion ends"),
         ({"generation_kwargs": {"logit_bias": {"a": 1}}}, "logit_bias={'a': 1}, which is no mapping of token ids to numbers"),
+        ({"generation_kwargs": {"logit_bias": {"1": "x"}}}, "logit_bias={'1': 'x'}, which is no mapping of token ids to numbers"),
+        ({"generation_kwargs": {"logit_bias": {"1": None}}}, "logit_bias={'1': None}, which is no mapping of token ids to numbers"),
         ({"vllm_mode": "server", "vllm_max_model_length": 512}, "=512 leaves no room for a prompt beside"),
         ({"generation_kwargs": {"n": 4}}, "generation_kwargs has n: say it as num_generations"),
         ({"generation_kwargs": {"logprobs": 4}}, "generation_kwargs has logprobs, which lowpeak sets itself"),

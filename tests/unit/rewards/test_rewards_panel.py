@@ -90,8 +90,8 @@ def test_one_reward_that_empties_its_lists_leaves_the_others_theirs():
 
 def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weighted_reward():
     groups = [group("p", "a", completion("bb", prompt_ids=(9,))), group("q", "ccc")]
-    judged = panel(length, only_long, weights=(0.5, 2.0)).judge(groups, first_group=4)
-    assert [record.group for record in judged.records] == [4, 4, 5]
+    judged = panel(length, only_long, weights=(0.5, 2.0)).judge(groups)
+    assert [record.group for record in judged.records] == [0, 0, 1]
     assert [record.prompt_ids for record in judged.records] == [(7, 8), (9,), (7, 8)]
     assert [record.completion for record in judged.records] == [c for g in groups for c in g.completions]
     assert [record.reward for record in judged.records] == [0.5, 3.0, 3.5]

@@ -142,6 +142,16 @@ def test_an_iterable_data_set_trains_to_max_steps(tmp_path):
     assert run.state.global_step == 4
 
 
+def test_prompts_of_a_stream_that_are_too_long_are_counted_in_the_log(tmp_path):
+    lengths = (1, 600, 2, 600, 3)
+    data = IterableDataset.from_generator(lambda: ({"prompt": "1" * length} for length in lengths))
+    run = grpo(tmp_path, data=data, max_steps=2, overlong_prompts="drop", logging_steps=1)
+    run.train()
+    told = [entry["num_overlong_prompts"] for entry in run.state.log_history if "num_overlong_prompts" in entry]
+    assert told == sorted(told)
+    assert told[-1] >= 2
+
+
 @pytest.mark.parametrize("by", ["instance", "path"])
 def test_a_reward_model_judges_beside_a_function(tmp_path, by):
     config = Qwen2Config(

@@ -53,14 +53,13 @@ class Batch:
         self._prompts = prompts
         self._sampling = sampling
         self._progress = progress
-        self._device = next(model.parameters()).device
         self._rows: list[Running] = []
         self._begun: deque[tuple[int, int]] = deque()  # numbers and prompts of rows that have begun and have no slot
         self._over: list[bool] = []
         self._num_steps = 0
         longest = max(waiting.lengths, default=0)
         self._cache = SlotCache(waiting.max_tokens, longest + sampling.max_new_tokens)
-        self._draws = Draws(len(prompts) * sampling.num_generations, sampling, self._device)
+        self._draws = Draws(len(prompts) * sampling.num_generations, sampling, next(model.parameters()).device)
         self._feed = Feed(model, [prompt.ids for prompt in prompts], sampling, progress)
 
     def run(self) -> None:

@@ -25,13 +25,14 @@ from lowpeak.rollout.native.prefill import left_mask, left_padded
 from lowpeak.rollout.native.stop import Progress
 from lowpeak.rollout.native.waves import Wave
 from lowpeak.rollout.sampling import choose
+from lowpeak.wrapped import transformers_model
 
 _NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
 
 def why_not_driven(model: nn.Module) -> str | None:
     """Why the engine's own decode loop cannot drive `model`, or None when it can."""
-    accepted = inspect.signature(_transformers_model(model).forward).parameters
+    accepted = inspect.signature(transformers_model(model).forward).parameters
     missing = [name for name in _NEEDED if name not in accepted]
     if missing:
         return f"its forward takes no {', '.join(missing)}"
@@ -43,12 +44,12 @@ def why_not_driven(model: nn.Module) -> str | None:
 def decode_by_generate(
     model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress
 ) -> None:
-    """Generate the rows of `wave` into `progress`, as `decode` does."""
+    """Generate the rows of `wave` into `progress`, as `Batch.run` does."""
     device = next(model.parameters()).device
     ids = [prompts[row.prompt].ids for row in wave]
     lengths = [len(x) for x in ids]
-    mask_NL = left_mask(lengths, max(lengths), device)
-    driver = _transformers_model(model)
+    mask_NL = left_mask(lengths, device)
+    driver = transformers_model(model)
     draws = Draws(len(wave), sampling, device)
     draws.make(range(len(wave)), wave, prompts)
     chooser = _Choose(sampling, draws, progress, len(wave))
@@ -96,12 +97,6 @@ class _Ended(StoppingCriteria):
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return torch.tensor(self._chooser.over, device=input_ids.device)
-
-
-def _transformers_model(model: nn.Module) -> Any:
-    """The model that has `generate` and a named signature: the one inside an adapter wrapper, where there is one."""
-    inner = getattr(model, "get_base_model", None)
-    return inner() if callable(inner) else model
 
 
 def _plain_config(sampling: Sampling) -> GenerationConfig:

@@ -36,7 +36,7 @@ def prefill(model: nn.Module, prompts: Ids) -> tuple[Tensor, Cache]:
     """Logits [P, V] of the first new token of each prompt, and keys and values, right-aligned."""
     device = next(model.parameters()).device
     lengths = [len(ids) for ids in prompts]
-    mask_PL = left_mask(lengths, max(lengths), device)
+    mask_PL = left_mask(lengths, device)
     positions_PL = None if mask_PL is None else (mask_PL.cumsum(dim=-1) - 1).clamp(min=0)
     cache = Cache(layer_class_to_replicate=PromptLayer)
     output = model(
@@ -57,11 +57,12 @@ def left_padded(prompts: Ids, device: torch.device) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
-def left_mask(lengths: Sequence[int], num_columns: int, device: torch.device) -> Tensor | None:
-    """The mask [P, num_columns] of left-padded rows: 0 on padding; None where nothing is padded.
+def left_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
+    """The mask [P, L] of left-padded rows, L the longest: 0 on padding; None where nothing is padded.
 
     Without a mask attention may use its fastest kernel, and transformers need not ask the device whether all is one.
     """
+    num_columns = max(lengths)
     if min(lengths) == num_columns:
         return None
     first = torch.tensor([num_columns - length for length in lengths])[:, None]

@@ -276,7 +276,8 @@ class VllmEngine:
         """Ask for these rows, wave by wave, and keep what comes."""
         if not rows:
             return
-        for wave in form_waves(rows, self._settings.batch_size or self._wave_size(rows)):
+        fitting = self._wave_size(rows)  # asked in any case: it tells of a row that cannot fit at all
+        for wave in form_waves(rows, self._settings.batch_size or fitting):
             shares = share(wave, len(self._vllms))
             failures = self._ask_each([[wave[i] for i in mine] for mine in shares], version)
             if failures:
@@ -310,15 +311,18 @@ class VllmEngine:
         return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        context = min(facts.max_model_len for facts in self._facts)
+        context, where = min(facts.max_model_len for facts in self._facts), self._settings.where
+        early = f"set vllm_max_model_length={context}, with which such prompts are found at the start"
+        remedy = (
+            f"or shorten completions, or {early}" if isinstance(where, ServerSettings) else "or shorten completions"
+        )
         for prompt in prompts:
             if not prompt.ids:
                 raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
             if len(prompt.ids) + sampling.max_new_tokens > context:
                 raise EngineError(
                     f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
-                    f"exceeds vLLM's context of {context}: raise {option(self._settings.where, 'max_model_length')}, shorten "
-                    f"completions, or set vllm_max_model_length={context}, with which such prompts are found at the start."
+                    f"exceeds vLLM's context of {context}: raise {option(where, 'max_model_length')} {remedy}."
                 )
 
 

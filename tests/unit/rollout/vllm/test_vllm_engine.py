@@ -107,13 +107,16 @@ def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length():
     assert [len(wave[0].prompt_ids) for wave in vllm.waves] == [6, 5, 4]
 
 
-def test_a_row_that_the_cache_cannot_hold_is_one_sentence_with_the_numbers():
+@pytest.mark.parametrize("batch_size", [None, 4])
+def test_a_row_that_the_cache_cannot_hold_is_one_sentence_with_the_numbers(batch_size):
     with pytest.raises(EngineError, match=r"One row of 9 tokens .* cache of 8 tokens"):
-        engine_over(scripted(kv_tokens=8)).generate(prompts(), SAMPLING)
+        engine_over(scripted(kv_tokens=8), batch_size=batch_size).generate(prompts(), SAMPLING)
 
 
 def test_a_prompt_beyond_the_context_is_one_sentence_with_the_numbers():
-    with pytest.raises(EngineError, match=r"Prompt 2 has 6 tokens; with 3 new tokens it exceeds vLLM's context of 8"):
+    with pytest.raises(
+        EngineError, match=r"Prompt 2 has 6 tokens; with 3 new tokens it exceeds vLLM's context of 8: raise vllm_"
+    ):
         engine_over(scripted(max_model_len=8)).generate(prompts(), SAMPLING)
 
 

@@ -1,0 +1,75 @@
+"""What a rank's device holds, read off accelerate's own settings before anything is cut."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from accelerate import FullyShardedDataParallelPlugin
+from accelerate.utils import DeepSpeedPlugin, DistributedType
+from torch.distributed.device_mesh import init_device_mesh
+
+from lowpeak.cli.accelerate_config import FOLDER
+from lowpeak.strategies.pretended import pretended_ranks
+from lowpeak.strategies.share import Shares, shares_of
+
+RANKS = 8
+
+
+def told(kind: DistributedType, **more: Any) -> Any:
+    """What is read of an Accelerator, which would connect to real ranks."""
+    plugins = {name: more.pop(name, None) for name in ("deepspeed_plugin", "fsdp_plugin")}
+    return SimpleNamespace(state=SimpleNamespace(**plugins), distributed_type=kind, num_processes=RANKS, **more)
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("zero1", Shares(1.0, 1.0, 1 / 8)),
+        ("zero2", Shares(1.0, 1 / 8, 1 / 8)),
+        ("zero3", Shares(1 / 8, 1 / 8, 1 / 8)),
+        ("zero3-offload", Shares(0.0, 0.0, 0.0)),
+    ],
+)
+def test_zero_cuts_by_its_stage_and_offloads_what_its_sections_name(preset, expected):
+    plugin = DeepSpeedPlugin(hf_ds_config=json.loads((FOLDER / f"{preset}.json").read_text()))
+    assert shares_of(told(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
+
+
+@pytest.mark.parametrize(
+    ("stage", "section", "expected"),
+    [
+        (1, "offload_optimizer", Shares(1.0, 1.0, 0.0)),
+        (2, "offload_optimizer", Shares(1.0, 0.0, 0.0)),
+        (3, "offload_optimizer", Shares(1 / 8, 0.0, 0.0)),
+        (3, "offload_param", Shares(0.0, 1 / 8, 1 / 8)),
+    ],
+)
+def test_gradients_are_summed_where_zero_keeps_the_optimizer(stage, section, expected):
+    zero = {"stage": stage, section: {"device": "cpu"}}
+    plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": "auto", "zero_optimization": zero})
+    assert shares_of(told(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
+
+
+@pytest.mark.parametrize(("offload", "part"), [(False, 1 / 8), (True, 0.0)])
+def test_fsdp_cuts_over_all_ranks_or_keeps_all_on_the_host(offload, part):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
+    assert shares_of(told(DistributedType.FSDP, fsdp_plugin=plugin)) == Shares(part, part, part)
+
+
+def test_of_whole_copies_beside_each_other_each_is_cut_over_its_own_ranks():
+    names = ("dp_replicate", "dp_shard")
+    with pretended_ranks(RANKS):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
+        parts = SimpleNamespace(fsdp_dim_names=names)
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        more = {"fsdp_plugin": plugin, "torch_device_mesh": mesh, "parallelism_config": parts}
+        assert shares_of(told(DistributedType.FSDP, **more)) == Shares(1 / 4, 1 / 4, 1 / 4)
+    assert not dist.is_initialized()
+
+
+def test_copies_that_are_whole_hold_all():
+    assert shares_of(told(DistributedType.MULTI_CPU)) == Shares(1.0, 1.0, 1.0)
