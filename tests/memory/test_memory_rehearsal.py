@@ -7,12 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config
 
 from lowpeak.errors import ArgumentError
 from lowpeak.memory.rehearsal import rehearse
 from lowpeak.memory.storages import StorageMeter
+from lowpeak.strategies.pretended import layouts_apart, make_mesh, pretended_ranks
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
 GB = 10**9
@@ -128,3 +130,16 @@ def test_gradients_that_meet_are_added_in_place():
         loss.backward()
         meter.begin(None)
     assert meter.peaks["backward"] < 2.5 * weight.nbytes
+
+
+def test_a_fake_of_a_whole_tensor_from_which_dtensor_learns_a_layout_is_nobodys():
+    size = 1 << 20  # bytes of each of four ranks' rows
+    with pretended_ranks(4):
+        mesh = make_mesh()
+        with FakeTensorMode(), StorageMeter() as meter, layouts_apart(meter.paused):
+            cut = DTensor.from_local(torch.empty(256, 1024), mesh, (Shard(0),))
+            meter.begin("exp")
+            out = cut.exp()
+            meter.begin(None)
+    assert out.shape == (1024, 1024)
+    assert meter.peaks["exp"] == 2 * size

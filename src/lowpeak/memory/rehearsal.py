@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.memory.storages import StorageMeter
 from lowpeak.records import MicroBatch
-from lowpeak.strategies.pretended import Pretended, make_mesh, prepare, pretended_ranks
+from lowpeak.strategies.pretended import Pretended, layouts_apart, make_mesh, prepare, pretended_ranks
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.step import Core, run_step, score
 
@@ -66,7 +66,7 @@ def rehearse(
     """
     with pretended_ranks(world_size):
         mesh = make_mesh()
-        with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter:
+        with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter, layouts_apart(meter.paused):
             model = prepare(make_model().train(), mesh, compute)
             optimizer = make_optimizer(model.parameters())
             loaded = meter.live_bytes

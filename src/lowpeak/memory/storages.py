@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class StorageMeter(TorchDispatchMode):
         self.peaks: dict[str, int] = {}
         self._peak = 0
         self._replaces = False
+        self._paused = False
         self._phase: str | None = None
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
@@ -38,6 +40,15 @@ class StorageMeter(TorchDispatchMode):
         if self._phase is not None:
             self.peaks[self._phase] = max(self._peak, self.peaks.get(self._phase, 0))
         self._phase, self._peak = phase, self.live_bytes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A block whose tensors nobody holds, and are not counted."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
 
     def __enter__(self) -> StorageMeter:
         self._resize = torch.UntypedStorage.resize_
@@ -52,6 +63,8 @@ class StorageMeter(TorchDispatchMode):
         """Run an operation and see to whom its results belong; one on tensors made of others comes again for those."""
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
+        if self._paused:
+            return func(*args, **(kwargs or {}))
         self._settle()
         self._replaces = func is torch.ops.aten.add.Tensor and _autograd_adds()
         out = func(*args, **(kwargs or {}))

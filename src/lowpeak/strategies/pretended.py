@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -53,6 +53,24 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def layouts_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """What DTensor runs on fakes of whole tensors, to learn an operation's layout, runs inside `apart()`: no rank holds it."""
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def within(self: Any, schema: Any) -> Any:
+        with apart():
+            return propagate(self, schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = within  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
 
 
 def make_mesh() -> Any:
