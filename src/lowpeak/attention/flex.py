@@ -117,5 +117,10 @@ def _flex() -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """Compiled at its first use: seconds, once for the first length and once more for any other."""
+    """Compiled at its first use: seconds, once for the first length and once more for any other.
+
+    A policy, another architecture beside it, short rows: each is a variant, and beyond the limit they would run uncompiled,
+    in memory of [L, L].
+    """
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(_flex())

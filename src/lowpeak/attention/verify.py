@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.attention.agreement import kernel_differs, precision
+from lowpeak.attention.agreement import kernel_differs
 from lowpeak.attention.install import forward_arguments
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.head import backbone_of, causal_lm
-from lowpeak.logprobs.verify import evaluated
+from lowpeak.logprobs.verify import evaluated, rounding
 from lowpeak.records import Forest, Tree
 
 # Two completions behind a prompt, a sequence on its own, two completions behind another prompt; then padding.
@@ -26,11 +26,12 @@ _TREES = (Tree(0, 5, (4, 3)), Tree(12, 0, (6,)), Tree(18, 2, (1, 5)))
 _LENGTH = 29
 
 
-def forests_agree(model: nn.Module, device: torch.device | str) -> str | None:
+def forests_agree(model: nn.Module, device: torch.device | str, now_on: torch.device | None = None) -> str | None:
     """None where a forest gives the hidden states of plain rows; else a sentence that says what went wrong.
 
     `model` as it will be called, wrapped or not, with `install_attention` done; it runs in eval mode without gradients
-    and is left as it was. The kernel's gradient is checked on its own, in the model's dtype. What is tolerated is the
+    and is left as it was; on `now_on` where that is not yet the device it will be on. The kernel's gradient is checked on
+    that device, on its own, in the model's dtype and its heads' width. What is tolerated is the
     rounding of hidden states in the dtype that the model computes in. Every rank of a sharded model calls it.
     """
     device = torch.device(device)
@@ -39,19 +40,28 @@ def forests_agree(model: nn.Module, device: torch.device | str) -> str | None:
         return None
     try:
         with evaluated(model):
-            largest, dtype = _largest_difference(model, causal, device)
-        allowed = _rounding(precision(dtype, device), causal.config.get_text_config().num_hidden_layers)
+            largest, dtype = _largest_difference(model, causal, now_on or device)
+        allowed = _rounding(rounding(dtype, now_on or device), causal.config.get_text_config().num_hidden_layers)
         if not largest <= allowed:
             return (
                 f"{type(causal).__name__} gives other hidden states for several sequences in one row than for each on "
                 f"its own: they differ by {largest:.2g} of their size, where rounding explains {allowed:.2g}"
             )
-        return kernel_differs(dtype, device)
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        return kernel_differs(dtype, device, *_heads_of(causal.config.get_text_config()))
     except torch.OutOfMemoryError:
         raise
     except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return f"{type(causal).__name__} cannot run several sequences in one row: {reason}"
+
+
+def _heads_of(config: Any) -> tuple[int, int]:
+    """The width of a head, and how many query heads have a key head in common."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return width, heads // (getattr(config, "num_key_value_heads", None) or heads)
 
 
 @dataclass

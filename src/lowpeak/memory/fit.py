@@ -15,21 +15,25 @@ _LAYER_FACTOR = 34
 
 @dataclass(frozen=True)
 class Shape:
-    """What sizes depend on: `hidden` D, `layers`, `intermediate`, `vocab` V, bytes of an activation."""
+    """What sizes depend on: `hidden` D, `layers`, `intermediate`, `vocab` V, bytes of an activation and of a layer's input."""
 
     hidden: int
     layers: int
     intermediate: int
     vocab: int
     itemsize: int
+    stream: int
 
     @classmethod
-    def of(cls, config: Any, itemsize: int) -> Shape:
-        """Read off a transformers config; text part of a multimodal one."""
+    def of(cls, config: Any, itemsize: int, stream: int | None = None) -> Shape:
+        """Read off a transformers config; text part of a multimodal one.
+
+        `stream` is what layers hand on, in the embeddings' dtype: under autocast wider than what they compute with.
+        """
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         hidden = text.hidden_size
         intermediate = getattr(text, "intermediate_size", None) or 4 * hidden
-        return cls(hidden, text.num_hidden_layers, intermediate, text.vocab_size, itemsize)
+        return cls(hidden, text.num_hidden_layers, intermediate, text.vocab_size, itemsize, stream or itemsize)
 
 
 def fit_chunk(shape: Shape, free_bytes: int) -> int:
@@ -48,7 +52,7 @@ def fit_micro_batch(shape: Shape, free_bytes: int, checkpointing: bool) -> int:
     checkpointing each layer keeps its input alone and one layer is alive whole.
     """
     per_layer = shape.itemsize * (_LAYER_FACTOR // 2 * shape.hidden + 3 * shape.intermediate)
-    kept = shape.itemsize * shape.hidden
+    kept = shape.stream * shape.hidden
     per_token = shape.layers * kept + per_layer if checkpointing else shape.layers * per_layer
     return _power_of_two(free_bytes // _ACTIVATION_SHARE // per_token, 512, 65536)
 

@@ -62,13 +62,15 @@ class ModelReward:
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._pad = _pad_id(self.tokenizer, self.name)
         self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._device: torch.device | None = None
 
-    def use(self, frozen: Any, ranks: Ranks | None = None) -> None:
+    def use(self, frozen: Any, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         """Judge with the model's prepared form: `frozen.model`, while its context `frozen.ready()` is open.
 
+        `device` is where it computes, which need not be where its parameters wait; theirs unless named.
         Where its weights are shared by `ranks`, each of them has to make every call, also with no rows.
         """
-        self.model, self._ready, self.ranks = frozen.model, frozen.ready, ranks
+        self.model, self._ready, self.ranks, self._device = frozen.model, frozen.ready, ranks, device
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
@@ -99,7 +101,7 @@ class ModelReward:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        device = next(self.model.parameters()).device
+        device = self._device or next(self.model.parameters()).device
         lengths_B = torch.tensor([len(row) for row in ids])
         mask_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
         input_ids_BL = torch.full(mask_BL.shape, self._pad)

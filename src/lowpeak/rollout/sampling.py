@@ -188,7 +188,7 @@ def _keep_top_p(scores_NV: Tensor, top_p: float, top_k: int) -> Tensor:
         values_NR, tokens_NR = largest.values.flip(-1), largest.indices.flip(-1)
     else:
         values_NR, tokens_NR = scores_NV.sort(dim=-1)
-    unlikely_NR = values_NR.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+    unlikely_NR = running_sum(values_NR.softmax(dim=-1)) <= 1 - top_p
     unlikely_NR[:, -1] = False
     values_NR = values_NR.masked_fill(unlikely_NR, float("-inf"))
     return torch.full_like(scores_NV, float("-inf")).scatter(-1, tokens_NR, values_NR)
@@ -244,9 +244,25 @@ def _weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:
     return (scores_NV - largest_N1).mul_(_LOG2_E).exp2_()
 
 
+def running_sum(values_NM: Tensor) -> Tensor:
+    """`values.cumsum(-1)`; by shifted sums, in log2 M passes, where torch refuses CUDA's (full_determinism)."""
+    if not (values_NM.is_cuda and torch.are_deterministic_algorithms_enabled()):
+        return values_NM.cumsum(dim=-1)
+    return shifted_sum(values_NM)
+
+
+def shifted_sum(values_NM: Tensor) -> Tensor:
+    """The running sum along the last dimension, each pass adding what stands twice as far to the left (Hillis and Steele 1986)."""
+    sums_NM, distance = values_NM, 1
+    while distance < values_NM.shape[-1]:
+        sums_NM = torch.cat((sums_NM[:, :distance], sums_NM[:, distance:] + sums_NM[:, :-distance]), dim=-1)
+        distance *= 2
+    return sums_NM
+
+
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
     """The item that each uniform falls on, items being as wide as their weights, and where inside it, in [0, 1)."""
-    ends_NM = weights_NM.cumsum(dim=-1)
+    ends_NM = running_sum(weights_NM)
     target_N1 = uniforms_N1 * ends_NM[:, -1:]
     item_N1 = torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)
     width_N1 = weights_NM.gather(-1, item_N1)

@@ -29,7 +29,7 @@ class Match:
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
-        self._device = device
+        self.device = device
         self._group = group
         self._steps: list[Callable[[], Any]] = []
         self._num_done = 0
@@ -44,7 +44,7 @@ class Match:
 
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             self._sound = False
-            self._autocast = autocast_dtype(self._device)
+            self._autocast = autocast_dtype(self.device)
             result = run(*args, **kwargs)
             self._sound = True
             self._num_done += 1
@@ -55,7 +55,7 @@ class Match:
     def computing(self) -> AbstractContextManager[Any]:
         """A context that computes as the last step did."""
         dtype = self._autocast
-        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+        return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def begin(self) -> None:
         """This rank runs a forward now."""
@@ -98,7 +98,7 @@ class Match:
         return _RUNNING in states
 
     def _gather(self, state: int) -> list[int]:
-        own = torch.tensor([state], device=self._device)
+        own = torch.tensor([state], device=self.device)
         table = own.new_empty(dist.get_world_size(self._group))
         all_gather(table, own, self._group)
         return table.tolist()
@@ -128,7 +128,7 @@ def matched(model: nn.Module, match: Match) -> Iterator[None]:
     in_step.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]  # engines and generate() read it
     with ExitStack() as stack:
         replace_forward(stack, model, in_step)
-        one_token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+        one_token = torch.zeros(1, 1, dtype=torch.int64, device=match.device)
         try:
             yield
             idle = True

@@ -87,7 +87,9 @@ def prepare(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Modu
         _cut(model, mesh, compute)
     if compute is not None:
         forward: Any = model.forward
-        computing = convert_outputs_to_fp32(torch.autocast("cpu", compute)(getattr(forward, "__func__", forward)))
+        computing = convert_outputs_to_fp32(
+            torch.autocast("cpu", compute, cache_enabled=False)(getattr(forward, "__func__", forward))
+        )
         model.forward = MethodType(computing, model)
     return model
 

@@ -106,6 +106,7 @@ class CommonConfig(TrainingArguments):
         self._settle_sharding()
         meet_anew()
         super().__post_init__()
+        use_one_device(self)
         if self.deepspeed_plugin is not None:
             settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
 
@@ -279,3 +280,14 @@ def check_class(args: Any, config: type) -> None:
     if not isinstance(args, config):
         given = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
         raise ArgumentError(f"args is a {given}; this trainer takes a lowpeak.{config.__name__}.")
+
+
+def use_one_device(args: TrainingArguments) -> None:
+    """Train on the first of several devices that a process sees, and say so: transformers would cut a padded batch over them."""
+    if args.n_gpu > 1:
+        logger.warning(
+            "One process sees %d devices and trains on the first: start one for each with --accelerate_config ddp (or fsdp2), "
+            "`accelerate launch` or torchrun, or set CUDA_VISIBLE_DEVICES.",
+            args.n_gpu,
+        )
+        args._n_gpu = 1

@@ -161,7 +161,7 @@ def connect_online(
     for reward in parts.rewards:
         if isinstance(reward, ModelReward):
             frozen = freeze(reward.model)
-            reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None)
+            reward.use(frozen, strategy.ranks if is_sharded(frozen.model) else None, trainer.accelerator.device)
     run = make_run(trainer, args, parts.algorithm, strategy, parts.policy, settings.memory, reference)
     budget = run.sizes.budget(settings.memory, padding_id(parts.tokenizer), parts.policy.config)
     tally = Tally()
@@ -261,11 +261,21 @@ def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
     if parts.args.offload_during_rollout:
         check_resting(trainer.accelerator, _has_frozen(parts))
     check_adapters(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
+    _check_average(parts, strategy.ranks.world_size)
     if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
         raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
     if parts.args.offload_frozen_models and not _has_frozen(parts):
         raise ArgumentError(
             "offload_frozen_models=True cannot act: there is no reference and no reward model; remove it."
+        )
+
+
+def _check_average(parts: OnlineParts, world_size: int) -> None:
+    """ArgumentError where the reference that moves has no weights between its passes: accelerate's offloading of one device."""
+    if parts.args.sync_ref_model and parts.args.offload_frozen_models and world_size == 1:
+        raise ArgumentError(
+            "sync_ref_model=True cannot act beside offload_frozen_models=True on one device: what waits in host memory is not "
+            "averaged there; remove one of them."
         )
 
 

@@ -94,7 +94,7 @@ def make_engine(
         return vllm_engine(parts, strategy, run, trainer.accelerator.device, tally)
     if rollout_func is not None:
         return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
-    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add)
+    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, trainer.accelerator.device)
 
 
 def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.device, tally: Tally) -> VllmEngine:

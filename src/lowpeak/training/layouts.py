@@ -16,6 +16,7 @@ from lowpeak.batching.prefix import Layout
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
+from lowpeak.strategies.detect import is_sharded
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,8 @@ def _obstacle(models: Sequence[nn.Module], device: torch.device, ranks: Ranks) -
     """Why one of the models takes no forest on some rank, all left as they were; None where all do, shown on a few tokens."""
 
     def first_of(reason_of: Callable[[nn.Module], str | None]) -> str | None:
-        reasons = ranks.gathered(lambda: next(filter(None, map(reason_of, models)), None))
+        # Of every model, also where one has a reason: what is sharded asks all ranks, and not all find the same.
+        reasons = ranks.gathered(lambda: next(filter(None, [reason_of(model) for model in models]), None))
         return next(filter(None, reasons), None)
 
     found = first_of(why_not)
@@ -104,8 +106,15 @@ def _obstacle(models: Sequence[nn.Module], device: torch.device, ranks: Ranks) -
         return found
     for model in models:
         install_attention(model)
-    found = first_of(lambda model: forests_agree(model, device))
+    found = first_of(lambda model: forests_agree(model, device, now_on(model, device)))
     if found is not None:
         for model in models:
             uninstall_attention(model)
     return found
+
+
+def now_on(model: nn.Module, device: torch.device) -> torch.device:
+    """Where a model runs before training begins: on the device, but for a policy that waits on the host until FSDP2 cuts it."""
+    if is_sharded(model) or any(p.device.type == device.type for p in model.parameters()):
+        return device
+    return next(model.parameters()).device

@@ -72,7 +72,8 @@ class Sizes:
 
         Of the rank that has least: all ranks run with the same sizes. `shares` is how the policy will be cut.
         """
-        shape = Shape.of(policy.config, 2 if bf16 else 4)
+        itemsize = 2 if bf16 else 4
+        shape = Shape.of(policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size()))
         free = int(ranks.min([max(0, free_bytes(device) - training_bytes(policy, device, shares))])[0])
         return cls(
             memory.micro_batch_tokens or fit_micro_batch(shape, free, checkpointing),

@@ -103,3 +103,8 @@ def test_a_model_that_calls_its_decoder_past_its_backbone_agrees():
     model = OPTForCausalLM(config)
     install_attention(model)
     assert forests_agree(model, CPU) is None
+
+
+@pytest.mark.parametrize(("width", "share"), [(128, 7), (96, 1), (32, 16)])
+def test_the_kernel_is_compared_at_a_models_own_heads(width, share):
+    assert kernel_differs(torch.float32, CPU, width, share) is None

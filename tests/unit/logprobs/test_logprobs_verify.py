@@ -8,7 +8,7 @@ from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Mod
 
 from lowpeak.errors import HeadMismatchError, ModelError
 from lowpeak.logprobs.head import install_head
-from lowpeak.logprobs.verify import verify_head
+from lowpeak.logprobs.verify import rounding, verify_head
 from tiny import tiny_model
 
 
@@ -102,3 +102,23 @@ def test_a_head_behind_another_transform_is_found_out():
     )
     with pytest.raises(HeadMismatchError, match="BertLMHeadModel"):
         verify_head(install_head(BertLMHeadModel(config)))
+
+
+@pytest.fixture
+def rough_products():
+    """As transformers does for tf32=True: by the names after which torch's older question raises."""
+    before = torch.backends.fp32_precision
+    torch.backends.fp32_precision = "tf32"
+    yield
+    torch.backends.fp32_precision = before
+
+
+def test_products_that_may_be_rougher_are_asked_for_by_their_newer_names(rough_products):
+    assert verify_head(install_head(tiny_model())) < 1e-5
+    assert rounding(torch.float32, torch.device("cuda")) == 2.0**-10
+    assert rounding(torch.bfloat16, torch.device("cuda")) == 2.0**-7
+
+
+def test_products_are_exact_unless_they_were_allowed_not_to_be():
+    for device in ("cpu", "cuda"):
+        assert rounding(torch.float32, torch.device(device)) == torch.finfo(torch.float32).eps

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from accelerate import cpu_offload
 from panel_groups import group
 from transformers import (
     AutoModelForSequenceClassification,
@@ -18,6 +21,8 @@ from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import make_rewards
 from lowpeak.rewards.model import ModelReward, batches_by_length
 from lowpeak.rewards.reward import Reward
+from lowpeak.strategies.frozen import freeze
+from lowpeak.strategies.strategy import Frozen
 from tiny import char_tokenizer, tiny_model
 
 PLAIN = {"prompts": ["1+1=", "12+34=", "5+5="], "completions": ["2", "46", "1000"], "completion_ids": [[], [], []]}
@@ -225,3 +230,12 @@ def test_a_tokenizer_without_any_token_to_pad_with_is_refused():
     words.pad_token = words.eos_token = None
     with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
         ModelReward(classifier(), words)
+
+
+def test_a_model_whose_weights_wait_elsewhere_judges_on_its_device():
+    reward = ModelReward(classifier(), tokenizer())
+    expected = reward(**PLAIN)
+    offloaded = cpu_offload(freeze(classifier()), torch.device("cpu"))
+    assert {p.device.type for p in offloaded.parameters()} == {"meta"}
+    reward.use(Frozen(offloaded, nullcontext), None, torch.device("cpu"))
+    assert reward(**PLAIN) == expected

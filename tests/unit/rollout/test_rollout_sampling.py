@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.rollout.sampling import choose, draw, keep_likely, penalize, philox, uniforms
+from lowpeak.rollout.sampling import choose, draw, keep_likely, penalize, philox, shifted_sum, uniforms
 
 PLAIN = Sampling(num_generations=1, max_new_tokens=1)
 
@@ -235,3 +235,9 @@ def test_arguments_are_left_as_they_were():
     before = scores.clone()
     choose(scores, replace(PLAIN, **FILTERS["all"]), torch.full((16,), 0.5).double(), history)
     assert torch.equal(scores, before)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 64, 1000])
+def test_shifted_sums_are_the_running_sum(width):
+    values = torch.rand(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
+    torch.testing.assert_close(shifted_sum(values), values.cumsum(-1), rtol=1e-13, atol=0)

@@ -17,6 +17,10 @@ from tiny import char_tokenizer, tiny_model
         ({"ds3_gather_for_generation": True}, "ds3_gather_for_generation=True cannot act"),
         ({"offload_during_rollout": True}, "offload_during_rollout=True cannot act: the device's memory is the host's"),
         ({"offload_frozen_models": True, "beta": 0.1}, "the device's memory is the host's"),
+        (
+            {"offload_frozen_models": True, "beta": 0.1, "sync_ref_model": True},
+            "sync_ref_model=True cannot act beside offload_frozen_models=True on one device",
+        ),
     ],
 )
 def test_what_concerns_sharded_models_or_devices_is_refused_without_them(tmp_path, said, told):

@@ -14,7 +14,8 @@ from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig,
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
-from lowpeak.training.layouts import choose_layout, prepare_layout
+from lowpeak.strategies.pretended import make_mesh, prepare, pretended_ranks
+from lowpeak.training.layouts import choose_layout, now_on, prepare_layout
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -221,3 +222,21 @@ def test_what_was_asked_decides_the_layout(padding_free, share_prompt, layout):
     assert choice.resumed(layout) is choice
     if padding_free or share_prompt:
         assert choice.resumed("padded").layout == layout
+
+
+def test_every_model_is_asked_also_where_one_takes_no_forest():
+    """Where they are sharded, a rank that stopped at the first would leave the others in the second's collectives."""
+    first, second = tiny_model(), tiny_model()
+    first.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
+    asked = []
+    second.register_forward_hook(lambda *args: asked.append(1))
+    choice = prepare_layout(MemorySettings(), [first, second], torch.device("cpu"), Ranks())
+    assert "other hidden states" in choice.why
+    assert asked
+
+
+def test_a_policy_that_waits_on_the_host_to_be_cut_runs_there_and_what_is_cut_on_the_device():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert now_on(tiny_model(), gpu) == now_on(tiny_model(), cpu) == cpu
+    with pretended_ranks(2):
+        assert now_on(prepare(tiny_model(), make_mesh(), None), gpu) == gpu

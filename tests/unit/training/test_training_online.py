@@ -13,6 +13,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCal
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.errors import ModelError
+from lowpeak.training.arguments import use_one_device
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -462,3 +463,21 @@ def test_supervised_loss_is_transformers_own(tmp_path):
 
 def _sft():
     return {name: value for name, value in SMALL.items() if name != "max_completion_length"}
+
+
+def test_autocast_keeps_no_copies_of_weights_until_a_forward_ends(tmp_path):
+    run = grpo(tmp_path, max_steps=1, bf16=True)
+    found = set()
+    layer = run.model.model.layers[0].self_attn.q_proj
+    kept = lambda *args: found.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))  # noqa: E731
+    layer.register_forward_hook(kept)
+    run.train()
+    assert found == {(True, False)}
+
+
+def test_a_process_that_sees_several_devices_trains_on_one_and_says_so(tmp_path, caplog):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
+    args._n_gpu = 4
+    use_one_device(args)
+    assert args.n_gpu == 1
+    assert "One process sees 4 devices and trains on the first" in caplog.text

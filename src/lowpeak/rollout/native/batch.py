@@ -59,7 +59,7 @@ class Batch:
         self._num_steps = 0
         longest = max(waiting.lengths, default=0)
         self._cache = SlotCache(waiting.max_tokens, longest + sampling.max_new_tokens)
-        self._draws = Draws(len(prompts) * sampling.num_generations, sampling, next(model.parameters()).device)
+        self._draws = Draws(len(prompts) * sampling.num_generations, sampling, progress.device)
         self._feed = Feed(model, [prompt.ids for prompt in prompts], sampling, progress)
 
     def run(self) -> None:
@@ -126,7 +126,7 @@ class Batch:
 
     def _begin(self, prompts: Sequence[int]) -> None:
         """Prefill prompts, draw the first tokens of their groups, and give slots to as many rows as there are."""
-        logits_PV, prefilled = prefill(self._model, [self._prompts[i].ids for i in prompts])
+        logits_PV, prefilled = prefill(self._model, [self._prompts[i].ids for i in prompts], self._progress.device)
         if not self._cache.layers:
             self._count(prefilled.layers[0].values.dtype)
         going = self._first_tokens(prompts, logits_PV)

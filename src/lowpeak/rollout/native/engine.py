@@ -30,7 +30,8 @@ class NativeEngine:
     `hold` gives the policy, ready to generate (eval mode, weights gathered, cache allowed), for as long as one call
     of `generate` takes. `kv_cache_bytes()` is asked at each call, since a resumed run has the bytes of
     the run that it goes on with. `on_tokens` hears of each forward how many tokens it added to completions, and how
-    many rows it computed. The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
+    many rows it computed. It computes on `device`, which need not be where parameters wait; theirs unless named.
+    The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class NativeEngine:
         tokenizer: Any,
         kv_cache_bytes: Callable[[], int],
         on_tokens: Callable[[int, int], None] | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self._hold = hold
         self._tokenizer = tokenizer
         self._kv_cache_bytes = kv_cache_bytes
         self._on_tokens = on_tokens
+        self._device = device
         self._policy_version: int | None = None
         self._warned = False
 
@@ -93,7 +96,7 @@ class NativeEngine:
         max_tokens = kv_cache_bytes // bytes_per_token(model)
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
         ends = (end_token_ids(model, self._tokenizer, sampling), StopStrings(self._tokenizer, sampling.stop))
-        device = next(model.parameters()).device
+        device = self._device or next(model.parameters()).device
         if self._is_driven(model):
             num_rows = len(prompts) * sampling.num_generations
             progress = Progress(num_rows, sampling.max_new_tokens, *ends, self._on_tokens, device)

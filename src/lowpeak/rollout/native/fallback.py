@@ -45,7 +45,7 @@ def decode_by_generate(
     model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress
 ) -> None:
     """Generate the rows of `wave` into `progress`, as `Batch.run` does."""
-    device = next(model.parameters()).device
+    device = progress.device
     ids = [prompts[row.prompt].ids for row in wave]
     lengths = [len(x) for x in ids]
     mask_NL = left_mask(lengths, device)

@@ -30,7 +30,7 @@ class Feed:
         self._model = model
         self._size = sampling.num_generations
         self._progress = progress
-        self._device = next(model.parameters()).device
+        self._device = progress.device
         self._lengths_P = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64).to(self._device)
         known = sampling.repetition_penalty != 1 and len(prompts) > 0
         self._prompts_PL = left_padded(prompts, self._device) if known else None

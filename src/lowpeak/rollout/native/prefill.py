@@ -32,9 +32,8 @@ def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX
         yield part
 
 
-def prefill(model: nn.Module, prompts: Ids) -> tuple[Tensor, Cache]:
+def prefill(model: nn.Module, prompts: Ids, device: torch.device) -> tuple[Tensor, Cache]:
     """Logits [P, V] of the first new token of each prompt, and keys and values, right-aligned."""
-    device = next(model.parameters()).device
     lengths = [len(ids) for ids in prompts]
     mask_PL = left_mask(lengths, device)
     positions_PL = None if mask_PL is None else (mask_PL.cumsum(dim=-1) - 1).clamp(min=0)

@@ -81,6 +81,7 @@ class Progress:
         on_tokens: Callable[[int, int], None] | None,
         device: torch.device,
     ) -> None:
+        self.device = device
         self._stops = stops
         self._on_tokens = on_tokens
         self._end_ids_E = torch.tensor(sorted(end_ids), dtype=torch.int64).to(device)

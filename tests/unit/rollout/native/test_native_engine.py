@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from accelerate import cpu_offload
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -467,3 +468,11 @@ def test_a_group_in_parts_has_the_completions_of_the_whole():
         for first, count in ((0, 1), (1, 3))
     ]
     assert {serial: parts[0][serial] + parts[1][serial] for serial in whole} == whole
+
+
+@pytest.mark.parametrize("setting", [SAMPLING, replace(SAMPLING, repetition_penalty=1.3)])
+def test_a_model_whose_weights_wait_elsewhere_generates_on_its_device(setting):
+    expected = tokens(engine(tiny_model()).generate(prompts(), setting))
+    offloaded = cpu_offload(tiny_model(), torch.device("cpu"))
+    assert {p.device.type for p in offloaded.parameters()} == {"meta"}
+    assert tokens(engine(offloaded, device=torch.device("cpu")).generate(prompts(), setting)) == expected

@@ -26,7 +26,7 @@ def test_logits_and_slots_are_those_of_each_prompt_alone():
     rows = [0, 0, 1, 2, 2, 2, 3, 4]
     cache = SlotCache(10 * 12, 12)
     with torch.no_grad():
-        logits, prefilled = prefill(model, PROMPTS)
+        logits, prefilled = prefill(model, PROMPTS, torch.device("cpu"))
         cache.reserve(10, 7, 0)
         cache.place(prefilled, rows, lengths, 2)
         for prompt, ids in enumerate(PROMPTS):
