@@ -1,4 +1,4 @@
-"""What an adapter's wrapper is around."""
+"""What adapters' wrappers are around."""
 
 from __future__ import annotations
 
@@ -9,3 +9,11 @@ def transformers_model(model: Any) -> Any:
     """The model that has `generate`, a named signature and a head: the one inside an adapter's wrapper, where there is one."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
+
+
+def num_embeddings(model: Any) -> int | None:
+    """How many tokens the model embeds, below what an adapter wraps its embedding in; None when that does not say."""
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()
+    while embedding is not None and not hasattr(embedding, "num_embeddings"):
+        embedding = getattr(embedding, "base_layer", None) or getattr(embedding, "original_module", None)
+    return getattr(embedding, "num_embeddings", None)

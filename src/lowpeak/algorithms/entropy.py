@@ -10,12 +10,15 @@ from torch import Tensor
 
 from lowpeak.config.algorithm import EntropyBonus
 
+_ROUNDING = 1e-5  # nats
+
 
 def top_entropy_masks(entropies: Sequence[Tensor], quantile: float) -> list[Tensor]:
     """1.0 where a token's entropy is among the highest `quantile` of all given tokens, else 0.0, per tensor.
 
     `entropy >= torch.quantile(cat(entropies), 1 - quantile)`, one threshold for the whole rollout's counted tokens
-    (arXiv 2506.01939). Tokens at the threshold are in; a quantile of 1 takes all tokens.
+    (arXiv 2506.01939). Tokens at the threshold are in, and those below it by less than rounding in fp32: the same context
+    has the same entropy in whichever micro-batch it was forwarded. A quantile of 1 takes all tokens.
     """
     values = torch.cat([entropy.flatten() for entropy in entropies]) if entropies else torch.empty(0)
     if values.numel() == 0:
@@ -24,7 +27,7 @@ def top_entropy_masks(entropies: Sequence[Tensor], quantile: float) -> list[Tens
     # the interpolated threshold and the upper neighbour admit the same tokens. The slack keeps 3.0000000000000004 at 3.
     rank = math.ceil((1.0 - quantile) * (values.numel() - 1) - 1e-9)
     threshold = values.kthvalue(max(rank, 0) + 1).values
-    return [(entropy >= threshold).to(entropy.dtype) for entropy in entropies]
+    return [(entropy >= threshold - _ROUNDING).to(entropy.dtype) for entropy in entropies]
 
 
 def start_entropy_state(bonus: EntropyBonus | None) -> dict[str, float]:

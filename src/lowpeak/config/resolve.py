@@ -285,8 +285,13 @@ def _resolve_sampling(args: Any) -> Sampling:
         repetition_penalty=args.repetition_penalty,
         stop=stop,
         stop_token_ids=stop_token_ids,
-        seed=more.get("seed", args.seed),
+        seed=_seed(more.get("seed", args.seed)),
     )
+
+
+def _seed(seed: Any) -> int:
+    require(isinstance(seed, int), f"generation_kwargs has seed={seed!r}, which is no whole number.")
+    return int(seed)
 
 
 def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:

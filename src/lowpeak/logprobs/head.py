@@ -91,8 +91,8 @@ def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Mod
     for part in parts:
         if cast_head_to_fp32 and not is_linear(part):
             raise ModelError(
-                f"cast_head_to_fp32 needs a plain linear head, and {type(causal).__name__}'s is a "
-                f"{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
+                f"cast_lm_head_to_fp32 needs a plain linear head, and {type(causal).__name__}'s is "
+                f"{type(part).__module__}.{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
             )
         replace_forward(part, _head_forward, scale, cast_head_to_fp32)
         setattr(part, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010, for whoever computes logits in its place

@@ -40,8 +40,8 @@ def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> 
     for part in head_parts(classifier.score):
         if cast_head_to_fp32 and not is_linear(part):
             raise ModelError(
-                f"cast_head_to_fp32 needs a plain linear score, and {type(classifier).__name__}'s is a {type(part).__name__}; "
-                "leave it off, or keep adapters and quantization away from the head"
+                f"cast_lm_head_to_fp32 needs a plain linear score, and {type(classifier).__name__}'s is "
+                f"{type(part).__module__}.{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
             )
         replace_forward(part, _score_forward, HeadScale(), cast_head_to_fp32)
     replace_forward(classifier, _classifier_forward, HeadScale(), cast_head_to_fp32)

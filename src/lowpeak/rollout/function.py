@@ -20,6 +20,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm
+from lowpeak.wrapped import num_embeddings
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 
@@ -78,7 +79,7 @@ class FunctionEngine:
                 return []
             with _asking(self._trainer, sampling):
                 output = self._function([prompt.source for prompt in prompts], self._trainer)
-            num_tokens = model.get_input_embeddings().num_embeddings
+            num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
         rows = len(prompts) * sampling.num_generations
         fields = _checked(output, rows, len(prompts), sampling.num_generations)
         completions = [self._completion(fields, row, sampling, num_tokens) for row in range(rows)]

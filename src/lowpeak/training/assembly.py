@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import AutocastKwargs
 from torch import nn
 from transformers import set_seed
 
@@ -20,7 +21,7 @@ from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.critic import critics_model
 from lowpeak.data.cursor import PromptCursor, cursor_over
 from lowpeak.data.prompts import PromptReader, padding_id
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
 from lowpeak.loading import give_room
 from lowpeak.logprobs.head import causal_lm, install_head
@@ -49,7 +50,6 @@ from lowpeak.training.models import (
     load_policy,
     load_reference,
     load_tokenizer,
-    num_embeddings,
     upcast_trainable,
 )
 from lowpeak.training.parts import OnlineParts
@@ -59,6 +59,7 @@ from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
+from lowpeak.wrapped import num_embeddings
 
 logger = logging.getLogger(__name__)
 
@@ -111,8 +112,9 @@ def prepare_online(
     reference = _load_reference(policy, model, ref_model, args)
     complete(policy, model, args)
     upcast_trainable(policy)
-    if args.disable_dropout:
-        disable_dropout(policy)
+    for model_with in (policy, reference) if args.disable_dropout else ():
+        if model_with is not None:
+            disable_dropout(model_with)
     return OnlineParts(args, settings, algorithm, policy, reference, tokenizer, rewards, success)
 
 
@@ -201,11 +203,13 @@ def make_run(
     output_dir = Path(args.output_dir)
     device = trainer.accelerator.device
     ranks = strategy.ranks
+    # No copies of weights until a forward ends: 2 bytes a parameter, and each is used once.
+    trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.together():
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     with ExitStack() as ready:
         models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
-        with ranks.together():
+        with ranks.together(), _computing(trainer, policy):
             head.verify(policy)
         if reference is not None and reference.model is not None:
             models.append(ready.enter_context(reference.use()))
@@ -231,6 +235,22 @@ def make_run(
         sizes=sizes,
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
     )
+
+
+@contextmanager
+def _computing(trainer: Any, policy: nn.Module) -> Iterator[None]:
+    """As the passes will compute where weights are of several dtypes; ModelError where they cannot be multiplied."""
+    dtypes = {p.dtype for p in policy.parameters() if p.is_floating_point()}
+    try:
+        with trainer.accelerator.autocast() if len(dtypes) > 1 else nullcontext():
+            yield
+    except RuntimeError as error:
+        if len(dtypes) == 1 or "dtype" not in str(error):
+            raise
+        raise ModelError(
+            f"the model's weights are {' and '.join(sorted(str(d).removeprefix('torch.') for d in dtypes))}, since what trains is "
+            "fp32, and its layers take one: set bf16=True, or load all in fp32 (model_init_kwargs={'dtype': 'float32'})."
+        ) from error
 
 
 def _freezer(trainer: Any, parts: OnlineParts, strategy: Strategy, rest: Rest | None) -> Callable[[nn.Module], Frozen]:

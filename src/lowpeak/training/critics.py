@@ -30,7 +30,8 @@ from lowpeak.rewards.model import load_classifier
 from lowpeak.strategies.gathered import layers_of
 from lowpeak.strategies.outgoing import outgoing
 from lowpeak.strategies.tensor import cut_alike
-from lowpeak.training.models import from_pretrained, is_peft, num_embeddings
+from lowpeak.training.models import from_pretrained, is_peft
+from lowpeak.wrapped import num_embeddings
 
 EXPORT_FOLDER = "critic"
 

@@ -33,10 +33,11 @@ from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import parts_tied, unchanging
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.models import context_length, is_peft, num_embeddings
+from lowpeak.training.models import context_length, is_peft
 from lowpeak.training.parts import OnlineParts
 from lowpeak.training.rollouts import Tally
 from lowpeak.training.step_trainer import Run
+from lowpeak.wrapped import num_embeddings
 
 _MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
 _LEAST_CACHE = 1 << 24

@@ -204,12 +204,27 @@ def load_reference(
 
 def adapter_reference(policy: Any) -> Reference:
     """The reference under LoRA: adapters off; or, for an adapter that came in trained, a frozen copy of that adapter."""
-    adapter = next(iter(policy.peft_config))
+    adapter = _only_adapter(policy)
     if Ranks().first(lambda: _has_effect(policy, adapter)):  # others may have no weights of it yet
         with keeping_critic(policy):
             _copy_adapter(policy, adapter)
         return Reference(None, lambda: _other_adapter(policy, adapter))
     return Reference(None, lambda: _no_adapter(policy))
+
+
+def _only_adapter(policy: Any) -> str:
+    """The adapter that trains; ArgumentError where there are several, or where the base below it trains too."""
+    own = [name for name in policy.active_adapters if name != CRITIC]
+    if len(own) != 1:
+        raise ArgumentError(
+            f"beta above 0 takes a reference by one adapter, and {', '.join(own) or 'none'} are active: activate one with "
+            "model.set_adapter(name), or set beta=0."
+        )
+    if getattr(policy.peft_config[own[0]], "bias", "none") not in ("none", False):
+        raise ArgumentError(
+            "the adapter's bias setting trains biases of the base, which then is no reference any more: set bias='none', or beta=0."
+        )
+    return own[0]
 
 
 def is_peft(model: nn.Module) -> bool:
@@ -218,24 +233,27 @@ def is_peft(model: nn.Module) -> bool:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and attention's, which transformers keeps as a number."""
+    """Set every dropout probability to 0: of dropout modules, and those that a module keeps as a number of its own."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010
+        for name, value in list(vars(module).items()):
+            if ("dropout" in name or name == "layerdrop") and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Most tokens that the model takes, by its config; None when it does not say."""
+    """Most tokens that the model takes, by its config; None when it does not say.
+
+    With longrope that is the length up to which it has one set of rotations: beyond, a row's numbers would depend on the
+    longest row beside it, and on whether it was still short when its first tokens were cached.
+    """
     config = getattr(model, "config", None)
-    text = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
     return getattr(text, "max_position_embeddings", None)
-
-
-def num_embeddings(model: nn.Module) -> int | None:
-    """How many tokens the model embeds; None when its embedding does not say."""
-    return getattr(getattr(model, "get_input_embeddings", lambda: None)(), "num_embeddings", None)
 
 
 def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
@@ -287,11 +305,23 @@ def upcast_trainable(policy: nn.Module) -> None:
 
 
 def _has_effect(policy: nn.Module, adapter: str) -> bool:
-    """Whether the adapter changes the model: a fresh LoRA has B = 0."""
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name and f".{adapter}." in name and bool(parameter.detach().any()):
-            return True
-    return False
+    """Whether the adapter may change the model: a fresh LoRA has a factor of zeros, a module to save is the base's own still."""
+    named = dict(policy.named_parameters())
+    return any(
+        _acts(name, parameter, adapter, named) for name, parameter in named.items() if adapter in name.split(".")
+    )
+
+
+def _acts(name: str, parameter: nn.Parameter, adapter: str, named: Mapping[str, nn.Parameter]) -> bool:
+    parts = name.split(".")
+    if {"lora_A", "lora_embedding_B", "lora_magnitude_vector"} & set(parts):  # nothing without the other factor
+        return False
+    if {"lora_B", "lora_embedding_A"} & set(parts):
+        return bool(parameter.detach().any())
+    original = named.get(name.replace(f".modules_to_save.{adapter}.", ".original_module."))
+    if original is not None and original is not parameter:
+        return not torch.equal(parameter.detach(), original.detach().to(parameter))
+    return True  # of another kind: a copy of it is right in any case
 
 
 def _copy_adapter(policy: Any, adapter: str) -> None:
@@ -300,8 +330,8 @@ def _copy_adapter(policy: Any, adapter: str) -> None:
     own = dict(policy.named_parameters())
     with torch.no_grad():
         for name, parameter in own.items():
-            if f".{REFERENCE_ADAPTER}." in name:
-                parameter.copy_(own[name.replace(f".{REFERENCE_ADAPTER}.", f".{adapter}.")])
+            if REFERENCE_ADAPTER in (parts := name.split(".")):
+                parameter.copy_(own[".".join(adapter if part == REFERENCE_ADAPTER else part for part in parts)])
     _activate(policy, adapter)
 
 
@@ -324,5 +354,5 @@ def _other_adapter(policy: Any, adapter: str) -> Iterator[None]:
 def _activate(policy: Any, adapter: str) -> None:
     policy.set_adapter(adapter)
     for name, parameter in policy.named_parameters():
-        if f".{REFERENCE_ADAPTER}." in name:
+        if REFERENCE_ADAPTER in name.split("."):
             parameter.requires_grad_(False)

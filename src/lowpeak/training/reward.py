@@ -20,12 +20,13 @@ from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.heads import SCORES, Head
-from lowpeak.training.models import from_pretrained, load_policy, num_embeddings
+from lowpeak.training.models import from_pretrained, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
 from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.reward_arguments import RewardConfig
 from lowpeak.training.step import measure_step
 from lowpeak.training.work import StepWork
+from lowpeak.wrapped import num_embeddings
 
 logger = logging.getLogger(__name__)
 

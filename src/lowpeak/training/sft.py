@@ -13,10 +13,11 @@ from lowpeak.batching.counted import num_counted
 from lowpeak.data.supervised import SupervisedReader, read_records
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
-from lowpeak.training.models import load_policy, num_embeddings
+from lowpeak.training.models import load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
 from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
+from lowpeak.wrapped import num_embeddings
 
 
 class SFTTrainer(OfflineTrainer):

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -128,11 +127,6 @@ class StepTrainer(Trainer):
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """The metrics of one data set, their names under `prefix`."""
         raise AssertionError("a trainer says how it evaluates")
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Autocast keeps no copy of each weight that it has cast until a forward ends: 2 bytes a parameter, each used once."""
-        super().create_accelerator_and_postprocess()
-        self.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
     # the loop
 

@@ -70,3 +70,9 @@ def test_without_a_bonus_there_is_no_state():
     algorithm = make_grpo(GRPO)
     assert algorithm.coefficients() == {}
     assert algorithm.update({}, {"entropy": 0.1}) == {}
+
+
+def test_entropies_that_differ_by_rounding_are_in_or_out_together():
+    tied = torch.tensor([0.1, 0.5, 0.5 + 3e-7, 0.5 - 3e-7, 0.9, 0.2])
+    (mask,) = top_entropy_masks([tied], 0.5)
+    assert mask.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]

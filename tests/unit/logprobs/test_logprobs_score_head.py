@@ -74,7 +74,7 @@ def test_an_adapter_on_the_head_has_no_product_of_its_own_precision():
         model.get_base_model().score.lora_B["default"].weight.add_(1.0)
     install_score_head(model)
     torch.testing.assert_close(scores_of(model), model.eval()(input_ids=IDS).logits[:, 0])
-    with pytest.raises(ModelError, match="cast_head_to_fp32 needs a plain linear score"):
+    with pytest.raises(ModelError, match="cast_lm_head_to_fp32 needs a plain linear score"):
         install_score_head(model, cast_head_to_fp32=True)
 
 

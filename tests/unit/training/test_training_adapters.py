@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LNTuningConfig, LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from lowpeak import GRPOConfig, GRPOTrainer
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, ModelError
 from tiny import char_tokenizer, tiny_model
 
 DATA = Dataset.from_list([{"prompt": f"{i % 10}{i * 7 % 10}="} for i in range(32)])
@@ -213,3 +214,73 @@ def test_a_saved_adapter_has_not_the_frozen_copy_that_is_the_reference(tmp_path)
     saved = load_file(tmp_path / "checkpoint-1" / "adapter_model.safetensors")
     assert saved
     assert not [name for name in saved if "reference" in name]
+
+
+def kinds_of_adapters():
+    attention = ["q_proj", "v_proj"]
+    lora = partial(LoraConfig, r=4, task_type="CAUSAL_LM")
+    return {
+        "embedding": lora(target_modules=[*attention, "embed_tokens"]),
+        "tokens": lora(target_modules=attention, trainable_token_indices=[3, 5]),
+        "saved head": lora(target_modules=attention, modules_to_save=["lm_head"]),
+        "dora": lora(target_modules=attention, use_dora=True),
+        "ia3": IA3Config(task_type="CAUSAL_LM", target_modules=attention, feedforward_modules=[]),
+        "norms": LNTuningConfig(task_type="CAUSAL_LM", target_modules=["norm"]),
+    }
+
+
+@pytest.mark.parametrize("kind", kinds_of_adapters())
+def test_the_reference_of_a_trained_adapter_of_any_kind_is_what_came_in(tmp_path, kind):
+    policy = get_peft_model(tiny_model(tied=False), kinds_of_adapters()[kind])
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    run = trainer(tmp_path, policy, beta=0.5, max_steps=1)
+    run.train()
+    (kl,) = [entry["kl"] for entry in run.state.log_history if "kl" in entry]
+    assert abs(kl) < 1e-6
+
+
+@pytest.mark.parametrize("parts", [{}, {"modules_to_save": ["lm_head"]}])
+def test_a_fresh_adapter_leaves_the_base_as_the_reference(tmp_path, parts):
+    policy = get_peft_model(tiny_model(tied=False), LoraConfig(**LORA, **parts))
+    trainer(tmp_path, policy, beta=0.5)
+    assert list(policy.peft_config) == ["default"]
+
+
+def test_of_several_adapters_the_active_one_trains_beside_its_own_copy(tmp_path):
+    policy = get_peft_model(tiny_model(), LoraConfig(**LORA), adapter_name="first")
+    policy.add_adapter("second", LoraConfig(**LORA))
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.2)
+    policy.set_adapter("second")
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    run = trainer(tmp_path, policy, beta=0.5)
+    run.train()
+    moved = {name for name, p in policy.named_parameters() if name in before and not torch.equal(p, before[name])}
+    assert policy.active_adapters == ["second"]
+    assert moved
+    assert all(".second." in name for name in moved)
+
+
+def test_a_reference_by_several_adapters_or_one_that_trains_the_base_is_refused(tmp_path):
+    policy = get_peft_model(tiny_model(), LoraConfig(**LORA), adapter_name="first")
+    policy.add_adapter("second", LoraConfig(**LORA))
+    policy.base_model.set_adapter(["first", "second"])
+    with pytest.raises(ArgumentError, match="by one adapter, and first, second are active"):
+        trainer(tmp_path, policy, beta=0.5)
+    with pytest.raises(ArgumentError, match="bias setting trains biases of the base"):
+        trainer(tmp_path, tiny_model(), LoraConfig(**LORA, bias="lora_only"), beta=0.5)
+
+
+def test_parts_that_are_saved_whole_beside_a_half_precision_base_train_under_autocast_alone(tmp_path):
+    parts = LoraConfig(**LORA, modules_to_save=["lm_head"])
+    half = partial(tiny_model, dtype=torch.bfloat16, tied=False)
+    run = trainer(tmp_path / "bf16", half(), parts, bf16=True)
+    run.train()
+    assert run.state.global_step == 2
+    with pytest.raises(ModelError, match=r"weights are bfloat16 and float32.*set bf16=True, or load all in fp32"):
+        trainer(tmp_path / "fp32", half(), parts, bf16=False)

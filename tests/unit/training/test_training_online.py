@@ -9,10 +9,18 @@ import pandas
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
-from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
+from transformers import (
+    OPTConfig,
+    OPTForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+    TrainerCallback,
+)
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
-from lowpeak.errors import ModelError
+from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.training.arguments import use_one_device
 from tiny import char_tokenizer, tiny_model
 
@@ -481,3 +489,31 @@ def test_a_process_that_sees_several_devices_trains_on_one_and_says_so(tmp_path,
     use_one_device(args)
     assert args.n_gpu == 1
     assert "One process sees 4 devices and trains on the first" in caplog.text
+
+
+def test_dropout_that_modules_keep_as_numbers_is_disabled_in_policy_and_reference(tmp_path):
+    config = OPTConfig(
+        vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, word_embed_proj_dim=32,
+        dropout=0.3, attention_dropout=0.2, activation_dropout=0.1, layerdrop=0.1, pad_token_id=0, max_position_embeddings=64,
+    )  # fmt: skip
+    run = grpo(tmp_path, model=OPTForCausalLM(config), disable_dropout=True, beta=0.1)
+    for model in (run.model, run.maker.reference.model):
+        rates = [v for m in model.modules() for n, v in vars(m).items() if "drop" in n and isinstance(v, float)]
+        assert len(rates) > 4
+        assert set(rates) == {0.0}
+    assert run.run.sizes.choice.layout == "shared"
+
+
+def test_rows_of_a_longrope_model_stay_within_its_first_set_of_rotations(tmp_path):
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": 16, "factor": 8.0,
+    }  # fmt: skip
+    config = Phi3Config(
+        vocab_size=13, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
+        rope_parameters=rope, max_position_embeddings=128, original_max_position_embeddings=16, pad_token_id=0, eos_token_id=1,
+        bos_token_id=None,
+    )  # fmt: skip
+    grpo(tmp_path, model=Phi3ForCausalLM(config), max_completion_length=8)
+    with pytest.raises(ArgumentError, match="no room for a prompt in the model's context of 16"):
+        grpo(tmp_path, model=Phi3ForCausalLM(config), max_completion_length=16)

@@ -36,6 +36,8 @@ def why_not_driven(model: nn.Module) -> str | None:
     missing = [name for name in _NEEDED if name not in accepted]
     if missing:
         return f"its forward takes no {', '.join(missing)}"
+    if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
+        return "its local layers count their window in columns of the cache"
     # The cache that transformers would make for this config says what each layer keeps.
     other = {type(layer).__name__ for layer in DynamicCache(config=text_config(model)).layers} - {DynamicLayer.__name__}
     return f"its layers need {', '.join(sorted(other))}" if other else None

@@ -10,7 +10,16 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
@@ -47,6 +56,17 @@ def _alibi() -> nn.Module:
     ).eval()
 
 
+def _local() -> nn.Module:
+    torch.manual_seed(0)
+    return GPTNeoForCausalLM(
+        GPTNeoConfig(
+            vocab_size=13, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=4,
+            max_position_embeddings=64, initializer_range=0.2, attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0,
+            bos_token_id=None, eos_token_id=1,
+        )
+    ).eval()  # fmt: skip
+
+
 def _engine(model: nn.Module) -> NativeEngine:
     engine = NativeEngine(lambda: contextlib.nullcontext(model), char_tokenizer(), lambda: 1 << 24)
     engine.load([], 0)
@@ -60,13 +80,18 @@ def test_plain_models_are_driven_also_under_an_adapter():
 
 @pytest.mark.parametrize(
     ("make", "reason"),
-    [(_sliding, "DynamicSlidingWindowLayer"), (_state_space, "position_ids"), (_alibi, "position_ids")],
+    [
+        (_sliding, "DynamicSlidingWindowLayer"),
+        (_state_space, "position_ids"),
+        (_alibi, "position_ids"),
+        (_local, "local layers"),
+    ],
 )
 def test_other_models_say_why_they_are_not_driven(make, reason):
     assert reason in why_not_driven(make())
 
 
-@pytest.mark.parametrize("make", [_sliding, _state_space, _alibi])
+@pytest.mark.parametrize("make", [_sliding, _state_space, _alibi, _local])
 def test_logprobs_of_the_fallback_are_those_of_a_plain_forward(make):
     model = make()
     for group in _engine(model).generate(PROMPTS, SAMPLING):
