@@ -60,9 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell(f"lowpeak: error: {error}")
         return 2
     except KeyboardInterrupt as stop:
-        at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
-        tell(f"lowpeak: {str(stop) or at_once}")
-        return 0 if str(stop) and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
+        return _stopped(str(stop))
+
+
+def _stopped(words: str) -> int:
+    """Say how a run was stopped, with its own words where it saved; the exit status."""
+    at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
+    tell(f"lowpeak: {words or at_once}")
+    return 0 if words and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
 
 
 def _is_told_by_its_own(error: LowpeakError) -> bool:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import AutocastKwargs
 from torch import nn
 from transformers import set_seed
@@ -281,21 +282,22 @@ def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
     if parts.args.offload_during_rollout:
         check_resting(trainer.accelerator, _has_frozen(parts))
     check_adapters(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
-    _check_average(parts, strategy.ranks.world_size)
-    if parts.args.offload_frozen_models and trainer.accelerator.device.type == "cpu":
-        raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
-    if parts.args.offload_frozen_models and not _has_frozen(parts):
-        raise ArgumentError(
-            "offload_frozen_models=True cannot act: there is no reference and no reward model; remove it."
-        )
+    if parts.args.offload_frozen_models:
+        _check_offloading(parts, trainer.accelerator.device, strategy.ranks.world_size)
 
 
-def _check_average(parts: OnlineParts, world_size: int) -> None:
-    """ArgumentError where the reference that moves has no weights between its passes: accelerate's offloading of one device."""
-    if parts.args.sync_ref_model and parts.args.offload_frozen_models and world_size == 1:
+def _check_offloading(parts: OnlineParts, device: torch.device, world_size: int) -> None:
+    """ArgumentError where `offload_frozen_models` finds nothing, moves nothing, or leaves no weights to average (one device)."""
+    if parts.args.sync_ref_model and world_size == 1:
         raise ArgumentError(
             "sync_ref_model=True cannot act beside offload_frozen_models=True on one device: what waits in host memory is not "
             "averaged there; remove one of them."
+        )
+    if device.type == "cpu":
+        raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
+    if not _has_frozen(parts):
+        raise ArgumentError(
+            "offload_frozen_models=True cannot act: there is no reference and no reward model; remove it."
         )
 
 

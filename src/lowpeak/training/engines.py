@@ -62,17 +62,22 @@ def check_adapters(settings: VllmSettings | None, policy: Any, num_ranks: int) -
     """ArgumentError for `vllm_adapters=False` where merged weights are sent in any case."""
     if settings is None or settings.adapters:
         return
-    where, because = settings.where, ""
-    if not is_peft(policy):
-        because = "the policy has no adapter"
-    elif _servable_adapter(policy) is None:
-        because = "vLLM cannot serve this adapter, and merged weights are sent"
-    elif isinstance(where, ColocateSettings) and not where.engine_kwargs.get("enable_lora"):
-        because = "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora"
-    elif isinstance(where, ServerSettings) and num_ranks > 1:
-        because = "servers that several ranks share get merged weights"
+    because = _why_merged(settings.where, policy, num_ranks)
     if because:
         raise ArgumentError(f"vllm_adapters=False has no effect: {because}; remove it.")
+
+
+def _why_merged(where: Any, policy: Any, num_ranks: int) -> str:
+    """Why an engine gets merged weights whatever is asked for; nothing where it could get an adapter."""
+    if not is_peft(policy):
+        return "the policy has no adapter"
+    if _servable_adapter(policy) is None:
+        return "vLLM cannot serve this adapter, and merged weights are sent"
+    if isinstance(where, ColocateSettings) and not where.engine_kwargs.get("enable_lora"):
+        return "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora"
+    if isinstance(where, ServerSettings) and num_ranks > 1:
+        return "servers that several ranks share get merged weights"
+    return ""
 
 
 def make_engine(

@@ -53,14 +53,7 @@ def load_policy(
     if cut != WHOLE:
         _check_cut(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
-    if isinstance(model, str):
-        given = dict(init_kwargs or {})
-        placed = straight_to(device, given) if cut == WHOLE else {}
-        policy = _load_causal(model, given | placed, trust_remote_code, cut)
-    else:
-        _check_instance(model, bool(init_kwargs) or trust_remote_code)
-        policy = model
-        _without_earlier_parts(policy)
+    policy = _loaded_or_given(model, init_kwargs, trust_remote_code, cut, device)
     _keep_training_format(policy)
     if peft_config is not None:
         policy = _with_adapter(policy, peft_config)
@@ -68,6 +61,22 @@ def load_policy(
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     _check_policy(policy)
     return policy
+
+
+def _loaded_or_given(
+    model: str | nn.Module,
+    init_kwargs: Mapping[str, Any] | None,
+    trust_remote_code: bool,
+    cut: Cut,
+    device: torch.device | None,
+) -> nn.Module:
+    if isinstance(model, str):
+        given = dict(init_kwargs or {})
+        placed = straight_to(device, given) if cut == WHOLE else {}
+        return _load_causal(model, given | placed, trust_remote_code, cut)
+    _check_instance(model, bool(init_kwargs) or trust_remote_code)
+    _without_earlier_parts(model)
+    return model
 
 
 def _check_instance(model: Any, has_load_arguments: bool) -> None:

@@ -76,10 +76,9 @@ def finite_or_raise(numbers: Readout, model: nn.Module, strategy: Strategy, step
 
     Each rank looks at its shards; what any of them finds is told by all.
     """
-    loss_is_finite = math.isfinite(float(numbers.loss))
-    if loss_is_finite and (numbers.grad_norm is None or math.isfinite(numbers.grad_norm)):
+    what = _not_finite(numbers)
+    if what is None:
         return
-    what = f"the loss is {float(numbers.loss)}" if not loss_is_finite else f"the gradient norm is {numbers.grad_norm}"
     gradients = {name: _local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     found = strategy.ranks.gather((_broken(strategy.shards(model)), _broken(gradients), list(gradients)))
     bad_weights, bad_gradients, all_gradients = (_merged(names) for names in zip(*found, strict=True))
@@ -88,6 +87,15 @@ def finite_or_raise(numbers: Readout, model: nn.Module, strategy: Strategy, step
     elif bad_gradients and len(bad_gradients) < len(all_gradients):  # clipping by a NaN norm makes all of them NaN
         what += f", from gradients of {_some(bad_gradients)}"
     raise NonFiniteError(f"step {step}: {what}. The optimizer step was not taken and {_left(output_dir)}")
+
+
+def _not_finite(numbers: Readout) -> str | None:
+    """Which number of the step is NaN or infinite, as the start of a sentence."""
+    if not math.isfinite(float(numbers.loss)):
+        return f"the loss is {float(numbers.loss)}"
+    if numbers.grad_norm is not None and not math.isfinite(numbers.grad_norm):
+        return f"the gradient norm is {numbers.grad_norm}"
+    return None
 
 
 def finite_weights_or_raise(weights: Mapping[str, Tensor], step: int, output_dir: Path, ranks: Ranks) -> None:

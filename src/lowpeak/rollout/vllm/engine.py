@@ -263,11 +263,7 @@ class VllmEngine:
         identities = ask(self._vllms, "lowpeak_identity", [{}] * len(self._vllms), _SECONDS)
         held = {worker["policy_version"] for workers in identities for worker in workers}
         if held != {self._policy_version} or (self._identities or identities) != identities:
-            found = ", ".join("none" if version is None else str(version) for version in held)
-            raise LostEngineError(
-                f"vLLM holds weights of version {found} where {self._policy_version} was loaded: it was started again, or "
-                "somebody else loads it."
-            )
+            raise _holds_other(held, self._policy_version)
         if self._identities is None:  # the first time after a load: the vLLMs may be others than before it
             self._facts = [vllm.facts() for vllm in self._vllms]
         self._identities = identities
@@ -324,6 +320,13 @@ class VllmEngine:
                     f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
                     f"exceeds vLLM's context of {context}: raise {option(where, 'max_model_length')} {remedy}."
                 )
+
+
+def _holds_other(held: Iterable[int | None], loaded: int | None) -> LostEngineError:
+    found = ", ".join("none" if version is None else str(version) for version in held)
+    return LostEngineError(
+        f"vLLM holds weights of version {found} where {loaded} was loaded: it was started again, or somebody else loads it."
+    )
 
 
 def _exhaust(pieces: Iterable[WeightSlice]) -> None:

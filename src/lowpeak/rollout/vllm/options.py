@@ -38,8 +38,12 @@ def known_options(server: bool) -> frozenset[str]:
     folder = Path(found.origin).parent
     files = [folder / name for name in (*_ENGINE, *(_SERVER if server else ()))]
     trees = [ast.parse(path.read_text(encoding="utf-8")) for path in files if path.exists()]
-    names = frozenset(name for tree in trees for each in ast.walk(tree) for name in _names_in(each))
+    names = frozenset().union(*(_named(tree) for tree in trees))
     return names if "max_model_len" in names else frozenset()
+
+
+def _named(tree: ast.AST) -> set[str]:
+    return {name for node in ast.walk(tree) for name in _names_in(node)}
 
 
 def _parameters_of(node: ast.ClassDef) -> Iterable[str]:
