@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if (
-        argv is None
-    ):  # the process is ours: nothing searches its half a million objects for cycles once more when it ends
+    if argv is None:
+        # The process is ours: nothing searches its half a million objects for cycles once more when it ends.
         atexit.register(gc.freeze)
     try:
         return dispatch(arguments)

@@ -67,7 +67,7 @@ class ModelReward:
     def use(self, frozen: Any, ranks: Ranks | None = None, device: torch.device | None = None) -> None:
         """Judge with the model's prepared form: `frozen.model`, while its context `frozen.ready()` is open.
 
-        `device` is where it computes, which need not be where its parameters wait; theirs unless named.
+        `device` is where it computes where its parameters wait on another kind of device, or nowhere; else theirs.
         Where its weights are shared by `ranks`, each of them has to make every call, also with no rows.
         """
         self.model, self._ready, self.ranks, self._device = frozen.model, frozen.ready, ranks, device
@@ -101,7 +101,8 @@ class ModelReward:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        device = self._device or next(self.model.parameters()).device
+        own = next(self.model.parameters()).device
+        device = own if self._device is None or own.type == self._device.type else self._device
         lengths_B = torch.tensor([len(row) for row in ids])
         mask_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
         input_ids_BL = torch.full(mask_BL.shape, self._pad)

@@ -113,9 +113,9 @@ def prepare_online(
     reference = _load_reference(policy, model, ref_model, args)
     complete(policy, model, args)
     upcast_trainable(policy)
-    for model_with in (policy, reference) if args.disable_dropout else ():
-        if model_with is not None:
-            disable_dropout(model_with)
+    if args.disable_dropout:
+        for each in filter(None, (policy, reference)):
+            disable_dropout(each)
     return OnlineParts(args, settings, algorithm, policy, reference, tokenizer, rewards, success)
 
 
