@@ -402,7 +402,9 @@ def choose(place: Path) -> None:
     choice = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), ranks)
     needs = 10**13 if rank() == 1 else 1
     full = SimpleNamespace(
-        config=policy.config, parameters=lambda: iter([nn.Parameter(torch.empty(needs, device="meta"))])
+        config=policy.config,
+        get_input_embeddings=policy.get_input_embeddings,
+        parameters=lambda: iter([nn.Parameter(torch.empty(needs, device="meta"))]),
     )
     sizes = Sizes.of(
         MemorySettings(), full, torch.device("cpu"), choice, ranks, bf16=False, checkpointing=True, shares=Shares()
