@@ -42,6 +42,9 @@ RULES = {
     "errors, config and phases need nothing": Rule(
         LAYER_0[:3], ("torch", "transformers", "accelerate", "lowpeak"), but=LAYER_0
     ),
+    "what wrappers are around needs nothing": Rule(
+        ("lowpeak.wrapped",), ("torch", "transformers", "accelerate", "lowpeak")
+    ),
     "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
     "the mathematics knows no processes and no models' whereabouts": Rule(
         _rooms("algorithms", "attention", "batching", "critic", "logprobs"),

@@ -69,4 +69,4 @@ def rounding(dtype: torch.dtype, device: torch.device) -> float:
         return torch.finfo(dtype).eps
     # Not torch.get_float32_matmul_precision: it raises where the settings were made by their newer names, as transformers does.
     backend: Any = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    return {"tf32": 2.0**-10, "bf16": 2.0**-7}.get(backend.matmul.fp32_precision, torch.finfo(dtype).eps)
+    return 2.0**-10 if backend.matmul.fp32_precision in ("tf32", "bf16") else torch.finfo(dtype).eps

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 
 from lowpeak.config.gathering import ALL
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs.head import causal_lm
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks
@@ -24,6 +25,7 @@ from lowpeak.rollout.native.stop import end_token_ids
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_colocated
 from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
+from lowpeak.rollout.vllm.misfit import option
 from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
@@ -33,7 +35,7 @@ from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import parts_tied, unchanging
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.models import context_length, is_peft
+from lowpeak.training.models import context_length, first_rotations, is_peft
 from lowpeak.training.parts import OnlineParts
 from lowpeak.training.rollouts import Tally
 from lowpeak.training.step_trainer import Run
@@ -107,6 +109,7 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     """The engine over vLLM in this process, or over servers."""
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
+    settings = replace(settings, where=within_rotations(settings.where, first_rotations(policy)))
     ranks, where = strategy.ranks, settings.where
     if is_peft(parts.policy) and parts_tied(parts.policy, strategy.layout(parts.policy)):
         raise ArgumentError(
@@ -139,7 +142,26 @@ def served(
         facts = vllm.facts()
         warn_unsupported(facts.version)
         check_same(facts, policy, tokenizer)
+        limit = first_rotations(policy)
+        if limit is not None and facts.max_model_len > limit:
+            raise EngineError(
+                f"vLLM has a context of {facts.max_model_len} tokens, for which it rotates all rows as long ones (longrope): start "
+                f"it with {option(where, 'max_model_length')} {limit}."
+            )
     return vllms
+
+
+def within_rotations(where: ColocateSettings | ServerSettings, limit: int | None) -> ColocateSettings | ServerSettings:
+    """A colocated engine whose context ends where a longrope model's first rotations do; ArgumentError for a longer one."""
+    if limit is None or isinstance(where, ServerSettings):
+        return where
+    given = where.max_model_length
+    if given is not None and given > limit:
+        raise ArgumentError(
+            f"vllm_max_model_length={given} is beyond {limit}, up to which this model has one set of rotations (longrope): vLLM "
+            "would rotate all rows as long ones. Lower it, or leave it out."
+        )
+    return replace(where, max_model_length=given or limit)
 
 
 def _servable_adapter(policy: Any) -> dict[str, Any] | None:

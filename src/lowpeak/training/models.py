@@ -254,15 +254,27 @@ def disable_dropout(model: nn.Module) -> None:
 def context_length(model: nn.Module) -> int | None:
     """Most tokens that the model takes, by its config; None when it does not say.
 
-    With longrope that is the length up to which it has one set of rotations: beyond, a row's numbers would depend on the
-    longest row beside it, and on whether it was still short when its first tokens were cached.
+    With longrope that is where its first rotations end.
     """
-    config = getattr(model, "config", None)
-    text: Any = config.get_text_config() if config is not None and hasattr(config, "get_text_config") else config
+    return first_rotations(model) or getattr(_text_config(model), "max_position_embeddings", None)
+
+
+def first_rotations(model: Any) -> int | None:
+    """Up to which length a longrope model has one set of rotations; None for other models.
+
+    Beyond, a row's numbers would depend on the longest row beside it, and on whether it was still short when its first tokens
+    were cached. vLLM takes the second set for all rows where its context is longer.
+    """
+    text = _text_config(model)
     rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") == "longrope":
-        return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
-    return getattr(text, "max_position_embeddings", None)
+    if rope.get("rope_type") != "longrope":
+        return None
+    return rope.get("original_max_position_embeddings") or getattr(text, "original_max_position_embeddings", None)
+
+
+def _text_config(model: Any) -> Any:
+    config = getattr(model, "config", None)
+    return getattr(config, "get_text_config", lambda: config)()
 
 
 def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:

@@ -12,13 +12,12 @@ from datasets import Dataset, IterableDataset
 from transformers import (
     OPTConfig,
     OPTForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForSequenceClassification,
     TrainerCallback,
 )
 
+from longrope import FIRST, longrope_model
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.training.arguments import use_one_device
@@ -505,15 +504,6 @@ def test_dropout_that_modules_keep_as_numbers_is_disabled_in_policy_and_referenc
 
 
 def test_rows_of_a_longrope_model_stay_within_its_first_set_of_rotations(tmp_path):
-    rope = {
-        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4,
-        "original_max_position_embeddings": 16, "factor": 8.0,
-    }  # fmt: skip
-    config = Phi3Config(
-        vocab_size=13, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
-        rope_parameters=rope, max_position_embeddings=128, original_max_position_embeddings=16, pad_token_id=0, eos_token_id=1,
-        bos_token_id=None,
-    )  # fmt: skip
-    grpo(tmp_path, model=Phi3ForCausalLM(config), max_completion_length=8)
+    grpo(tmp_path, model=longrope_model(), max_completion_length=FIRST // 2)
     with pytest.raises(ArgumentError, match="no room for a prompt in the model's context of 16"):
-        grpo(tmp_path, model=Phi3ForCausalLM(config), max_completion_length=16)
+        grpo(tmp_path, model=longrope_model(), max_completion_length=FIRST)

@@ -7,10 +7,11 @@ import logging
 import pytest
 
 from fake_server import FakeServer, serving
-from lowpeak.config.vllm import ServerSettings
-from lowpeak.errors import EngineError
+from longrope import FIRST, longrope_model
+from lowpeak.config.vllm import ColocateSettings, ServerSettings
+from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout.vllm.facts import fingerprint
-from lowpeak.training.engines import served
+from lowpeak.training.engines import served, within_rotations
 from tiny import char_tokenizer, tiny_model
 
 
@@ -36,3 +37,18 @@ def test_a_server_of_another_model_is_refused():
         pytest.raises(EngineError, match="has other sizes than the model that is trained"),
     ):
         served(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
+
+
+def test_a_context_beyond_the_first_rotations_of_a_longrope_model_is_refused():
+    policy, tokenizer = longrope_model(), char_tokenizer()
+    same = fingerprint(policy.config, tokenizer.get_vocab())
+    beyond = pytest.raises(
+        EngineError, match=r"rotates all rows as long ones .*: start it with `lowpeak serve --max_model_len` 16"
+    )
+    with serving(FakeServer(fingerprint=same)) as fake, beyond:
+        served(ServerSettings((fake.url,), timeout=10.0), policy, tokenizer)
+    assert within_rotations(ColocateSettings(), FIRST).max_model_length == FIRST
+    assert within_rotations(ColocateSettings(max_model_length=8), FIRST).max_model_length == 8
+    assert within_rotations(ColocateSettings(), None).max_model_length is None
+    with pytest.raises(ArgumentError, match="vllm_max_model_length=32 is beyond 16"):
+        within_rotations(ColocateSettings(max_model_length=32), FIRST)
