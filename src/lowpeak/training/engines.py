@@ -29,7 +29,7 @@ from lowpeak.rollout.vllm.misfit import option
 from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
-from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.vllm import Facts, Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
@@ -142,13 +142,16 @@ def served(
         facts = vllm.facts()
         warn_unsupported(facts.version)
         check_same(facts, policy, tokenizer)
-        limit = first_rotations(policy)
-        if limit is not None and facts.max_model_len > limit:
-            raise EngineError(
-                f"vLLM has a context of {facts.max_model_len} tokens, for which it rotates all rows as long ones (longrope): start "
-                f"it with {option(where, 'max_model_length')} {limit}."
-            )
+        _check_rotations(facts, first_rotations(policy), where)
     return vllms
+
+
+def _check_rotations(facts: Facts, limit: int | None, where: ServerSettings) -> None:
+    if limit is not None and facts.max_model_len > limit:
+        raise EngineError(
+            f"vLLM has a context of {facts.max_model_len} tokens, for which it rotates all rows as long ones (longrope): start "
+            f"it with {option(where, 'max_model_length')} {limit}."
+        )
 
 
 def within_rotations(where: ColocateSettings | ServerSettings, limit: int | None) -> ColocateSettings | ServerSettings:
