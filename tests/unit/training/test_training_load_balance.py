@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import lowpeak
 from lowpeak.errors import ArgumentError
-from tiny import char_tokenizer, tiny_model
+from tiny import char_tokenizer, tiny_experts, tiny_model
 
 SMALL = {
     "per_device_train_batch_size": 8,
@@ -30,14 +29,6 @@ ARGUMENTS = {
     "OnlineDPO": ONLINE,
     "SFT": {},
 }
-
-
-def mixture(**changes):
-    torch.manual_seed(0)
-    shape = {"vocab_size": 13, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8}
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_key_value_heads": 2}
-    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, **ends, initializer_range=0.3, **changes)).eval()
 
 
 def digits(completions, **columns):
@@ -61,7 +52,9 @@ def steps_of(run):
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_every_trainer_trains_with_it_and_logs_it(tmp_path, name):
     with_it, without = (
-        steps_of(trainer(tmp_path / str(weight), name, mixture(router_aux_loss_coef=0.5), router_aux_loss_coef=weight))
+        steps_of(
+            trainer(tmp_path / str(weight), name, tiny_experts(router_aux_loss_coef=0.5), router_aux_loss_coef=weight)
+        )
         for weight in (None, 0.0)
     )
     assert all(2.0 <= row["aux_loss"] < 4.0 for row in with_it)  # k experts of E: 2 is balance
@@ -73,7 +66,7 @@ def test_micro_batches_change_neither_it_nor_the_weights(tmp_path):
     ends = []
     for number in (20, 512):
         changes = {"micro_batch_tokens": number, "router_aux_loss_coef": 0.5, "optim": "sgd"}
-        run = trainer(tmp_path / str(number), "SFT", mixture(), **changes)
+        run = trainer(tmp_path / str(number), "SFT", tiny_experts(), **changes)
         ends.append((steps_of(run)[-1]["aux_loss"], [p.detach().clone() for p in run.model.parameters()]))
     assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-5)
     for one, other in zip(ends[0][1], ends[1][1], strict=True):
@@ -81,11 +74,11 @@ def test_micro_batches_change_neither_it_nor_the_weights(tmp_path):
 
 
 def test_a_model_that_reports_router_logits_generates_and_evaluates_with_it(tmp_path):
-    model = mixture(output_router_logits=True, router_aux_loss_coef=0.5)
+    model = tiny_experts(output_router_logits=True, router_aux_loss_coef=0.5)
     run = trainer(tmp_path, "GRPO", model, beta=0.1)
     assert all(row["aux_loss"] >= 2.0 for row in steps_of(run))
-    sft = trainer(tmp_path, "SFT", mixture(router_aux_loss_coef=0.5))
-    plain = trainer(tmp_path, "SFT", mixture(), router_aux_loss_coef=0.0)
+    sft = trainer(tmp_path, "SFT", tiny_experts(router_aux_loss_coef=0.5))
+    plain = trainer(tmp_path, "SFT", tiny_experts(), router_aux_loss_coef=0.0)
     found, without = (each.evaluate(each.train_dataset) for each in (sft, plain))
     assert found["eval_loss"] == pytest.approx(without["eval_loss"] + 0.5 * found["eval_aux_loss"], abs=1e-5)
 
