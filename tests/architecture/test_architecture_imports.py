@@ -89,7 +89,14 @@ RULES = {
     ),
     "the command line starts without the heavy packages": Rule(
         ("lowpeak.cli", "lowpeak.__main__"),
-        ("torch", "transformers", "datasets", "accelerate", "numpy", *_rooms("training", "data", "rewards", "selftest")),
+        (
+            "torch",
+            "transformers",
+            "datasets",
+            "accelerate",
+            "numpy",
+            *_rooms("training", "data", "rewards", "selftest"),
+        ),
         only_at_start=True,
     ),
     "process groups are named by ranks and strategies alone": Rule(

@@ -245,7 +245,7 @@ def push_over_each(
         except Exception as error:
             failed.append(f"{transport}: {type(error).__name__}: {error}")
         else:
-            worked.append(f"{transport} {1000 * report.seconds:.0f} ms")
+            worked.append(f"{transport} {1000 * report.seconds:.0f} ms (proof {1000 * report.proof_seconds:.0f})")
     require(not failed, "; ".join(failed))
     return f"pushed and proved: {', '.join(worked)}"
 

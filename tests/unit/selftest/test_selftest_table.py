@@ -77,6 +77,15 @@ def test_the_page_about_gpus_lists_every_row_and_what_it_needs():
     assert [(name, needs) for name, _, needs in listed] == [(each.name, ", ".join(each.needs)) for each in all_rows()]
 
 
+def test_what_the_docs_say_was_not_run_on_a_gpu_has_a_row():
+    names = {each.name for each in all_rows()}
+    pages = [page for page in DOCS.rglob("*.md") if page.name != "log.md"]
+    texts = [text for page in pages for text in re.split(r"\n\n|\n\|", page.read_text(encoding="utf-8"))]
+    not_run = [text for text in texts if re.search(r"not\s+run\s+on\s+(a\s+GPU|one)\b", text, re.IGNORECASE)]
+    assert len(not_run) >= 4
+    assert [text for text in not_run if not names & set(re.findall(r"`([^`]+)`", text))] == []
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which rows run")
 def test_rows_of_a_gpu_say_that_they_need_one():
     assert {each.lacks() for each in all_rows() if "vLLM" not in each.needs} <= {"a GPU", "2 GPUs"}
