@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,30 +80,30 @@ def _generate(model: Any, prompts: list[Prompt], sampling: Sampling) -> tuple[li
 @row("weight transports", "a GPU", seconds=90)
 def weight_transports(bench: Bench) -> str:
     """Send bytes of the device's to another process over each transport that needs no vLLM: CUDA IPC, shared memory, TCP."""
-    size = bench.pick(256 << 20, 1 << 20)
-    senders: list[Callable[[], Sender]] = [
-        lambda: ShmSender(size),
-        lambda: TcpSender(size, loopback=True, timeout=_SECONDS),
-    ]
+    size, makers = bench.pick(256 << 20, 1 << 20), dict[str, Callable[[], Sender]]()
     if bench.device.type == "cuda":
-        senders.insert(0, lambda: IpcSender(size, bench.device))
+        makers["ipc"] = lambda: IpcSender(size, bench.device)
+    makers["shm"] = lambda: ShmSender(size)
+    makers["tcp"] = lambda: TcpSender(size, loopback=True, timeout=_SECONDS)
     values = torch.randint(256, (size,), dtype=torch.uint8, device=bench.device)
-    expected = _checksum(values)
-    told = []
+    expected, speeds = _checksum(values), []
     with multiprocessing.get_context("spawn").Pool(1) as other:
-        for make_sender in senders:
-            with closing(make_sender()) as sender:
+        for name, make in makers.items():
+            sums: list[str] = []
+            with closing(make()) as sender:
                 other.apply_async(_open, ({**sender.invitation(), "first_rank": 0}, bench.device)).get(_SECONDS)
                 sender.joined()
                 began = time.perf_counter()
-                data = sender.buffer(bench.device).copy_(values)
-                sums: list[str] = []
-                read = lambda where, sums=sums: sums.append(other.apply_async(_read, (dict(where),)).get(_SECONDS))  # noqa: E731
-                sender.deliver(Bucket((), data), read)
-                seconds = time.perf_counter() - began
-            require(sums == [expected], f"other bytes arrived over {sender.name}")
-            told.append(f"{sender.name} {size / seconds / 1e9:.1f} GB/s")
-    return f"{mib(size)} arrived as they were: {', '.join(told)}"
+                bucket = Bucket((), sender.buffer(bench.device).copy_(values))
+                sender.deliver(bucket, partial(_ask, other, sums))
+                speeds.append(f"{name} {size / (time.perf_counter() - began) / 1e9:.1f} GB/s")
+            require(sums == [expected], f"other bytes arrived over {name}")
+    return f"{mib(size)} arrived as they were: {', '.join(speeds)}"
+
+
+def _ask(other: Any, sums: list[str], where: Mapping[str, Any]) -> None:
+    """Let the other process read the bytes, and note their checksum."""
+    sums.append(other.apply_async(_read, (dict(where),)).get(_SECONDS))
 
 
 class _Other:
@@ -132,31 +133,32 @@ def _checksum(data: Tensor) -> str:
 @row("NCCL", "2 GPUs")
 def collectives(bench: Bench) -> str:
     """Add up and gather a tensor over two GPUs, and time both."""
-    port, kind = free_ports(1)[0], bench.device.type
-    count = bench.pick(64 << 20, 1 << 10)
+    port, count = free_ports(1)[0], bench.pick(64 << 20, 1 << 10)
     with multiprocessing.get_context("spawn").Pool(2) as ranks:
-        told = ranks.starmap(_meet, [(rank, port, kind == "cpu", count) for rank in range(2)], chunksize=1)
+        told = ranks.starmap(_meet, [(rank, port, bench.device.type, count) for rank in range(2)], chunksize=1)
     require(all(right for right, _ in told), "a sum or a gathered tensor over two ranks is wrong")
     reduce, gather = (4 * count / seconds / 1e9 for seconds in told[0][1])
     return f"{mib(4 * count)} of each of 2 ranks: all-reduce {reduce:.1f} GB/s, all-gather {gather:.1f} GB/s"
 
 
-def _meet(rank: int, port: int, on_cpu: bool, count: int) -> tuple[bool, tuple[float, float]]:
+def _meet(rank: int, port: int, kind: str, count: int) -> tuple[bool, tuple[float, float]]:
     """Be one of two ranks: whether both collectives gave what they must, and the seconds of each."""
     from accelerate import Accelerator
 
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
-    accelerator = Accelerator(cpu=on_cpu)
+    accelerator = Accelerator(cpu=kind == "cpu")
     own = torch.full((count,), rank + 1.0, device=accelerator.device)
     seconds, results = [], []
     for call in (accelerator.reduce, accelerator.gather):
         call(own.clone())
         accelerator.wait_for_everyone()
         began = time.perf_counter()
-        results.append(call(own.clone()).cpu())
+        results.append(call(own.clone()))
+        float(results[-1][-1])  # waits for it
         seconds.append(time.perf_counter() - began)
-    right = bool((results[0] == 3).all()) and torch.equal(results[1], torch.tensor([1.0, 2.0]).repeat_interleave(count))
+    expected = torch.tensor([1.0, 2.0]).repeat_interleave(count)
+    right = bool((results[0] == 3).all()) and torch.equal(results[1].cpu(), expected)
     accelerator.end_training()
     return right, (seconds[0], seconds[1])
 
@@ -168,8 +170,8 @@ def colocated_vllm(bench: Bench) -> str:
     on_gpu = bench.device.type == "cuda"
     where = ColocateSettings(gpu_memory_utilization=0.1, max_model_length=_CONTEXT, sleeps=on_gpu)
     dtype = str(model.dtype).removeprefix("torch.")
-    tokenizer = make_tokenizer(_NUM_IDS)
-    blueprint = Blueprint(model.config, tokenizer, type(model).__name__, dtype, bench.device, _CACHE, False, 0)
+    made_for = model.config, make_tokenizer(_NUM_IDS), type(model).__name__, dtype, bench.device
+    blueprint = Blueprint(*made_for, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
     before = _used_bytes(bench)
     with closing(ColocatedVllm(blueprint, VllmSettings(where), Ranks(bench.device))) as vllm:
         told = [_try(model, vllm, bench)]
