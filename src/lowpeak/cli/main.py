@@ -26,7 +26,7 @@ commands:
   sft        train a model on demonstrations
   reward     train a reward model on preferences
   serve      start a vLLM server that a run can send weights to
-  env        print versions and hardware, for bug reports; with --selftest, try vLLM, with --selftest --gpu all that takes a GPU
+  env        print versions and hardware, for bug reports; with --selftest, try vLLM; with --gpu too, all that needs a GPU
   preset     print a config for several devices, to change or for `accelerate launch`
 
 options:

@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
@@ -32,6 +33,7 @@ Say = Callable[[str], None]
 
 LIMIT_SECONDS = 600.0
 _LOG_LINES = 15
+_say = partial(print, flush=True)
 _CHILD = "import sys; from lowpeak.selftest.table import answer; answer(*sys.argv[1:])"
 _MODULES = tuple(f"lowpeak.selftest.{name}" for name in ("kernels", "memory", "engines", "runs"))
 
@@ -128,10 +130,10 @@ def require(holds: bool, sentence: str) -> None:
         raise MismatchError(sentence)
 
 
-def run_rows(rows: Sequence[Row], device: str, say: Say = print, limit: float = LIMIT_SECONDS) -> bool:
+def run_rows(rows: Sequence[Row], device: str, say: Say = _say, limit: float = LIMIT_SECONDS) -> bool:
     """Run rows one after the other and print their table as Markdown; return whether none failed.
 
-    Rows that would begin after `limit` seconds are not run.
+    Rows that `limit` seconds leave no time for are not run.
     """
     began = time.monotonic()
     say("| row | result | numbers |\n|---|---|---|")
