@@ -9,6 +9,8 @@ half a checkpoint under the newest name and nothing else. Here a folder has its 
     checkpoint-N.removing   no longer a checkpoint; being deleted
 
 A kill at any moment leaves one of these states, and `sweep` ends what it cut off.
+
+An exported model (`save_model`) shares its folder with other files, so its files are staged and take their places one by one.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ logger = logging.getLogger(__name__)
 
 _WHOLE = re.compile(r"checkpoint-(\d+)")
 _LEFTOVER = re.compile(r"(checkpoint-\d+)\.(staged|replaced|removing)")
+_EXPORT_STAGE = ".lowpeak.export"
+_WEIGHTS = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
 _OS_ERROR = re.compile(r"os error (\d+)")  # how safetensors reports errno
 _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  # how torch.save fails, without errno
 
@@ -68,6 +73,65 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
         if first:
             _delete(stage)
         raise
+
+
+@contextmanager
+def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
+    """Yield a fresh folder whose files replace those of `folder` when the block ends, synced to the disk, or not at all.
+
+    A single file of weights replaces another in one rename. With several, the index goes first and comes last, so that the
+    files of two exports are never read as one model. An error of the operating system is a `CheckpointError` on every rank.
+    """
+    first, stage = ranks.rank == 0, folder / _EXPORT_STAGE
+    try:
+        with ranks.together(), _telling_export(folder, stage):
+            if first:
+                _delete(stage)
+                stage.mkdir(parents=True)
+        with ranks.together(), _telling_export(folder, stage):
+            yield stage
+        with ranks.together(), _telling_export(folder, stage):
+            if first:
+                _sync_tree(stage)
+                _replace_files(stage, folder)
+    finally:
+        if first:
+            _delete(stage)
+
+
+@contextmanager
+def _telling_export(folder: Path, stage: Path) -> Iterator[None]:
+    """What the operating system says while a model is written is a CheckpointError."""
+    try:
+        yield
+    except LowpeakError:
+        raise
+    except Exception as error:
+        reason = _os_reason(error, stage)
+        if reason is None:
+            raise
+        raise CheckpointError(
+            f"cannot write the model into {folder}: {reason}; what was there before is unchanged. Make room, or choose another "
+            "folder."
+        ) from error
+
+
+def _replace_files(stage: Path, folder: Path) -> None:
+    """Give a stage's files their places, the index of weights last; weights of an earlier export that are none of them go."""
+    names = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
+    names.sort(key=lambda name: name.name == _INDEX)
+    if Path(_INDEX) in names:  # without an index nothing loads until the new one is there
+        for stale in (folder / _INDEX, folder / _WEIGHTS):
+            stale.unlink(missing_ok=True)
+        _sync(folder)
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(stage / name, folder / name)
+    if any(name.match("model*.safetensors") for name in names):
+        for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
+            if path.relative_to(folder) not in names:
+                path.unlink(missing_ok=True)
+    _sync(folder)
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class _Place:
 class TensorFiles:
     """`model.safetensors`, or `model-00001-of-0000N.safetensors` with their index where tensors need several.
 
-    No file but one tensor's own exceeds `max_bytes`. Tensors of wider dtypes come first, so that each is aligned.
+    No file but one tensor's own exceeds `max_bytes`. Tensors of wider dtypes come first, so that each is aligned. Until its last
+    value has come a file holds zeros, so the folder is a stage.
     """
 
     def __init__(self, folder: Path, layout: Layout, max_bytes: int) -> None:
@@ -59,7 +60,6 @@ class TensorFiles:
         except BaseException:
             self.close()
             raise
-        _remove_others(folder, names)
         if len(groups) > 1:
             _write_index(folder, layout, dict(zip(names, groups, strict=True)))
 
@@ -130,14 +130,6 @@ def _split(layout: Layout, max_bytes: int) -> list[Layout]:
 
 def _file_name(number: int, total: int) -> str:
     return "model.safetensors" if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
-
-
-def _remove_others(folder: Path, names: Sequence[str]) -> None:
-    """Remove what an earlier save of other sizes left: a loader would read it too."""
-    for path in (*folder.glob("model-*-of-*.safetensors"), folder / "model.safetensors"):
-        if path.name not in names:
-            path.unlink(missing_ok=True)
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
 
 
 def _write_index(folder: Path, layout: Layout, files: Mapping[str, Layout]) -> None:

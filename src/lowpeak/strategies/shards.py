@@ -3,11 +3,14 @@
 torch.distributed.checkpoint carries them: its planners' write and read items are made of flat ranges here, whoever cut
 them, and it finds out which saved ranges cover a wanted one. Nothing is gathered, and what is copied at a time is a piece
 of at most `_PIECE_BYTES`. Errors of one rank reach all of them in writing; reading is each rank's own.
+
+Which ranges lie where is in `ranges.json`. torch's own file of them is a pickle, and unpickling runs what it says.
 """
 
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +23,12 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -35,6 +41,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
@@ -42,6 +49,7 @@ from lowpeak.strategies.states import WEIGHT, Fragment, Saved, TrainingState, ma
 
 FOLDER = "shards"
 _NUMBERS = "numbers.pt"
+_RANGES = "ranges.json"
 _PIECE_BYTES = 8 << 20
 
 
@@ -59,7 +67,7 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: st
         with _quietly():
             dcp.save(
                 dict.fromkeys((name for name, _ in pieces), None),
-                storage_writer=dcp.FileSystemWriter(folder, sync_files=False),  # the staged folder is synced as a whole
+                storage_writer=_Writer(folder, sync_files=False),  # the staged folder is synced as a whole
                 planner=_SavePlanner(pieces),
                 no_dist=ranks.world_size == 1,
             )
@@ -76,7 +84,7 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: st
 def read_saved(checkpoint: Path, ranks: Ranks, inside: str = FOLDER) -> Saved:
     """What a checkpoint's training state consists of."""
     folder = checkpoint / inside
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = _Reader(folder).read_metadata()
     sizes: dict[str, int] = {}
     states: dict[str, dict[str, torch.dtype]] = {}
     for full, found in metadata.state_dict_metadata.items():
@@ -100,7 +108,7 @@ def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment], insi
         with _quietly():
             dcp.load(
                 dict.fromkeys((name for name, _ in fragments), None),
-                storage_reader=dcp.FileSystemReader(checkpoint / inside),
+                storage_reader=_Reader(checkpoint / inside),
                 planner=_LoadPlanner(fragments),
                 no_dist=True,
             )
@@ -140,6 +148,47 @@ def _read_opaque(folder: Path, num_ranks: int, ranks: Ranks) -> dict[str, dict[s
             f"{ranks.world_size} (they have scales of blocks): resume on {num_ranks} ranks, or train with another optim."
         )
     return torch.load(_opaque_file(folder, ranks.rank), map_location="cpu", weights_only=True)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes the ranges' places as JSON: [start, values, file, offset, bytes] of each piece, by tensor."""
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        places = {written.index: written.storage_data for each in results for written in each}
+        tensors = {name: _described(name, found, places) for name, found in metadata.state_dict_metadata.items()}
+        Path(self.path, _RANGES).write_text(json.dumps(tensors), encoding="utf-8")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads what `_Writer` wrote."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = Path(self.path, _RANGES)
+        if not file.exists():
+            raise CheckpointError(
+                f"{self.path} has no {_RANGES}: an older lowpeak wrote it, as a pickle, which can run code. Resume "
+                "with that version, or start a new run from the checkpoint's weights (model=that folder)."
+            )
+        metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
+        for name, found in json.loads(file.read_text(encoding="utf-8")).items():
+            chunks = []
+            for start, values, path, offset, length in found["pieces"]:
+                chunks.append(ChunkStorageMetadata(torch.Size([start]), torch.Size([values])))
+                metadata.storage_data[MetadataIndex(name, [start])] = _StorageInfo(Path(path).name, offset, length)
+            properties = TensorProperties(dtype=getattr(torch, found["dtype"]))
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size([found["numel"]]), chunks)
+        return metadata
+
+
+def _described(name: str, found: Any, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
+    """A tensor's dtype, size and the places of its pieces."""
+    assert isinstance(found, TensorStorageMetadata)
+    pieces = []
+    for chunk in found.chunks:
+        place = places[MetadataIndex(name, chunk.offsets)]
+        pieces.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
+    dtype = str(found.properties.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "numel": found.size.numel(), "pieces": pieces}
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
 from lowpeak.checkpoint.atomic import prune, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
+from lowpeak.checkpoint.manifest import write_manifest
 from lowpeak.checkpoint.state import RunState, save_run_state
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import active_adapters, adapter_state
@@ -42,8 +43,10 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
         save_run_state(stage, replace(state, world_size=ranks.world_size), ranks.rank)
         _note_best(trainer, run_dir, final)
         _note_callbacks(trainer)
-        if ranks.rank == 0:
-            trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
+        with ranks.together():
+            if ranks.rank == 0:
+                trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
+        write_manifest(stage, ranks)
     with ranks.together():
         if args.push_to_hub:
             trainer._push_from_checkpoint(os.fspath(final))
@@ -90,7 +93,15 @@ def _is_deepspeeds(schedule: Any) -> bool:
 
 def check_kind(checkpoint: Path, strategy: Strategy) -> None:
     """CheckpointError for a checkpoint that holds no states which this strategy's ranks could take up."""
-    if strategy.cuts_states and not has_shards(checkpoint):
+    if has_shards(checkpoint):
+        return
+    lacking = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).exists()]
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint} has no {lacking[0]} (save_only_model writes none): start a new run from its weights (model=that "
+            "folder), or resume from another checkpoint."
+        )
+    if strategy.cuts_states:
         raise CheckpointError(
             f"{checkpoint} holds no optimizer states that could be shared out among ranks: it was written on one device, under "
             "DDP, or with save_only_model. Resume as it was written, or start a new run from its weights (model=that folder)."

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from lowpeak.checkpoint.atomic import staged_files
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.critic import (
     CRITIC,
@@ -245,12 +246,11 @@ def export_critic(trainer: Any, folder: Path) -> None:
         return
     classifier, first = critic.classifier, strategy.ranks.processes.rank == 0
     layout = strategy.layout(classifier)
-    with strategy.ranks.together():
-        if first:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_settings(folder, classifier, layout)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(folder)
-    with strategy.ranks.together():
+    with staged_files(folder, strategy.ranks.processes) as stage:
+        with strategy.ranks.together():
+            if first:
+                write_settings(stage, classifier, layout)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(stage)
         slices = strategy.slices(classifier, SLICE_BYTES, None)
-        write_weights(folder if first else None, classifier, layout, slices)
+        write_weights(stage if first else None, classifier, layout, slices)

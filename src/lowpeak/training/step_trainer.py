@@ -23,7 +23,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.checkpoint.atomic import staged_files
 from lowpeak.checkpoint.lock import only_run
+from lowpeak.checkpoint.manifest import verify_manifest
 from lowpeak.checkpoint.resume import restore_random
 from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
 from lowpeak.errors import CheckpointError, DataError, EngineError
@@ -157,6 +159,7 @@ class StepTrainer(Trainer):
         checkpoint = ranks.first(lambda: take_up(output_dir, resume_from_checkpoint))
         self.run.resumed = None
         if checkpoint is not None:
+            verify_manifest(checkpoint, ranks.processes)
             with ranks.together():
                 self.run.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_kind(checkpoint, self.run.strategy)
@@ -319,8 +322,9 @@ class StepTrainer(Trainer):
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), ranks.together():
-            export_model(self, folder, merged=merged)
+        staging = staged_files(folder, ranks.processes)
+        with watched(ranks, lambda: tracker.where), tracker.phase(Phase.SAVE), staging as stage:
+            export_model(self, stage, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
         """The base's way; what ranks wrote together is loaded here, by ranks of any number."""

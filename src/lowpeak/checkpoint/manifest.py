@@ -1,0 +1,105 @@
+"""A checkpoint's manifest: size and digest of each of its files, so that no damaged checkpoint is trained on.
+
+Digests are XXH3's (128 bits): they find damage, at the speed at which files are read. They are no signature: who can write into
+the folder can write another manifest.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import xxhash
+
+from lowpeak.errors import CheckpointError
+from lowpeak.ranks import Ranks
+
+MANIFEST_FILE = "lowpeak_manifest.json"
+_BLOCK = 1 << 20
+_READ = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".json")  # what resuming reads wherever it finds it
+
+Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
+
+
+def write_manifest(stage: Path, ranks: Ranks) -> None:
+    """Write the manifest of a (staged) checkpoint that all ranks have written; each rank reads a share of the files."""
+    names = ranks.first(lambda: _files(stage))
+    shares = ranks.gathered(lambda: {name: _entry(stage / name) for name in _share(names, ranks)})
+    if ranks.rank == 0:
+        entries = {name: entry for share in shares for name, entry in share.items()}
+        (stage / MANIFEST_FILE).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
+
+
+def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
+    """Raise CheckpointError on all ranks unless a checkpoint's files are those that were saved; each rank reads a share."""
+    entries = ranks.first(lambda: _read(checkpoint))
+    found = ranks.gathered(lambda: _first_damage(checkpoint, entries, _share(list(entries), ranks)))
+    damage = next((each for each in found if each is not None), None)
+    if damage is not None:
+        raise CheckpointError(f"{damage}; resume from another checkpoint, or start a new run.")
+
+
+def _read(checkpoint: Path) -> Entries:
+    """The entries of a manifest, after looking for files that it does not have."""
+    file = checkpoint / MANIFEST_FILE
+    try:
+        files = json.loads(file.read_text(encoding="utf-8"))["files"]
+        entries = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{file} is missing, so nothing tells whether the checkpoint is whole; {_ELSE}"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}); {_ELSE}") from error
+    added = [name for name in _files(checkpoint) if name not in entries and name.endswith(_READ)]
+    if added:
+        raise CheckpointError(
+            f"{checkpoint / added[0]} is not one of the files that the run saved: remove it, or resume from another checkpoint."
+        )
+    return entries
+
+
+_ELSE = "resume from another checkpoint, or start a new run."
+
+
+def _first_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> str | None:
+    """The first file that is missing or changed, as the start of a sentence."""
+    for name in names:
+        file, (size, digest) = checkpoint / name, entries[name]
+        try:
+            if file.stat().st_size != size:
+                return f"{file} is damaged: it has {file.stat().st_size:,} bytes, and {size:,} were saved"
+            if _digest(file) != digest:
+                return f"{file} is damaged: its bytes are not those that were saved"
+        except FileNotFoundError:
+            return f"{file} is missing"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
+    return None
+
+
+def _files(folder: Path) -> list[str]:
+    """The paths of all files in a folder but the manifest and hidden ones, the largest first."""
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    files.sort(key=lambda file: (-file.stat().st_size, file))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    return [name for name in names if name != MANIFEST_FILE and not name.startswith(".")]
+
+
+def _share(names: Sequence[str], ranks: Ranks) -> Sequence[str]:
+    return names[ranks.rank :: ranks.world_size]
+
+
+def _entry(file: Path) -> tuple[int, str]:
+    return file.stat().st_size, _digest(file)
+
+
+def _digest(file: Path) -> str:
+    state = xxhash.xxh3_128()
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            state.update(block)
+    return state.hexdigest()

@@ -1,0 +1,144 @@
+"""A damaged checkpoint never trains on: whatever happens to whichever of its files is named before training."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from damage import DAMAGES, harm
+from fault_kills import kill_at_event, renaming
+from fault_processes import KILLED, call, succeed
+from fault_runs import Case, build, run_alone, weights
+from safetensors.torch import load_file
+
+from lowpeak.errors import CheckpointError
+
+# A rollout is in the middle of its use, and the reference's average is in a folder of ranges.
+CASE = Case(
+    args={"num_iterations": 4, "beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 2, "max_steps": 6},
+    dropout=0.1,
+)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a checkpoint in the middle of a rollout."""
+    place = tmp_path_factory.mktemp("whole")
+    succeed(run_alone, CASE, place)
+    return place / "run"
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_no_damage_to_any_file_of_a_checkpoint_is_trained_on(tmp_path, whole, damage):
+    trainer, before = build(CASE, tmp_path / "run"), None
+    for file in files_of(whole / "checkpoint-3"):
+        shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
+        target = tmp_path / "checkpoint-3" / file.relative_to(whole / "checkpoint-3")
+        if harm(target, damage):
+            before = before or weights(trainer.model)
+            with pytest.raises(CheckpointError) as caught:
+                trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+            assert target.name in str(caught.value)
+            assert "\n" not in str(caught.value)
+        shutil.rmtree(tmp_path / "checkpoint-3")
+    assert weights(trainer.model) == before
+    assert trainer.state.global_step == 0
+
+
+def test_what_is_not_damaged_is_trained_on(tmp_path, whole):
+    shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
+    trainer = build(CASE, tmp_path / "run")
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    end = load_file(whole / "checkpoint-6" / "model.safetensors")
+    for name, value in load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors").items():
+        assert torch.equal(value, end[name])
+
+
+class Payload:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.fspath(self.mark),)
+
+
+@pytest.mark.parametrize("name", ["shards/.metadata", "reference/.metadata", "reference/numbers.pt", "shards/numbers.pt"])
+def test_a_checkpoint_runs_no_code(tmp_path, whole, name):
+    checkpoint = tmp_path / "checkpoint-3"
+    shutil.copytree(whole / "checkpoint-3", checkpoint)
+    (checkpoint / name).parent.mkdir(exist_ok=True)
+    torch.save(Payload(tmp_path / "ran"), checkpoint / name)
+    signed(checkpoint)  # whoever can write into the folder can write a manifest
+    trainer = build(CASE, tmp_path / "run")
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    except CheckpointError as error:
+        assert "\n" not in str(error)  # noqa: PT017: reading it as nothing is as good
+    assert not (tmp_path / "ran").exists()
+
+
+def signed(checkpoint: Path) -> None:
+    """Write the manifest of a checkpoint that a test has changed."""
+    from lowpeak.checkpoint.manifest import MANIFEST_FILE, write_manifest
+    from lowpeak.ranks import Ranks
+
+    (checkpoint / MANIFEST_FILE).unlink()
+    write_manifest(checkpoint, Ranks())
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+def test_a_checkpoint_without_optimizer_states_is_not_resumed(tmp_path, whole, name):
+    shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-3" / name).unlink()
+    signed(tmp_path / "checkpoint-3")
+    with pytest.raises(CheckpointError, match=f"has no {name}.*start a new run from its weights"):
+        build(CASE, tmp_path / "run").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+# exports
+
+
+def save_twice_killed_the_second_time(case: Case, place: Path, moment: str) -> None:
+    trainer = build(case, place / "run")
+    trainer.save_model(str(place / "export"))
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter.add_(1.0)
+    if moment == "writing":
+        _kill_in_write()
+    else:
+        kill_at_event(renaming("", moment))
+    trainer.save_model(str(place / "export"))
+
+
+def _kill_in_write(nth: int = 20) -> None:
+    """Kill inside of the file of weights: Python has no event for a write."""
+    from fault_kills import kill
+
+    plain, remaining = os.pwrite, [nth]
+
+    def pwrite(*args: Any) -> int:
+        remaining[0] -= 1
+        if remaining[0] == 0:
+            kill()
+        return plain(*args)
+
+    os.pwrite = pwrite
+
+
+@pytest.mark.parametrize("moment", ["writing", "export/config.json", "export/model.safetensors"])
+def test_a_kill_while_a_model_is_exported_leaves_the_earlier_export_or_the_new_one(tmp_path, moment):
+    assert call(save_twice_killed_the_second_time, CASE, tmp_path, moment) == KILLED
+    start = dict(build(CASE, tmp_path / "other").model.state_dict())
+    found = load_file(tmp_path / "export" / "model.safetensors")
+    assert all(torch.equal(value, start[name]) for name, value in found.items())
