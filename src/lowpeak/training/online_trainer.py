@@ -38,13 +38,25 @@ from lowpeak.watch.watch import watched
 
 logger = logging.getLogger(__name__)
 
+# Arguments that TRL's trainers have as attributes, too.
+_READ_BY_FUNCTIONS = (
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "use_vllm",
+    "vllm_mode",
+)
+
 
 class OnlineTrainer(StepTrainer):
     """Trains a language model on completions that it writes itself; TRL's constructor.
 
     model                   name, path or instance of a causal language model (or peft model)
     reward_funcs            a function, a reward model, or a list of these
-    rollout_func            `rollout_func(prompts, trainer) -> dict` in place of the engine (tools, environments)
+    rollout_func            `rollout_func(prompts, trainer) -> dict` writes the completions (tools, environments)
     ref_model               name, path or instance of the reference (None: the model as it came in, or without its adapter)
     """
 
@@ -106,15 +118,23 @@ class OnlineTrainer(StepTrainer):
         self.user_args = args
         self.parts = parts
         self.run, self.maker = connect_online(self, parts, rollout_func)
-        self.asked: Sampling = parts.settings.sampling
+        self.asked: Sampling | None = None  # of the rollout_func that runs
+        for name in _READ_BY_FUNCTIONS:
+            setattr(self, name, getattr(args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.add_callback(StepCallback(self))
 
     @property
     def num_generations(self) -> int:
-        """Completions of each prompt: a rollout's, or while an evaluation runs its own."""
-        return self.asked.num_generations
+        """Completions of each prompt in a rollout; inside a `rollout_func`, those that are asked of it."""
+        return (self.asked or self.parts.settings.sampling).num_generations
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions of each prompt in an evaluation; inside its `rollout_func`, those that are asked of it."""
+        evaluates = self.asked is not None and not self.model.training
+        return self.num_generations if evaluates else self.parts.settings.num_generations_eval
 
     # a run
 
@@ -146,6 +166,7 @@ class OnlineTrainer(StepTrainer):
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
             number = 0 if self.rollout is None else self.rollout.number + 1
             self.rollout = None
+            self.model.train()
             self.rollout = self.maker.make(number, self.state.global_step, self.state, self.coefficients())
             self.steps_used = 0
             self.note(self.rollout.metrics)
@@ -202,6 +223,7 @@ class OnlineTrainer(StepTrainer):
     def _evaluated(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
         check_cut(self.run.strategy, self.model_wrapped)
+        self.model_wrapped.eval()
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
                 prompts = eval_prompts(data, self.maker.new_reader())

@@ -354,7 +354,7 @@ def test_a_rollout_of_ties_alone_trains_nothing(tmp_path):
 
 def test_a_rollout_func_writes_the_pairs(tmp_path):
     def tools(prompts, trainer):
-        count = 4 * len(prompts)
+        count = len(prompts)
         ids = [[2 + i, 3, 1] for i in range(count)]
         return {"prompt_ids": [[2, 3]] * count, "completion_ids": ids, "logprobs": [[-1.0] * 3] * count}
 

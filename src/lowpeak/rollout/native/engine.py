@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -74,6 +74,16 @@ class NativeEngine:
             completions = self._complete(model, prompts, sampling) if prompts else []
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
+
+    @contextmanager
+    def held(self) -> Iterator[nn.Module]:
+        """Hold the policy for all calls of `generate` in the block; every rank enters it."""
+        with self._hold() as model:
+            hold, self._hold = self._hold, lambda: nullcontext(model)
+            try:
+                yield model
+            finally:
+                self._hold = hold
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Hold `policy_version` from now on; no slice is read, the weights are shared."""
