@@ -60,6 +60,11 @@ class Completion:
     def __len__(self) -> int:
         return self.ids.numel()
 
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy wrote, by the completion's own mask."""
+        return int(self.loss_mask.count_nonzero())
+
 
 @dataclass(frozen=True)
 class Group:

@@ -127,7 +127,7 @@ class RolloutMaker:
         told = list(judged.records)
         for i, record in zip(chosen, records, strict=True):
             told[i] = record
-        num_tokens = sum(record.num_tokens for record in told)
+        num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in judged.records)
         return Rollout(number, records, metrics, describe(judged, told, self.panel.names), num_tokens)
 
     def _left_out(self) -> dict[str, Metric]:

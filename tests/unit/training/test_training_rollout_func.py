@@ -262,6 +262,24 @@ def test_a_field_that_is_no_list_is_every_rows(tmp_path):
     assert seen == [(["sort", "sort"], [3, 3])]
 
 
+def test_lengths_and_tokens_are_of_what_the_policy_wrote(tmp_path):
+    """TRL 1.16 gives the same numbers for the same completions and masks."""
+    run, _ = train(tmp_path, lambda prompts, trainer: answer())
+    log = run.state.log_history[0]
+    assert [log[f"completions/{name}_length"] for name in ("mean", "min", "max")] == [3.0, 3.0, 3.0]
+    assert [log[f"completions/{name}_terminated_length"] for name in ("mean", "min", "max")] == [3.0, 3.0, 3.0]
+    assert log["num_tokens"] == len(PROMPT) + len(OTHER_PROMPT) + 6
+    assert [row["num_tokens"] for row in run.rollout.rows] == [3, 3]
+
+
+def test_a_cut_completion_that_is_left_out_of_the_loss_counts_what_the_policy_wrote(tmp_path):
+    rows = [ROWS[0], {**ROWS[1], "ids": [5, 9, 2, 6, 7]}]
+    changes = {"mask_truncated_completions": True, "max_completion_length": 5}
+    run, _ = train(tmp_path, lambda prompts, trainer: answer(rows), **changes)
+    assert run.state.log_history[0]["num_tokens"] == len(PROMPT) + len(OTHER_PROMPT) + 6
+    assert [row["num_tokens"] for row in run.rollout.rows] == [3, 3]
+
+
 def test_a_completion_of_full_length_ends_at_any_token_that_ends_one(tmp_path):
     """The model's generation config may name more of them than the tokenizer has."""
     model = tiny_model()
