@@ -184,10 +184,12 @@ class OnlineTrainer(StepTrainer):
         return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and print the rollout's completions where that was asked for."""
+        """Log, and print the rollout's completions with the metrics of steps, if that was asked for."""
+        metrics = self.run.metrics
         super().log(logs, start_time)
         if (
-            "loss" in logs
+            metrics
+            and self.run.metrics is not metrics
             and self.user_args.log_completions
             and self.rollout is not None
             and self.is_world_process_zero()

@@ -281,8 +281,8 @@ class StepTrainer(Trainer):
         self.run.noted = merge_metrics(self.run.noted, metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; with a training loss come the metrics of the steps since the last one."""
-        if "loss" in logs:
+        """Log; with a training loss, and with a run's last entry, come the metrics of the steps that none has told of yet."""
+        if "loss" in logs or "train_runtime" in logs:
             metrics, self.run.metrics = self.run.metrics, {}
             values = {name: metric.value() for name, metric in metrics.items()}
             logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}
