@@ -12,6 +12,7 @@ from lowpeak.algorithms.select import rows_by_group
 from lowpeak.config.rollout import Sampling
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Prompt, Record
+from lowpeak.rewards.combine import warn_of_unscored
 from lowpeak.rewards.judged import Judged
 from lowpeak.training.rollout_rows import describe, length_metrics
 from lowpeak.training.rollouts import RolloutMaker, whole
@@ -55,6 +56,7 @@ def evaluate_prompts(
     greedy = replace(sampling, num_generations=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     one = _answers(maker, prompts, greedy, trainer_state)
     many = _answers(maker, prompts, sampling, trainer_state)
+    warn_of_unscored(maker.panel.names, many)
     metrics = {
         **_reward_metrics(f"{prefix}_greedy", one.records, success),
         **_reward_metrics(prefix, many.records, success),

@@ -25,7 +25,7 @@ from lowpeak.memory.phases import Phase
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards.combine import RewardPanel, reward_metrics
+from lowpeak.rewards.combine import RewardPanel, reward_metrics, warn_of_unscored
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.weights.report import PushReport
@@ -114,6 +114,7 @@ class RolloutMaker:
             self.load_weights(policy_version)
             self.tally.take()
             judged, chosen = self._ask_until_full(number, trainer_state)
+        warn_of_unscored(self.panel.names, judged)
         records = tuple(self._with_loss_mask(judged.records[i]) for i in chosen)
         records, scoring = self._score(records)
         known = self.algorithm.coefficients() if coefficients is None else coefficients

@@ -344,6 +344,39 @@ def test_rows_that_nobody_scored_train_nothing(tmp_path):
     assert all(torch.equal(weight, before[name]) for name, weight in weights(run).items())
 
 
+def unscored(caplog):
+    return [record.message for record in caplog.records if "no reward" in record.message]
+
+
+def test_a_rollout_that_nobody_scored_is_told_once(tmp_path, caplog):
+    reward = {
+        "one": lambda completions, **c: [None] * len(completions),
+        "other": lambda prompts, **c: [None] * len(prompts),
+    }
+    run = grpo(tmp_path, reward=list(reward.values()), max_steps=2, dynamic_sampling_rounds=1)
+    run.train()
+    messages = unscored(caplog)
+    assert len(messages) == 2
+    assert messages[0].startswith(
+        "All 16 completions have no reward: <lambda>, <lambda>_2 returned None for each of them. Nothing is learned from them"
+    )
+
+
+def test_completions_that_nobody_scored_are_counted_and_the_first_is_shown(tmp_path, caplog):
+    def reward(completions, **columns):
+        return [None if i in (3, 5) else float(i) for i, _ in enumerate(completions)]
+
+    run = grpo(tmp_path, reward=reward, max_steps=1)
+    run.train()
+    row = run.rollout.rows[3]
+    (message,) = unscored(caplog)
+    assert message.startswith("2 of 8 completions have no reward: reward returned None for each of them.")
+    assert f"The first is {row['completion']!r} to {row['prompt']!r}" in message
+    caplog.clear()
+    grpo(tmp_path / "scored", max_steps=1).train()
+    assert unscored(caplog) == []
+
+
 def test_a_dry_run_says_what_was_resolved_and_trains_nothing(tmp_path):
     run = grpo(tmp_path, beta=0.1)
     plan = run.dry_run()

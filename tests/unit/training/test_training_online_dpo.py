@@ -352,6 +352,16 @@ def test_a_rollout_of_ties_alone_trains_nothing(tmp_path):
     assert (logs(run)[0]["num_pairs"], logs(run)[0]["num_ties"]) == (0.0, 4.0)
 
 
+def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, caplog):
+    def absent(prompt, text):
+        raise ConnectionError("no judge")
+
+    changes = {"reward": None, "reward_failures": "none", "max_steps": 1}
+    online_dpo(tmp_path, judge=ScriptedJudge(absent), **changes).train()
+    (message,) = [record.message for record in caplog.records if "no reward" in record.message]
+    assert message.startswith("All 16 completions have no reward: ScriptedJudge returned None for each of them.")
+
+
 def test_a_rollout_func_writes_the_pairs(tmp_path):
     def tools(prompts, trainer):
         count = len(prompts)
