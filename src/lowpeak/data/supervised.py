@@ -27,7 +27,6 @@ from lowpeak.data.chat import (
     check_template,
     encode_chat,
     template_options,
-    turn_options,
 )
 from lowpeak.data.prompts import check_ids, log_left_out, read_rows
 from lowpeak.errors import DataError
@@ -113,7 +112,7 @@ class SupervisedReader:
         prompt = check_messages(row["prompt"], f"{where}: the prompt")
         completion = check_messages(row["completion"], f"{where}: the completion")
         options = self._options(row, where)
-        prompt_ids = encode_chat(self._tokenizer, prompt, {**turn_options(prompt), **options}, where)
+        prompt_ids = encode_chat(self._tokenizer, prompt, {"add_generation_prompt": True, **options}, where)
         if self._assistant_only:
             return prompt_ids, *self._encode_assistant([*prompt, *completion], options, where)
         ids = encode_chat(self._tokenizer, [*prompt, *completion], options, where)

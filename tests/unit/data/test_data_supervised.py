@@ -80,6 +80,11 @@ def test_a_pair_of_messages_counts_the_answer_with_its_end():
     assert parts(reader().read(row, 0)) == ("<user>1+1<eos><assistant>", "2<eos>", "2<eos>")
 
 
+def test_after_a_prompt_that_ends_with_the_assistant_the_completion_alone_counts_as_in_trl():
+    row = {"prompt": [turn("user", "1"), turn("assistant", "2")], "completion": [turn("assistant", "3")]}
+    assert parts(reader().read(row, 0)) == ("<user>1<eos><assistant>2<eos><assistant>", "3<eos>", "3<eos>")
+
+
 def test_a_conversation_counts_all_but_its_first_token():
     row = {"messages": [turn("user", "1"), turn("assistant", "2")]}
     assert parts(reader().read(row, 0)) == ("<user>", *["1<eos><assistant>2<eos>"] * 2)
