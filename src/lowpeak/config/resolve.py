@@ -73,8 +73,9 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
     require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
     require(
         args.metric_for_best_model not in ("loss", "eval_loss"),
-        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, is nothing that an online "
-        "evaluation measures; set metric_for_best_model='reward' or 'accuracy' (greater is better).",
+        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, does not tell a good policy from a "
+        "bad one: advantages compare a policy's own completions. Set metric_for_best_model='reward' or 'accuracy' (greater is "
+        "better).",
     )
     rollout = _resolve_rollout(args, world_size)
     refuse_idle(

@@ -229,9 +229,7 @@ class OnlineTrainer(StepTrainer):
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
                 prompts = eval_prompts(data, self.maker.new_reader())
-            with self.maker.awake():
-                self.maker.load_weights(self.state.global_step)
-                return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)
+            return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state, self.coefficients())
 
     # what a checkpoint holds
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms.algorithm import Advantages, Algorithm, Need
 from lowpeak.algorithms.select import loss_mask
 from lowpeak.batching.assign import assign, cut_groups
 from lowpeak.batching.packing import Budget, pack, scatter, share
@@ -115,13 +115,13 @@ class RolloutMaker:
             self.tally.take()
             judged, chosen = self._ask_until_full(number, trainer_state)
         warn_of_unscored(self.panel.names, judged)
-        records = tuple(self._with_loss_mask(judged.records[i]) for i in chosen)
-        records, scoring = self._score(records)
+        records = self.with_loss_masks([judged.records[i] for i in chosen])
+        records, scoring = self.score(records, self.algorithm.needs, Phase.SCORE)
         known = self.algorithm.coefficients() if coefficients is None else coefficients
         advantages = self.algorithm.advantages(records, known)
-        returns = advantages.returns or (None,) * len(records)
-        given = zip(records, advantages.per_token, returns, strict=True)
-        records = tuple(self._with_advantages(*each) for each in given)
+        records = with_advantages(records, advantages)
+        if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
+            records = tuple(replace(record, old=None) for record in records)
         metrics = merge_metrics(judged.metrics, advantages.metrics)
         metrics = merge_metrics(merge_metrics(metrics, length_metrics(judged.records)), scoring)
         metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested() | self._left_out())
@@ -273,17 +273,21 @@ class RolloutMaker:
         extra = {"dropped_groups": Metric(float(dropped), 1.0, "sum"), "asked_groups": Metric(float(asked), 1.0, "sum")}
         return replace(full, metrics=merge_metrics(full.metrics, extra)), chosen
 
+    def with_loss_masks(self, records: Sequence[Record]) -> tuple[Record, ...]:
+        """The records with the masks that losses use, and without the fields of a `rollout_func` that rewards have read."""
+        return tuple(map(self._with_loss_mask, records))
+
     def _with_loss_mask(self, record: Record) -> Record:
-        """The record with the mask that losses use, and without the fields of a `rollout_func` that rewards have read."""
         completion = record.completion
         mask = loss_mask(completion, self.settings.mask_truncated)
         if mask is completion.loss_mask and not completion.extra:
             return record
         return replace(record, completion=replace(completion, loss_mask=mask, extra={}))
 
-    def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
-        """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""
-        needs = self.algorithm.needs
+    def score(
+        self, records: tuple[Record, ...], needs: frozenset[Need], phase: Phase
+    ) -> tuple[tuple[Record, ...], dict[str, Metric]]:
+        """Stations 7 and 8: what is needed of every counted token, gathered into the records on all ranks."""
         if not needs:
             return records, {}
         ranks = self.strategy.ranks
@@ -292,17 +296,16 @@ class RolloutMaker:
         self.model().eval()
 
         def run() -> tuple[Scores, dict[str, Metric]]:
-            with self.tracker.phase(Phase.SCORE):
-                return self._passes(records, batches), {"useful_tokens/score": _useful(batches)}
+            with self.tracker.phase(phase):
+                return self._passes(records, batches, needs), {"useful_tokens/score": _useful(batches)}
 
         shares = ranks.gathered(run)
         everywhere = {i: values for found, _ in shares for i, values in found.items()}
-        filled = tuple(self._filled(record, everywhere.get(i, {})) for i, record in enumerate(records))
+        filled = tuple(_filled(record, everywhere.get(i, {}), needs) for i, record in enumerate(records))
         return filled, reduce(merge_metrics, [useful for _, useful in shares])
 
-    def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch]) -> Scores:
+    def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]) -> Scores:
         """The policy's pass and the reference's, each only where something needs it."""
-        needs = self.algorithm.needs
         found: Scores = {}
         if needs & {"old", "entropy", "values"}:
             wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
@@ -316,19 +319,21 @@ class RolloutMaker:
             _note(found, records, batches, scored, "reference")
         return found
 
-    def _filled(self, record: Record, found: Mapping[str, Tensor]) -> Record:
-        """The record with what the algorithm needs; zeros for a row without a counted token, which nothing reads."""
-        nothing = torch.zeros(len(record.completion))
-        old, reference, entropy, values = (
-            found.get(name, nothing) if name in self.algorithm.needs else None
-            for name in ("old", "reference", "entropy", "values")
-        )
-        return replace(record, old=old, reference=reference, entropy=entropy, values=values)
 
-    def _with_advantages(self, record: Record, advantages: Tensor, returns: Tensor | None) -> Record:
-        """The record as its steps use it; on-policy without old, which then is the policy's own log-prob in the step."""
-        old = record.old if self.settings.rollout.num_steps > 1 else None
-        return replace(record, old=old, advantages=advantages, returns=returns)
+def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:
+    """The records with what station 9 gave them."""
+    returns = advantages.returns or (None,) * len(records)
+    given = zip(records, advantages.per_token, returns, strict=True)
+    return tuple(replace(record, advantages=each, returns=values) for record, each, values in given)
+
+
+def _filled(record: Record, found: Mapping[str, Tensor], needs: frozenset[Need]) -> Record:
+    """The record with what is needed; zeros for a row without a counted token, which nothing reads."""
+    nothing = torch.zeros(len(record.completion))
+    old, reference, entropy, values = (
+        found.get(name, nothing) if name in needs else None for name in ("old", "reference", "entropy", "values")
+    )
+    return replace(record, old=old, reference=reference, entropy=entropy, values=values)
 
 
 def _note(

@@ -114,9 +114,16 @@ def loss_of(
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
     )
-    terms = [_policy_term(out, batch.tokens, algorithm)] if algorithm.loss is not None else []
+    return loss_of_outputs(out, batch.tokens, algorithm)
+
+
+def loss_of_outputs(
+    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the weighted loss and its metrics from log-probs, entropies and values that a forward gave."""
+    terms = [_policy_term(out, tokens, algorithm)] if algorithm.loss is not None else []
     if algorithm.values is not None:
-        terms.append(_value_term(out["values"], batch.tokens, algorithm.values))
+        terms.append(_value_term(out["values"], tokens, algorithm.values))
     losses, metrics = zip(*terms, strict=True)
     return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
 
