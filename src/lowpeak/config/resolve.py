@@ -74,8 +74,8 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
     require(
         args.metric_for_best_model not in ("loss", "eval_loss"),
         "metric_for_best_model='loss', transformers' default with load_best_model_at_end, does not tell a good policy from a "
-        "bad one: advantages compare a policy's own completions. Set metric_for_best_model='reward' or 'accuracy' (greater is "
-        "better).",
+        "bad one, since advantages compare a policy's own completions; set metric_for_best_model='reward' or 'accuracy' "
+        "(greater is better).",
     )
     rollout = _resolve_rollout(args, world_size)
     refuse_idle(

@@ -15,6 +15,7 @@ from transformers import Qwen2ForSequenceClassification as Classifier
 
 from lowpeak import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
+from lowpeak.memory.phases import Phase
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -419,7 +420,7 @@ def test_the_head_runs_in_scoring_only_where_old_log_probs_are_needed(tmp_path, 
     records = run.maker.make(0, 0, None).records
     asked = []
     hook = run.model.lm_head.register_forward_pre_hook(lambda *args: asked.append(1))
-    found, _ = run.maker._score(records)
+    found, _ = run.maker.score(records, run.run.algorithm.needs, Phase.SCORE)
     hook.remove()
     assert bool(asked) == scored
     for record, again in zip(records, found, strict=True):
