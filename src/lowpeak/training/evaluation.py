@@ -15,18 +15,19 @@ from typing import Any
 import torch
 
 from lowpeak.algorithms.advantages import reward_metrics
-from lowpeak.algorithms.algorithm import Need
+from lowpeak.algorithms.algorithm import Need, StepCounts
 from lowpeak.algorithms.select import rows_by_group
+from lowpeak.batching.counted import num_counted
+from lowpeak.batching.packing import pack
 from lowpeak.config.rollout import Sampling
 from lowpeak.memory.phases import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards.combine import warn_of_unscored
 from lowpeak.rewards.judged import Judged
-from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.rollout_rows import describe, length_metrics
 from lowpeak.training.rollouts import RolloutMaker, whole, with_advantages
 from lowpeak.training.step import loss_of_outputs
-from lowpeak.training.work import step_batches
+from lowpeak.training.work import with_step_shares
 
 _EVAL_SEED = 0x5EED
 
@@ -94,28 +95,29 @@ def evaluate_prompts(
 
 
 def _measured(maker: RolloutMaker, records: Sequence[Record], coefficients: Mapping[str, float]) -> dict[str, float]:
-    """Stations 6 to 11 on rows that the policy has just written, on all ranks: the loss, and what the algorithm says of it.
+    """Stations 6 to 11 on rows that the policy has just written: the loss, and what the algorithm says of it.
 
     Old log-probs are the policy's own, so one pass of the policy (and one of the reference) gives all that losses need.
-    Every row is measured, or every pair.
+    Every row is measured, or every pair, on every rank alike: scores are gathered, and no further forward is needed.
     """
-    algorithm, ranks = maker.algorithm, maker.strategy.ranks
+    algorithm = maker.algorithm
     selection = algorithm.select(records)
     chosen = selection.rows if algorithm.unit == "pair" else range(len(records))
     if not chosen:
         return _numbers(selection.metrics)
     rows, _ = maker.score(maker.with_loss_masks([records[i] for i in chosen]), _needs(maker), Phase.EVALUATE)
     advantages = algorithm.advantages(rows, coefficients)
-    rows, every = with_advantages(rows, advantages), replace(algorithm, idle=False)
-    loss, metrics = torch.zeros(()), merge_metrics({}, {})
-    for batch in step_batches(rows, range(len(rows)), every, maker.budget, ranks):
-        if batch.record_indices:
-            tokens = replace(batch.tokens, coefficients=coefficients)
-            share, measured = loss_of_outputs(_outputs(batch, rows), tokens, algorithm)
-            loss, metrics = loss + share, merge_metrics(metrics, measured)
-    found = read_metrics(Readout(loss, metrics), None, ranks)
-    told = _numbers({**selection.metrics, **advantages.metrics, **found.metrics})
-    return {"loss": float(found.loss), **told} if found.metrics else told
+    rows = with_advantages(rows, advantages)
+    counts = StepCounts(len(rows), sum(map(num_counted, rows)))
+    batches = pack(
+        rows, range(len(rows)), maker.budget, lambda length: algorithm.reduction(length, counts), unit=algorithm.unit
+    )
+    metrics: dict[str, Metric] = {}
+    for batch in with_step_shares(batches, counts, num_ranks=1):
+        tokens = replace(batch.tokens, coefficients=coefficients)
+        loss, measured = loss_of_outputs(_outputs(batch, rows), tokens, algorithm)
+        metrics = merge_metrics(metrics, {"loss": Metric(loss, kind="sum"), **measured})
+    return _numbers({**selection.metrics, **advantages.metrics, **metrics})
 
 
 def _needs(maker: RolloutMaker) -> frozenset[Need]:
@@ -123,7 +125,7 @@ def _needs(maker: RolloutMaker) -> frozenset[Need]:
     algorithm = maker.algorithm
     read: dict[Need, bool] = {
         "old": True,
-        "entropy": algorithm.loss_entropy or maker.core.log_entropy,
+        "entropy": algorithm.entropy_bonus or maker.core.log_entropy,
         "values": algorithm.values is not None,
     }
     return algorithm.needs | {need for need, is_read in read.items() if is_read}

@@ -89,8 +89,11 @@ class RewardTrainer(OfflineTrainer):
 
     def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
         """Loss, accuracy, margin and rewards, over all pairs."""
-        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, self.run.algorithm, self.run.core)
-        numbers = read_metrics(Readout(loss, metrics), None, self.run.strategy.ranks)
+        run = self.run
+        loss, metrics = measure_step(
+            self.model_wrapped, work.micro_batches, run.algorithm, run.core, run.strategy.ranks
+        )
+        numbers = read_metrics(Readout(loss, metrics), None, run.strategy.ranks)
         return {"loss": float(numbers.loss), **{name: metric.value() for name, metric in numbers.metrics.items()}}
 
 
