@@ -30,8 +30,8 @@ class RecordingTrainer:
     def save_model(self):
         self.asked.append("save_model")
 
-    def push_to_hub(self):
-        self.asked.append("push_to_hub")
+    def push_to_hub(self, dataset_name):
+        self.asked.append(("push_to_hub", dataset_name))
 
     def dry_run(self):
         return {"model": {"parameters": 7, "device": object}, "sizes": (1, 2)}
@@ -184,7 +184,7 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one(library, fol
 
 def test_the_model_is_pushed_when_that_was_asked_for(library, folder):
     run("grpo", argv(folder, "--push_to_hub"), library)
-    assert library.made[0].asked[-1] == "push_to_hub"
+    assert library.made[0].asked[-1] == ("push_to_hub", None)  # a local file has no name on the hub
 
 
 @pytest.mark.parametrize(
