@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import torch
 from transformers import TrainingArguments
@@ -28,6 +29,7 @@ from lowpeak.config.asked import (
     take_fsdp_over,
 )
 from lowpeak.config.fsdp1 import convert_environment
+from lowpeak.config.ranges import Range, one_of
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
@@ -267,6 +269,8 @@ class RLOOConfig(OnlineConfig):
 class SFTConfig(CommonConfig):
     """Arguments of supervised training."""
 
+    ranges: ClassVar[Mapping[str, Range]] = {"loss_type": one_of(Literal["nll"])}
+
     learning_rate: float = argument(2e-5, "training", "The optimizer's learning rate.")
     dataset_text_field: str = argument("text", "data", "Column of plain text rows.")
     max_length: int | None = argument(
@@ -276,13 +280,7 @@ class SFTConfig(CommonConfig):
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )
     assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
-
-
-def check_class(args: Any, config: type) -> None:
-    """Raise ArgumentError unless `args` is of the trainer's own configuration: TRL's has the same name."""
-    if not isinstance(args, config):
-        given = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
-        raise ArgumentError(f"args is a {given}; this trainer takes a lowpeak.{config.__name__}.")
+    loss_type: str = argument("nll", "algorithm", "The loss of a token: nll, its negative log-likelihood.")
 
 
 def use_one_device(args: TrainingArguments) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import set_seed
+from transformers import EvalPrediction, set_seed
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
@@ -23,8 +23,9 @@ from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
-from lowpeak.training.arguments import CommonConfig, check_class
+from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.assembly import make_run
+from lowpeak.training.constructor import make_arguments, reject_unsupported
 from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
@@ -40,6 +41,11 @@ _SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as trainin
 
 class OfflineTrainer(StepTrainer):
     """Trains a model on the rows of a data set; TRL's constructor.
+
+    model                   name, path or instance of the model (or peft model)
+    compute_metrics         `compute_metrics(EvalPrediction) -> dict`, added to what an evaluation measures; see `predict_rows`
+    quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
+    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
 
     A thin trainer says how its model is loaded, how a row is read, what its algorithm is and what an evaluation measures.
     """
@@ -59,8 +65,7 @@ class OfflineTrainer(StepTrainer):
         """The algorithm that the arguments describe."""
         raise AssertionError("a thin trainer says which algorithm it is")
 
-    @staticmethod
-    def make_reader(args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
+    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
         """What turns a row into what `records_of` takes."""
         raise AssertionError("a thin trainer says how a row is read")
 
@@ -77,19 +82,30 @@ class OfflineTrainer(StepTrainer):
         """What an evaluation says of its records, of which `work` is this rank's share; the loss among it."""
         raise AssertionError("a thin trainer says what an evaluation measures")
 
+    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
+        """Return what `compute_metrics` gets of an evaluation's records, the same on every rank."""
+        raise AssertionError("a thin trainer says what its users' metrics are of")
+
     def __init__(
         self,
         model: Any,
         args: Any = None,
+        data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
+        **unsupported: Any,
     ) -> None:
-        args = args if args is not None else self.config_class(output_dir=f"{_name_of(self.config_class)}-output")
-        check_class(args, self.config_class)
+        unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        reject_unsupported(self, {"data_collator": data_collator, **unsupported})
+        args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
         quiet_replicas(args)
         with Ranks(args.device).together():
@@ -106,8 +122,10 @@ class OfflineTrainer(StepTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.user_args = args
         strategy = detect_strategy(self.accelerator)
@@ -166,8 +184,17 @@ class OfflineTrainer(StepTrainer):
             start = time.perf_counter()
             work = self._work(records)
             self.model_wrapped.eval()
-            measured = {**self.measured(work, records), "runtime": time.perf_counter() - start}
-            return {f"{prefix}_{name}": number for name, number in measured.items()}
+            measured = {**self.measured(work, records), **self._compute_metrics(work, records)}
+            measured["runtime"] = time.perf_counter() - start
+            return {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
+
+    def _compute_metrics(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
+        """Return the user's own metrics, if there are any."""
+        if self.compute_metrics is None:
+            return {}
+        predictions = self.predict_rows(work, records)
+        with self.run.strategy.ranks.together():
+            return dict(self.compute_metrics(predictions))
 
     def _work(self, records: list[Record]) -> StepWork:
         rows = range(len(records))
@@ -204,8 +231,3 @@ def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
     context = context_length(policy)
     limits = [args.max_length, None if context is None else context - reserved]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _name_of(config_class: type) -> str:
-    """`sft` of SFTConfig."""
-    return config_class.__name__.removesuffix("Config").lower()

@@ -284,7 +284,7 @@ def test_supervised_arguments_reach_the_reader(tmp_path):
             name: value for name, value in SMALL.items() if name not in ("num_generations", "max_completion_length")
         }
         args = SFTConfig(output_dir=str(tmp_path), **{**small, **changes})
-        run = SFTTrainer(tiny_model(), args, Dataset.from_list(data), processing_class=TOKENIZER)
+        run = SFTTrainer(tiny_model(), args, train_dataset=Dataset.from_list(data), processing_class=TOKENIZER)
         (record,) = run.cursor.take(1)
         return int(record.completion.loss_mask.sum())
 

@@ -303,7 +303,6 @@ def test_an_adapter_for_a_language_model_is_told(tmp_path):
 
 
 def test_arguments_of_another_trainer_are_told(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ArgumentError, match=r"this trainer takes a lowpeak\.RewardConfig"):
-        RewardTrainer(
-            tiny_classifier(), GRPOConfig(output_dir=str(tmp_path), use_cpu=True), TABLE, processing_class=TOKENIZER
-        )
+        RewardTrainer(tiny_classifier(), args, train_dataset=TABLE, processing_class=TOKENIZER)
