@@ -149,7 +149,8 @@ def _metavar(hint: Any) -> str:
 
 def _help(argument: Argument) -> str:
     text = " ".join(argument.help.split())
-    text = text[:1].lower() + text[1:] if text[1:2].islower() else text
+    first = text.partition(" ")[0]
+    text = text[:1].upper() + text[1:] if first.islower() else text  # a name such as vLLM stays
     default = getattr(argument.default, "value", argument.default)
     shown = "" if default in (None, "") else f" (default: {default})"
     return (text.rstrip(".") + shown).strip().replace("%", "%%") or expected(argument.hint).replace("%", "%%")
