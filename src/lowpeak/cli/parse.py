@@ -77,8 +77,9 @@ def parse(
 
 def _read_file(path: str, known: Mapping[str, Argument], rejected: Mapping[str, str]) -> dict[str, Any]:
     from lowpeak.config.load import load_yaml
+    from lowpeak.config.rejected import drop_trl_defaults
 
-    settings = load_yaml(path)
+    settings = drop_trl_defaults(load_yaml(path), known)
     try:
         _check_names(settings, known, rejected)
     except ArgumentError as error:

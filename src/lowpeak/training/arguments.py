@@ -30,6 +30,7 @@ from lowpeak.config.asked import (
 )
 from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.config.ranges import Range, one_of
+from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
@@ -91,7 +92,9 @@ class CommonConfig(TrainingArguments):
     logprob_chunk_size: int | None = argument(
         None, "memory", "Tokens whose logits exist at a time (None: from free memory)."
     )
-    pad_to_multiple_of: int = argument(1, "memory", "Round a micro-batch's padded length up to a multiple of this.")
+    pad_to_multiple_of: int | str | None = argument(
+        "auto", "memory", "Round a micro-batch's padded length up to a multiple of this (auto, None: no multiple)."
+    )
     padding_free: bool | None = argument(
         None, "memory", "Rows one after another without padding (None: where the model's attention can)."
     )
@@ -157,11 +160,17 @@ class CommonConfig(TrainingArguments):
 
 @dataclass
 class OnlineConfig(VllmArguments, CommonConfig):
-    """What GRPO and RLOO share: rollouts, rewards, reference, evaluation."""
+    """What GRPO and RLOO share: rollouts, rewards, reference, evaluation.
+
+    `other_names` maps TRL's names of some arguments to ours; a value that is given by another name is that argument's.
+    """
+
+    other_names: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_completion_length"}
 
     num_generations: int = argument(8, "generation", "Completions of each prompt (G).")
     num_generations_eval: int | None = argument(None, "evaluation", "Sampled completions of each prompt in evaluation.")
     max_completion_length: int = argument(512, "generation", "Most tokens of a completion.")
+    max_new_tokens: int | None = argument(None, "generation", "Other name of max_completion_length.")
     generation_batch_size: int | None = argument(
         None, "generation", "Completions of a rollout, over all ranks (in place of steps_per_generation)."
     )
@@ -174,7 +183,10 @@ class OnlineConfig(VllmArguments, CommonConfig):
     min_p: float | None = argument(None, "generation", "Least probability, as a share of the likeliest token's.")
     repetition_penalty: float = argument(1.0, "generation", "Above 1 makes tokens that were seen less likely.")
     generation_kwargs: dict | str | None = argument(
-        None, "generation", "More of generation: stop_strings, stop_token_ids, seed; vLLM's own parameters (JSON)."
+        None,
+        "generation",
+        "More of generation: stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling arguments; vLLM's "
+        "own parameters (JSON).",
     )
     kv_cache_bytes: int | None = argument(None, "memory", "Bytes of the engine's KV cache (None: from free memory).")
     gather_budget: str | int | None = argument(
@@ -228,6 +240,26 @@ class OnlineConfig(VllmArguments, CommonConfig):
     log_completions: bool = argument(False, "logging", "Print a table of completions when metrics are logged.")
     num_completions_to_print: int | None = argument(None, "logging", "Rows of that table (None: all).")
     log_unique_prompts: bool = argument(False, "logging", "One row per prompt in that table.")
+
+    def __post_init__(self) -> None:
+        self.said_as: dict[str, str] = {}
+        for name, ours in self.other_names.items():
+            self._set_by(name, ours, getattr(self, name))
+        super().__post_init__()
+        told = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        for name, ours in SAID_BY_ARGUMENTS.items():
+            self._set_by(f"generation_kwargs[{name!r}]", ours, told.get(name))
+
+    def _set_by(self, name: str, ours: str, value: float | None) -> None:
+        """Set an argument by another name; ArgumentError if its own name was given another value."""
+        if value is None:
+            return
+        given: frozenset[str] = getattr(self, "given", frozenset())
+        if ours in given and getattr(self, ours) != value:
+            value, own = getattr(self, name, value), getattr(self, ours)
+            raise ArgumentError(f"{name}={value!r} and {ours}={own!r} say the same thing; give one.")
+        setattr(self, ours, value)
+        self.said_as[ours] = name
 
 
 @refuses_unknown

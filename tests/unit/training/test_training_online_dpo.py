@@ -300,7 +300,6 @@ def test_no_correction_of_a_sampler_acts_with_vllm(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("max_new_tokens", "max_completion_length"),
         ("max_length", "prompts are never cut"),
         ("reward_model_path", "as reward_funcs"),
         ("judge", "to the trainer"),
