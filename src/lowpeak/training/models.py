@@ -155,10 +155,20 @@ def from_pretrained(
         reason = str(error).strip().splitlines()[0]
         if "trust_remote_code" in str(error):
             raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
+        if "Unrecognized configuration class" in reason:
+            raise ModelError(
+                f"transformers has no {auto.__name__} for the family of {name!r} ({_config_named(reason)}): "
+                "choose a model of another one."
+            ) from error
         raise ModelError(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."
         ) from error
+
+
+def _config_named(reason: str) -> str:
+    """`GraniteConfig` of transformers' words on a family that it has no such model for."""
+    return reason.partition("'> ")[0].rpartition(".")[2]
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:
