@@ -50,6 +50,7 @@ def load_policy(
 
     One that is `cut` where it is loaded is fp32 from there on; one that trains whole is read into the memory of its `device`.
     """
+    refuse_virtual_tokens(model, peft_config)
     if cut != WHOLE:
         _check_cut(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
@@ -61,6 +62,16 @@ def load_policy(
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     _check_policy(policy)
     return policy
+
+
+def refuse_virtual_tokens(model: Any, peft_config: Any) -> None:
+    """Raise ArgumentError for prompt, prefix and P-tuning: peft ignores the position ids of a row that holds several sequences."""
+    for config in (peft_config, getattr(model, "active_peft_config", None)):
+        if getattr(config, "is_prompt_learning", False):
+            raise ArgumentError(
+                f"{type(config).__name__} is not supported: neither rows that are packed into one nor the engine's cache hold its "
+                "virtual tokens; use LoraConfig, or another adapter of weights."
+            )
 
 
 def _loaded_or_given(
@@ -157,18 +168,13 @@ def from_pretrained(
             raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
         if "Unrecognized configuration class" in reason:
             raise ModelError(
-                f"transformers has no {auto.__name__} for the family of {name!r} ({_config_named(reason)}): "
-                "choose a model of another one."
+                f"transformers has no {auto.__name__} for {name!r} ({reason.partition(' for this')[0]}): choose a model of "
+                "another family."
             ) from error
         raise ModelError(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."
         ) from error
-
-
-def _config_named(reason: str) -> str:
-    """`GraniteConfig` of transformers' words on a family that it has no such model for."""
-    return reason.partition("'> ")[0].rpartition(".")[2]
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:

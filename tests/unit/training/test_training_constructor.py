@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
 from transformers import BitsAndBytesConfig
 
 from lowpeak import (
@@ -161,6 +161,24 @@ def test_the_users_arguments_do_not_get_the_quantization_config(tmp_path):
         peft_config=lora,
     )
     assert args.model_init_kwargs is None
+
+
+# adapters of virtual tokens
+
+
+@pytest.mark.parametrize("config", [PromptTuningConfig, PromptEncoderConfig, PrefixTuningConfig])
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_virtual_tokens_are_refused_before_anything_is_loaded(tmp_path, trainer, config):
+    kind = "SEQ_CLS" if trainer is RewardTrainer else "CAUSAL_LM"
+    with pytest.raises(ArgumentError, match=f"{config.__name__} is not supported: .*use LoraConfig"):
+        made(trainer, tmp_path, model="nowhere", peft_config=config(task_type=kind, num_virtual_tokens=2))
+
+
+@pytest.mark.parametrize("trainer", [GRPOTrainer, SFTTrainer])
+def test_a_model_with_virtual_tokens_is_refused(tmp_path, trainer):
+    model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
+    with pytest.raises(ArgumentError, match="PromptTuningConfig is not supported"):
+        made(trainer, tmp_path, model=model)
 
 
 # supervised training

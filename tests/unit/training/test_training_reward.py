@@ -300,9 +300,7 @@ def test_a_new_head_that_an_adapter_would_not_train_is_told(tmp_path, checkpoint
 def test_a_family_without_a_classifier_is_told(tmp_path):
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     GraniteForCausalLM(GraniteConfig(vocab_size=13, intermediate_size=64, **sizes)).save_pretrained(tmp_path / "base")
-    with pytest.raises(
-        ModelError, match=r"no AutoModelForSequenceClassification for the family of .* \(GraniteConfig\)"
-    ):
+    with pytest.raises(ModelError, match=r"no AutoModelForSequenceClassification for .*GraniteConfig.* another family"):
         trainer(tmp_path, str(tmp_path / "base"))
 
 
