@@ -11,10 +11,10 @@ from typing import Any
 from lowpeak.config.rejected import TRL_DEFAULTS
 from lowpeak.errors import ArgumentError
 
-_BATCHES = "micro-batches are cut from the rollout under a token budget (micro_batch_tokens); remove it"
+_BATCHES = "micro-batches are cut under a token budget (micro_batch_tokens); remove it"
 _NO_LOADER = "rows are drawn by a cursor, there is no data loader; remove it"
-_NO_LABELS = "there are no labels, rewards judge completions; remove it"
-_EVALUATION = "evaluation generates completions and rewards them; remove it"
+_NO_LABELS = "the loss is of the tokens' own log-probs, and no label is taken beside them; remove it"
+_EVALUATION = "an evaluation runs as training does, in micro-batches under a token budget; remove it"
 
 REFUSED_INHERITED: dict[str, str] = {
     "fp16": "log-ratios need bf16's range or fp32; set bf16=True or leave both out",

@@ -119,6 +119,11 @@ class CommonConfig(TrainingArguments):
             settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
 
     @property
+    def eval_batch_size(self) -> int:
+        """Rows that transformers reports of an evaluation's batch: a training batch's, unless they are set."""
+        return (self.per_device_eval_batch_size or self.per_device_train_batch_size) * max(1, self.n_gpu)
+
+    @property
     def cut(self) -> Cut:
         """How tensor parallelism cuts the policy where it is loaded."""
         return settled_cut(os.environ, self.parallelism_config)

@@ -31,6 +31,16 @@ def reject_unsupported(trainer: object, given: Mapping[str, Any]) -> None:
             raise ArgumentError(f"{name} is not supported: {UNSUPPORTED[name]}.")
 
 
+def refuse_virtual_tokens(model: Any, peft_config: Any) -> None:
+    """Raise ArgumentError for prompt, prefix and P-tuning: peft ignores the position ids of a row that holds several sequences."""
+    for config in (peft_config, getattr(model, "active_peft_config", None)):
+        if getattr(config, "is_prompt_learning", False):
+            raise ArgumentError(
+                f"{type(config).__name__} is not supported: neither rows that are packed into one nor the engine's cache hold its "
+                "virtual tokens; use LoraConfig, or another adapter of weights."
+            )
+
+
 def make_arguments(config_class: Any, args: Any, model: Any, quantization_config: Any) -> Any:
     """Return `args`, or defaults for None, as a copy that has the `quantization_config` in its `model_init_kwargs`.
 

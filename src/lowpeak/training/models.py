@@ -50,7 +50,6 @@ def load_policy(
 
     One that is `cut` where it is loaded is fp32 from there on; one that trains whole is read into the memory of its `device`.
     """
-    refuse_virtual_tokens(model, peft_config)
     if cut != WHOLE:
         _check_cut(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
@@ -62,16 +61,6 @@ def load_policy(
         raise ArgumentError("a quantised model trains through an adapter: pass peft_config=LoraConfig(...).")
     _check_policy(policy)
     return policy
-
-
-def refuse_virtual_tokens(model: Any, peft_config: Any) -> None:
-    """Raise ArgumentError for prompt, prefix and P-tuning: peft ignores the position ids of a row that holds several sequences."""
-    for config in (peft_config, getattr(model, "active_peft_config", None)):
-        if getattr(config, "is_prompt_learning", False):
-            raise ArgumentError(
-                f"{type(config).__name__} is not supported: neither rows that are packed into one nor the engine's cache hold its "
-                "virtual tokens; use LoraConfig, or another adapter of weights."
-            )
 
 
 def _loaded_or_given(

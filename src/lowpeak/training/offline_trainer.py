@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 from transformers import EvalPrediction, set_seed
+from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
@@ -25,7 +26,7 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
 from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.assembly import make_run
-from lowpeak.training.constructor import make_arguments, reject_unsupported
+from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
@@ -105,6 +106,7 @@ class OfflineTrainer(StepTrainer):
     ) -> None:
         unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         reject_unsupported(self, {"data_collator": data_collator, **unsupported})
+        refuse_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
         quiet_replicas(args)
@@ -176,6 +178,13 @@ class OfflineTrainer(StepTrainer):
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """What the algorithm measures on one data set, each number under `prefix`, and how long it took."""
+        return self._evaluate(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return the predictions and labels of a data set, as `compute_metrics` gets them, with the metrics of `evaluate`."""
+        return self._evaluate(test_dataset, metric_key_prefix, predicts=True)
+
+    def _evaluate(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
         check_cut(self.run.strategy, self.model_wrapped)
         with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
@@ -184,17 +193,14 @@ class OfflineTrainer(StepTrainer):
             start = time.perf_counter()
             work = self._work(records)
             self.model_wrapped.eval()
-            measured = {**self.measured(work, records), **self._compute_metrics(work, records)}
+            measured = self.measured(work, records)
+            predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
+            if self.compute_metrics is not None:
+                with ranks.together():
+                    measured = {**measured, **self.compute_metrics(predictions)}
             measured["runtime"] = time.perf_counter() - start
-            return {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
-
-    def _compute_metrics(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """Return the user's own metrics, if there are any."""
-        if self.compute_metrics is None:
-            return {}
-        predictions = self.predict_rows(work, records)
-        with self.run.strategy.ranks.together():
-            return dict(self.compute_metrics(predictions))
+            metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
+            return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
 
     def _work(self, records: list[Record]) -> StepWork:
         rows = range(len(records))

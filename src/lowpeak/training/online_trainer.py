@@ -26,7 +26,7 @@ from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
-from lowpeak.training.constructor import make_arguments, reject_unsupported
+from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
@@ -81,6 +81,7 @@ class OnlineTrainer(StepTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
+        refuse_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
         quiet_replicas(args)
         with Ranks(args.device).together():

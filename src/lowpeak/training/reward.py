@@ -22,7 +22,7 @@ from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.heads import SCORES, Head
-from lowpeak.training.models import from_pretrained, load_policy, refuse_virtual_tokens
+from lowpeak.training.models import from_pretrained, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
 from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.reward_arguments import RewardConfig
@@ -117,7 +117,6 @@ def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
     """
     if args.cut != WHOLE:
         raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
-    refuse_virtual_tokens(model, peft_config)
     if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
         raise ArgumentError(
             "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."

@@ -24,6 +24,11 @@ from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
+_PREPROCESS = (
+    "preprocess_logits_for_metrics: the logits of a whole data set are not kept, so give a function that makes a row's small, such "
+    "as `lambda logits, labels: logits.argmax(-1)`"
+)
+
 
 class SFTTrainer(OfflineTrainer):
     """Trains a language model on prompt-completion, conversational or text rows; TRL's constructor.
@@ -57,7 +62,8 @@ class SFTTrainer(OfflineTrainer):
         peft_config: Any = None,
         formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
-        _check_metrics(compute_metrics, preprocess_logits_for_metrics)
+        if compute_metrics is not None and preprocess_logits_for_metrics is None:
+            raise ArgumentError(f"compute_metrics needs {_PREPROCESS}.")
         self.formatting_func = formatting_func
         super().__init__(
             model,
@@ -122,6 +128,8 @@ class SFTTrainer(OfflineTrainer):
         """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as transformers pads them."""
         ranks, device = self.run.strategy.ranks, self.run.core.device
         preprocess: Any = self.preprocess_logits_for_metrics
+        if preprocess is None:
+            raise ArgumentError(f"predict() needs {_PREPROCESS}.")
         own: dict[int, tuple[Any, Any]] = {}
         for first in range(0, len(records), ranks.world_size):
             # A rank that has no row left repeats row 0: a sharded model's forward needs all ranks.
@@ -141,16 +149,3 @@ def _ids_and_labels(record: Record) -> tuple[Tensor, Tensor]:
     labels = torch.where(completion.loss_mask, completion.ids.long(), -100)
     ids_L = torch.cat([prompt, completion.ids.long()])
     return ids_L[None], torch.cat([torch.full_like(prompt, -100), labels])[None]
-
-
-def _check_metrics(compute_metrics: Any, preprocess_logits: Any) -> None:
-    """Raise ArgumentError unless both functions are given, or neither."""
-    if compute_metrics is not None and preprocess_logits is None:
-        raise ArgumentError(
-            "compute_metrics needs preprocess_logits_for_metrics: the logits of a whole data set are not kept, so give a function "
-            "that makes a row's small, such as `lambda logits, labels: logits.argmax(-1)`."
-        )
-    if compute_metrics is None and preprocess_logits is not None:
-        raise ArgumentError(
-            "preprocess_logits_for_metrics has no effect without compute_metrics: pass both, or neither."
-        )

@@ -276,13 +276,29 @@ def test_supervised_metrics_are_of_logits_that_were_made_small_a_row_at_a_time(t
     assert 0 <= found["eval_right"] <= 1
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        ({"compute_metrics": len}, r"compute_metrics needs preprocess_logits_for_metrics: .*logits\.argmax"),
-        ({"preprocess_logits_for_metrics": len}, "preprocess_logits_for_metrics has no effect without compute_metrics"),
-    ],
-)
-def test_supervised_metrics_need_both_functions(tmp_path, given, words):
-    with pytest.raises(ArgumentError, match=words):
-        made(SFTTrainer, tmp_path, **given)
+def test_supervised_metrics_need_logits_that_are_made_small(tmp_path):
+    with pytest.raises(ArgumentError, match=r"compute_metrics needs preprocess_logits_for_metrics: .*logits\.argmax"):
+        made(SFTTrainer, tmp_path, compute_metrics=len)
+    with pytest.raises(ArgumentError, match=r"predict\(\) needs preprocess_logits_for_metrics: .*logits\.argmax"):
+        made(SFTTrainer, tmp_path).predict(TEXTS)
+
+
+def test_predictions_are_what_metrics_are_of(tmp_path):
+    seen = []
+    for trainer, data, more in (
+        (RewardTrainer, PAIRS, {}),
+        (SFTTrainer, TEXTS, {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}),
+    ):
+        plain = made(trainer, tmp_path, **more).predict(data)
+        made(trainer, tmp_path, compute_metrics=lambda found: seen.append(found) or {}, **more).evaluate(data)
+        np.testing.assert_array_equal(plain.predictions, seen[-1].predictions)
+        np.testing.assert_array_equal(plain.label_ids, seen[-1].label_ids)
+        assert plain.metrics["test_loss"] > 0
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_what_reports_arguments_has_an_evaluations_batch_size(tmp_path, trainer):
+    config = CONFIGS[trainer]
+    assert config(output_dir=str(tmp_path), use_cpu=True).to_sanitized_dict()["eval_batch_size"] == 8
+    given = config(output_dir=str(tmp_path), use_cpu=True, per_device_eval_batch_size=3)
+    assert given.eval_batch_size == 3
