@@ -146,6 +146,9 @@ SHOWN_BY = {
     "max_length": "test_supervised_arguments_reach_the_reader",
     "completion_only_loss": "test_supervised_arguments_reach_the_reader",
     "assistant_only_loss": "test_supervised_arguments_reach_the_reader",
+    "eos_token": "test_special_tokens_can_be_named",
+    "pad_token": "test_special_tokens_can_be_named",
+    "chat_template_path": "test_a_chat_template_comes_from_a_file",
     # reward models
     "center_rewards_coefficient": "test_centering_draws_rewards_to_zero",
 }

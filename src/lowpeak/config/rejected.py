@@ -37,9 +37,6 @@ REJECTED: dict[str, str] = {
     "packing_strategy": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
     "eval_packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
     "dataset_kwargs": "prepare the data set before it is passed in; remove it",
-    "chat_template_path": "set the tokenizer's chat_template and pass it as processing_class; remove it",
-    "eos_token": "set it on the tokenizer and pass that as processing_class; remove it",
-    "pad_token": "set it on the tokenizer and pass that as processing_class; remove it",
     "truncation_mode": "rows longer than max_length are cut at their end; remove it",
 }
 
@@ -57,7 +54,6 @@ TRL_DEFAULTS: dict[str, Any] = {
     "vespo_k_neg": 3.0,
     "vespo_lambda_neg": 2.0,
     "off_policy_mask_threshold": None,
-    "router_aux_loss_coef": None,
     "max_tool_calling_iterations": None,
     "log_multimodal": True,
     "log_completions_hub_repo": None,
@@ -67,9 +63,6 @@ TRL_DEFAULTS: dict[str, Any] = {
     "packing_strategy": "bfd",
     "eval_packing": None,
     "dataset_kwargs": None,
-    "chat_template_path": None,
-    "eos_token": None,
-    "pad_token": None,
     "truncation_mode": "keep_start",
     "per_device_eval_batch_size": 8,
     "ds3_gather_for_generation": True,

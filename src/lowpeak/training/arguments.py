@@ -301,9 +301,18 @@ class RLOOConfig(OnlineConfig):
     reward_clip_range: tuple[float, float] | None = argument(None, "algorithm", "Clip rewards to [low, high].")
 
 
+@dataclass
+class OfflineConfig(CommonConfig):
+    """What supervised and reward training share: changes of the tokenizer, made in a copy of it."""
+
+    eos_token: str | None = argument(None, "model", "The tokenizer's end-of-sequence token (None: its own).")
+    pad_token: str | None = argument(None, "model", "The tokenizer's padding token (None: its own).")
+    chat_template_path: str | None = argument(None, "data", "A .jinja or .j2 file with the chat template.")
+
+
 @refuses_unknown
 @dataclass
-class SFTConfig(CommonConfig):
+class SFTConfig(OfflineConfig):
     """Arguments of supervised training."""
 
     ranges: ClassVar[Mapping[str, Range]] = {"loss_type": one_of(Literal["nll"])}

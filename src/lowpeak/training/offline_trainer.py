@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import cursor_over
 from lowpeak.data.prompts import RowReader, check_end, padding_id
-from lowpeak.errors import DataError
+from lowpeak.errors import ArgumentError, DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -36,6 +37,7 @@ from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
+from lowpeak.wrapped import transformers_model
 
 _SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
 
@@ -150,6 +152,7 @@ class OfflineTrainer(StepTrainer):
         """The model to train, ready for it, and its tokenizer."""
         policy = self.load_model(model, args, peft_config)
         tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+        tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
         upcast_trainable(policy)
         if args.disable_dropout:
             disable_dropout(policy)
@@ -230,6 +233,36 @@ class OfflineTrainer(StepTrainer):
         """Run every pass within these sizes."""
         super().use_sizes(sizes)
         self.budget = sizes.within(self.budget)
+
+
+def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
+    """Return the tokenizer, or a copy with what the arguments change of it; the model's configurations follow.
+
+    A completion then ends with the new end-of-sequence token, and with those that ended it before.
+    """
+    tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if getattr(args, name) is not None}
+    path = None if args.chat_template_path is None else Path(args.chat_template_path)
+    if not tokens and path is None:
+        return tokenizer
+    changed, config = copy.deepcopy(tokenizer), model.config.get_text_config()
+    for name, token in tokens.items():
+        if token not in tokenizer.get_vocab():
+            raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
+        setattr(changed, name, token)
+        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    generation = getattr(model, "generation_config", None)
+    if "eos_token" in tokens and generation is not None:
+        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        kept = [number for number in before if number not in (None, config.eos_token_id)]
+        generation.eos_token_id = [config.eos_token_id, *kept]
+    if path is not None:
+        if path.suffix not in (".jinja", ".j2") or not path.is_file():
+            raise ArgumentError(
+                f"chat_template_path={args.chat_template_path!r} must be a .jinja or .j2 file; to take another tokenizer's "
+                "template, set chat_template on the tokenizer that is passed as processing_class."
+            )
+        changed.chat_template = path.read_text(encoding="utf-8")
+    return changed
 
 
 def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, PrefixTuningConfig, PromptEncoderConfig, PromptTuningConfig, get_peft_model
-from transformers import BitsAndBytesConfig
+from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, GenerationConfig
 
 from lowpeak import (
     GRPOConfig,
@@ -302,3 +302,60 @@ def test_what_reports_arguments_has_an_evaluations_batch_size(tmp_path, trainer)
     assert config(output_dir=str(tmp_path), use_cpu=True).to_sanitized_dict()["eval_batch_size"] == 8
     given = config(output_dir=str(tmp_path), use_cpu=True, per_device_eval_batch_size=3)
     assert given.eval_batch_size == 3
+
+
+# the tokenizer that is trained with
+
+
+def chatting(tmp_path, trainer=SFTTrainer, **args):
+    tokenizer = char_tokenizer(chat=True)
+    rows = {
+        SFTTrainer: [{"messages": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]}] * 4,
+        RewardTrainer: [{"chosen": "12", "rejected": "3"}] * 4,
+    }[trainer]
+    model = tiny_classifier(len(tokenizer)) if trainer is RewardTrainer else tiny_model(len(tokenizer))
+    config = CONFIGS[trainer](output_dir=str(tmp_path / "run"), **SMALL, **args)
+    run = trainer(model, config, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+    return run, tokenizer
+
+
+@pytest.mark.parametrize("trainer", [SFTTrainer, RewardTrainer])
+def test_special_tokens_can_be_named(tmp_path, trainer):
+    run, given = chatting(tmp_path, trainer, eos_token="<user>", pad_token="<system>")
+    assert (given.eos_token, given.pad_token) == ("<eos>", "<pad>")
+    run.save_model(str(tmp_path / "saved"))
+    saved, config = AutoTokenizer.from_pretrained(tmp_path / "saved"), AutoConfig.from_pretrained(tmp_path / "saved")
+    assert (saved.eos_token, saved.pad_token) == ("<user>", "<system>")
+    assert (config.eos_token_id, config.pad_token_id) == (saved.eos_token_id, saved.pad_token_id)
+    if trainer is SFTTrainer:  # what ended a completion before does so still
+        ends = GenerationConfig.from_pretrained(tmp_path / "saved").eos_token_id
+        assert ends == [saved.eos_token_id, given.eos_token_id]
+
+
+def test_plain_text_ends_with_the_end_of_sequence_token_that_was_named(tmp_path):
+    tokenizer = char_tokenizer()
+    run = made(SFTTrainer, tmp_path, args={"eos_token": "9"})
+    (record,) = run.cursor.take(1)
+    assert record.completion.ids[-1] == tokenizer.convert_tokens_to_ids("9")
+
+
+def test_a_chat_template_comes_from_a_file(tmp_path):
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m['content'] }}={% endfor %}")
+    run, given = chatting(tmp_path, chat_template_path=str(tmp_path / "own.jinja"))
+    (record,) = run.cursor.take(1)
+    ids = [*record.prompt_ids, *record.completion.ids.tolist()]
+    assert given.decode(ids) == "1=2="
+    assert given.chat_template != run.processing_class.chat_template
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ({"eos_token": "<none>"}, "eos_token='<none>' is not in the tokenizer's vocabulary"),
+        ({"pad_token": "<none>"}, "pad_token='<none>' is not in the tokenizer's vocabulary"),
+        ({"chat_template_path": "someone/model"}, "chat_template_path='someone/model' must be a .jinja or .j2 file"),
+    ],
+)
+def test_what_the_tokenizer_cannot_have_is_refused(tmp_path, args, words):
+    with pytest.raises(ArgumentError, match=words):
+        chatting(tmp_path, **args)
