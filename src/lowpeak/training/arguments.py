@@ -11,11 +11,12 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 
+from lowpeak.config.algorithm import SupervisedLossType
 from lowpeak.config.asked import (
     WHOLE,
     Cut,
@@ -315,7 +316,7 @@ class OfflineConfig(CommonConfig):
 class SFTConfig(OfflineConfig):
     """Arguments of supervised training."""
 
-    ranges: ClassVar[Mapping[str, Range]] = {"loss_type": one_of(Literal["nll"])}
+    ranges: ClassVar[Mapping[str, Range]] = {"loss_type": one_of(SupervisedLossType)}
 
     learning_rate: float = argument(2e-5, "training", "The optimizer's learning rate.")
     dataset_text_field: str = argument("text", "data", "Column of plain text rows.")
@@ -326,7 +327,9 @@ class SFTConfig(OfflineConfig):
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )
     assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
-    loss_type: str = argument("nll", "algorithm", "The loss of a token: nll, its negative log-likelihood.")
+    loss_type: str = argument(
+        "nll", "algorithm", "nll (negative log-likelihood), or dft (weighed by the token's probability)."
+    )
 
 
 def use_one_device(args: TrainingArguments) -> None:

@@ -96,8 +96,8 @@ class SFTTrainer(OfflineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        """Maximum likelihood."""
-        return make_supervised()
+        """Maximum likelihood, or DFT."""
+        return make_supervised(args.loss_type)
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
         """One record a row."""

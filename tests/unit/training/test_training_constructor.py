@@ -26,6 +26,7 @@ from lowpeak import (
     SFTTrainer,
 )
 from lowpeak.errors import ArgumentError
+from lowpeak.training.step import run_step
 from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
 
@@ -210,9 +211,24 @@ def test_an_optimizer_class_with_its_keywords_is_used(tmp_path, trainer):
     assert optimizer.param_groups[0]["momentum"] == 0.5
 
 
-def test_supervised_training_names_its_loss(tmp_path):
-    made(SFTTrainer, tmp_path, args={"loss_type": "nll"})
-    with pytest.raises(ArgumentError, match="loss_type='chunked' must be one of 'nll'"):
+def test_supervised_training_has_trls_losses(tmp_path):
+    """Each token's loss, and for dft the same times the token's probability, which has no gradient."""
+    for loss_type in ("nll", "dft"):
+        model = tiny_model()
+        ids = torch.tensor([[*TOKENIZER(row["text"]).input_ids, TOKENIZER.eos_token_id] for row in TEXTS])
+        logits = model(ids).logits[:, :-1].double()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])
+        weights = logprobs.detach().exp() if loss_type == "dft" else 1.0
+        loss = -(weights * logprobs).mean()
+        expected = torch.autograd.grad(loss, model.lm_head.weight)[0]
+        run = made(SFTTrainer, tmp_path, model, args={"loss_type": loss_type, "per_device_train_batch_size": 10})
+        work = run.next_step()
+        found, _ = run_step(
+            run.model, work.micro_batches, run.run.algorithm, run.run.core, run.run.strategy, run.coefficients()
+        )
+        assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
+        torch.testing.assert_close(run.model.lm_head.weight.grad, expected, rtol=0, atol=1e-6)
+    with pytest.raises(ArgumentError, match="loss_type='chunked' must be one of 'nll', 'dft'"):
         made(SFTTrainer, tmp_path, args={"loss_type": "chunked"})
 
 
