@@ -37,6 +37,8 @@ _PAPERS: dict[str, tuple[str, str, str]] = {
 }
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 _NO_METRICS = ("step", "epoch", "total_flos")
+_OF_A_PLACE = ("output_dir", "hub_", "push_", "vllm_server", "resume_")
+_HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _HUB_DATASET = re.compile(r"hf://datasets/([^@]+)@")
 
 
@@ -69,6 +71,7 @@ class ModelCardMixin:
             tags=["generated_from_trainer", "lowpeak", algorithm, *([tags] if isinstance(tags, str) else tags or ())],
         )
         body = "\n\n".join(_sections(self, model_name or Path(self.args.output_dir).name, base, dataset))
+        body = _HUB_TOKEN.sub("<hidden>", body)
         ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n").save(Path(self.args.output_dir) / "README.md")
 
 
@@ -77,16 +80,15 @@ def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) ->
     paper = f" ([{title}](https://huggingface.co/papers/{arxiv_id}))" if title else ""
     model = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local data set"
-    told = trainer.user_args.to_dict()  # tokens are hidden in it
-    given = {
-        name: told[name] for name in sorted(trainer.user_args.given - {"output_dir"}) if told.get(name) is not None
-    }
+    args = trainer.user_args
+    given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_OF_A_PLACE)}
+    plain = {name: value for name, value in given.items() if isinstance(value, bool | int | float | str)}
     versions = {"lowpeak": lowpeak.__version__, **{package: version(package) for package in _PACKAGES}}
     return [
         f"# {name}",
         f"Trained from {model} on {rows} with {algorithm}{paper}, for {trainer.state.global_step} steps.",
         f"## Training\n\n```\n{_command(sys.argv)}\n```",
-        _table("argument", given),
+        _table("argument", plain),
         f"## Metrics\n\n{_table('last value of', _last_metrics(trainer.state.log_history))}",
         f"## Versions\n\n{_table('package', versions)}",
     ]

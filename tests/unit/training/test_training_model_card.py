@@ -26,7 +26,7 @@ def hub(tmp_path_factory):
     with serve_hub() as hub:
         hub_variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HOME": str(folder)}
         paths = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
-        command = [sys.executable, str(SCRIPT), str(folder), "--hub_token", "secret", "--seed=3"]
+        command = [sys.executable, str(SCRIPT), str(folder), "--hub_token", "secret", "--seed=3", "hf_abcdefghijkl"]
         done = subprocess.run(
             command,
             env={**os.environ, **hub_variables, "PYTHONPATH": paths},
@@ -93,7 +93,9 @@ def test_a_card_tells_no_token_and_no_folder(hub):
     for kind in KINDS:
         text = str(card(hub, kind))
         assert "secret" not in text
-        assert "--hub_token '<hidden>' --seed=3" in text
+        assert "hf_abc" not in text
+        assert "hub_model_id" not in text
+        assert "--hub_token '<hidden>' --seed=3 <hidden>" in text
 
 
 def test_every_save_is_pushed_and_what_was_pushed_can_be_loaded(hub, tmp_path):
