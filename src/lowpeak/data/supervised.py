@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,8 +42,9 @@ class SupervisedReader:
     """Reads rows as records without rewards, advantages and sampling log-probs (those are zeros).
 
     `max_length` cuts the end of longer rows, whose finish reason is then "length". `completion_only` None is each
-    format's default. `assistant_only` counts the tokens inside the template's generation blocks only. Raises DataError,
-    naming the row, on a row that cannot be used; a row without a counted token is left out.
+    format's default. `assistant_only` counts the tokens inside the template's generation blocks only. `formatting_func(row)`
+    returns the text that is read in the row's place. Raises DataError, naming the row, on a row that cannot be used; a row
+    without a counted token is left out.
     """
 
     left_out = "no token in them counts for the loss"
@@ -58,6 +59,7 @@ class SupervisedReader:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         text_field: str = "text",
         num_embeddings: int | None = None,
+        formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.max_length = max_length
@@ -66,6 +68,7 @@ class SupervisedReader:
         self._template_defaults = dict(chat_template_kwargs or {})
         self._text_field = text_field
         self._num_embeddings = num_embeddings
+        self._formatting_func = formatting_func
         self._warned = False
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
@@ -81,6 +84,8 @@ class SupervisedReader:
 
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Token ids of the whole row, and which of them count."""
+        if self._formatting_func is not None:
+            return self._text(self._formatting_func(row), where)
         if "prompt" in row and "completion" in row:
             return self._pair(row, where)
         if "messages" in row:

@@ -18,6 +18,7 @@ from transformers import set_seed
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.config.gathering import given_gathering
+from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.critic import critics_model
@@ -210,6 +211,7 @@ def make_run(
     # No copies of weights until a forward ends: 2 bytes a parameter, and each is used once.
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.together():
+        _check_cast(args, policy, reference)
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
     if load_balance is not None:  # a row without an advantage moves the routers, too
@@ -246,6 +248,14 @@ def make_run(
         sizes=sizes,
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
     )
+
+
+def _check_cast(args: Any, policy: nn.Module, reference: Reference | None) -> None:
+    """Raise ArgumentError for a head that is cast to fp32 where every product is in fp32."""
+    own = None if reference is None else reference.model
+    parameters = [parameter for model in (policy, own) if model is not None for parameter in model.parameters()]
+    in_fp32 = not args.bf16 and all(parameter.dtype == torch.float32 for parameter in parameters)
+    refuse_idle(args, ("cast_lm_head_to_fp32",), not in_fp32, "the run computes in fp32 already; remove it")
 
 
 @contextmanager

@@ -23,9 +23,10 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut
 from lowpeak.strategies.shards import has_shards
 from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
-from lowpeak.training.arguments import OnlineConfig, check_class
+from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
+from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
@@ -56,8 +57,10 @@ class OnlineTrainer(StepTrainer):
 
     model                   name, path or instance of a causal language model (or peft model)
     reward_funcs            a function, a reward model, or a list of these
+    quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
     rollout_func            `rollout_func(prompts, trainer) -> dict` writes the completions (tools, environments)
     ref_model               name, path or instance of the reference (None: the model as it came in, or without its adapter)
+    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -81,16 +84,17 @@ class OnlineTrainer(StepTrainer):
         reward_processing_classes: Any = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
+        tools: Any = None,
         rollout_func: Callable[..., Mapping[str, Any]] | None = None,
+        environment_factory: Any = None,
         ref_model: Any = None,
+        **unsupported: Any,
     ) -> None:
-        args = (
-            args
-            if args is not None
-            else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
-        )
-        check_class(args, self.config_class)
+        reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
+        refuse_virtual_tokens(model, peft_config)
+        args = make_arguments(self.config_class, args, model, quantization_config)
         quiet_replicas(args)
         with Ranks(args.device).together():
             check_end(train_dataset, args.max_steps)
@@ -325,8 +329,3 @@ class OnlineTrainer(StepTrainer):
         assert reference is not None
         assert reference.model is not None, "the reference's average needs a reference of its own"
         return reference.model
-
-
-def _name_of(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return Path(str(name)).name or "model"

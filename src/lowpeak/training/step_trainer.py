@@ -37,6 +37,7 @@ from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.alike import require_same_arguments, require_same_data
 from lowpeak.training.checkpoints import check_kind, export_model, load_training, policys_adapter_alone, save_checkpoint
 from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on, saved_where_it_waits
+from lowpeak.training.model_card import ModelCardMixin
 from lowpeak.training.readout import (
     Readout,
     Spent,
@@ -89,7 +90,7 @@ def base_arguments(args: Any) -> Any:
     return inner
 
 
-class StepTrainer(Trainer):
+class StepTrainer(ModelCardMixin, Trainer):
     """transformers' Trainer whose step is a list of micro-batches under weights of the whole step's counts."""
 
     run: Run

@@ -67,7 +67,9 @@ def rloo(tmp_path, **changes):
 
 def sft(tmp_path, model=None, **changes):
     args = SFTConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
-    return SFTTrainer(model or tiny_model(), args, rows(), rows(4), processing_class=TOKENIZER)
+    return SFTTrainer(
+        model or tiny_model(), args, train_dataset=rows(), eval_dataset=rows(4), processing_class=TOKENIZER
+    )
 
 
 def weights(run):

@@ -479,7 +479,7 @@ def test_messages_are_asked_through_the_chat_template(tmp_path, caplog):
 def test_supervised_training_lowers_its_loss_and_evaluates(tmp_path):
     data = Dataset.from_list([{"prompt": f"{i % 10}=", "completion": str(i % 10)} for i in range(40)])
     args = SFTConfig(output_dir=str(tmp_path), **{**_sft(), "max_steps": 40, "per_device_train_batch_size": 20})
-    run = SFTTrainer(tiny_model(), args, data, eval_dataset=data, processing_class=TOKENIZER)
+    run = SFTTrainer(tiny_model(), args, train_dataset=data, eval_dataset=data, processing_class=TOKENIZER)
     before = run.evaluate()["eval_loss"]
     run.train()
     assert run.evaluate()["eval_loss"] < 0.3 < before
@@ -489,7 +489,9 @@ def test_supervised_loss_is_transformers_own(tmp_path):
     data = Dataset.from_list([{"prompt": f"{i}=", "completion": str(i) * (1 + i % 3)} for i in range(8)])
     model = tiny_model()
     args = SFTConfig(output_dir=str(tmp_path), **_sft())
-    loss = SFTTrainer(model, args, data, eval_dataset=data, processing_class=TOKENIZER).evaluate()["eval_loss"]
+    loss = SFTTrainer(model, args, train_dataset=data, eval_dataset=data, processing_class=TOKENIZER).evaluate()[
+        "eval_loss"
+    ]
     total, count = 0.0, 0
     for row in data:
         prompt, completion = (TOKENIZER(row[name]).input_ids for name in ("prompt", "completion"))

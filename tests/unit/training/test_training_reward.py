@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, GraniteConfig, GraniteForCausalLM
 
 from lowpeak import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, HeadMismatchError, ModelError
@@ -297,13 +297,19 @@ def test_a_new_head_that_an_adapter_would_not_train_is_told(tmp_path, checkpoint
     assert not kept.model.get_base_model().score.weight.requires_grad
 
 
+def test_a_family_without_a_classifier_is_told(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    GraniteForCausalLM(GraniteConfig(vocab_size=13, intermediate_size=64, **sizes)).save_pretrained(tmp_path / "base")
+    with pytest.raises(ModelError, match=r"no AutoModelForSequenceClassification for .*GraniteConfig.* another family"):
+        trainer(tmp_path, str(tmp_path / "base"))
+
+
 def test_an_adapter_for_a_language_model_is_told(tmp_path):
     with pytest.raises(ArgumentError, match="task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'"):
         trainer(tmp_path, copy.deepcopy(tiny_classifier()), peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA))
 
 
 def test_arguments_of_another_trainer_are_told(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ArgumentError, match=r"this trainer takes a lowpeak\.RewardConfig"):
-        RewardTrainer(
-            tiny_classifier(), GRPOConfig(output_dir=str(tmp_path), use_cpu=True), TABLE, processing_class=TOKENIZER
-        )
+        RewardTrainer(tiny_classifier(), args, train_dataset=TABLE, processing_class=TOKENIZER)
