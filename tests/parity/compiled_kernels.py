@@ -16,7 +16,7 @@ INTEGERS = ("stride", "narrow_stride", "num_ids")
 
 def compile_for(capability: int, kernel: triton.JITFunction, flags: dict[str, bool], **pointers: str) -> int:
     """Bytes of the machine code of one variant."""
-    constants = {**flags, "BLOCK": triton_kernels._BLOCK}
+    constants = {**flags, **({"BLOCK": triton_kernels._BLOCK} if "BLOCK" in kernel.arg_names else {})}
     signature = {
         name: pointers.get(name, "fp32" if name in FLOATS else "i32" if name in INTEGERS else "*fp32")
         for name in kernel.arg_names
@@ -29,11 +29,12 @@ def compile_for(capability: int, kernel: triton.JITFunction, flags: dict[str, bo
 
 
 def main() -> None:
-    """The plainest and the fullest variants of both, for Ampere and Hopper."""
+    """The plainest and the fullest variants of each, for Ampere and Hopper."""
     for capability, full in itertools.product((80, 90), (False, True)):
         flags = {"WITH_BIAS": full, "WITH_CAP": full}
         pointers = {"bias": "*bf16" if full else "*fp32", "targets": "*i64", "narrow": "*bf16" if full else "*fp32"}
         sizes = [
+            compile_for(capability, triton_kernels._chosen, flags, bias=pointers["bias"], targets="*i64"),
             compile_for(capability, triton_kernels._statistics, {**flags, "WITH_DOT": full}, bias=pointers["bias"]),
             compile_for(
                 capability, triton_kernels._gradient, {**flags, "WITH_ENTROPY": full, "WITH_NARROW": full}, **pointers
