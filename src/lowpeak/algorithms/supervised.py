@@ -27,6 +27,7 @@ def make_supervised() -> Algorithm:
         loss=supervised_loss,
         measure=measure_supervised,
         idle=False,
+        top1=True,
     )
 
 

@@ -22,10 +22,7 @@ from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.heads import SCORES, Head
 from lowpeak.training.models import from_pretrained, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.reward_arguments import RewardConfig
-from lowpeak.training.step import measure_step
-from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
 logger = logging.getLogger(__name__)
@@ -86,12 +83,6 @@ class RewardTrainer(OfflineTrainer):
     def read(self, data: Any) -> list[Record]:
         """The pairs that are not left out."""
         return read_pairs(data, self.reader)
-
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """Loss, accuracy, margin and rewards, over all pairs."""
-        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, self.run.algorithm, self.run.core)
-        numbers = read_metrics(Readout(loss, metrics), None, self.run.strategy.ranks)
-        return {"loss": float(numbers.loss), **{name: metric.value() for name, metric in numbers.metrics.items()}}
 
 
 def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.counted import num_counted
 from lowpeak.data.supervised import SupervisedReader, read_records
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
 from lowpeak.training.models import load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.step import score
-from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
 
@@ -64,11 +60,3 @@ class SFTTrainer(OfflineTrainer):
     def read(self, data: Any) -> list[Record]:
         """The rows of which a token counts."""
         return read_records(data, self.reader)
-
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """The loss: minus the mean log-prob of the counted tokens."""
-        scored = score(self.model_wrapped, work.micro_batches, self.run.core)
-        kept = [result for batch, result in zip(work.micro_batches, scored, strict=True) if batch.record_indices]
-        found = [float(result.logprobs_T.sum()) for result in kept if result.logprobs_T is not None]
-        total = self.run.strategy.ranks.sum([sum(found)])[0]
-        return {"loss": -total / max(1, sum(num_counted(record) for record in records))}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Algorithm, ValueTerm
+from lowpeak.algorithms.measure import measure_top1
 from lowpeak.attention.install import forward_arguments
 from lowpeak.logprobs.head import HeadRequest
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
@@ -113,6 +114,7 @@ def loss_of(
         promised_scale=promised_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
+        top1=algorithm.top1,
     )
     terms = [_policy_term(out, batch.tokens, algorithm)] if algorithm.loss is not None else []
     if algorithm.values is not None:
@@ -129,7 +131,8 @@ def _policy_term(
     loss = out["loss"] if "loss" in out else _weighted(algorithm, tokens, logprobs_T, entropy_T, 0, None)
     with torch.no_grad():
         seen_entropy_T = None if entropy_T is None else entropy_T.detach()
-        return loss, algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens)
+        metrics = algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens)
+        return loss, metrics | measure_top1(out["top1"], tokens) if "top1" in out else metrics
 
 
 def _weighted(

@@ -1,0 +1,83 @@
+"""What users of TRL's SFTTrainer expect of a supervised run: its metrics and its arguments of data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from lowpeak import SFTConfig, SFTTrainer
+from tiny import char_tokenizer, tiny_model
+
+TOKENIZER = char_tokenizer()
+SMALL = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "report_to": "none",
+    "micro_batch_tokens": 40,
+    "logprob_chunk_size": 4,
+}
+
+
+def rows(model):
+    """Prompts of several lengths; of every other completion the first token is the model's likeliest."""
+    found = []
+    for i in range(8):
+        prompt, answer = f"{i}{i * 7 % 10}="[i % 2 :], str(i) * (1 + i % 3)
+        if i % 2 == 0:
+            likeliest = model(input_ids=TOKENIZER(prompt, return_tensors="pt").input_ids).logits[0, -1].argmax()
+            answer = TOKENIZER.decode(likeliest) + answer
+        found.append({"prompt": prompt, "completion": answer})
+    return found
+
+
+def sft(tmp_path, data, model=None, **changes):
+    args = SFTConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
+    data = Dataset.from_list(data)
+    return SFTTrainer(model or tiny_model(), args, data, eval_dataset=data, processing_class=TOKENIZER)
+
+
+def naive(model, data):
+    """Loss, token accuracy and entropy over all completions, and the tokens of all rows: one row and all logits at a time."""
+    logprobs, hits, entropies, num_tokens = [], [], [], 0
+    for row in data:
+        prompt = TOKENIZER(row["prompt"]).input_ids
+        ids = torch.tensor([*prompt, *TOKENIZER(row["completion"]).input_ids, TOKENIZER.eos_token_id])
+        with torch.no_grad():
+            rows = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        targets = ids[len(prompt) :]
+        logprobs.append(rows.gather(-1, targets[:, None])[:, 0])
+        hits.append(rows.argmax(-1) == targets)
+        entropies.append(-(rows.exp() * rows).sum(-1))
+        num_tokens += len(ids)
+    accuracy = float(torch.cat(hits).float().mean())
+    return -float(torch.cat(logprobs).mean()), accuracy, float(torch.cat(entropies).mean()), num_tokens
+
+
+@pytest.mark.parametrize("padding_free", [None, False])
+def test_evaluation_and_training_tell_trls_metrics_of_the_counted_tokens(tmp_path, padding_free):
+    model = tiny_model()
+    data = rows(model)
+    loss, accuracy, entropy, num_tokens = naive(model, data)
+    assert 0 < accuracy < 1
+    run = sft(tmp_path, data, model, padding_free=padding_free)
+    found = run.evaluate()
+    expected = {"loss": loss, "mean_token_accuracy": accuracy, "entropy": entropy, "num_tokens": 0}
+    assert {f"eval_{name}" for name in expected} == found.keys() - {"eval_runtime", "epoch"}
+    for name, value in expected.items():
+        assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
+    run.train()
+    logged = next(row for row in run.state.log_history if "mean_token_accuracy" in row)
+    for name, value in {**expected, "num_tokens": num_tokens}.items():
+        assert logged[name] == pytest.approx(value, rel=1e-5)
+    assert run.evaluate()["eval_num_tokens"] == num_tokens
+
+
+def test_the_entropy_can_be_left_out_of_an_evaluation(tmp_path):
+    model = tiny_model()
+    assert "eval_entropy" not in sft(tmp_path, rows(model), model, log_entropy=False).evaluate()
