@@ -144,6 +144,9 @@ SHOWN_BY = {
     "max_length": "test_supervised_arguments_reach_the_reader",
     "completion_only_loss": "test_supervised_arguments_reach_the_reader",
     "assistant_only_loss": "test_supervised_arguments_reach_the_reader",
+    "packing": "test_packing_is_the_layout_without_padding_or_an_error",
+    "packing_strategy": "test_a_packing_that_would_change_what_is_learned_is_refused",
+    "eval_packing": "test_eval_packing_changes_nothing_and_says_so",
     # reward models
     "center_rewards_coefficient": "test_centering_draws_rewards_to_zero",
 }

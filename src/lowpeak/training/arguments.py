@@ -273,6 +273,15 @@ class SFTConfig(CommonConfig):
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )
     assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
+    packing: bool = argument(
+        False,
+        "data",
+        "Rows one after another without padding, as they are by default; True: an error where they cannot.",
+    )
+    packing_strategy: str = argument(
+        "bfd", "data", "With packing: 'bfd', which cuts rows longer than max_length at their end."
+    )
+    eval_packing: bool | None = argument(None, "data", "Changes nothing: evaluation lays rows as training does.")
 
 
 def check_class(args: Any, config: type) -> None:

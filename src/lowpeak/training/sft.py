@@ -17,7 +17,7 @@ from lowpeak.wrapped import num_embeddings
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trains a language model on prompt-completion, conversational or text rows; TRL's constructor.
+    """Trains a language model on prompt-completion, conversational, text or tokenized rows; TRL's constructor.
 
     from lowpeak import SFTConfig, SFTTrainer
 
@@ -25,7 +25,7 @@ class SFTTrainer(OfflineTrainer):
     """
 
     config_class: ClassVar[type[CommonConfig]] = SFTConfig
-    columns: ClassVar[str] = "prompt and completion, messages, or text"
+    columns: ClassVar[str] = "prompt and completion, messages, text, or input_ids"
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:

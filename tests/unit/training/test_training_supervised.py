@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from transformers import MistralConfig, MistralForCausalLM
 
 from lowpeak import SFTConfig, SFTTrainer
+from lowpeak.errors import ArgumentError
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -81,3 +83,53 @@ def test_evaluation_and_training_tell_trls_metrics_of_the_counted_tokens(tmp_pat
 def test_the_entropy_can_be_left_out_of_an_evaluation(tmp_path):
     model = tiny_model()
     assert "eval_entropy" not in sft(tmp_path, rows(model), model, log_entropy=False).evaluate()
+
+
+def sliding_model():
+    """A model whose attention looks back four tokens, which cannot keep rows of one sequence apart."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(**sizes, vocab_size=13, intermediate_size=32, sliding_window=4, max_position_embeddings=64)
+    return MistralForCausalLM(config).eval()
+
+
+def test_packing_is_the_layout_without_padding_or_an_error(tmp_path, caplog):
+    data = rows(tiny_model())
+    found = {}
+    for packing in (False, True):
+        run = sft(tmp_path / str(packing), data, packing=packing, learning_rate=1e-2)
+        assert all(batch.forest is not None for batch in run.next_step().micro_batches)
+        run.train()
+        found[packing] = run.model.state_dict()
+    assert all(torch.equal(found[True][name], weight) for name, weight in found[False].items())
+    (line,) = [record.message for record in caplog.records if "packing" in record.message]
+    assert "a step takes per_device_train_batch_size x gradient_accumulation_steps x ranks rows" in line
+    with pytest.raises(ArgumentError, match=r"packing=True cannot act: .*sliding.*; remove it"):
+        sft(tmp_path, data, sliding_model(), packing=True)
+    with pytest.raises(ArgumentError, match="packing=True with padding_free=False"):
+        sft(tmp_path, data, packing=True, padding_free=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("bfd_split", "without what comes before it"),
+        ("bfd-requeue", "without what comes before it"),
+        ("wrapped", "would see one another"),
+        ("best", "unknown"),
+    ],
+)
+def test_a_packing_that_would_change_what_is_learned_is_refused(tmp_path, strategy, reason):
+    with pytest.raises(ArgumentError, match=rf"packing_strategy='.*{reason}.*use 'bfd'"):
+        sft(tmp_path, [{"text": "1"}], packing=True, packing_strategy=strategy)
+    with pytest.raises(ArgumentError, match=r"packing_strategy=.* has no effect: packing is off"):
+        sft(tmp_path, [{"text": "1"}], packing_strategy=strategy)
+
+
+def test_eval_packing_changes_nothing_and_says_so(tmp_path, caplog):
+    data = rows(tiny_model())
+    losses = {
+        packing: sft(tmp_path, data, eval_packing=packing).evaluate()["eval_loss"] for packing in (None, False, True)
+    }
+    assert len(set(losses.values())) == 1
+    assert sum("changes nothing" in record.message for record in caplog.records) == 2
