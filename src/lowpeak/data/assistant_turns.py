@@ -48,11 +48,13 @@ class AssistantTurns:
         `options` go to the template. Raises DataError, opening with `where`, if the template fails or none of these
         messages is found.
         """
+        if not getattr(self._tokenizer, "is_fast", False):
+            raise DataError(
+                f"{where}: the tokenizer does not map tokens to characters (it is not a fast one); {_REMEDY}."
+            )
         chat = _Chat(self._tokenizer, messages, options)
         try:
             row = chat.tokenize(chat.write(len(messages)))
-        except NotImplementedError as error:
-            raise DataError(f"{where}: the tokenizer does not map tokens to characters; {_REMEDY}.") from error
         except TEMPLATE_ERRORS as error:
             raise DataError(f"{where} does not pass the chat template: {error}; change the messages.") from error
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]

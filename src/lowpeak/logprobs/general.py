@@ -54,10 +54,10 @@ def _chunk(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSett
 def _picked(head: Head, hidden_CD: Tensor, targets_C: Tensor, settings: ChunkSettings, start: int) -> Values:
     logits_CV = head(hidden_CD)
     wide_CV = logits_CV.to(wide_dtype(logits_CV.dtype))
-    finished_CV = settings.scale.apply(wide_CV) / settings.temperature
-    logprobs_C, entropy_C = pick(finished_CV, targets_C)
+    logprobs_C, entropy_C = pick(settings.scale.apply(wide_CV) / settings.temperature, targets_C)
+    # Last: the second run of a checkpoint stops before it, because nothing of it is saved for the backward pass.
     if settings.is_top1_T is not None:
-        settings.is_top1_T[start : start + len(targets_C)] = top1(finished_CV.detach(), targets_C)
+        settings.is_top1_T[start : start + len(targets_C)] = top1(logits_CV.detach(), targets_C)
     if not settings.entropy:
         return logprobs_C, None
     return logprobs_C, entropy_C if settings.entropy_grad else entropy_C.detach()

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.errors import DataError
@@ -185,6 +185,13 @@ def test_a_conversation_without_the_assistant_counts_nothing():
 def test_a_template_that_fails_is_told():
     with pytest.raises(DataError, match="row 3 does not pass the chat template: must alternate"):
         counted_text(INST, [turn("user", "one"), turn("user", "two")])
+
+
+def test_a_tokenizer_that_does_not_map_tokens_to_characters_is_told():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML
+    with pytest.raises(DataError, match="row 3: the tokenizer does not map tokens to characters"):
+        AssistantTurns(tokenizer).encode(LONG, {}, "row 3")
 
 
 def merging_tokenizer(template):
