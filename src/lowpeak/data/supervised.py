@@ -6,10 +6,9 @@ The formats and their defaults are those of TRL's SFT:
     columns               values                 what counts                  with completion_only
     prompt + completion   strings or messages    the completion (True)        False: all but the first token
     messages              a conversation         all but the first token      True: the assistant's tokens
-    conversations         the same, or with      as messages
-                          from and value
+    conversations         also from and value    all but the first token      True: the assistant's tokens
     text                  a string               all but the first token      True: an error
-    input_ids             token ids, as they are all but the first token      True: needs completion_mask
+    input_ids             token ids              all but the first token      True: needs completion_mask
 
 `input_ids` may have `labels` (-100 does not count), or masks whose zeros do not count: `assistant_masks`, which always acts,
 and `completion_mask`, which `completion_only` decides on.
@@ -28,13 +27,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from lowpeak.data.assistant_turns import AssistantTurns
-from lowpeak.data.chat import (
-    TEMPLATE_ERRORS,
-    check_messages,
-    check_template,
-    encode_chat,
-    template_options,
-)
+from lowpeak.data.chat import TEMPLATE_ERRORS, check_messages, check_template, encode_chat, template_options
 from lowpeak.data.prompts import check_ids, log_left_out, num_shared, read_rows
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record

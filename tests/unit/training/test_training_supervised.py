@@ -80,6 +80,19 @@ def test_evaluation_and_training_tell_trls_metrics_of_the_counted_tokens(tmp_pat
     assert run.evaluate()["eval_num_tokens"] == num_tokens
 
 
+def test_labels_of_token_ids_give_the_loss_that_transformers_gives(tmp_path):
+    model = tiny_model()
+    data = [
+        {"input_ids": [3, 4, 5, 6, 7, 1], "labels": [-100, -100, 5, -100, 7, 1]},
+        {"input_ids": [9, 8, 7], "labels": [9, 8, 7]},
+    ]
+    with torch.no_grad():
+        losses = [model(**{name: torch.tensor([ids]) for name, ids in row.items()}).loss.item() for row in data]
+    assert sft(tmp_path, data, model).evaluate()["eval_loss"] == pytest.approx(
+        (3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5
+    )
+
+
 def test_the_entropy_can_be_left_out_of_an_evaluation(tmp_path):
     model = tiny_model()
     assert "eval_entropy" not in sft(tmp_path, rows(model), model, log_entropy=False).evaluate()
