@@ -82,7 +82,6 @@ def make_reinforce(settings: ReinforceSettings) -> Algorithm:
         name="reinforce",
         unit="token",
         needs=frozenset(needs),
-        loss_entropy=False,
         select=select_all,
         advantages=partial(advantages, settings),
         reduction=sequence_mean,  # 1 / rows, for each token: sums over a row
@@ -119,7 +118,7 @@ def row_kl(settings: ReinforceSettings, record: Record) -> float:
     return float(kl[record.completion.loss_mask].sum())
 
 
-def loss(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
+def loss(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """`-A * logprob` of each token: [T]."""
     return -tokens.advantages_T * logprobs_T
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
@@ -54,3 +54,19 @@ def tiny_model(
         bos_token_id=None,
     )
     return Qwen2ForCausalLM(config).to(dtype).eval()
+
+
+def tiny_experts(vocab_size: int = 13, **changes: object) -> Qwen3MoeForCausalLM:
+    """A Qwen3-shaped mixture of four experts, of which a token has two, with random weights, in eval mode."""
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    settings = {"vocab_size": vocab_size, **shape, **experts, **ends, "initializer_range": 0.3, **changes}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).eval()

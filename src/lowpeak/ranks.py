@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lowpeak import errors
 from lowpeak.errors import LowpeakError, RankError
@@ -78,6 +79,14 @@ class Ranks:
     def sum(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise sum over ranks."""
         return self._reduce(numbers if self.speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
+
+    def sum_tensor(self, values: Tensor) -> Tensor:
+        """The sum over ranks of a tensor on the run's device, which the host does not read."""
+        if self._is_alone:
+            return values
+        total = values.clone() if self.speaks else torch.zeros_like(values)
+        dist.all_reduce(total, group=self._group)
+        return total
 
     def max(self, numbers: Sequence[float]) -> list[float]:
         """Elementwise maximum over ranks."""

@@ -106,6 +106,9 @@ class TokenBatch:
     tokens, `num_rows` sequences, or pairs, of which `pairs_B` says which one a row belongs to. None means that nothing needs
     it: without `old_T` the run is on-policy and old is the policy's own detached log-prob. `coefficients` are plain numbers of
     the algorithm's state (an adaptive KL or entropy coefficient).
+
+    The shares are parts of the step: `token_share` is 1 / its counted tokens, `row_share` 1 / its rows, `batch_share` 1 / its
+    micro-batches, over all ranks. They are 0 outside of a step; in a masked micro-batch only `batch_share` is set.
     """
 
     rows_T: Tensor  # int64 [T]
@@ -119,6 +122,9 @@ class TokenBatch:
     returns_T: Tensor | None = None
     pairs_B: Tensor | None = None  # int64 [B]
     coefficients: Mapping[str, float] = field(default_factory=dict)
+    token_share: float = 0.0
+    row_share: float = 0.0
+    batch_share: float = 0.0
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""

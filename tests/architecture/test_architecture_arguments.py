@@ -111,6 +111,7 @@ SHOWN_BY = {
     "multi_objective_aggregation": "test_several_rewards_can_be_normalised_before_they_are_summed",
     "use_bias_correction_kl": "test_each_member_of_the_family_trains_other_weights",
     "top_entropy_quantile": "test_each_member_of_the_family_trains_other_weights",
+    "router_aux_loss_coef": "test_every_trainer_trains_with_it_and_logs_it",
     "entropy_coef": "test_each_member_of_the_family_trains_other_weights",
     "use_adaptive_entropy": "test_each_member_of_the_family_trains_other_weights",
     "entropy_coef_min": "test_each_algorithm_argument_reaches_the_settings",

@@ -84,9 +84,19 @@ RULES = {
     "only the command line knows the command line": Rule(
         ("lowpeak",), ("lowpeak.cli",), not_who=("lowpeak.cli", "lowpeak.__main__")
     ),
+    "only the command line knows the self-test": Rule(
+        ("lowpeak",), _rooms("selftest"), not_who=("lowpeak.cli", "lowpeak.selftest")
+    ),
     "the command line starts without the heavy packages": Rule(
         ("lowpeak.cli", "lowpeak.__main__"),
-        ("torch", "transformers", "datasets", "accelerate", "numpy", *_rooms("training", "data", "rewards")),
+        (
+            "torch",
+            "transformers",
+            "datasets",
+            "accelerate",
+            "numpy",
+            *_rooms("training", "data", "rewards", "selftest"),
+        ),
         only_at_start=True,
     ),
     "process groups are named by ranks and strategies alone": Rule(

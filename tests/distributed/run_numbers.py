@@ -12,6 +12,7 @@ from setups import build, named_models, prepare, spread
 
 from lowpeak.critic import critic_of
 from lowpeak.logprobs.head import causal_lm
+from tiny import char_tokenizer, tiny_experts
 
 OWN_CRITIC = {"critic": "model", "value_learning_rate": 3e-3, "beta": 0.0, "num_generations": 1}
 # Settings, of which each changes what ranks must agree on.
@@ -21,6 +22,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "grpo_accumulated": ("GRPO", {"gradient_accumulation_steps": 2, "steps_per_generation": 4, "max_steps": 4}),
     "grpo_sequence": ("GRPO", {"importance_sampling_level": "sequence", "num_iterations": 2, "loss_type": "bnpo"}),
     "grpo_one_group": ("GRPO", {"num_generations": 8}),
+    "grpo_experts": ("GRPO", {"router_aux_loss_coef": 0.5, "micro_batch_tokens": 24}),
     "rloo": ("RLOO", {"beta": 0.0, "num_generations": 4}),
     "sft": ("SFT", {}),
     "ppo": ("PPO", {"num_iterations": 2, "max_steps": 4, "early_stop_kl": 5.0, "kl_target": 1.0, "kl_horizon": 100}),
@@ -57,6 +59,8 @@ def models_of(name: str, out: Path) -> dict[str, Any]:
             "model": named_models(out / "named")[0],
             "peft_config": LoraConfig(r=4, target_modules="all-linear", lora_alpha=16),
         }
+    if name == "grpo_experts":
+        return {"model": tiny_experts(len(char_tokenizer()))}
     if name not in ("frozen", "reward", "ppo_own_critic"):
         return {}
     policy, judge = named_models(out / "named")

@@ -9,7 +9,17 @@ import torch
 from setups import STRATEGIES
 from spawn import launch
 
-NAMES = ("grpo", "grpo_reused", "grpo_accumulated", "grpo_sequence", "grpo_one_group", "rloo", "sft", "frozen")
+NAMES = (
+    "grpo",
+    "grpo_reused",
+    "grpo_accumulated",
+    "grpo_sequence",
+    "grpo_one_group",
+    "grpo_experts",
+    "rloo",
+    "sft",
+    "frozen",
+)
 NAMES += ("online_dpo", "reward", "ppo", "ppo_own_critic", "ppo_second_adapter")
 TOLERANCE = 5e-6
 

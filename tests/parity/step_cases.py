@@ -11,6 +11,7 @@ from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget, pack
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
+from lowpeak.training.work import with_step_shares
 from steps import GRPO, LocalStrategy
 
 TEMPERATURE = 0.8
@@ -111,13 +112,14 @@ def plain_rloo_loss(model, records):
 
 def micro_batches(algorithm, records, budget):
     counts = StepCounts(len(records), sum(num_counted(record) for record in records))
-    return pack(
+    batches = pack(
         records,
         range(len(records)),
         budget,
         lambda num_tokens: algorithm.reduction(num_tokens, counts),
         unit=algorithm.unit,
     )
+    return list(with_step_shares(batches, counts, num_ranks=1))
 
 
 def streamed_loss(algorithm, model, records, budget):

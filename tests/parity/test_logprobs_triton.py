@@ -1,4 +1,4 @@
-"""The Triton kernels without a GPU: their arithmetic in Triton's interpreter, and that GPUs' compilers take them.
+"""The Triton kernels without a GPU: their arithmetic in Triton's interpreter, and what GPUs' assembler gives them.
 
 Both run apart, because the interpreter must be chosen before Triton is imported. Triton is among the tests'
 dependencies: where it is missing these fail.
@@ -6,6 +6,7 @@ dependencies: where it is missing these fail.
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
@@ -34,6 +35,17 @@ def test_the_kernels_compute_what_the_torch_passes_and_the_definition_do(tmp_pat
     assert float(worst[1]) < 1e-5
 
 
-def test_the_kernels_compile_for_gpus_that_are_not_here(tmp_path):
-    lines = run("compiled_kernels.py", tmp_path).splitlines()
-    assert [line.split(":")[0] for line in lines] == ["sm_80 plain", "sm_80 full", "sm_90 plain", "sm_90 full"]
+# Shared bytes that a block may have on GPUs of each compute capability (CUDA C++ Programming Guide, "Compute Capabilities").
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
+REGISTERS = 65_536  # of a block, on all of them
+
+
+def test_the_kernels_fit_gpus_that_are_not_here_without_spilling_a_register(tmp_path):
+    lines = [json.loads(line) for line in run("compiled_kernels.py", tmp_path).splitlines()]
+    too_few, variants = lines.pop(), lines
+    assert [each["capability"] for each in variants] == [number for number in SHARED for _ in range(12)]
+    for each in variants:
+        assert each["stack"] == each["local"] == 0, each
+        assert each["shared"] <= SHARED[each["capability"]], each
+        assert each["reg"] * each["threads"] <= REGISTERS, each
+    assert too_few["too few"]["stack"] > 0  # so a spill would be seen

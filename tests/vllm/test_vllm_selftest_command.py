@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 WORKED = [
-    "colocated, process: pushed and proved",
-    "colocated, shm: pushed and proved",
-    "colocated, tcp: pushed and proved",
-    "colocated: log-probs within",
-    "server, shm: pushed and proved",
-    "server, tcp: pushed and proved",
-    "server: log-probs within",
+    r"\| vLLM, colocated \| ok \| pushed and proved: process .+ ms .+, shm .+ ms .+, tcp .+ ms .+; log-probs within",
+    r"\| vLLM, server \| ok \| pushed and proved: shm .+ ms .+, tcp .+ ms .+; log-probs within",
+    r"\| vLLM, server on another GPU \| not run \| needs 2 GPUs \|",
+    r"2 ok, 0 failed, 1 not run, in .+ s",
 ]
 
 
@@ -20,5 +18,4 @@ def test_the_self_test_of_a_machine_that_works_says_so() -> None:
     command = [sys.executable, "-m", "lowpeak", "env", "--selftest"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert [text for text in WORKED if text not in ended.stdout] == []
-    assert "FAILED" not in ended.stdout
+    assert [text for text in WORKED if not re.search(text, ended.stdout)] == []

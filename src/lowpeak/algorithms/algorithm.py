@@ -13,6 +13,7 @@ from lowpeak.records import Metric, Record, TokenBatch, Unit
 Need = Literal["old", "reference", "values", "entropy"]
 # The coefficient that says how much of the values' gradient reaches a backbone that is the policy's too (1: all of it).
 VALUES_GRADIENT = "values_gradient"
+ENTROPY_COEF = "entropy_coef"  # the weight of the entropy bonus
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,12 @@ class Algorithm:
     name        as users know it
     unit        what the loss's weights weigh: a token's own loss, a sequence's or a pair's; a unit is never cut
     needs       what station 8 scores, without gradients, and fixes for the rollout
-    loss_entropy whether the loss uses the policy's entropy (so that its gradient is formed)
     select      records with rewards -> rows to use
     advantages  (records with rewards and scored log-probs, state) -> advantages
     reduction   (counted tokens of a row, or of a pair, counts of the step) -> weight of each of its units
-    loss        (logprobs_T, entropy_T or None, tokens) -> loss_U; differentiable, no host synchronisation; None where only
-                values are trained
-    measure     the same inputs, detached -> metrics
+    loss        (logprobs_T, tokens) -> loss_U; differentiable, no host synchronisation; None where only values are trained
+    measure     (logprobs_T, entropy_T or None, tokens), detached -> metrics
+    entropy_bonus whether `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens is taken off the loss
     top1        whether the share of tokens that are the policy's likeliest is measured, as `mean_token_accuracy`
     values      what is trained on the values that the model gives beside its log-probs, or in their place
     coupled     whether a token's loss needs its whole row, although the unit is a token: then it is not formed in one visit
@@ -87,13 +87,13 @@ class Algorithm:
     name: str
     unit: Unit
     needs: frozenset[Need]
-    loss_entropy: bool
     select: Callable[[Sequence[Record]], Selection]
     advantages: Callable[[Sequence[Record], Mapping[str, float]], Advantages]
     reduction: Callable[[int, StepCounts], float]
-    loss: Callable[[Tensor, Tensor | None, TokenBatch], Tensor] | None
+    loss: Callable[[Tensor, TokenBatch], Tensor] | None
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
     idle: bool
+    entropy_bonus: bool = False
     coupled: bool = False
     top1: bool = False
     values: ValueTerm | None = None

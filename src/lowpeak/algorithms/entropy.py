@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lowpeak.algorithms.algorithm import ENTROPY_COEF
 from lowpeak.config.algorithm import EntropyBonus
 
 _ROUNDING = 1e-5  # nats
@@ -34,12 +35,12 @@ def start_entropy_state(bonus: EntropyBonus | None) -> dict[str, float]:
     """The steered coefficient at the first step: no bonus yet, as no entropy is known; nothing without a target."""
     if bonus is None or bonus.target is None:
         return {}
-    return {"entropy_coef": 0.0, "entropy_control": bonus.coef}
+    return {ENTROPY_COEF: 0.0, "entropy_control": bonus.coef}
 
 
 def entropy_schedule(bonus: EntropyBonus | None, step: int, epoch: float) -> dict[str, float]:
     """The fixed coefficient, at every step; nothing where it is steered."""
-    return {} if bonus is None or bonus.target is not None else {"entropy_coef": bonus.coef}
+    return {} if bonus is None or bonus.target is not None else {ENTROPY_COEF: bonus.coef}
 
 
 def next_entropy_state(
@@ -57,4 +58,4 @@ def next_entropy_state(
     low = entropy <= bonus.target
     moved = state["entropy_control"] + (bonus.delta if low else -bonus.delta)
     control = min(max(moved, bonus.minimum), bonus.maximum)
-    return {"entropy_coef": control if low else 0.0, "entropy_control": control}
+    return {ENTROPY_COEF: control if low else 0.0, "entropy_control": control}

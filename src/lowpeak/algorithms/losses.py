@@ -7,8 +7,8 @@ Shapes: T counted tokens of a micro-batch, B of its rows; a loss's units U are o
    clip leaves open above (INTELLECT-2, arXiv 2505.07291).
 2. CISPO's ceiling is 1 + clip_high here as everywhere (MiniMax-M1, arXiv 2506.13585, writes the offset too); TRL takes
    the ceiling itself. It has no floor.
-3. The entropy bonus and the KL are weighed like the policy term, by the loss type's own weights; TRL averages the bonus
-   over tokens for each loss type. Under `dapo`, `bnpo` and `cispo` the two agree.
+3. The KL is weighed like the policy term, by the loss type's weights. The entropy bonus is not: it is the mean over the
+   step's tokens under every loss type (`training/step.py`).
 4. The top-entropy mask (arXiv 2506.01939) silences the policy term alone: its tokens come with advantage 0.
 """
 
@@ -39,8 +39,8 @@ def clipped_weight(logprobs: Tensor, ratio: Tensor, advantages: Tensor, clip_hig
     return -ratio.detach().clamp(max=1.0 + clip_high) * advantages * logprobs
 
 
-def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
-    """A unit's GRPO loss: `weight * policy + beta * KL - coef * entropy` of a token [T], or its mean over a row [B].
+def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """A unit's GRPO loss: `weight * policy + beta * KL` of a token [T], or its mean over a row [B].
 
     The weight is 1, or corrects the sampler's drift (`correction.py`). The unit is a row where `importance_level` is
     "sequence" (GSPO): all of a row's tokens then share one ratio. A row without counted tokens has loss 0.
@@ -51,9 +51,6 @@ def grpo_loss(settings: GRPOSettings, logprobs_T: Tensor, entropy_T: Tensor | No
         loss_T = loss_T * step_weights(settings.step_correction, logprobs_T, tokens)
     if settings.beta != 0.0:
         loss_T = loss_T + settings.beta * grpo_kl(settings, logprobs_T, ratio_T, tokens)
-    if settings.entropy_bonus is not None:
-        assert entropy_T is not None, "the entropy bonus needs the policy's entropy"
-        loss_T = loss_T - tokens.coefficients["entropy_coef"] * entropy_T
     return row_means(loss_T, tokens) if settings.importance_level == "sequence" else loss_T
 
 
@@ -75,7 +72,7 @@ def grpo_kl(settings: GRPOSettings, logprobs_T: Tensor, ratio_T: Tensor, tokens:
     return kl_T * ratio_T if settings.bias_corrected_kl else kl_T
 
 
-def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
+def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """RLOO's loss of each row: the clipped surrogate of `exp(sum(logprob) - sum(old))` and the row's advantage, [B].
 
     On-policy its gradient is REINFORCE's, `-A * sum(grad logprob)` (arXiv 2402.14740).
@@ -88,6 +85,6 @@ def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, entropy_T: Tensor | No
     return loss_B * row_values(step_weights(settings.step_correction, logprobs_T, tokens), tokens)
 
 
-def supervised_loss(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
+def supervised_loss(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """The cross-entropy of each token, `-logprob`: [T]."""
     return -logprobs_T

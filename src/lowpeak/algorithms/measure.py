@@ -1,7 +1,8 @@
 """Measure: what a micro-batch says about its step, as metrics that carry their own reduction, named as TRL's.
 
-Shapes: T counted tokens of a micro-batch, B of its rows. Tokens of weight 0 (a masked micro-batch) are in no metric,
-nor are rows that were not trained on; the extremes of no row at all are 0 and infinity. Nothing waits for the device.
+Shapes: T counted tokens of a micro-batch, B of its rows. Tokens of weight 0 (a masked micro-batch) are in no metric.
+Rows that were not trained on are in the means of `clip_ratio/*` alone, as what is not clipped. The extremes of no row at all
+are 0 and infinity. Nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from lowpeak.algorithms.correction import measure_correction, step_weights
 from lowpeak.algorithms.importance import importance_ratio, old_logprobs, product_ratio
 from lowpeak.algorithms.losses import grpo_kl
-from lowpeak.algorithms.rows import over_tokens, row_means, row_sums, row_values
+from lowpeak.algorithms.rows import over_tokens, row_means, row_sums
 from lowpeak.config.algorithm import Correction, GRPOSettings, RLOOSettings
 from lowpeak.records import Metric, TokenBatch, Unit
 
@@ -34,7 +35,7 @@ def measure_grpo(
         metrics["kl"] = mean_of(grpo_kl(settings, logprobs_T, ratio_T, tokens), counted_T)
     if settings.loss_type == "cispo":
         high_T = (ratio_T > 1.0 + settings.clip_high) & (tokens.advantages_T > 0)
-        metrics["cispo_clip_ratio"] = _share(high_T, tokens, counted_T, unit)
+        metrics["cispo_clip_ratio"] = _mean_of_step(counted_T * high_T, tokens.token_share, tokens)
         return metrics
     assert settings.clip_low is not None, "only CISPO has no lower clip"
     return metrics | _clip_ratios(ratio_T, tokens, counted_T, unit, settings.clip_low, settings.clip_high)
@@ -82,33 +83,38 @@ def measure_pass(
 def _clip_ratios(
     ratio_T: Tensor, tokens: TokenBatch, counted_T: Tensor, unit: Unit, clip_low: float, clip_high: float
 ) -> dict[str, Metric]:
-    """The shares of units that the clip silences: below with A < 0, above with A > 0; extremes are of rows."""
-    low_T = (ratio_T < 1.0 - clip_low) & (tokens.advantages_T < 0)
-    high_T = (ratio_T > 1.0 + clip_high) & (tokens.advantages_T > 0)
+    """The shares of the step's units that the clip silences: below with A < 0, above with A > 0; extremes are of rows."""
+    low_T = counted_T * ((ratio_T < 1.0 - clip_low) & (tokens.advantages_T < 0))
+    high_T = counted_T * ((ratio_T > 1.0 + clip_high) & (tokens.advantages_T > 0))
+    low_B, high_B = _clipped_share(low_T, tokens, unit), _clipped_share(high_T, tokens, unit)
+    low_U, high_U, share = (low_T, high_T, tokens.token_share) if unit == "token" else (low_B, high_B, tokens.row_share)
     counted_B = row_sums(counted_T, tokens) > 0
-    low_B = row_means(low_T.to(counted_T.dtype), tokens)
-    high_B = row_means(high_T.to(counted_T.dtype), tokens)
     return {
-        "clip_ratio/low_mean": _share(low_T, tokens, counted_T, unit),
+        "clip_ratio/low_mean": _mean_of_step(low_U, share, tokens),
         "clip_ratio/low_min": Metric(torch.where(counted_B, low_B, math.inf).min(), kind="min"),
-        "clip_ratio/high_mean": _share(high_T, tokens, counted_T, unit),
-        "clip_ratio/high_max": Metric(torch.where(counted_B, high_B, 0.0).max(), kind="max"),
-        "clip_ratio/region_mean": _share(low_T | high_T, tokens, counted_T, unit),
+        "clip_ratio/high_mean": _mean_of_step(high_U, share, tokens),
+        "clip_ratio/high_max": Metric(high_B.max(), kind="max"),
+        "clip_ratio/region_mean": _mean_of_step(low_U + high_U, share, tokens),
     }
+
+
+def _clipped_share(clipped_T: Tensor, tokens: TokenBatch, unit: Unit) -> Tensor:
+    """The share of each row's tokens that are clipped: [B]; of a row with one ratio, 1 if any of its tokens is.
+
+    A correction of the sampler may set the advantage of some of its tokens to 0, which hides the sign.
+    """
+    return row_means(clipped_T, tokens) if unit == "token" else row_sums(clipped_T, tokens).clamp(max=1.0)
+
+
+def _mean_of_step(values: Tensor, share: float, tokens: TokenBatch) -> Metric:
+    """The mean over the tokens or rows of the whole step, of which one has this share; those that are not trained are 0."""
+    return Metric(values.sum() * share, tokens.batch_share)
 
 
 def counted_tokens(tokens: TokenBatch, unit: Unit) -> Tensor:
     """1.0 at tokens whose unit weighs something: float [T]. The unit is told, since B can equal T by chance."""
     weights_T = tokens.weights_U if unit == "token" else over_tokens(tokens.weights_U, tokens)
     return (weights_T > 0).to(weights_T.dtype)
-
-
-def _share(flags_T: Tensor, tokens: TokenBatch, counted_T: Tensor, unit: Unit) -> Metric:
-    """The share of counted units with the flag; a row's tokens share theirs when the unit is a sequence."""
-    values_T = flags_T.to(counted_T.dtype)
-    if unit == "token":
-        return mean_of(values_T, counted_T)
-    return mean_of(row_values(values_T, tokens), row_values(counted_T, tokens))
 
 
 def mean_of(values: Tensor, counted: Tensor) -> Metric:

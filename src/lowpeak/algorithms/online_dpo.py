@@ -38,7 +38,6 @@ def make_online_dpo(settings: OnlineDPOSettings) -> Algorithm:
         name="online_dpo",
         unit="pair",
         needs=frozenset({"reference"}),
-        loss_entropy=False,
         select=partial(select_pairs, settings),
         advantages=partial(pair_advantages, settings),
         reduction=pair_mean,
@@ -100,7 +99,7 @@ def pair_advantages(settings: OnlineDPOSettings, records: Sequence[Record], stat
     return Advantages(tuple(torch.full((len(record.completion),), sign) for record, sign in rows), {})
 
 
-def pair_loss(settings: OnlineDPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
+def pair_loss(settings: OnlineDPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """The loss of each pair, by its logit (see above): [U]."""
     assert tokens.reference_T is not None, "a pair's logit needs the reference's log-probs"
     beta = tokens.coefficients["beta"]

@@ -46,7 +46,6 @@ def make_ppo(settings: PPOSettings) -> Algorithm:
         name="ppo",
         unit="token",
         needs=frozenset(need for need, needed in needs.items() if needed),
-        loss_entropy=False,
         select=select_all,
         advantages=partial(weighed_advantages, settings),
         reduction=token_mean,
@@ -192,7 +191,7 @@ def _metrics(
 # station 11
 
 
-def policy_loss(settings: PPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> Tensor:
+def policy_loss(settings: PPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """The clipped surrogate of each token (arXiv 1707.06347, equation 7): [T]; times 0 while values warm up."""
     ratio_T = importance_ratio(logprobs_T, tokens, "token")
     loss_T = clipped_surrogate(ratio_T, tokens.advantages_T, settings.clip_low, settings.clip_high)

@@ -33,7 +33,6 @@ def make_reward_model(settings: RewardModelSettings) -> Algorithm:
         name="reward",
         unit="pair",
         needs=frozenset(),
-        loss_entropy=False,
         select=select_all,
         advantages=_as_read,
         reduction=pair_mean,

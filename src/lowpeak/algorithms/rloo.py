@@ -28,7 +28,6 @@ def make_rloo(settings: RLOOSettings) -> Algorithm:
         name="rloo",
         unit="sequence",
         needs=frozenset(need for need, needed in needs.items() if needed),
-        loss_entropy=False,
         select=select_unequal if settings.drop_equal_groups else select_all,
         advantages=partial(corrected_advantages, settings, partial(rloo_advantages, settings)),
         reduction=sequence_mean,

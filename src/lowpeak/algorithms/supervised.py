@@ -20,7 +20,6 @@ def make_supervised() -> Algorithm:
         name="sft",
         unit="token",
         needs=frozenset(),
-        loss_entropy=False,
         select=select_all,
         advantages=_no_advantages,
         reduction=token_mean,

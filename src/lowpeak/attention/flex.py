@@ -9,7 +9,7 @@ segment of the tree's prompt (a token's own where the tree has none): token i se
 segment[i] or root[i]. Both grow along the row, so a block's extremes are its ends.
 
 The tests run it uncompiled on the CPU, where it has no backward. Compiled, with gradients, on CUDA it is not covered by
-them: there it is compared with `forest_mask` when a run starts (`forests_agree`).
+them: there it is compared with `forest_mask` when a run starts (`forests_agree`), and in the self-test's row FlexAttention.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ commands:
   sft        train a model on demonstrations
   reward     train a reward model on preferences
   serve      start a vLLM server that a run can send weights to
-  env        print versions and hardware, for bug reports; with --selftest, try vLLM
+  env        print versions and hardware, for bug reports; with --selftest, try vLLM; with --gpu too, all that needs a GPU
   preset     print a config for several devices, to change or for `accelerate launch`
 
 options:
@@ -109,15 +109,19 @@ def _serve(arguments: list[str]) -> int:
 def _env(arguments: list[str]) -> int:
     from lowpeak.cli.env import report
 
-    others = [word for word in arguments if word != "--selftest"]
+    others = [word for word in arguments if word not in ("--selftest", "--gpu")]
     if others:
-        raise ArgumentError(f"`lowpeak env` takes --selftest alone; leave {' '.join(others)} out.")
-    print(report(), end="", flush=True)
+        raise ArgumentError(f"`lowpeak env` takes --selftest and --gpu alone; leave {' '.join(others)} out.")
+    if "--gpu" in arguments and "--selftest" not in arguments:
+        raise ArgumentError("`lowpeak env --gpu` is the self-test of a GPU: add --selftest.")
     if not arguments:
+        print(report(), end="")
         return 0
-    from lowpeak.rollout.vllm.selftest import run
+    from lowpeak.selftest.table import choose_rows, run_rows
 
-    return 0 if run() else 1
+    rows, device = choose_rows(gpu="--gpu" in arguments)
+    print(report(), flush=True)
+    return 0 if run_rows(rows, device) else 1
 
 
 def _preset(arguments: list[str]) -> int:

@@ -52,6 +52,7 @@ RANGES: dict[str, Range] = {
     "num_iterations": (lambda x: x >= 1, "must be at least 1"),
     "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
     "entropy_coef": (lambda x: x >= 0, "must be 0 or more"),
+    "router_aux_loss_coef": (lambda x: x is None or x >= 0, "must be 0 or more, or None"),
     "reward_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0"),
     "reward_failures": one_of(Literal["raise", "none"]),
     "overlong_prompts": one_of(Literal["error", "drop"]),

@@ -22,8 +22,6 @@ REJECTED: dict[str, str] = {
     "vespo_lambda_neg": _LOSS,
     "off_policy_mask_threshold": "rollouts come from the policy itself, reused for at most num_iterations passes that "
     "clipping bounds; remove it",
-    "router_aux_loss_coef": "the auxiliary loss averages over a micro-batch, so the way of cutting would change the "
-    "result; remove it",
     "max_tool_calling_iterations": "run tools in a rollout_func of your own; remove it",
     "log_multimodal": "lowpeak trains text models; remove it",
     "log_completions_hub_repo": "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",

@@ -23,4 +23,7 @@ def resolve_reward_model(args: Any) -> RewardModelSettings:
         False,
         "a reward model gives one score a row and no log-probs; remove it",
     )
+    refuse_idle(
+        args, ("router_aux_loss_coef",), False, "transformers' classifiers have no load-balancing loss; remove it"
+    )
     return RewardModelSettings(center=args.center_rewards_coefficient or 0.0)

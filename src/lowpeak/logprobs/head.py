@@ -3,7 +3,7 @@
 `install_head` gives a transformers causal LM one more keyword, `head_request`. With it the backbone runs and `lm_head`
 is called as a module with the hidden states and the request, so that whatever wraps the model (DDP's reducer, FSDP2's
 and ZeRO-3's hooks) sees an ordinary forward with ordinary outputs; beside the model the core would get unaveraged or
-mismatched gradients. Without it both forwards are what they were. A mixture of experts' router loss is not added.
+mismatched gradients. Without it both forwards are what they were, but for a mixture of experts' loss, which is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowpeak.critic import States, critic_of
 from lowpeak.errors import ModelError
+from lowpeak.experts import RoutingRequest, routing_sums
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
 from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
@@ -49,6 +50,7 @@ class HeadRequest:
     With `values` the answer has the critic's "values" [T], of whose gradient `values_gradient` reaches a backbone that is the
     policy's too; without `logprobs` it has nothing else, and the head does not run.
     With `top1` the answer has "top1", bool [T]: whether no id is likelier than the target (ties count).
+    With `routing` it has a mixture of experts' "routing" [2, E], see `routing_sums`.
     `promised_scale` is what backward will multiply the loss by: with it a plain head and plain embeddings add their
     gradients to `.grad` themselves (`direct.py`), which a strategy allows where nothing has to see them on their way.
     """
@@ -65,6 +67,7 @@ class HeadRequest:
     logprobs: bool = True
     values_gradient: float = 1.0
     top1: bool = False
+    routing: RoutingRequest | None = None
 
 
 @dataclass(frozen=True)
@@ -144,16 +147,22 @@ def _head_of(causal: Any) -> nn.Module:
 def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
     installed = installed_on(self)
     if head_request is None:
+        if getattr(self.config.get_text_config(), "output_router_logits", False):
+            # transformers' load-balancing loss takes a mask of the tokens of this call, and with a cache gets one of all
+            kwargs.setdefault("output_router_logits", False)
         return installed.forward(*args, **kwargs)
     head = _head_of(self)
     if not all(_MARK in part.__dict__ for part in head_parts(head)):
         raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
     inputs, backbone = backbone_inputs(kwargs), backbone_of(self)
+    routing = {} if head_request.routing is None else {"output_router_logits": True}
     with direct_lookups(head_request.promised_scale is not None):
-        outputs = backbone(*args, **inputs, use_cache=False)
+        outputs = backbone(*args, **inputs, **routing, use_cache=False)
     answer = head(outputs[0], head_request=head_request) if head_request.logprobs else {}
     if head_request.values:
         answer["values"] = _values(self, head_request, States(outputs[0], backbone, args, inputs))
+    if head_request.routing is not None:
+        answer["routing"] = routing_sums(outputs.router_logits, head_request.routing)
     return answer
 
 

@@ -1,6 +1,6 @@
-"""The start-up check: the log-prob core against the model's own logits on a few tokens.
+"""The start-up checks: the log-prob core against the model's own logits on a few tokens, and its load-balancing loss.
 
-It is what finds a scale, cap, norm or padding of the vocabulary that `head_scale` does not know.
+The first is what finds a scale, cap, norm or padding of the vocabulary that `head_scale` does not know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.errors import HeadMismatchError
+from lowpeak.errors import HeadMismatchError, ModelError
+from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss
 from lowpeak.logprobs.definition import pick
 from lowpeak.logprobs.head import HeadRequest, causal_lm
 
@@ -41,8 +42,7 @@ def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device |
     table: Tensor = causal.get_input_embeddings().weight
     if table.is_meta:  # this rank has no weights yet; one that has them looks
         return 0.0
-    num_ids = causal.config.get_text_config().vocab_size
-    ids_BL = (torch.arange(2 * num_tokens, device=device or table.device) * 7919 + 3).remainder(num_ids).view(2, -1)
+    ids_BL = _fixed_ids(causal, num_tokens, device or table.device)
     positions_T = torch.arange(2 * num_tokens, device=ids_BL.device)
     targets_T = ids_BL.flatten().roll(-1)
     # A chunk that does not divide T, so that the seam is checked as well.
@@ -61,6 +61,36 @@ def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device |
             "that lowpeak does not know; report the model, and use another one until it is supported"
         )
     return largest
+
+
+def verify_load_balance(model: nn.Module, balance: LoadBalance, *, num_tokens: int = 8) -> None:
+    """Compare the load-balancing loss with the model's own, over `2 * num_tokens` fixed ids; ModelError if they differ.
+
+    What is tolerated is a token of which two experts are as likely, to half precision.
+    """
+    causal = causal_lm(model)
+    table: Tensor = causal.get_input_embeddings().weight
+    if table.is_meta:  # this rank has no weights yet; one that has them looks
+        return
+    ids_BL = _fixed_ids(causal, num_tokens, table.device)
+    nothing_T = ids_BL.new_zeros(1)
+    routing = RoutingRequest(torch.ones(ids_BL.numel(), device=ids_BL.device), balance.top_k)
+    request = HeadRequest(nothing_T, nothing_T, temperature=1.0, chunk_size=1, logprobs=False, routing=routing)
+    with evaluated(model):
+        expected = model(input_ids=ids_BL, output_router_logits=True).aux_loss
+        choices_E, probabilities_E = model(input_ids=ids_BL, head_request=request)["routing"]
+        found = balance_loss(choices_E, probabilities_E, balance.top_k)
+    if not abs(float(found) - float(expected)) <= 0.02 * abs(float(expected)):
+        raise ModelError(
+            f"the load-balancing loss of {type(causal).__name__} is {float(expected):.4g}, and Switch Transformer's formula gives "
+            f"{float(found):.4g} for the same router logits: set router_aux_loss_coef=0 to train without it."
+        )
+
+
+def _fixed_ids(causal: Any, num_tokens: int, device: torch.device | str) -> Tensor:
+    """Two rows of `num_tokens` ids, the same in every run."""
+    num_ids = causal.config.get_text_config().vocab_size
+    return (torch.arange(2 * num_tokens, device=device) * 7919 + 3).remainder(num_ids).view(2, -1)
 
 
 def rounding(dtype: torch.dtype, device: torch.device) -> float:

@@ -93,6 +93,9 @@ class CommonConfig(TrainingArguments):
     padding_free: bool | None = argument(
         None, "memory", "Rows one after another without padding (None: where the model's attention can)."
     )
+    router_aux_loss_coef: float | None = argument(
+        None, "algorithm", "Weight of a mixture of experts' load-balancing loss (None: the model config's; 0: off)."
+    )
     log_entropy: bool = argument(True, "logging", "Compute and log the policy's entropy.")
 
     def __post_init__(self) -> None:

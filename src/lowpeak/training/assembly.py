@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,11 @@ from lowpeak.critic import critics_model
 from lowpeak.data.cursor import PromptCursor, cursor_over
 from lowpeak.data.prompts import PromptReader, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
+from lowpeak.experts import load_balance_of
 from lowpeak.journal import Journal
 from lowpeak.loading import give_room
 from lowpeak.logprobs.head import causal_lm, install_head
+from lowpeak.logprobs.verify import verify_load_balance
 from lowpeak.memory.offload import activation_offload
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
@@ -60,7 +63,7 @@ from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
 from lowpeak.training.step_trainer import Run
-from lowpeak.wrapped import num_embeddings
+from lowpeak.wrapped import num_embeddings, transformers_model
 
 logger = logging.getLogger(__name__)
 
@@ -208,10 +211,15 @@ def make_run(
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.together():
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
+    load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
+    if load_balance is not None:  # a row without an advantage moves the routers, too
+        algorithm = replace(algorithm, idle=False)
     with ExitStack() as ready:
         models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
         with ranks.together(), _computing(trainer, policy):
             head.verify(policy)
+            if load_balance is not None:
+                verify_load_balance(policy, load_balance)
         if reference is not None and reference.model is not None:
             models.append(ready.enter_context(reference.use()))
         own = critics_model(causal_lm(policy))
@@ -228,7 +236,9 @@ def make_run(
     saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
     return Run(
         algorithm=algorithm,
-        core=Core(getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving),
+        core=Core(
+            getattr(args, "temperature", 1.0), sizes.logprob_chunk_size, device, args.log_entropy, saving, load_balance
+        ),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
         journal=Journal(output_dir / "journal", writes=ranks.processes.rank == 0),

@@ -127,11 +127,6 @@ def _check_policy(policy: nn.Module) -> None:
             "ensure_weight_tying=True gives LoRA of a tied embedding and head one memory and two parameters, which an optimizer "
             "changes twice: put the embedding in modules_to_save in place of target_modules, or leave ensure_weight_tying out."
         )
-    if getattr(getattr(policy, "config", None), "output_router_logits", False):
-        raise ModelError(
-            "the model's config has output_router_logits=True, which adds a load-balancing loss that lowpeak does not "
-            "have: set it to False (model_init_kwargs={'output_router_logits': False}, or on the instance's config)."
-        )
 
 
 def _ties_lora(policy: Any) -> bool:

@@ -77,8 +77,10 @@ class OfflineTrainer(StepTrainer):
 
     def measured(self, work: StepWork) -> dict[str, float]:
         """Measure the loss and the algorithm's metrics over all ranks' work; `num_tokens` counts those trained on so far."""
-        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, self.run.algorithm, self.run.core)
-        numbers = read_metrics(Readout(loss, metrics), None, self.run.strategy.ranks)
+        run = self.run
+        ranks = run.strategy.ranks
+        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, run.algorithm, run.core, ranks)
+        numbers = read_metrics(Readout(loss, metrics), None, ranks)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
 

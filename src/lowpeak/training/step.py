@@ -10,14 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Algorithm, ValueTerm
+from lowpeak.algorithms.algorithm import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm
 from lowpeak.algorithms.measure import measure_top1
 from lowpeak.attention.install import forward_arguments
+from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.logprobs.head import HeadRequest
+from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 from lowpeak.strategies.strategy import Strategy
 
@@ -31,6 +34,7 @@ class Core:
     device: torch.device
     log_entropy: bool = True
     saving: Callable[[], AbstractContextManager[None]] = nullcontext  # around a forward whose activations are kept
+    load_balance: LoadBalance | None = None  # of a mixture of experts
 
 
 @dataclass(frozen=True)
@@ -71,12 +75,13 @@ def run_step(
     """
     total = torch.zeros((), device=core.device)
     metrics: dict[str, Metric] = {}
+    choices_E = _choices_of_step(model, micro_batches, core, strategy.ranks)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
-        batch = _with_coefficients(batch.to(core.device), coefficients)
+        batch = _with_coefficients(batch, coefficients)
         with strategy.accumulate(model, last):
             with core.saving():
-                loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale)
+                loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
         metrics = merge_metrics(metrics, measured)
@@ -84,43 +89,84 @@ def run_step(
 
 
 def measure_step(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], algorithm: Algorithm, core: Core
+    model: nn.Module,
+    micro_batches: Sequence[MicroBatch],
+    algorithm: Algorithm,
+    core: Core,
+    ranks: Ranks,
+    coefficients: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Tensor, dict[str, Metric]]:
     """What `run_step` gives, without gradients: an evaluation's loss and metrics."""
     total, metrics = torch.zeros((), device=core.device), dict[str, Metric]()
+    choices_E = _choices_of_step(model, micro_batches, core, ranks)
     with torch.no_grad():
         for batch in micro_batches:
-            loss, measured = loss_of(model, batch.to(core.device), algorithm, core)
+            batch = _with_coefficients(batch, coefficients)
+            loss, measured = loss_of(model, batch, algorithm, core, choices_E=choices_E)
             total += loss
             metrics = merge_metrics(metrics, measured)
     return total, metrics
 
 
 def loss_of(
-    model: nn.Module, batch: MicroBatch, algorithm: Algorithm, core: Core, promised_scale: float | None = None
+    model: nn.Module,
+    batch: MicroBatch,
+    algorithm: Algorithm,
+    core: Core,
+    promised_scale: float | None = None,
+    choices_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The weighted loss of one micro-batch and its metrics: the policy's term, and that of values, where there are such.
+    """The weighted loss of one micro-batch and its metrics: the policy's term, that of values and that of load balance.
 
-    With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see HeadRequest).
+    Each only where there is one. With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see
+    HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
     """
     one_visit = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
+    routing = _routing_request(batch, core)
+    batch = batch.to(core.device)
     out = _forward(
         model,
         batch,
         core,
-        entropy=algorithm.loss_entropy or core.log_entropy,
-        entropy_grad=algorithm.loss_entropy,
-        loss=partial(_weighted, algorithm, batch.tokens) if one_visit else None,
+        entropy=algorithm.entropy_bonus or core.log_entropy,
+        entropy_grad=algorithm.entropy_bonus,
+        loss=partial(weighted_loss, algorithm, batch.tokens) if one_visit else None,
         promised_scale=promised_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
         top1=algorithm.top1,
+        routing=routing,
     )
     terms = [_policy_term(out, batch.tokens, algorithm)] if algorithm.loss is not None else []
     if algorithm.values is not None:
         terms.append(_value_term(out["values"], batch.tokens, algorithm.values))
+    if core.load_balance is not None:
+        terms.append(_balance_term(out["routing"], choices_E, batch.tokens, core.load_balance))
     losses, metrics = zip(*terms, strict=True)
     return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
+
+
+def _choices_of_step(model: nn.Module, micro_batches: Sequence[MicroBatch], core: Core, ranks: Ranks) -> Tensor | None:
+    """How often the step's tokens choose each expert, by a pass without gradients: [E]; None where one micro-batch is all."""
+    if core.load_balance is None or len(micro_batches) * ranks.world_size == 1:
+        return None
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        answers = (
+            _forward(model, batch.to(core.device), core, logprobs=False, routing=_routing_request(batch, core))
+            for batch in micro_batches
+        )
+        choices_E = reduce(torch.add, (answer["routing"][0] for answer in answers))
+    model.train(was_training)
+    return ranks.sum_tensor(choices_E)
+
+
+def _routing_request(batch: MicroBatch, core: Core) -> RoutingRequest | None:
+    if core.load_balance is None:
+        return None
+    sequences_N = sequences_per_token(batch).to(core.device, non_blocking=True)
+    return RoutingRequest(sequences_N, core.load_balance.top_k)
 
 
 def _policy_term(
@@ -128,26 +174,55 @@ def _policy_term(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """In one visit of the head where a token's loss is its own; from the log-probs elsewhere."""
     logprobs_T, entropy_T = out["logprobs"], out.get("entropy")
-    loss = out["loss"] if "loss" in out else _weighted(algorithm, tokens, logprobs_T, entropy_T, 0, None)
+    loss = out["loss"] if "loss" in out else weighted_loss(algorithm, tokens, logprobs_T, entropy_T)
     with torch.no_grad():
         seen_entropy_T = None if entropy_T is None else entropy_T.detach()
         metrics = algorithm.measure(logprobs_T.detach(), seen_entropy_T, tokens)
-        return loss, metrics | measure_top1(out["top1"], tokens) if "top1" in out else metrics
+        if algorithm.entropy_bonus:
+            assert seen_entropy_T is not None, "an entropy bonus asks for entropies"
+            policy_loss = loss.detach() + _entropy_bonus(seen_entropy_T, tokens)
+            metrics["policy_loss"] = Metric(policy_loss, tokens.batch_share)
+            metrics[ENTROPY_COEF] = Metric(tokens.coefficients[ENTROPY_COEF])
+        if "top1" in out:
+            metrics |= measure_top1(out["top1"], tokens)
+        return loss, metrics
 
 
-def _weighted(
-    algorithm: Algorithm, tokens: TokenBatch, logprobs: Tensor, entropy: Tensor | None, start: int, stop: int | None
+def weighted_loss(
+    algorithm: Algorithm,
+    tokens: TokenBatch,
+    logprobs: Tensor,
+    entropy: Tensor | None,
+    start: int = 0,
+    stop: int | None = None,
 ) -> Tensor:
-    """The weighted sum of the losses of tokens [start, stop); of all where a unit is more than a token."""
+    """`sum(weights_U * loss_U)` of tokens [start, stop), less their part of the entropy bonus; of all tokens without a stop."""
     assert algorithm.loss is not None
     part = tokens if stop is None else tokens.slice(start, stop)
-    return (part.weights_U * algorithm.loss(logprobs, entropy if algorithm.loss_entropy else None, part)).sum()
+    loss = (part.weights_U * algorithm.loss(logprobs, part)).sum()
+    if not algorithm.entropy_bonus:
+        return loss
+    assert entropy is not None, "an entropy bonus asks for entropies"
+    return loss - _entropy_bonus(entropy, tokens)
+
+
+def _entropy_bonus(entropy_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """The share that these tokens have in `coefficient * mean entropy of the step's tokens`."""
+    return tokens.coefficients[ENTROPY_COEF] * tokens.token_share * entropy_T.sum()
 
 
 def _value_term(values_T: Tensor, tokens: TokenBatch, term: ValueTerm) -> tuple[Tensor, dict[str, Metric]]:
     loss = (tokens.weights_U * term.loss(values_T, tokens)).sum()
     with torch.no_grad():
         return loss, term.measure(values_T.detach(), tokens)
+
+
+def _balance_term(
+    routing_2E: Tensor, choices_E: Tensor | None, tokens: TokenBatch, balance: LoadBalance
+) -> tuple[Tensor, dict[str, Metric]]:
+    step_choices_E = routing_2E[0].detach() if choices_E is None else choices_E
+    loss = balance_loss(step_choices_E, routing_2E[1], balance.top_k)
+    return balance.coefficient * loss, {"aux_loss": Metric(loss.detach(), tokens.batch_share)}
 
 
 def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) -> dict[str, Tensor]:

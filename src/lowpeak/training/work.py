@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
 from lowpeak.batching.counted import num_counted
@@ -46,7 +46,20 @@ def step_batches(
         lambda num_tokens: algorithm.reduction(num_tokens, counts),
         unit=algorithm.unit,
     )
-    return tuple(matched(batches, budget, ranks, least=1))
+    return tuple(with_step_shares(matched(batches, budget, ranks, least=1), counts, ranks.world_size))
+
+
+def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_ranks: int) -> Iterator[MicroBatch]:
+    """The micro-batches of a step, each with its tokens', rows' and its own share of the step."""
+    for batch in batches:
+        is_masked = not batch.record_indices
+        tokens = replace(
+            batch.tokens,
+            token_share=0.0 if is_masked else 1.0 / counts.num_tokens,
+            row_share=0.0 if is_masked else 1.0 / counts.num_rows,
+            batch_share=1.0 / (len(batches) * num_ranks),
+        )
+        yield replace(batch, tokens=tokens)
 
 
 def matched(batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int = 0) -> list[MicroBatch]:

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
 from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
+from lowpeak.training.step import weighted_loss
 from steps import GRPO
 
 CISPO = replace(GRPO, loss_type="cispo", clip_low=None, delta=None)
@@ -100,17 +101,19 @@ def token_batch(rows: Sequence[Row], reduction: Callable[[int, StepCounts], floa
         old_T=torch.cat([row.old for row in rows]),
         reference_T=torch.cat([row.reference for row in rows]),
         coefficients={"entropy_coef": 0.3},
+        token_share=1.0 / counts.num_tokens,
+        row_share=1.0 / counts.num_rows,
+        batch_share=1.0,
     )
     return replace(batch, **changes)
 
 
 def trained_loss(algorithm: Algorithm, rows: Sequence[Row], **changes) -> Tensor:
-    """What training minimises: `sum(weights_U * loss_U)`."""
+    """What training minimises: `sum(weights_U * loss_U)`, less the entropy bonus."""
     tokens = token_batch(rows, algorithm.reduction, algorithm.unit, **changes)
     logprobs_T = torch.cat([row.logprobs for row in rows])
-    loss_U = algorithm.loss(logprobs_T, torch.cat([row.entropy for row in rows]), tokens)
-    assert loss_U.shape == tokens.weights_U.shape
-    return (tokens.weights_U * loss_U).sum()
+    assert algorithm.loss(logprobs_T, tokens).shape == tokens.weights_U.shape
+    return weighted_loss(algorithm, tokens, logprobs_T, torch.cat([row.entropy for row in rows]))
 
 
 def gradients(loss: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -128,11 +131,12 @@ def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False,
         all_tokens += losses
         totals.append(sum(losses))
     num_rows = len(rows)
+    bonus = 0.0 if s.entropy_bonus is None else 0.3 * torch.cat([row.entropy for row in rows]).mean()
     if s.loss_type == "grpo":
-        return sum(t / max(len(r.logprobs), 1) for t, r in zip(totals, rows, strict=True)) / num_rows
+        return sum(t / max(len(r.logprobs), 1) for t, r in zip(totals, rows, strict=True)) / num_rows - bonus
     if s.loss_type == "dr_grpo":
-        return sum(totals) / (num_rows * s.max_completion_length)
-    return sum(all_tokens) / len(all_tokens)
+        return sum(totals) / (num_rows * s.max_completion_length) - bonus
+    return sum(all_tokens) / len(all_tokens) - bonus
 
 
 def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> list[Tensor]:
@@ -147,8 +151,6 @@ def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> 
         d = p - row.reference[t]
         kl = {"k1": d, "k2": 0.5 * d * d, "k3": (-d).exp() + d - 1}[s.kl_estimator]
         loss = loss + s.beta * kl * (ratio if s.bias_corrected_kl else 1.0)
-        if s.entropy_bonus is not None:
-            loss = loss - 0.3 * row.entropy[t]
         losses.append(loss)
     return losses
 

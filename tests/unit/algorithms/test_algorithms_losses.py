@@ -17,6 +17,7 @@ from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.config.algorithm import EntropyBonus
 from lowpeak.records import TokenBatch
+from lowpeak.training.step import weighted_loss
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 LEVELS = ["token", "sequence"]
@@ -86,6 +87,22 @@ def test_an_on_policy_kl_with_bias_correction_has_the_gradient_of_the_reverse_kl
     torch.testing.assert_close(gradient, (rows[0].logprobs.detach() - rows[0].reference + 1.0) / 2)
 
 
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_entropy_bonus_weighs_the_mean_entropy_of_the_steps_tokens_under_every_loss_type(loss_type, level):
+    settings = settings_of(loss_type, importance_level=level, max_completion_length=64)
+    rows = ragged_rows()
+    with_bonus, without = (
+        trained_loss(make_grpo(replace(settings, entropy_bonus=bonus)), rows) for bonus in (EntropyBonus(0.3), None)
+    )
+    entropies = [row.entropy for row in rows]
+    gradients_of_bonus = torch.autograd.grad(with_bonus, entropies, allow_unused=True)
+    torch.testing.assert_close(with_bonus, without - 0.3 * torch.cat(entropies).mean())
+    num_tokens = sum(map(len, entropies))
+    for gradient in gradients_of_bonus:
+        torch.testing.assert_close(gradient, torch.full_like(gradient, -0.3 / num_tokens))
+
+
 def test_the_coefficient_of_the_entropy_bonus_comes_with_the_batch():
     settings, rows = replace(GRPO, entropy_bonus=EntropyBonus(9.9)), ragged_rows()
     with_bonus, without = (
@@ -128,7 +145,7 @@ def test_cispo_keeps_a_gradient_above_its_ceiling_and_reads_clip_high_as_an_offs
         torch.tensor([0, 0]), 1, torch.ones(2), torch.tensor([1.0, -1.0]), old_T=torch.tensor([-3.0, -1.0])
     )
     logprobs_T = torch.tensor([-1.0, -1.0], requires_grad=True)
-    loss_T = make_grpo(CISPO).loss(logprobs_T, None, tokens)
+    loss_T = make_grpo(CISPO).loss(logprobs_T, tokens)
     torch.testing.assert_close(loss_T, torch.tensor([1.28, -1.0]))  # e^2 is held at 1.28, the logprob is -1
     (gradient,) = torch.autograd.grad(loss_T.sum(), [logprobs_T])
     torch.testing.assert_close(gradient, torch.tensor([-1.28, 1.0]))
@@ -177,7 +194,7 @@ def test_micro_batches_add_up_to_the_whole_step(make):
     parts = []
     for part in (rows[:2], rows[2:3], rows[3:]):
         tokens = token_batch(part, lambda n, _: algorithm.reduction(n, counts), algorithm.unit)
-        loss_U = algorithm.loss(torch.cat([row.logprobs for row in part]), None, tokens)
+        loss_U = algorithm.loss(torch.cat([row.logprobs for row in part]), tokens)
         parts.append((tokens.weights_U * loss_U).sum())
     torch.testing.assert_close(sum(parts), trained_loss(algorithm, rows))
 
@@ -187,8 +204,8 @@ def test_a_token_level_loss_of_a_slice_is_the_slice_of_the_loss():
     algorithm = make_grpo(settings)
     tokens = token_batch(rows, algorithm.reduction, "token")
     logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
-    whole = algorithm.loss(logprobs_T, None, tokens)
-    assert torch.equal(algorithm.loss(logprobs_T[2:7], None, tokens.slice(2, 7)), whole[2:7])
+    whole = algorithm.loss(logprobs_T, tokens)
+    assert torch.equal(algorithm.loss(logprobs_T[2:7], tokens.slice(2, 7)), whole[2:7])
 
 
 def test_rloo_is_its_definition_on_ragged_off_policy_rows():
@@ -212,7 +229,7 @@ def test_a_sequence_ratio_past_float32_leaves_a_clipped_row_with_a_zero_gradient
         torch.zeros(200, dtype=torch.int64), 1, torch.ones(1), torch.ones(200), old_T=torch.full((200,), -2.0)
     )
     logprobs_T = torch.full((200,), -1.0, requires_grad=True)
-    loss_B = make_rloo(RLOO).loss(logprobs_T, None, tokens)
+    loss_B = make_rloo(RLOO).loss(logprobs_T, tokens)
     loss_B.sum().backward()
     assert loss_B.item() == pytest.approx(-1.2)
     assert (logprobs_T.grad == 0.0).all()
@@ -233,7 +250,7 @@ def test_autograd_of_the_full_loss_agrees_with_finite_differences(level):
     inputs = [
         torch.cat([getattr(row, name) for row in rows]).detach().requires_grad_() for name in ("logprobs", "entropy")
     ]
-    assert torch.autograd.gradcheck(lambda p, h: algorithm.loss(p, h, tokens), inputs)
+    assert torch.autograd.gradcheck(lambda p, h: weighted_loss(algorithm, tokens, p, h), inputs)
 
 
 @pytest.mark.parametrize(
@@ -260,9 +277,7 @@ def test_losses_and_metrics_run_on_fake_tensors_and_so_never_wait_for_the_device
             coefficients={"entropy_coef": 0.1},
         )
         logprobs_T, entropy_T = torch.empty(8, requires_grad=True), torch.empty(8)
-        loss_U = algorithm.loss(logprobs_T, entropy_T, tokens)
-        (tokens.weights_U * loss_U).sum().backward()
+        weighted_loss(algorithm, tokens, logprobs_T, entropy_T).backward()
         metrics = algorithm.measure(logprobs_T.detach(), entropy_T, tokens)
-    assert loss_U.shape == tokens.weights_U.shape
     assert logprobs_T.grad.shape == (8,)
     assert all(metric.total.shape == () for metric in metrics.values())

@@ -24,6 +24,9 @@ TOKENS = TokenBatch(
     advantages_T=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
     old_T=torch.full((6,), -3.0),
     reference_T=torch.full((6,), -3.0),
+    token_share=1 / 6,
+    row_share=1 / 3,
+    batch_share=1.0,
 )
 LOGPROBS = RATIOS.log() - 3.0
 ENTROPY = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 9.0])
@@ -56,6 +59,29 @@ def test_clip_ratios_of_sequences_are_shares_of_rows():
     assert measured["clip_ratio/low_mean"] == pytest.approx(1 / 3)
     assert measured["clip_ratio/high_mean"] == 0.0
     assert (measured["clip_ratio/low_min"], measured["clip_ratio/high_max"]) == (0.0, 0.0)
+
+
+def test_a_token_that_a_correction_masks_does_not_hide_that_its_sequence_is_clipped():
+    settings = replace(GRPO, importance_level="sequence", clip_high=0.05, clip_low=0.05)
+    advantages_T = torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, 1.0])  # the last token of the first row is masked
+    tokens = replace(TOKENS, weights_U=torch.full((3,), 1 / 3), advantages_T=advantages_T)
+    measured = values(make_grpo(settings).measure(LOGPROBS, None, tokens))
+    assert measured["clip_ratio/low_mean"] == measured["clip_ratio/region_mean"] == pytest.approx(1 / 3)
+    assert measured["clip_ratio/low_min"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "name", "expected"),
+    [
+        (make_grpo(GRPO), "clip_ratio/region_mean", 2 / 12),
+        (make_grpo(CISPO), "cispo_clip_ratio", 1 / 12),
+        (make_rloo(RLOO), "clip_ratio/low_mean", 1 / 6),
+    ],
+)
+def test_clip_ratios_are_shares_of_the_whole_step_also_of_rows_that_are_not_trained_on(algorithm, name, expected):
+    weights = torch.ones(6 if algorithm.unit == "token" else 3)
+    tokens = replace(TOKENS, weights_U=weights, token_share=1 / 12, row_share=1 / 6)  # as many rows have no advantage
+    assert values(algorithm.measure(LOGPROBS, None, tokens))[name] == pytest.approx(expected)
 
 
 def test_rloo_measures_the_products_of_rows():
@@ -111,10 +137,12 @@ def test_on_policy_the_drift_is_of_the_policy_itself():
 )
 def test_a_masked_micro_batch_changes_no_metric(algorithm):
     weights = torch.ones(6 if algorithm.unit == "token" else 3)
-    alone = algorithm.measure(LOGPROBS, ENTROPY, replace(TOKENS, weights_U=weights, sampling_T=LOGPROBS))
-    masked = algorithm.measure(torch.tensor([9.0]), torch.tensor([99.0]), MASKED)
+    tokens = replace(TOKENS, weights_U=weights, sampling_T=LOGPROBS)
+    alone = algorithm.measure(LOGPROBS, ENTROPY, tokens)
+    half = algorithm.measure(LOGPROBS, ENTROPY, replace(tokens, batch_share=0.5))
+    masked = algorithm.measure(torch.tensor([9.0]), torch.tensor([99.0]), replace(MASKED, batch_share=0.5))
     assert masked.keys() == alone.keys()
-    assert values(merge_metrics(alone, masked)) == values(alone)
+    assert values(merge_metrics(half, masked)) == values(alone)
 
 
 def test_metrics_merged_over_micro_batches_are_those_of_the_whole_step():
@@ -123,7 +151,8 @@ def test_metrics_merged_over_micro_batches_are_those_of_the_whole_step():
     counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
     merged = {}
     for part in (rows, rows[:2], rows[2:]):
-        tokens = token_batch(part, lambda n, _: algorithm.reduction(n, counts), "token")
+        shares = {"token_share": 1 / counts.num_tokens, "batch_share": 1.0 if part is rows else 0.5}
+        tokens = token_batch(part, lambda n, _: algorithm.reduction(n, counts), "token", **shares)
         measured = algorithm.measure(
             torch.cat([row.logprobs for row in part]).detach(),
             torch.cat([row.entropy for row in part]).detach(),

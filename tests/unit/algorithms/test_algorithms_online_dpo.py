@@ -126,7 +126,7 @@ def plain_loss(loss_type, rows, beta):
 def test_the_loss_is_the_papers_in_value_and_every_gradient(loss_type, beta):
     rows = ragged_rows(LENGTHS)
     tokens = pair_batch(rows, coefficients={"beta": beta})
-    loss_U = pair_loss(replace(DPO, loss_type=loss_type), torch.cat([row.logprobs for row in rows]), None, tokens)
+    loss_U = pair_loss(replace(DPO, loss_type=loss_type), torch.cat([row.logprobs for row in rows]), tokens)
     assert loss_U.shape == (3,)
     ours, plain = (tokens.weights_U * loss_U).sum(), plain_loss(loss_type, rows, beta)
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=0)
@@ -137,10 +137,8 @@ def test_at_the_start_the_sigmoid_loss_is_log_2_and_ipos_its_target_squared():
     rows = ragged_rows(LENGTHS)
     logprobs_T, tokens = torch.cat([row.logprobs for row in rows]).detach(), pair_batch(rows)
     tokens = replace(tokens, reference_T=logprobs_T)
-    assert pair_loss(DPO, logprobs_T, None, tokens).tolist() == pytest.approx([math.log(2.0)] * 3)
-    assert pair_loss(replace(DPO, loss_type="ipo"), logprobs_T, None, tokens).tolist() == pytest.approx(
-        [(1 / 0.6) ** 2] * 3
-    )
+    assert pair_loss(DPO, logprobs_T, tokens).tolist() == pytest.approx([math.log(2.0)] * 3)
+    assert pair_loss(replace(DPO, loss_type="ipo"), logprobs_T, tokens).tolist() == pytest.approx([(1 / 0.6) ** 2] * 3)
 
 
 def test_the_loss_is_the_mean_over_the_steps_pairs():

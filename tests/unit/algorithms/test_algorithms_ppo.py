@@ -150,7 +150,7 @@ def batch(seed=0, tokens=40):
 
 def test_the_policy_loss_is_the_papers_equation_7_and_so_is_its_gradient():
     logprobs, _, tokens = batch()
-    loss = make_ppo(PPO).loss(logprobs, None, tokens)
+    loss = make_ppo(PPO).loss(logprobs, tokens)
     expected = []
     for p, old, advantage in zip(logprobs, tokens.old_T, tokens.advantages_T, strict=True):
         ratio = (p - old).exp()
@@ -196,7 +196,7 @@ def test_while_values_warm_up_the_policy_has_no_loss_and_gets_no_gradient():
     logprobs, _, tokens = batch()
     for step in range(4):
         coefficients = algorithm.coefficients(step=step)
-        loss = algorithm.loss(logprobs, None, replace(tokens, coefficients=coefficients))
+        loss = algorithm.loss(logprobs, replace(tokens, coefficients=coefficients))
         assert bool(loss.any()) == (step >= 2)
         assert coefficients[VALUES_GRADIENT] == float(step >= 2)
 

@@ -44,9 +44,9 @@ def test_rows_without_an_advantage_are_idle_unless_something_else_acts_on_them()
 
 
 def test_only_an_entropy_bonus_asks_for_the_gradient_of_entropy():
-    assert make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.1))).loss_entropy
-    assert not make_grpo(replace(GRPO, top_entropy_quantile=0.2)).loss_entropy
-    assert not make_rloo(RLOO).loss_entropy
+    assert make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.1))).entropy_bonus
+    assert not make_grpo(replace(GRPO, top_entropy_quantile=0.2)).entropy_bonus
+    assert not make_rloo(RLOO).entropy_bonus
 
 
 def test_the_unit_is_a_sequence_where_tokens_are_coupled():

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from importlib.metadata import version as installed
 
+import pytest
+import torch
+
 import lowpeak
 from lowpeak.cli.env import PACKAGES, report, version
 from lowpeak.cli.main import main
@@ -29,6 +32,21 @@ def test_a_package_that_is_missing_is_said_to_be():
     assert version("a-package-that-nobody-wrote") == "not installed"
 
 
-def test_env_takes_no_arguments(capsys):
-    assert main(["env", "--verbose"]) == 2
-    assert "takes --selftest alone" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--verbose"], "takes --selftest and --gpu alone; leave --verbose out"),
+        (["--gpu"], "add --selftest"),
+        pytest.param(
+            ["--selftest", "--gpu"],
+            "needs a GPU and torch finds none here",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
+    ],
+)
+def test_what_cannot_be_tried_is_one_sentence_and_nothing_else(words, told, capsys):
+    assert main(["env", *words]) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out

@@ -167,6 +167,24 @@ def test_entropy_is_logged_unless_turned_off(tmp_path):
         assert any("entropy" in row for row in run.state.log_history) == on
 
 
+ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.25, "entropy_coef": 0.5}
+
+
+@pytest.mark.parametrize(("changes", "acted"), [({"entropy_coef": 0.5}, [0.5, 0.5, 0.5]), (ADAPTIVE, [0.0, 0.75, 1.0])])
+@pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
+def test_an_entropy_bonus_logs_the_loss_without_it_and_the_coefficient_that_acted(tmp_path, loss_type, changes, acted):
+    run = grpo(
+        tmp_path, logging_steps=1, max_steps=3, loss_type=loss_type, optim="sgd", micro_batch_tokens=20, **changes
+    )
+    run.train()
+    logs = [row for row in run.state.log_history if "loss" in row]
+    assert [row["entropy_coef"] for row in logs] == acted
+    for row in logs:
+        bonus = row["entropy_coef"] * row["entropy"]  # the mean over the step's tokens, all of which are trained on
+        assert row["loss"] == pytest.approx(row["policy_loss"] - bonus, abs=1e-6)
+    assert "policy_loss" not in grpo(tmp_path).run.metrics
+
+
 def test_the_head_can_run_in_fp32(tmp_path):
     def head_dtypes(**changes):
         args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, **changes})

@@ -90,8 +90,8 @@ def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
 def test_a_loss_that_reads_the_device_fails_here():
     algorithm, batches = make_grpo(GRPO), micro_batches()
 
-    def reading(logprobs_T, entropy_T, tokens):
-        loss_U = algorithm.loss(logprobs_T, entropy_T, tokens)
+    def reading(logprobs_T, tokens):
+        loss_U = algorithm.loss(logprobs_T, tokens)
         return loss_U * loss_U.sum().item()
 
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):

@@ -1,0 +1,211 @@
+"""The self-test's rows and their table.
+
+Each row runs in a separate process within a time limit: an error of the GPU poisons the process that meets it, and nothing
+inside a process can end its hang.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from lowpeak.errors import ArgumentError
+from lowpeak.rollout.vllm.versions import require_vllm
+
+Size = TypeVar("Size")
+Say = Callable[[str], None]
+
+LIMIT_SECONDS = 600.0
+_LOG_LINES = 15
+_say = partial(print, flush=True)
+_CHILD = "import sys; from lowpeak.selftest.table import answer; answer(*sys.argv[1:])"
+_MODULES = tuple(f"lowpeak.selftest.{name}" for name in ("kernels", "memory", "engines", "runs"))
+
+_NEEDS: dict[str, Callable[[], bool]] = {
+    "a GPU": lambda: torch.cuda.device_count() >= 1,
+    "2 GPUs": lambda: torch.cuda.device_count() >= 2,
+    "Triton": lambda: find_spec("triton") is not None,
+    "vLLM": lambda: find_spec("vllm") is not None,
+    "DeepSpeed": lambda: find_spec("deepspeed") is not None,
+}
+
+
+class MismatchError(Exception):
+    """A row's numbers are not what they must be; the message says which."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The device that a row uses, and an empty folder."""
+
+    device: torch.device
+    folder: Path
+
+    def pick(self, on_gpu: Size, on_cpu: Size) -> Size:
+        """Return a size for a GPU, or the small one with which a CPU shows that the row works."""
+        return on_gpu if self.device.type == "cuda" else on_cpu
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row: `run` returns its numbers as text, or raises; `needs` are names of `_NEEDS`."""
+
+    name: str
+    run: Callable[[Bench], str]
+    needs: tuple[str, ...]
+    seconds: float
+
+    @property
+    def module(self) -> str:
+        """The module that registers the row."""
+        return str(getattr(self.run, "func", self.run).__module__)
+
+    def lacks(self) -> str | None:
+        """Return what the row needs and this machine does not have, None if it has all."""
+        return next((need for need in self.needs if not _NEEDS[need]()), None)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A row's result ("ok", "FAILED" or "not run"), its numbers or the reason, and the end of its output if it failed."""
+
+    result: str
+    numbers: str
+    log: str = ""
+
+
+_ROWS: dict[str, Row] = {}
+
+
+def row(name: str, *needs: str, seconds: float = 60.0) -> Callable[[Callable[[Bench], str]], Callable[[Bench], str]]:
+    """Register a function as the row `name`, which may take `seconds`."""
+
+    def register(run: Callable[[Bench], str]) -> Callable[[Bench], str]:
+        _ROWS[name] = Row(name, run, needs, seconds)
+        return run
+
+    return register
+
+
+def all_rows() -> list[Row]:
+    """Return every row, in the table's order."""
+    for module in _MODULES:
+        importlib.import_module(module)
+    return [each for module in _MODULES for each in _ROWS.values() if each.module == module]
+
+
+def choose_rows(gpu: bool) -> tuple[list[Row], str]:
+    """Return every row (`gpu`) or those of vLLM, and their device; an error if this machine has no GPU, or no vLLM."""
+    if not gpu:
+        require_vllm("lowpeak env --selftest")
+        device = "cuda:0" if torch.cuda.is_available() else "cpu"
+        return [each for each in all_rows() if "vLLM" in each.needs], device
+    if not torch.cuda.is_available():
+        raise ArgumentError(
+            "`lowpeak env --selftest --gpu` needs a GPU and torch finds none here (`lowpeak env` says how torch was built): run it "
+            "on a machine with one, or leave --gpu out to try vLLM alone."
+        )
+    return all_rows(), "cuda:0"
+
+
+def require(holds: bool, sentence: str) -> None:
+    """Raise MismatchError with the sentence unless the condition holds."""
+    if not holds:
+        raise MismatchError(sentence)
+
+
+def run_rows(rows: Sequence[Row], device: str, say: Say = _say, limit: float = LIMIT_SECONDS) -> bool:
+    """Run rows one after the other and print their table as Markdown; return whether none failed.
+
+    Rows that `limit` seconds leave no time for are not run.
+    """
+    began = time.monotonic()
+    say("| row | result | numbers |\n|---|---|---|")
+    outcomes = []
+    for each in rows:
+        outcomes.append(_run(each, device, began + limit - time.monotonic()))
+        say(f"| {each.name} | {outcomes[-1].result} | {_cell(outcomes[-1].numbers)} |")
+    counts = [sum(outcome.result == kind for outcome in outcomes) for kind in ("ok", "FAILED", "not run")]
+    say(f"\n{counts[0]} ok, {counts[1]} failed, {counts[2]} not run, in {time.monotonic() - began:.0f} s")
+    for each, outcome in zip(rows, outcomes, strict=True):
+        if outcome.log:
+            say(f"\nthe end of {each.name}'s output:\n{outcome.log}")
+    return counts[1] == 0
+
+
+def _run(each: Row, device: str, seconds_left: float) -> Outcome:
+    lacking = each.lacks()
+    if lacking is not None:
+        return Outcome("not run", f"needs {lacking}")
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="lowpeak-selftest-", ignore_cleanup_errors=True) as folder:
+        log = Path(folder, "output.txt")
+        status = _end_of(each, device, log, max(0.0, min(each.seconds, seconds_left)))
+        if status is None and seconds_left < each.seconds:
+            return Outcome("not run", "the self-test's time was over")
+        outcome = _outcome(status, log)
+    return Outcome(outcome.result, f"{outcome.numbers}; {time.monotonic() - began:.0f} s", outcome.log)
+
+
+def _end_of(each: Row, device: str, log: Path, limit: float) -> int | None:
+    """Run the row's process and end all that it started; return its exit status, None if it took beyond `limit` seconds."""
+    command = [sys.executable, "-c", _CHILD, each.module, each.name, device, str(log.parent)]
+    environment = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environment, start_new_session=True
+        )
+    try:
+        return process.wait(limit)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _outcome(status: int | None, log: Path) -> Outcome:
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    end = "\n".join(lines[-_LOG_LINES:])
+    if status is None:
+        return Outcome("FAILED", "did not end in its time", end)
+    if status < 0:
+        return Outcome("FAILED", f"ended by {signal.Signals(-status).name}", end)
+    found = log.with_name("answer.json")
+    if not found.exists():
+        return Outcome("FAILED", f"ended with status {status}: {lines[-1] if lines else 'no output'}", end)
+    result, numbers = json.loads(found.read_text(encoding="utf-8"))
+    return Outcome(result, numbers, end if result == "FAILED" else "")
+
+
+def answer(module: str, name: str, device: str, folder: str) -> None:
+    """Run one row in this process, and leave its answer in the folder."""
+    importlib.import_module(module)
+    try:
+        found = ("ok", _ROWS[name].run(Bench(torch.device(device), Path(folder))))
+    except Exception as error:
+        traceback.print_exc()
+        sentence = next(iter(str(error).strip().splitlines()), "no message")
+        found = ("FAILED", sentence if isinstance(error, MismatchError) else f"{type(error).__name__}: {sentence}")
+    Path(folder, "answer.json").write_text(json.dumps(found), encoding="utf-8")
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "/").split())

@@ -1,0 +1,16 @@
+"""The self-test's row of several ranks, with the command line that users start them by."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from lowpeak.selftest.runs import train_on_ranks
+from lowpeak.selftest.table import Bench
+
+
+def test_two_ranks_move_the_weights_as_one_process_does(tmp_path):
+    numbers = train_on_ranks(Bench(torch.device("cpu"), tmp_path), "ddp")
+    found = re.match(r"weights (\S+) of their way from those of one process; .+ s a step and .+ a rank", numbers)
+    assert float(found[1]) < 1e-5

@@ -1,0 +1,176 @@
+"""A step of a mixture of experts has the load-balancing loss of the whole step, and its gradients, however it is cut."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+
+import pytest
+import torch
+from step_cases import BASE, TEMPERATURE, grouped_records, micro_batches, plain_grpo_loss
+from transformers import (
+    GptOssConfig,
+    GptOssForCausalLM,
+    GraniteMoeConfig,
+    GraniteMoeForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.attention.install import install_attention
+from lowpeak.attention.support import why_not
+from lowpeak.batching.packing import Budget
+from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.experts import LoadBalance, balance_loss, load_balance_of
+from lowpeak.logprobs.head import install_head
+from lowpeak.logprobs.verify import verify_load_balance
+from lowpeak.training.step import Core, measure_step, run_step
+from steps import LocalStrategy
+from tiny import tiny_model
+
+COEFFICIENT = 0.7
+SHAPE = {
+    "vocab_size": 13,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "initializer_range": 0.3,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "Qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
+    "Mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
+    "Olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 5}),
+    "GraniteMoe": (GraniteMoeForCausalLM, GraniteMoeConfig, {"num_local_experts": 4}),
+    "GptOss": (GptOssForCausalLM, GptOssConfig, {"num_local_experts": 4, "head_dim": 8}),
+}
+BUDGETS = [
+    Budget(1000),
+    Budget(28),
+    Budget(1000, layout="shared"),
+    Budget(28, layout="shared"),
+    Budget(30, layout="rows"),
+]
+
+
+def mixture(family="Qwen3", **changes):
+    kind, config, own = FAMILIES[family]
+    torch.manual_seed(0)
+    return kind(config(**{**SHAPE, **own, **changes})).eval()
+
+
+def ready(model):
+    install_head(model)
+    if why_not(model) is None:
+        install_attention(model)
+    return model
+
+
+def balance_of(model):
+    return replace(load_balance_of(model, None), coefficient=COEFFICIENT)
+
+
+def transformers_balance_loss(model, records):
+    """transformers' own function over one padded batch, masked after what predicts a row's last counted token."""
+    width = max(record.num_tokens for record in records)
+    ids, mask = torch.zeros(len(records), width, dtype=torch.int64), torch.zeros(len(records), width)
+    for b, record in enumerate(records):
+        row = torch.tensor([*record.prompt_ids, *record.completion.ids.tolist()])
+        last = max(i for i, counts in enumerate(record.completion.loss_mask.tolist()) if counts)
+        ids[b, : len(row)] = row
+        mask[b, : len(record.prompt_ids) + last] = 1.0
+    logits = model.model(input_ids=ids, output_router_logits=True).router_logits
+    function = import_module(type(model).__module__).load_balancing_loss_func
+    return function(logits, logits[0].shape[-1], model.num_experts_per_tok, mask)
+
+
+def core_of(model):
+    return Core(TEMPERATURE, 5, torch.device("cpu"), load_balance=balance_of(model))
+
+
+def name_of(budget):
+    return f"{budget.layout}-{budget.max_tokens}"
+
+
+@pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_load_balancing_loss_is_transformers_own_over_the_whole_step(family, budget):
+    model = ready(mixture(family))
+    if budget.layout != "padded" and why_not(model) is not None:
+        pytest.skip("the family's rows are padded")
+    records = grouped_records(model)
+    batches = micro_batches(make_grpo(BASE), records, budget)
+    assert len(batches) > 1 or budget.max_tokens == 1000
+    aux_loss = transformers_balance_loss(model, records)
+    naive = plain_grpo_loss(BASE, model, records) + COEFFICIENT * aux_loss
+    naive.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    loss, metrics = run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
+    assert metrics["aux_loss"].value() == pytest.approx(aux_loss.item(), rel=1e-6)
+    assert loss.item() == pytest.approx(naive.item(), rel=1e-6)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad - expected[name]).abs().max() <= 5e-5 * expected[name].abs().max(), name
+
+
+def test_an_evaluation_has_it_too_and_moves_no_weight():
+    model = ready(mixture())
+    records = grouped_records(model)
+    algorithm = make_supervised()
+    batches = micro_batches(algorithm, records, Budget(28))
+    trained, _ = run_step(model, batches, algorithm, core_of(model), LocalStrategy(), {})
+    gradients = [p.grad.clone() for p in model.parameters()]
+    measured, metrics = measure_step(model, batches, algorithm, core_of(model), LocalStrategy.ranks)
+    assert measured.item() == pytest.approx(trained.item(), rel=1e-6)
+    assert metrics["aux_loss"].value() == pytest.approx(transformers_balance_loss(model, records).item(), rel=1e-5)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+
+
+def test_activation_checkpointing_changes_no_gradient_of_it():
+    model = ready(mixture())
+    records = grouped_records(model)
+    batches = micro_batches(make_grpo(BASE), records, Budget(40, layout="shared"))
+    run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    model.train()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
+def test_perfect_balance_gives_the_number_of_experts_of_a_token_by_hand():
+    choices_E, probabilities_E = torch.full((4,), 6.0), torch.full((4,), 3.0)  # 12 tokens, 2 experts each
+    assert balance_loss(choices_E, probabilities_E, 2).item() == pytest.approx(2.0)
+    assert balance_loss(torch.zeros(4), torch.zeros(4), 2).item() == 0.0  # of a step without tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_familys_own_loss_is_recognised_at_the_start(family):
+    model = ready(mixture(family))
+    balance = load_balance_of(model, None)
+    assert balance == LoadBalance(model.config.router_aux_loss_coef, 2)
+    verify_load_balance(model, balance)
+    with pytest.raises(ModelError, match="router_aux_loss_coef=0"):
+        verify_load_balance(model, replace(balance, top_k=1))
+
+
+def test_what_the_argument_says_goes_before_the_config():
+    model = mixture(router_aux_loss_coef=0.25)
+    assert load_balance_of(model, None).coefficient == 0.25
+    assert load_balance_of(model, 0.5).coefficient == 0.5
+    assert load_balance_of(model, 0.0) is None
+    assert load_balance_of(mixture(router_aux_loss_coef=0.0), None) is None
+    assert load_balance_of(tiny_model(), None) is None
+    with pytest.raises(ArgumentError, match=r"router_aux_loss_coef=0\.1 has no effect: Qwen2ForCausalLM"):
+        load_balance_of(tiny_model(), 0.1)

@@ -1,0 +1,88 @@
+"""Every trainer adds a mixture of experts' load-balancing loss, whatever its config's flag says, and logs it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+import lowpeak
+from lowpeak.errors import ArgumentError
+from tiny import char_tokenizer, tiny_experts, tiny_model
+
+SMALL = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 2,
+    "logging_steps": 1,
+    "learning_rate": 1e-2,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "micro_batch_tokens": 40,
+    "logprob_chunk_size": 64,
+}
+ONLINE = {"num_generations": 4, "max_completion_length": 5}
+ARGUMENTS = {
+    "GRPO": {**ONLINE, "num_iterations": 2},
+    "RLOO": {**ONLINE, "beta": 0.0},
+    "PPO": {**ONLINE, "beta": 0.0},
+    "OnlineDPO": ONLINE,
+    "SFT": {},
+}
+
+
+def digits(completions, **columns):
+    return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
+
+
+def trainer(tmp_path, name, model, **changes):
+    data = [{"prompt": f"{i % 10}{i * 7 % 10}=", **({"completion": "12"} if name == "SFT" else {})} for i in range(16)]
+    args = getattr(lowpeak, f"{name}Config")(output_dir=str(tmp_path), **{**SMALL, **ARGUMENTS[name], **changes})
+    rewards = {} if name == "SFT" else {"reward_funcs": digits}
+    kind = getattr(lowpeak, f"{name}Trainer")
+    tokenizer = char_tokenizer()
+    return kind(model, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer, **rewards)
+
+
+def steps_of(run):
+    run.train()
+    return [row for row in run.state.log_history if "loss" in row]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_trainer_trains_with_it_and_logs_it(tmp_path, name):
+    with_it, without = (
+        steps_of(
+            trainer(tmp_path / str(weight), name, tiny_experts(router_aux_loss_coef=0.5), router_aux_loss_coef=weight)
+        )
+        for weight in (None, 0.0)
+    )
+    assert all(2.0 <= row["aux_loss"] < 4.0 for row in with_it)  # k experts of E: 2 is balance
+    assert all("aux_loss" not in row for row in without)
+    assert with_it[0]["loss"] == pytest.approx(without[0]["loss"] + 0.5 * with_it[0]["aux_loss"], abs=1e-5)
+
+
+def test_micro_batches_change_neither_it_nor_the_weights(tmp_path):
+    ends = []
+    for number in (20, 512):
+        changes = {"micro_batch_tokens": number, "router_aux_loss_coef": 0.5, "optim": "sgd"}
+        run = trainer(tmp_path / str(number), "SFT", tiny_experts(), **changes)
+        ends.append((steps_of(run)[-1]["aux_loss"], [p.detach().clone() for p in run.model.parameters()]))
+    assert ends[0][0] == pytest.approx(ends[1][0], rel=1e-5)
+    for one, other in zip(ends[0][1], ends[1][1], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+def test_a_model_that_reports_router_logits_generates_and_evaluates_with_it(tmp_path):
+    model = tiny_experts(output_router_logits=True, router_aux_loss_coef=0.5)
+    run = trainer(tmp_path, "GRPO", model, beta=0.1)
+    assert all(row["aux_loss"] >= 2.0 for row in steps_of(run))
+    sft = trainer(tmp_path, "SFT", tiny_experts(router_aux_loss_coef=0.5))
+    plain = trainer(tmp_path, "SFT", tiny_experts(), router_aux_loss_coef=0.0)
+    found, without = (each.evaluate(each.train_dataset) for each in (sft, plain))
+    assert found["eval_loss"] == pytest.approx(without["eval_loss"] + 0.5 * found["eval_aux_loss"], abs=1e-5)
+
+
+def test_a_model_without_experts_takes_no_weight_of_it(tmp_path):
+    with pytest.raises(ArgumentError, match="router_aux_loss_coef"):
+        trainer(tmp_path, "GRPO", tiny_model(), router_aux_loss_coef=0.1)
