@@ -149,6 +149,9 @@ SHOWN_BY = {
     "eos_token": "test_special_tokens_can_be_named",
     "pad_token": "test_special_tokens_can_be_named",
     "chat_template_path": "test_a_chat_template_comes_from_a_file",
+    "packing": "test_packing_is_the_layout_without_padding_or_an_error",
+    "packing_strategy": "test_a_packing_that_would_change_what_is_learned_is_refused",
+    "eval_packing": "test_eval_packing_changes_nothing_and_says_so",
     # reward models
     "center_rewards_coefficient": "test_centering_draws_rewards_to_zero",
 }

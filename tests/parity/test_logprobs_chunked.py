@@ -102,6 +102,36 @@ def test_odd_shapes_equal_the_definition(way, num_tokens, num_ids):
         torch.testing.assert_close(ours, naive)
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("graph", [True, False], ids=["graph", "no graph"])
+@pytest.mark.parametrize("name", ["plain", "scale", "everything"])
+def test_a_target_is_top_1_where_no_logit_is_greater_and_all_else_stays(way, graph, name):
+    leaves, targets, weights = inputs(num_ids=5, dtype=torch.float32)
+    logits = torch.nn.functional.linear(*leaves)
+    targets[::2] = logits[::2].argmax(-1)
+    is_top1 = torch.empty(len(targets), dtype=torch.bool)
+    settings = replace(SETTINGS[name], is_top1_T=is_top1)
+    with torch.set_grad_enabled(graph):
+        unasked = way(leaves, targets, weights, SETTINGS[name])
+        asked = way(leaves, targets, weights, settings)
+        if graph:
+            asked[0].backward()
+    assert torch.equal(is_top1, logits.argmax(-1) == targets)
+    assert is_top1[::2].all()
+    assert not is_top1.all()
+    for one, other in zip(asked, unasked, strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_target_that_ties_with_the_greatest_logit_is_top_1(way):
+    hidden, weight = torch.ones(3, D), torch.ones(4, D)
+    weight[3] = -1
+    is_top1 = torch.empty(3, dtype=torch.bool)
+    way([hidden, weight, None], torch.tensor([0, 2, 3]), torch.zeros(3), ChunkSettings(2, is_top1_T=is_top1))
+    assert is_top1.tolist() == [True, True, False]
+
+
 def test_gradcheck_passes_for_the_recomputed_version():
     leaves, targets, _ = inputs(num_tokens=3, num_ids=5)
     settings = ChunkSettings(2, 0.8, HeadScale(0.9, 1.7), entropy=True, entropy_grad=True)

@@ -135,6 +135,19 @@ def test_values_and_all_parameter_gradients_equal_those_of_full_logits(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_the_answer_says_whether_a_target_is_the_likeliest_token_where_that_is_asked(family):
+    model, (ids, positions, targets) = make(family), batch()
+    with torch.no_grad():
+        likeliest = model(input_ids=ids).logits.flatten(0, 1)[positions].argmax(-1)
+    targets = torch.where(torch.arange(9) % 2 == 0, likeliest, targets)
+    install_head(model)
+    for options in ({}, {"loss": token_loss}):
+        answer = model(input_ids=ids, head_request=ask((ids, positions, targets), top1=True, **options))
+        assert torch.equal(answer["top1"], likeliest == targets)
+        assert not answer["top1"].all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_the_start_up_check_passes(family):
     assert verify_head(install_head(make(family))) < 1e-5
 

@@ -27,6 +27,7 @@ def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
         loss=dft_loss if loss_type == "dft" else supervised_loss,
         measure=measure_supervised,
         idle=False,
+        top1=True,
     )
 
 

@@ -33,10 +33,7 @@ REJECTED: dict[str, str] = {
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
     "dataset_num_proc": "rows are tokenised as they are needed; remove it",
-    "packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "packing_strategy": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "eval_packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "dataset_kwargs": "prepare the data set before it is passed in; remove it",
+    "dataset_kwargs": "prepare the data set before it is passed in (rows with input_ids are taken as they are); remove it",
     "truncation_mode": "rows longer than max_length are cut at their end; remove it",
 }
 
@@ -59,9 +56,6 @@ TRL_DEFAULTS: dict[str, Any] = {
     "log_completions_hub_repo": None,
     "reward_model_path": None,
     "dataset_num_proc": None,
-    "packing": False,
-    "packing_strategy": "bfd",
-    "eval_packing": None,
     "dataset_kwargs": None,
     "truncation_mode": "keep_start",
     "per_device_eval_batch_size": 8,

@@ -56,17 +56,52 @@ def resolve_common(args: Any) -> MemorySettings:
         "share_prompt=True with padding_free=False: rows that share a prompt stand in one row without padding; remove "
         "padding_free=False, or share_prompt=True.",
     )
+    _check_packing(args)
     return MemorySettings(
         micro_batch_tokens=args.micro_batch_tokens,
         logprob_chunk_size=args.logprob_chunk_size,
         kv_cache_bytes=getattr(args, "kv_cache_bytes", None),
         pad_to_multiple_of=padding_multiple(args.pad_to_multiple_of) or 1,
         padding_free=args.padding_free,
+        packing=getattr(args, "packing", False),
         share_prompt=share_prompt,
         activation_offloading=args.activation_offloading,
         gather_budget=resolve_gather_budget(args),
         frozen_on_host=getattr(args, "offload_frozen_models", False),
         idle_on_host=getattr(args, "offload_during_rollout", False),
+    )
+
+
+_STRATEGIES = {
+    "bfd_split": "a row's end would go on without what comes before it; split long rows beforehand, or raise max_length",
+    "wrapped": "rows would be split anywhere and would see one another; join the texts beforehand",
+}
+
+
+def _check_packing(args: Any) -> None:
+    """Refuse what TRL's packing does to rows and lowpeak does not; warn of what is counted in another way."""
+    packing, strategy = getattr(args, "packing", False), getattr(args, "packing_strategy", "bfd")
+    if getattr(args, "eval_packing", None) is not None:
+        logger.warning(
+            "eval_packing=%s changes nothing: an evaluation's numbers are of tokens, and its rows never see one another.",
+            args.eval_packing,
+        )
+    refuse_idle(args, ("packing_strategy",), packing or strategy == "bfd", "packing is off; remove it")
+    if not packing:
+        return
+    strategy = {"bfd-requeue": "bfd_split"}.get(strategy, strategy)
+    require(
+        strategy == "bfd",
+        f"packing_strategy={strategy!r} is none of lowpeak's: {_STRATEGIES.get(strategy, 'it is unknown')}; use 'bfd'.",
+    )
+    require(
+        args.padding_free is not False,
+        "packing=True with padding_free=False: packed rows stand one after another without padding; remove one of them.",
+    )
+    logger.warning(
+        "packing=True: rows stand one after another without padding, and a step takes per_device_train_batch_size x "
+        "gradient_accumulation_steps x ranks rows of the data set, where TRL takes as many packed sequences of max_length "
+        "tokens; raise per_device_train_batch_size to train on as many tokens a step."
     )
 
 

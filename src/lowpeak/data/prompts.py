@@ -174,6 +174,12 @@ def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> Non
         )
 
 
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many tokens, or characters, both begin with."""
+    parts = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(parts, min(len(one), len(other)))
+
+
 def check_columns(row: Any, where: str) -> None:
     """Raise DataError unless the row has a `prompt`, and no column that a reward or lowpeak could not take."""
     if not isinstance(row, Mapping):

@@ -330,6 +330,15 @@ class SFTConfig(OfflineConfig):
     loss_type: str = argument(
         "nll", "algorithm", "nll (negative log-likelihood), or dft (weighed by the token's probability)."
     )
+    packing: bool = argument(
+        False,
+        "data",
+        "Rows one after another without padding, as they are by default; True: an error where they cannot.",
+    )
+    packing_strategy: str = argument(
+        "bfd", "data", "With packing: 'bfd', which cuts rows longer than max_length at their end."
+    )
+    eval_packing: bool | None = argument(None, "data", "Changes nothing: evaluation lays rows as training does.")
 
 
 def use_one_device(args: TrainingArguments) -> None:

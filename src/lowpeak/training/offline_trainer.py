@@ -32,8 +32,10 @@ from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_tokenizer, upcast_trainable
+from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
+from lowpeak.training.step import measure_step
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
@@ -50,7 +52,7 @@ class OfflineTrainer(StepTrainer):
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
     unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
 
-    A thin trainer says how its model is loaded, how a row is read, what its algorithm is and what an evaluation measures.
+    A thin trainer says how its model is loaded, how a row is read and what its algorithm is.
     """
 
     config_class: ClassVar[type[CommonConfig]]
@@ -81,9 +83,14 @@ class OfflineTrainer(StepTrainer):
         """The records of a whole data set, those left out counted in the log."""
         raise AssertionError("a thin trainer says how an evaluation's data is read")
 
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """What an evaluation says of its records, of which `work` is this rank's share; the loss among it."""
-        raise AssertionError("a thin trainer says what an evaluation measures")
+    def measured(self, work: StepWork) -> dict[str, float]:
+        """Measure the loss and the algorithm's metrics over all ranks' work; `num_tokens` counts those trained on so far."""
+        run = self.run
+        ranks = run.strategy.ranks
+        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, run.algorithm, run.core, ranks)
+        numbers = read_metrics(Readout(loss, metrics), None, ranks)
+        values = {name: metric.value() for name, metric in numbers.metrics.items()}
+        return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
 
     def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
         """Return what `compute_metrics` gets of an evaluation's records, the same on every rank."""
@@ -196,7 +203,7 @@ class OfflineTrainer(StepTrainer):
             start = time.perf_counter()
             work = self._work(records)
             self.model_wrapped.eval()
-            measured = self.measured(work, records)
+            measured = self.measured(work)
             predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
                 with ranks.together():

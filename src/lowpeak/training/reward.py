@@ -24,9 +24,8 @@ from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.heads import SCORES, Head
 from lowpeak.training.models import from_pretrained, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.reward_arguments import RewardConfig
-from lowpeak.training.step import measure_step, score
+from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
@@ -88,15 +87,6 @@ class RewardTrainer(OfflineTrainer):
     def read(self, data: Any) -> list[Record]:
         """The pairs that are not left out."""
         return read_pairs(data, self.reader)
-
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """Loss, accuracy, margin and rewards, over all pairs."""
-        run = self.run
-        loss, metrics = measure_step(
-            self.model_wrapped, work.micro_batches, run.algorithm, run.core, run.strategy.ranks
-        )
-        numbers = read_metrics(Readout(loss, metrics), None, run.strategy.ranks)
-        return {"loss": float(numbers.loss), **{name: metric.value() for name, metric in numbers.metrics.items()}}
 
     def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
         """Return the scores of every pair, formed in a forward pass beside that of the loss."""

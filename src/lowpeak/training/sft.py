@@ -13,14 +13,12 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.counted import num_counted
 from lowpeak.data.supervised import SupervisedReader, read_records
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
 from lowpeak.training.models import load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
@@ -31,7 +29,7 @@ _PREPROCESS = (
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trains a language model on prompt-completion, conversational or text rows; TRL's constructor.
+    """Trains a language model on prompt-completion, conversational, text or tokenized rows; TRL's constructor.
 
     from lowpeak import SFTConfig, SFTTrainer
 
@@ -42,7 +40,7 @@ class SFTTrainer(OfflineTrainer):
     """
 
     config_class: ClassVar[type[CommonConfig]] = SFTConfig
-    columns: ClassVar[str] = "prompt and completion, messages, or text"
+    columns: ClassVar[str] = "prompt and completion, messages, text, or input_ids"
 
     def __init__(
         self,
@@ -115,14 +113,6 @@ class SFTTrainer(OfflineTrainer):
     def read(self, data: Any) -> list[Record]:
         """The rows of which a token counts."""
         return read_records(data, self.reader)
-
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """The loss: minus the mean log-prob of the counted tokens."""
-        scored = score(self.model_wrapped, work.micro_batches, self.run.core)
-        kept = [result for batch, result in zip(work.micro_batches, scored, strict=True) if batch.record_indices]
-        found = [float(result.logprobs_T.sum()) for result in kept if result.logprobs_T is not None]
-        total = self.run.strategy.ranks.sum([sum(found)])[0]
-        return {"loss": -total / max(1, sum(num_counted(record) for record in records))}
 
     def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
         """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as transformers pads them."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm
+from lowpeak.algorithms.measure import measure_top1
 from lowpeak.attention.install import forward_arguments
 from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.logprobs.head import HeadRequest
@@ -133,6 +134,7 @@ def loss_of(
         promised_scale=promised_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
+        top1=algorithm.top1,
         routing=routing,
     )
     terms = _terms(out, batch.tokens, algorithm)
@@ -200,6 +202,8 @@ def _policy_term(
             policy_loss = loss.detach() + _entropy_bonus(seen_entropy_T, tokens)
             metrics["policy_loss"] = Metric(policy_loss, tokens.batch_share)
             metrics[ENTROPY_COEF] = Metric(tokens.coefficients[ENTROPY_COEF])
+        if "top1" in out:
+            metrics |= measure_top1(out["top1"], tokens)
         return loss, metrics
 
 
