@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0  # no child takes longer: one that does is stuck, and fails its test
+SECONDS = 240.0  # no child takes longer, even beside others' work: one that does is stuck, and fails its test
 KILLED = -signal.SIGKILL
 
 

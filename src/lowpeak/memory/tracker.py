@@ -206,7 +206,7 @@ def free_host_bytes(root: Path) -> int:
     """MemAvailable below `root`'s proc, bounded by the limit minus the use of each cgroup that the process is in."""
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():
-        import psutil  # type: ignore[import-untyped]  # accelerate brings it; Linux needs none
+        import psutil  # type: ignore[import-untyped]  # Linux needs none
 
         return int(psutil.virtual_memory().available)
     return min([_kilobytes(meminfo, "MemAvailable"), *_cgroup_headrooms(root)])
