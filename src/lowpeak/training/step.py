@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Algorithm, ValueTerm
-from lowpeak.attention.install import forward_arguments
+from lowpeak.attention.install import forward_arguments, padded_rows
 from lowpeak.logprobs.head import HeadRequest
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 from lowpeak.strategies.strategy import Strategy
@@ -155,8 +155,11 @@ def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) 
         chunk_size=core.chunk_size,
         **wishes,  # type: ignore[arg-type]
     )
-    seen = {} if batch.forest is None else forward_arguments(batch.forest, core.device)
-    return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
+    if batch.forest is not None:
+        seen = forward_arguments(batch.forest, core.device)
+        return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
+    with padded_rows():
+        return model(input_ids=batch.input_ids_BL, head_request=request)
 
 
 def _scored(out: Mapping[str, Tensor]) -> Scored:
