@@ -25,7 +25,9 @@ def spread(completions, **columns):
     return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
 """
 ROWS = 16
-ORPHANS_S = 60  # an orphan that does not end by itself is killed after 30, and then its log does not say that all is saved
+ORPHANS_S = (
+    60  # an orphan that does not end by itself is killed after 30, and then its log does not say that all is saved
+)
 START_S = 300  # until a run has started, or has ended that trains a few steps; on a machine that others use, too
 
 

@@ -30,6 +30,7 @@ from lowpeak.journal import Journal
 from lowpeak.loading import give_room
 from lowpeak.logprobs.head import causal_lm, install_head
 from lowpeak.logprobs.verify import verify_load_balance
+from lowpeak.memory.devices import has_memory
 from lowpeak.memory.offload import activation_offload
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
@@ -313,7 +314,7 @@ def _check_offloading(parts: OnlineParts, device: torch.device, world_size: int)
             "sync_ref_model=True cannot act beside offload_frozen_models=True on one device: what waits in host memory is not "
             "averaged there; remove one of them."
         )
-    if device.type == "cpu":
+    if not has_memory(device):
         raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
     if not _has_frozen(parts):
         raise ArgumentError(

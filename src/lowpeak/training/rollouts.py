@@ -306,18 +306,16 @@ class RolloutMaker:
 
     def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]) -> Scores:
         """The policy's pass and the reference's, each only where something needs it."""
-        found: Scores = {}
+        passes: dict[str, list[Scored]] = {}
         if needs & {"old", "entropy", "values"}:
             wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
             wishes["logprobs"] = bool(needs & {"old", "entropy"})
-            scored = score(self.model(), batches, self.core, **wishes)
-            _note(found, records, batches, scored, "old")
+            passes["old"] = score(self.model(), batches, self.core, **wishes)
         if "reference" in needs:
             assert self.reference is not None
             with self.reference.use():
-                scored = score(self.reference.model or self.model(), batches, self.core)
-            _note(found, records, batches, scored, "reference")
-        return found
+                passes["reference"] = score(self.reference.model or self.model(), batches, self.core)
+        return _read_scores(records, batches, passes)
 
 
 def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:
@@ -336,17 +334,26 @@ def _filled(record: Record, found: Mapping[str, Tensor], needs: frozenset[Need])
     return replace(record, old=old, reference=reference, entropy=entropy, values=values)
 
 
-def _note(
-    found: Scores, records: Sequence[Record], batches: Sequence[MicroBatch], scored: Sequence[Scored], name: str
-) -> None:
-    """Put what a pass gave into each row's values: log-probs under `name`, entropies and values where there are any."""
-    for batch, result in zip(batches, scored, strict=True):
-        lengths = torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
-        given = {name: result.logprobs_T, "entropy": result.entropy_T, "values": result.values_T}
-        columns = {column: values.cpu().split(lengths) for column, values in given.items() if values is not None}
-        for row, index in enumerate(batch.record_indices):
-            values = {column: scatter(records[index], parts[row]) for column, parts in columns.items()}
-            found.setdefault(index, {}).update(values)
+def _read_scores(
+    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Scored]]
+) -> Scores:
+    """Return what the passes gave, row by row, by one read of the device: log-probs by the pass's name, entropies, values."""
+    found: Scores = {}
+    places: list[tuple[int, str]] = []
+    lengths: list[int] = []
+    columns: list[Tensor] = []
+    for name, scored in passes.items():
+        for batch, result in zip(batches, scored, strict=True):
+            given = {name: result.logprobs_T, "entropy": result.entropy_T, "values": result.values_T}
+            for column, values in given.items():
+                if values is not None and batch.record_indices:
+                    places += [(index, column) for index in batch.record_indices]
+                    lengths += torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
+                    columns.append(values.float())
+    if columns:
+        for (index, column), values in zip(places, torch.cat(columns).cpu().split(lengths), strict=True):
+            found.setdefault(index, {})[column] = scatter(records[index], values)
+    return found
 
 
 def _useful(batches: Sequence[MicroBatch]) -> Metric:

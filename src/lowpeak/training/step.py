@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm
 from lowpeak.algorithms.measure import measure_top1
-from lowpeak.attention.install import forward_arguments
+from lowpeak.attention.install import forward_arguments, padded_rows
 from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.logprobs.head import HeadRequest
 from lowpeak.ranks import Ranks
@@ -252,8 +252,11 @@ def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) 
         chunk_size=core.chunk_size,
         **wishes,  # type: ignore[arg-type]
     )
-    seen = {} if batch.forest is None else forward_arguments(batch.forest, core.device)
-    return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
+    if batch.forest is not None:
+        seen = forward_arguments(batch.forest, core.device)
+        return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
+    with padded_rows():
+        return model(input_ids=batch.input_ids_BL, head_request=request)
 
 
 def _scored(out: Mapping[str, Tensor]) -> Scored:

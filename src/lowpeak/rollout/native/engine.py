@@ -12,6 +12,7 @@ from torch import nn
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
+from lowpeak.memory.devices import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm
 from lowpeak.rollout.native.batch import Batch
@@ -91,8 +92,8 @@ class NativeEngine:
 
     def sleep(self) -> None:
         """Give back what torch's allocator kept of the last rollout's memory; a call's cache ends with the call."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self._device is not None and has_memory(self._device):
+            torch.get_device_module(self._device).empty_cache()
 
     def wake(self) -> None:
         """Nothing to do: the policy is always there."""
