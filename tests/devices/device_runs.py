@@ -117,10 +117,9 @@ def trained_adapter() -> nn.Module:
 
 def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     """A user's own generation."""
-    rows = [prompt for prompt in prompts for _ in range(ONLINE["num_generations"])]
-    ids = [[2 + (i * 7 + len(row)) % 9, 3, 5, TOKENIZER.eos_token_id] for i, row in enumerate(rows)]
+    ids = [[2 + (i * 7 + len(prompt)) % 9, 3, 5, TOKENIZER.eos_token_id] for i, prompt in enumerate(prompts)]
     return {
-        "prompt_ids": [TOKENIZER(prompt)["input_ids"] for prompt in rows],
+        "prompt_ids": [TOKENIZER(prompt)["input_ids"] for prompt in prompts],
         "completion_ids": ids,
         "logprobs": [[-1.5] * len(row) for row in ids],
         "env_mask": [[1, 1, 0, 1] for _ in ids],
