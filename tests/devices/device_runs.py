@@ -184,7 +184,7 @@ ALGORITHMS: dict[str, Case] = {
     "grpo, rows one after another": Case(args={"share_prompt": False, **KL}),
     "grpo, prompts shared": Case(args={"share_prompt": True, **KL}),
     "grpo, a sliding window": Case(args=KL, model=sliding),
-    "grpo, without checkpointing": Case(args={"gradient_checkpointing": False, "cast_lm_head_to_fp32": True}),
+    "grpo, without checkpointing": Case(args={"gradient_checkpointing": False}),
     "rloo": Case("rloo", args=TWICE),
     "rloo, normalised": Case("rloo", args={"normalize_advantages": True, "beta": 0.0}),
     "ppo, a head": Case("ppo", args={"critic": "head", **KL}),

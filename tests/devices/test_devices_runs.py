@@ -12,10 +12,14 @@ from children import succeed
 SECONDS = 140.0  # for a process on a busy machine; alone it takes 2 to 8
 
 
+# Attention's on the CPU's way are none on a GPU. accelerate uploads each layer of a model that waits on the host.
+WAITS = ("attention/calls.py", "accelerate/utils/modeling.py")
+
+
 def waits_in_passes(waits):
-    """Copies to the device that a host waits for while it scores or trains; attention's on the CPU's way are none on a GPU."""
+    """Copies to the device that the host waits for while it scores or trains, but for those of `WAITS`."""
     return [
-        line for line in waits if line.startswith(("phase score", "phase train")) and "attention/calls.py" not in line
+        line for line in waits if line.startswith(("phase score", "phase train")) and not any(w in line for w in WAITS)
     ]
 
 

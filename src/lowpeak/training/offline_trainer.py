@@ -188,13 +188,13 @@ class OfflineTrainer(StepTrainer):
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """What the algorithm measures on one data set, each number under `prefix`, and how long it took."""
-        return self._evaluate(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
+        return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
         """Return the predictions and labels of a data set, as `compute_metrics` gets them, with the metrics of `evaluate`."""
-        return self._evaluate(test_dataset, metric_key_prefix, predicts=True)
+        return self._measure_and_predict(test_dataset, metric_key_prefix, predicts=True)
 
-    def _evaluate(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
+    def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
         check_cut(self.run.strategy, self.model_wrapped)
         with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
