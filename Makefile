@@ -1,5 +1,6 @@
 # make quickstart   see reinforcement learning work, in minutes on two CPU cores
 # make test         lint, types and tests
+# make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
 # Each makes its environment on its first run and installs nothing on the next.
 
@@ -15,15 +16,18 @@ VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-chec
 WORKERS ?= 2
 SEED ?= 0
 ALGORITHM ?= grpo
+# torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
+KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
 
 export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart test test-vllm lint types unit format clean
+.PHONY: help quickstart test test-kernels test-vllm lint types unit format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,4p' Makefile
+	@sed -n 's/^# \{0,1\}//;1,5p' Makefile
 
 $(CORE): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -63,12 +67,15 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/distributed --ignore tests/vllm
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/distributed --ignore tests/with_vllm
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/distributed
+
+test-kernels: $(READY)
+	$(KERNELS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(NUMBERS)
 
 test-vllm: $(VLLM_READY)
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
-		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/vllm
+		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm
 
 format: $(READY)
 	$(BIN)/ruff check --fix .

@@ -47,10 +47,10 @@ class InsideVllm:
 def engine(model: Any, folder: Path, **options: Any) -> Iterator[InsideVllm]:
     """vLLM with the weights that `model` has now; freed afterwards."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     import lowpeak.rollout.vllm.weights.extension  # noqa: F401 - before the model is loaded
-    from vllm import LLM
 
     model.save_pretrained(folder)
     given = {

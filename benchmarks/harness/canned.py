@@ -29,13 +29,13 @@ def canned_ids(tokenizer: Any, prompt: str, number: int) -> list[int]:
 
 
 def our_rollouts(prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:
-    """lowpeak's `rollout_func`: each prompt comes once."""
+    """lowpeak's `rollout_func`: each prompt comes once per completion."""
     tokenizer = trainer.processing_class
-    rows = [(prompt, canned_ids(tokenizer, prompt, n)) for prompt in prompts for n in range(NUM_GENERATIONS)]
+    rows = [canned_ids(tokenizer, prompt, i % NUM_GENERATIONS) for i, prompt in enumerate(prompts)]
     return {
-        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt, _ in rows],
-        "completion_ids": [ids for _, ids in rows],
-        "logprobs": [[0.0] * len(ids) for _, ids in rows],  # on-policy, nothing reads them
+        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": rows,
+        "logprobs": [[0.0] * len(ids) for ids in rows],  # on-policy, nothing reads them
     }
 
 

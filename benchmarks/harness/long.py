@@ -41,7 +41,7 @@ def make_trainer(request: LongRequest, folder: str) -> Any:
     draw = random.Random(0)
 
     def rollout(prompts: Sequence[str], trainer: Any) -> dict[str, list[Any]]:
-        ids = [trainer.processing_class(p)["input_ids"] for p in prompts for _ in range(request.num_generations)]
+        ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
         completions = [draw.choices(range(2, request.vocabulary), k=request.length) for _ in ids]
         return {"prompt_ids": ids, "completion_ids": completions, "logprobs": [[0.0] * request.length for _ in ids]}
 

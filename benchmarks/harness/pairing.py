@@ -119,12 +119,12 @@ def portions(request: PairRequest) -> Iterator[list[int]]:
 
 
 def our_countdowns(prompts: Sequence[str], trainer: Any, lengths: Sequence[int]) -> dict[str, list[Any]]:
-    """lowpeak's `rollout_func`: each prompt comes once."""
+    """lowpeak's `rollout_func`: each prompt comes once per completion."""
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     completions = list(map(shapes.countdown, lengths))
     logprobs = [[0.0] * len(row) for row in completions]  # nothing reads them
     return {
-        "prompt_ids": [row for row in ids for _ in range(PAIR)],
+        "prompt_ids": ids,
         "completion_ids": completions,
         "logprobs": logprobs,
     }

@@ -136,11 +136,11 @@ def make_trainer(request: StepRequest, lengths: list[list[int]]) -> Any:
 
 
 def our_countdowns(prompts: Sequence[str], trainer: Any, given: Any) -> dict[str, list[Any]]:
-    """lowpeak's `rollout_func`: each prompt comes once."""
+    """lowpeak's `rollout_func`: each prompt comes once per completion."""
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     completions = list(map(shapes.countdown, next(given)))
     return {
-        "prompt_ids": [row for row in ids for _ in range(shapes.NUM_GENERATIONS)],
+        "prompt_ids": ids,
         "completion_ids": completions,
         "logprobs": [[0.0] * len(row) for row in completions],  # on-policy, nothing reads them
     }

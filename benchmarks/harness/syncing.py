@@ -137,8 +137,9 @@ class Inside:
     in_process = True
 
     def __init__(self, folder: str, dtype: str) -> None:
-        import lowpeak.rollout.vllm.weights.extension  # noqa: F401 - before the model is loaded
         from vllm import LLM
+
+        import lowpeak.rollout.vllm.weights.extension  # noqa: F401 - before the model is loaded
 
         extension = "lowpeak.rollout.vllm.weights.extension.Extension"
         sizes = {"max_model_len": 128, "max_num_seqs": 4, "kv_cache_memory_bytes": 16 << 20}

@@ -90,7 +90,7 @@ def train_judge(start: Path, folder: Path, seed: int, steps: int, rows: int = 64
         disable_tqdm=True,
         seed=seed,
     )
-    trainer = RewardTrainer(str(start), args, noisy_sort.make_preferences(steps * rows, seed, hard=True))
+    trainer = RewardTrainer(str(start), args, train_dataset=noisy_sort.make_preferences(steps * rows, seed, hard=True))
     trainer.train()
     trainer.save_model()
 

@@ -20,6 +20,7 @@ _WHERE = {
     "RewardTrainer": "lowpeak.training.reward",
     "SFTConfig": "lowpeak.training.arguments",
     "SFTTrainer": "lowpeak.training.sft",
+    "generate_rollout_completions": "lowpeak.rollout.function",
 }
 
 __all__ = sorted([*_WHERE, "__version__"])

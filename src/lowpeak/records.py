@@ -27,13 +27,15 @@ class Prompt:
     """One prompt of a rollout.
 
     `serial` counts the prompts drawn in the run: it is unique within a run, and it is what the sampling hash uses.
-    `source` is the prompt as the data set gave it (a string or a list of messages), which is what rewards see.
+    `source` is the prompt as the data set gave it (a string or a list of messages), which is what rewards see. `begun` is the
+    text of its last message if completions continue that.
     """
 
     serial: int
     ids: tuple[int, ...]
     source: str | list[dict[str, Any]]
     columns: Mapping[str, Any] = field(default_factory=dict)
+    begun: str = ""
 
     @property
     def conversational(self) -> bool:
@@ -59,6 +61,11 @@ class Completion:
 
     def __len__(self) -> int:
         return self.ids.numel()
+
+    @property
+    def num_written(self) -> int:
+        """Tokens that the policy wrote, by the completion's own mask."""
+        return int(self.loss_mask.count_nonzero())
 
 
 @dataclass(frozen=True)

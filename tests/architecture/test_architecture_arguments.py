@@ -43,6 +43,7 @@ SHOWN_BY = {
     "num_generations": "test_a_rollout_holds_what_trls_does_and_serves_as_many_steps",
     "num_generations_eval": "test_several_evaluation_sets_are_reported_under_their_names",
     "max_completion_length": "test_each_value_that_is_ours_reaches_what_it_is_for",
+    "max_new_tokens": "test_an_argument_that_is_said_twice_must_be_said_alike",
     "generation_batch_size": "test_generation_batch_size_says_the_same_in_completions",
     "steps_per_generation": "test_a_rollout_serves_its_iterations_and_steps",
     "temperature": "test_each_member_of_the_family_trains_other_weights",
@@ -145,6 +146,12 @@ SHOWN_BY = {
     "max_length": "test_supervised_arguments_reach_the_reader",
     "completion_only_loss": "test_supervised_arguments_reach_the_reader",
     "assistant_only_loss": "test_supervised_arguments_reach_the_reader",
+    "eos_token": "test_special_tokens_can_be_named",
+    "pad_token": "test_special_tokens_can_be_named",
+    "chat_template_path": "test_a_chat_template_comes_from_a_file",
+    "packing": "test_packing_is_the_layout_without_padding_or_an_error",
+    "packing_strategy": "test_a_packing_that_would_change_what_is_learned_is_refused",
+    "eval_packing": "test_eval_packing_changes_nothing_and_says_so",
     # reward models
     "center_rewards_coefficient": "test_centering_draws_rewards_to_zero",
 }

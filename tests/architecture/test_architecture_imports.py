@@ -60,7 +60,7 @@ RULES = {
         _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
     ),
     "rewards, data, memory's measurements and the journal know no trainer": Rule(
-        _rooms("rewards", "data", "memory.tracker", "memory.offload", "memory.resting", "journal"),
+        _rooms("rewards", "data", "memory.devices", "memory.tracker", "memory.offload", "memory.resting", "journal"),
         _rooms("strategies", "rollout", "training", "algorithms"),
     ),
     "engines know no algorithm, trainer or named strategy": Rule(

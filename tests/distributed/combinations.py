@@ -91,10 +91,9 @@ SHORT = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "save_strate
 def from_its_text(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     """A `rollout_func` whose completions are told by the prompt, the step and their number, whatever rank is asked."""
     tokenizer, number = trainer.processing_class, trainer.num_generations
-    asked = [(prompt, f"{prompt}/{trainer.state.global_step}/{i}") for prompt in prompts for i in range(number)]
-    rows = [written(name) for _, name in asked]
+    rows = [written(f"{prompt}/{trainer.state.global_step}/{i % number}") for i, prompt in enumerate(prompts)]
     return {
-        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt, _ in asked],
+        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
         "completion_ids": rows,
         "logprobs": [[SAID_LOGPROB] * len(row) for row in rows],
         "env_mask": [[int(i != 1) for i in range(len(row))] for row in rows],

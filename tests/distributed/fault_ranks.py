@@ -122,7 +122,7 @@ def failing_function(place: Path) -> None:
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         if rank() == 1:
             raise ConnectionError("the sandbox does not answer")
-        rows = len(prompts) * 4
+        rows = len(prompts)
         return {"prompt_ids": [[2]] * rows, "completion_ids": [[3, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
 
     trainer = build("GRPO", place / "function", prepare("ddp"), rollout_func=rollout_func)
@@ -431,7 +431,7 @@ def have_nothing(place: Path, strategy: str) -> None:
     error = error_of(judged.train)
 
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        rows = len(prompts) * 4
+        rows = len(prompts)
         return {"prompt_ids": [[2, 3]] * rows, "completion_ids": [[4, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
 
     arguments.pop("beta")

@@ -16,7 +16,7 @@ from typing import Any
 
 from spawn import QUIET, free_port
 
-SECONDS = 60.0  # no rank takes longer: one that does hangs, and fails its test
+SECONDS = 240.0  # no rank takes longer, even beside others' work: one that does hangs, and fails its test
 
 
 @dataclass(frozen=True)

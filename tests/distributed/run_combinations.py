@@ -13,6 +13,8 @@ from combinations import cases_of, make, name_of
 from run_numbers import weights_of
 from safetensors import safe_open
 
+MEASURED = ("eval_reward", "eval_loss", "eval_entropy", "eval_reward_std", "eval_frac_reward_zero_std")
+
 
 def run(case: dict[str, str], folder: Path) -> dict[str, Any]:
     """Train, evaluate and save one combination: its weights before and after, its numbers, what was saved."""
@@ -25,7 +27,7 @@ def run(case: dict[str, str], folder: Path) -> dict[str, Any]:
         "before": before,
         "after": weights_of(trainer),
         "steps": [(row["loss"], row["grad_norm"]) for row in history if "loss" in row],
-        "evaluations": [row["eval_reward"] for row in history if "eval_reward" in row],
+        "evaluations": [{name: row[name] for name in MEASURED} for row in history if "eval_reward" in row],
         "finite": all(math.isfinite(value) for row in history for value in row.values() if isinstance(value, float)),
         "saved": saved(folder / "checkpoint-3") if trainer.is_world_process_zero() else {},
         "strategy": type(trainer.run.strategy).__name__,

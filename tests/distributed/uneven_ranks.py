@@ -41,13 +41,13 @@ def _trainer(place: Path, case: str, level: str) -> Any:
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         """The case's first pair of completions for the first prompt of the data, the second for others."""
         answer: dict[str, Any] = {"prompt_ids": [], "completion_ids": [], "logprobs": [], "env_mask": []}
-        for prompt in prompts:
-            for i in (0, 1) if prompt in first else (2, 3):
-                ids = [*(LONG if lengths[i] else []), 5 + i, 1]
-                answer["prompt_ids"].append(tokenizer(prompt)["input_ids"])
-                answer["completion_ids"].append(ids)
-                answer["logprobs"].append([-2.0] * len(ids))
-                answer["env_mask"].append([counts[i]] * len(ids))
+        for number, prompt in enumerate(prompts):
+            i = number % 2 + (0 if prompt in first else 2)
+            ids = [*(LONG if lengths[i] else []), 5 + i, 1]
+            answer["prompt_ids"].append(tokenizer(prompt)["input_ids"])
+            answer["completion_ids"].append(ids)
+            answer["logprobs"].append([-2.0] * len(ids))
+            answer["env_mask"].append([counts[i]] * len(ids))
         return answer
 
     arguments = {

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fault_processes import succeed
 from fault_runs import Case, ending, run_alone
+
+from children import succeed
 
 
 @pytest.fixture(scope="session")

@@ -67,10 +67,9 @@ async def short(completions: list[str], **columns: Any) -> list[float | None]:
 def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     """A user's own generation, which draws from torch's global generator and lets an environment write a token."""
     tokenizer = trainer.processing_class
-    rows = [prompt for prompt in prompts for _ in range(ONLINE["num_generations"])]
-    ids = [[*torch.randint(2, len(tokenizer), (3,)).tolist(), 5, tokenizer.eos_token_id] for _ in rows]
+    ids = [[*torch.randint(2, len(tokenizer), (3,)).tolist(), 5, tokenizer.eos_token_id] for _ in prompts]
     return {
-        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in rows],
+        "prompt_ids": [tokenizer(prompt)["input_ids"] for prompt in prompts],
         "completion_ids": ids,
         "logprobs": [[-1.5] * len(row) for row in ids],
         "env_mask": [[1, 1, 1, 0, 1] for _ in ids],

@@ -6,9 +6,10 @@ import resource
 from typing import Any
 
 import pytest
-from fault_processes import succeed
 from fault_runs import STANDARD, Case, checkpoints, ending, run_alone, run_resumed, run_until_error
 from transformers import PrinterCallback, TrainerCallback
+
+from children import succeed
 
 
 class Fill(TrainerCallback):

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fault_kills import opening, renaming
-from fault_processes import call, succeed
 from fault_runs import (
     STANDARD,
     Case,
@@ -24,6 +23,7 @@ from fault_runs import (
 )
 from transformers import TrainerCallback
 
+from children import call, succeed
 from lowpeak.checkpoint.atomic import last_checkpoint
 
 

@@ -6,8 +6,9 @@ import pandas
 import polars
 import pytest
 from fault_kills import kill_in_backward
-from fault_processes import KILLED, call, succeed
 from fault_runs import STANDARD, Case, build, run_resumed
+
+from children import KILLED, call, succeed
 
 
 def run_killed(case: Case, place, step: int) -> None:

@@ -55,7 +55,7 @@ def looks(tmp_path_factory):
     # Above this size memory goes back to the system when it is freed, so that what stays resident is in use.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", COUNT_WHAT_IS_ALIVE, str(tmp_path_factory.mktemp("leak"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     early, late = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"'))
     return early, late

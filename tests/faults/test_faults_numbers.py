@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from fault_processes import succeed
 from fault_runs import STANDARD, Case, build, checkpoints, ending, run_resumed, run_until_error, steps, weights
 from transformers import TrainerCallback
 
+from children import succeed
 from lowpeak.errors import NonFiniteError
 
 BROKEN = "model.layers.1.mlp.up_proj.weight"

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from fault_kills import KILLS, kill_at_event, kill_in_backward, killing_reward, renaming
-from fault_processes import KILLED, call, succeed
 from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, ones, run_alone, run_resumed, short
 
+from children import KILLED, call, succeed
 from lowpeak.errors import CheckpointError
 
 CASES = {

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_processes import succeed
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
+from children import succeed
 from lowpeak.rollout.vllm.scripted import ScriptedVllm
 from lowpeak.rollout.vllm.server import ServerVllm
 from vllms import engine_over, said

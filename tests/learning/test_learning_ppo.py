@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowpeak import PPOConfig, PPOTrainer
 
 PROMPTS, GENERATIONS = 32, 8
-pytestmark = pytest.mark.timeout(900)  # training the reward model takes minutes on a slow processor
+pytestmark = pytest.mark.timeout(1800)  # training the reward model takes minutes on a slow processor
 JUDGE_STEPS = 700
 # A reward model can be fooled, so the policy is held to its start, and the critic begins as the reward model and learns first.
 WAYS = {

@@ -20,6 +20,7 @@ CAPABILITIES = (80, 89, 90)
 FLOATS = ("inner", "outer")
 INTEGERS = ("stride", "narrow_stride", "num_ids")
 READER = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+CHOSEN = {"WITH_BIAS", "WITH_CAP"}
 STATISTICS = {"WITH_BIAS", "WITH_CAP", "WITH_DOT"}
 GRADIENT = {"WITH_BIAS", "WITH_CAP", "WITH_ENTROPY", "WITH_NARROW"}
 
@@ -34,7 +35,7 @@ def usage(
     """
     full = flags["WITH_BIAS"]
     pointers = {"bias": "*bf16" if full else "*fp32", "targets": "*i64", "narrow": "*bf16" if full else "*fp32"}
-    constants = {**flags, "BLOCK": block}
+    constants = {**flags, **({"BLOCK": block} if "BLOCK" in kernel.arg_names else {})}
     signature = {
         name: pointers.get(name, "fp32" if name in FLOATS else "i32" if name in INTEGERS else "*fp32")
         for name in kernel.arg_names
@@ -59,8 +60,12 @@ def read_report(cubin: bytes) -> str:
 
 
 def main() -> None:
-    """The plainest and the fullest variants of both, aligned or not; and one that has too few registers."""
-    kernels = ((triton_kernels._statistics, STATISTICS), (triton_kernels._gradient, GRADIENT))
+    """The plainest and the fullest variants of each, aligned or not; and one that has too few registers."""
+    kernels = (
+        (triton_kernels._chosen, CHOSEN),
+        (triton_kernels._statistics, STATISTICS),
+        (triton_kernels._gradient, GRADIENT),
+    )
     for capability, (kernel, names), full, aligned in itertools.product(
         CAPABILITIES, kernels, (False, True), (False, True)
     ):

@@ -9,7 +9,7 @@ import torch
 
 from lowpeak.logprobs import rows, triton_kernels
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.rows import RowDerivatives, chosen_logits
+from lowpeak.logprobs.rows import RowDerivatives
 
 SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 
@@ -27,12 +27,15 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
     logits = torch.randn(num_rows, num_ids) * 4
     bias = torch.randn(num_ids) if biased else None
     targets = torch.randint(num_ids, (num_rows,))
+    greatest = (logits if bias is None else logits + bias).argmax(-1)
+    targets[0] = greatest[0]
     by_logprobs, by_entropy = torch.randn(num_rows), torch.randn(num_rows) if entropy else None
     found = []
     for passes in (triton_kernels, rows):
         raw = logits.clone()
-        chosen = chosen_logits(raw, bias, targets, settings)
+        chosen = passes.chosen_logits(raw, bias, targets, settings)
         statistics = passes.row_statistics(raw, bias, settings)
+        assert torch.equal(statistics.is_top1(chosen), targets == greatest)
         assert torch.equal(raw, logits), "the statistics are a read"
         derivatives = RowDerivatives(by_logprobs, by_entropy, statistics.entropy())
         half = torch.zeros(num_rows, num_ids, dtype=torch.bfloat16) if narrow else None

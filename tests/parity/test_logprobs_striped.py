@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -15,6 +17,11 @@ SETTINGS = {
     "temperature": ChunkSettings(2, 0.7),
     "softcap and entropy": ChunkSettings(2, 1.3, HeadScale(0.8, 1.5), entropy=True, entropy_grad=True),
 }
+
+
+def top1(settings, leaves):
+    """The greatest finished logit of each token, by its id."""
+    return settings.scale.apply(torch.nn.functional.linear(*(x.double() for x in leaves))).argmax(-1)
 
 
 def make(num_tokens, dtype=torch.float64, weight_dtype=None, bias=True):
@@ -50,6 +57,18 @@ def test_values_and_every_gradient_equal_the_definition(settings, num_tokens, bi
     found = sums.scaled(torch.tensor(2.0), [torch.float64] * 3)
     for mine, exact in zip(found, truth, strict=False):
         torch.testing.assert_close(mine, 2 * exact)
+
+
+@pytest.mark.parametrize("num_tokens", [3, 37])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_targets_that_no_stripe_has_a_greater_logit_than_are_top_1(settings, num_tokens):
+    leaves, targets, _, _ = make(num_tokens)
+    targets[::2] = top1(settings, leaves)[::2]
+    is_top1 = torch.empty(num_tokens, dtype=torch.bool)
+    with torch.no_grad():
+        StripedHead(*leaves, targets, replace(settings, is_top1_T=is_top1)).values()
+    assert torch.equal(is_top1, top1(settings, leaves) == targets)
+    assert not is_top1.all()
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)

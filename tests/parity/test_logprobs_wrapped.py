@@ -6,7 +6,6 @@ import itertools
 import os
 import time
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from closeness import assert_each_close_to_largest
 from lowpeak.logprobs.head import HeadRequest, install_head
 from lowpeak.logprobs.verify import verify_head
 from tiny import tiny_model
@@ -78,11 +78,10 @@ def work(rank, folder):
     dist.destroy_process_group()
 
 
-@pytest.mark.timeout(120)
 def test_gradients_of_two_wrapped_processes_equal_those_of_one(tmp_path):
     context = mp.spawn(work, args=(str(tmp_path),), nprocs=WORLD_SIZE, join=False)
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 600
         while not context.join(timeout=1):
             assert time.monotonic() < deadline, "the two processes did not finish"
     finally:
@@ -96,5 +95,4 @@ def test_gradients_of_two_wrapped_processes_equal_those_of_one(tmp_path):
             loss_of(alone, all_ids(), one_visit).backward()
             for rank, way in itertools.product(range(WORLD_SIZE), WRAPS):
                 found = torch.load(tmp_path / f"{rank}.pt")[way, tied, one_visit]
-                for name, parameter in alone.named_parameters():
-                    torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+                assert_each_close_to_largest(found, {name: p.grad for name, p in alone.named_parameters()}, 8e-6)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 from step_cases import BASE, assert_same_gradients, plain_grpo_loss, plain_rloo_loss, ragged_records, streamed_loss
 
+from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.config.algorithm import RLOOSettings
@@ -45,6 +45,8 @@ def test_an_rloo_step_equals_the_plain_padded_way(max_tokens):
         model,
         lambda m: plain_rloo_loss(m, records),
         lambda m: streamed_loss(algorithm, m, records, max_tokens)[0],
+        loss_close=1e-6,
+        gradients_close=1e-6,
     )
 
 
@@ -68,5 +70,4 @@ def test_activation_checkpointing_changes_no_gradient():
     model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     streamed_loss(algorithm, model, records, 30)
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+    assert_each_close_to_largest({name: p.grad for name, p in model.named_parameters()}, expected, 1e-6)

@@ -11,6 +11,7 @@ from peft import LoraConfig, get_peft_model
 from step_cases import TEMPERATURE, assert_same_gradients, grouped_records, micro_batches, plain_logprobs, streamed_loss
 from transformers import Qwen2ForSequenceClassification
 
+from closeness import assert_close_to_largest, assert_each_close_to_largest
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT
 from lowpeak.algorithms.ppo import make_ppo
 from lowpeak.attention.install import install_attention
@@ -165,7 +166,7 @@ def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget)
     expected = plain_values(model, layout, records)
     for batch, found in zip(batches, scored, strict=True):
         wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
-        torch.testing.assert_close(found.values_T, wanted.detach(), rtol=1e-5, atol=1e-5)
+        assert_close_to_largest(found.values_T, wanted.detach(), 6e-6)
 
 
 def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():
@@ -183,9 +184,8 @@ def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():
 
     plain, recomputed = gradients(False), gradients(True)
     assert {name.split(".")[-2] for name in plain} >= {"critic", "default"}
-    for name, gradient in plain.items():
-        assert gradient.any()
-        torch.testing.assert_close(recomputed[name], gradient, rtol=1e-4, atol=1e-6)
+    assert all(gradient.any() for gradient in plain.values())
+    assert_each_close_to_largest(recomputed, plain, 1e-6)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -202,6 +202,5 @@ def test_a_share_of_the_values_gradient_reaches_the_policys_backbone(share):
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 
     whole, part = gradients(1.0), gradients(share)
-    for name, gradient in whole.items():
-        own = name.startswith("critic.")
-        torch.testing.assert_close(part[name], gradient if own else share * gradient, rtol=1e-5, atol=1e-7)
+    expected = {name: (1.0 if name.startswith("critic.") else share) * gradient for name, gradient in whole.items()}
+    assert_each_close_to_largest(part, expected, 1e-6)

@@ -73,6 +73,7 @@ class Algorithm:
     loss        (logprobs_T, tokens) -> loss_U; differentiable, no host synchronisation; None where only values are trained
     measure     (logprobs_T, entropy_T or None, tokens), detached -> metrics
     entropy_bonus whether `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens is taken off the loss
+    top1        whether the share of tokens that are the policy's likeliest is measured, as `mean_token_accuracy`
     values      what is trained on the values that the model gives beside its log-probs, or in their place
     coupled     whether a token's loss needs its whole row, although the unit is a token: then it is not formed in one visit
     idle        whether a row whose advantages are all exactly zero changes nothing, so that it need not be trained on
@@ -94,6 +95,7 @@ class Algorithm:
     idle: bool
     entropy_bonus: bool = False
     coupled: bool = False
+    top1: bool = False
     values: ValueTerm | None = None
     state: Mapping[str, float] = field(default_factory=dict)
     update: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda state, metrics: state

@@ -88,3 +88,8 @@ def rloo_loss(settings: RLOOSettings, logprobs_T: Tensor, tokens: TokenBatch) ->
 def supervised_loss(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
     """The cross-entropy of each token, `-logprob`: [T]."""
     return -logprobs_T
+
+
+def dft_loss(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Dynamic fine-tuning's cross-entropy, weighed by the token's probability: `-stopgrad(p) * logprob`, [T] (arXiv 2508.05629)."""
+    return -logprobs_T.detach().exp() * logprobs_T

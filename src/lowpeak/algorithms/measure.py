@@ -56,6 +56,12 @@ def measure_supervised(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: Tok
     return {} if entropy_T is None else {"entropy": mean_of(entropy_T, counted_tokens(tokens, "token"))}
 
 
+def measure_top1(is_top1_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
+    """The share of counted tokens that are the likeliest, whatever the temperature."""
+    counted_T = counted_tokens(tokens, "token")
+    return {"mean_token_accuracy": mean_of(is_top1_T.to(counted_T.dtype), counted_T)}
+
+
 def measure_pass(
     correction: Correction | None, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch, counted_T: Tensor
 ) -> dict[str, Metric]:

@@ -7,15 +7,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm
-from lowpeak.algorithms.losses import supervised_loss
+from lowpeak.algorithms.losses import dft_loss, supervised_loss
 from lowpeak.algorithms.measure import measure_supervised
 from lowpeak.algorithms.reduction import token_mean
 from lowpeak.algorithms.select import select_all
+from lowpeak.config.algorithm import SupervisedLossType
 from lowpeak.records import Record
 
 
-def make_supervised() -> Algorithm:
-    """Cross-entropy over the step's counted tokens; no row is idle, whatever its advantages."""
+def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
+    """Cross-entropy over the step's counted tokens, or DFT's; no row is idle, whatever its advantages."""
     return Algorithm(
         name="sft",
         unit="token",
@@ -23,9 +24,10 @@ def make_supervised() -> Algorithm:
         select=select_all,
         advantages=_no_advantages,
         reduction=token_mean,
-        loss=supervised_loss,
+        loss=dft_loss if loss_type == "dft" else supervised_loss,
         measure=measure_supervised,
         idle=False,
+        top1=True,
     )
 
 

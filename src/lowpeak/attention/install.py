@@ -9,13 +9,16 @@ from building a mask of its own, and from looking for packed sequences in the po
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,6 +35,9 @@ _WITHOUT_MEANING = {
     "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
+
+_rows_are_padded: ContextVar[bool] = ContextVar("_rows_are_padded", default=False)
+_find_packed_sequences = masking_utils.find_packed_sequence_indices
 
 
 def install_attention(model: nn.Module) -> None:
@@ -62,6 +68,22 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
         "forest": ForestLayout(forest, device),
     }
+
+
+@contextmanager
+def padded_rows() -> Iterator[None]:
+    """Keep transformers from looking for packed sequences in the block: padded rows have none, and looking reads the device."""
+    masking_utils.find_packed_sequence_indices = _packed_sequences
+    token = _rows_are_padded.set(True)
+    try:
+        yield
+    finally:
+        _rows_are_padded.reset(token)
+
+
+def _packed_sequences(position_ids: Tensor) -> Tensor | None:
+    """Return what transformers finds; None without a look where `padded_rows` is open in this thread."""
+    return None if _rows_are_padded.get() else _find_packed_sequences(position_ids)
 
 
 def _attend(

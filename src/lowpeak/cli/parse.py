@@ -77,8 +77,9 @@ def parse(
 
 def _read_file(path: str, known: Mapping[str, Argument], rejected: Mapping[str, str]) -> dict[str, Any]:
     from lowpeak.config.load import load_yaml
+    from lowpeak.config.rejected import drop_trl_defaults
 
-    settings = load_yaml(path)
+    settings = drop_trl_defaults(load_yaml(path), known)
     try:
         _check_names(settings, known, rejected)
     except ArgumentError as error:
@@ -149,7 +150,8 @@ def _metavar(hint: Any) -> str:
 
 def _help(argument: Argument) -> str:
     text = " ".join(argument.help.split())
-    text = text[:1].lower() + text[1:] if text[1:2].islower() else text
+    first = text.partition(" ")[0]
+    text = text[:1].upper() + text[1:] if first.islower() else text  # a name such as vLLM stays
     default = getattr(argument.default, "value", argument.default)
     shown = "" if default in (None, "") else f" (default: {default})"
     return (text.rstrip(".") + shown).strip().replace("%", "%%") or expected(argument.hint).replace("%", "%%")

@@ -82,7 +82,8 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     trainer.train(resume_from_checkpoint=checkpoint_to_resume(job.config.resume_from_checkpoint))
     trainer.save_model()
     if job.config.push_to_hub:
-        trainer.push_to_hub()
+        name = job.data.dataset
+        trainer.push_to_hub(dataset_name=None if Path(name).exists() else name)
     return 0
 
 

@@ -10,6 +10,7 @@ from typing import Literal
 
 KLEstimator = Literal["k1", "k2", "k3"]
 GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+SupervisedLossType = Literal["nll", "dft"]
 ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]

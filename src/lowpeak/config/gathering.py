@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from lowpeak.config.rejected import TRL_DEFAULTS
 from lowpeak.config.sizes import parse_bytes
 from lowpeak.errors import ArgumentError
 
@@ -29,8 +30,8 @@ def resolve_gather_budget(args: Any) -> int | None:
 
 
 def given_gathering(args: Any) -> str | None:
-    """The first of the names that was set, if any."""
-    return next((name for name in _NAMES if getattr(args, name, None) is not None), None)
+    """The first of the names that was set to other than TRL's default, if any."""
+    return next((name for name in _NAMES if getattr(args, name, None) not in (None, TRL_DEFAULTS.get(name))), None)
 
 
 def _bytes(text: int | str | None) -> int | None:

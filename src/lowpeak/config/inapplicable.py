@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 from typing import Any
 
+from lowpeak.config.rejected import TRL_DEFAULTS
 from lowpeak.errors import ArgumentError
 
-_BATCHES = "micro-batches are cut from the rollout under a token budget (micro_batch_tokens); remove it"
-_NO_LOADER = "prompts are drawn by a cursor, there is no data loader; remove it"
-_NO_LABELS = "there are no labels, rewards judge completions; remove it"
-_EVALUATION = "evaluation generates completions and rewards them; remove it"
+_BATCHES = "micro-batches are cut under a token budget (micro_batch_tokens); remove it"
+_NO_LOADER = "rows are drawn by a cursor, there is no data loader; remove it"
+_NO_LABELS = "the loss is of the tokens' own log-probs, and no label is taken beside them; remove it"
+_EVALUATION = "an evaluation runs as training does, in micro-batches under a token budget; remove it"
 
 REFUSED_INHERITED: dict[str, str] = {
     "fp16": "log-ratios need bf16's range or fp32; set bf16=True or leave both out",
@@ -35,7 +36,6 @@ REFUSED_INHERITED: dict[str, str] = {
     "torch_compile_backend": "torch_compile is not taken; remove it",
     "torch_compile_mode": "torch_compile is not taken; remove it",
     "average_tokens_across_devices": "losses are always normalised by the whole step's counts; remove it",
-    "remove_unused_columns": "columns go to the rewards; remove it",
     "ignore_data_skip": "a resumed run takes up the prompts where it left them; remove it",
     "train_sampling_strategy": "use shuffle_dataset; remove it",
     "length_column_name": _BATCHES,
@@ -51,6 +51,15 @@ REFUSED_INHERITED: dict[str, str] = {
     "use_cache": "generation always uses a cache and training never does; remove it",
     "include_num_input_tokens_seen": "num_tokens is always logged; remove it",
     "enable_jit_checkpoint": "send SIGINT: the step is finished and saved; remove it",
+}
+
+# Fields of accelerator_config, the values that ask for nothing, and why others cannot act.
+_REFUSED_OF_ACCELERATE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "split_batches": ((False,), _NO_LOADER),
+    "dispatch_batches": ((None, False), _NO_LOADER),
+    "even_batches": ((True,), _NO_LOADER),
+    "use_seedable_sampler": ((True,), _NO_LOADER),
+    "gradient_accumulation_kwargs": ((None, {}), "set gradient_accumulation_steps in its place"),
 }
 
 
@@ -69,8 +78,9 @@ def said_as(args: Any, name: str) -> str:
 
 
 def is_set(args: Any, name: str) -> bool:
-    """Whether an argument differs from its class's default."""
-    return bool(getattr(args, name) != default_of(args, name))
+    """Whether an argument differs from its class's default, and from TRL's."""
+    default, value = default_of(args, name), getattr(args, name)
+    return bool(value != default and value != TRL_DEFAULTS.get(name, default))
 
 
 def refuse_inherited(args: Any) -> None:
@@ -81,6 +91,9 @@ def refuse_inherited(args: Any) -> None:
             continue  # transformers turns it off itself there, and a copy by dataclasses.replace() gives it on
         if name in given and is_set(args, name):
             raise ArgumentError(f"{name}={getattr(args, name)!r} cannot act: {why}.")
+    for name, (allowed, why) in _REFUSED_OF_ACCELERATE.items():
+        value = getattr(args.accelerator_config, name)
+        require(value in allowed, f"accelerator_config has {name}={value!r}, which cannot act: {why}.")
 
 
 def require(condition: bool, message: str) -> None:

@@ -27,6 +27,14 @@ def one_of(literal: Any, *unsaid: Any) -> Range:
     return lambda x: x in (*values, *unsaid), f"must be one of {', '.join(map(repr, values))}"
 
 
+def padding_multiple(value: Any) -> int | None:
+    """Return the multiple that rows are padded to; 1 for "auto" and None, as in TRL on CPUs and GPUs; None for anything else."""
+    text = str(value).lower()
+    if text in ("auto", "none", "null"):
+        return 1
+    return int(text) if text.isdigit() and int(text) >= 1 else None
+
+
 def _is_port(number: int) -> bool:
     return 0 < number < 1 << 16
 
@@ -67,7 +75,10 @@ RANGES: dict[str, Range] = {
     "micro_batch_tokens": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),
     "logprob_chunk_size": (lambda x: x is None or x >= 1, "must be at least 1 token"),
     "kv_cache_bytes": (lambda x: x is None or x > 0, "must be a number of bytes above 0"),
-    "pad_to_multiple_of": (lambda x: isinstance(x, int) and x >= 1, "must be a whole number of 1 or more"),
+    "pad_to_multiple_of": (
+        lambda x: padding_multiple(x) is not None,
+        "must be a whole number of 1 or more, 'auto', or None",
+    ),
     "num_completions_to_print": (lambda x: x is None or x >= 1, "must be at least 1"),
     "per_device_eval_batch_size": (lambda x: x is None or x >= 1, "must be at least 1"),
     "max_length": (lambda x: x is None or x >= 2, "must be at least 2 tokens"),

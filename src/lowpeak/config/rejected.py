@@ -1,9 +1,13 @@
 """Names that TRL users may bring and lowpeak does not take, each with what to do instead.
 
-They are refused by name, because an argument that silently does nothing costs somebody a night.
+They are refused by name, because an argument that silently does nothing costs somebody a night. At TRL's default an argument
+asks for nothing: a configuration that spells TRL's defaults out is taken.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
@@ -26,16 +30,44 @@ REJECTED: dict[str, str] = {
     "log_multimodal": "lowpeak trains text models; remove it",
     "log_completions_hub_repo": "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",
     "max_prompt_length": "prompts are never cut; set overlong_prompts='drop' to leave out those that do not fit",
-    "max_new_tokens": "its name is max_completion_length",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
     "dataset_num_proc": "rows are tokenised as they are needed; remove it",
-    "packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "packing_strategy": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "eval_packing": "micro-batches are filled to a token budget (micro_batch_tokens); remove it",
-    "dataset_kwargs": "prepare the data set before it is passed in; remove it",
-    "chat_template_path": "set the tokenizer's chat_template and pass it as processing_class; remove it",
-    "eos_token": "set it on the tokenizer and pass that as processing_class; remove it",
-    "pad_token": "set it on the tokenizer and pass that as processing_class; remove it",
+    "dataset_kwargs": "prepare the data set before it is passed in (rows with input_ids are taken as they are); remove it",
     "truncation_mode": "rows longer than max_length are cut at their end; remove it",
 }
+
+# TRL 1.16's defaults of these names, and of arguments whose default is another one here.
+TRL_DEFAULTS: dict[str, Any] = {
+    "vllm_importance_sampling_cap": None,
+    "cache_implementation": None,
+    "use_transformers_continuous_batching": False,
+    "transformers_continuous_batching_config": None,
+    "use_transformers_paged": False,
+    "sapo_temperature_neg": 1.05,
+    "sapo_temperature_pos": 1.0,
+    "vespo_k_pos": 2.0,
+    "vespo_lambda_pos": 3.0,
+    "vespo_k_neg": 3.0,
+    "vespo_lambda_neg": 2.0,
+    "off_policy_mask_threshold": None,
+    "max_tool_calling_iterations": None,
+    "log_multimodal": True,
+    "log_completions_hub_repo": None,
+    "reward_model_path": None,
+    "dataset_num_proc": None,
+    "dataset_kwargs": None,
+    "truncation_mode": "keep_start",
+    "per_device_eval_batch_size": 8,
+    "ds3_gather_for_generation": True,
+    "vllm_group_port": 51216,
+}
+
+
+def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
+    """Return `settings` without names that are not `known` and stand at TRL's default."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in known or name not in TRL_DEFAULTS or value != TRL_DEFAULTS[name]
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ from lowpeak.config.gathering import resolve_gather_budget
 from lowpeak.config.inapplicable import refuse_idle, refuse_inherited, require, said_as
 from lowpeak.config.kinds import check_kinds
 from lowpeak.config.memory import MemorySettings
-from lowpeak.config.ranges import check_ranges
+from lowpeak.config.ranges import check_ranges, padding_multiple
 from lowpeak.config.resolve_vllm import EVERY_ENGINE, resolve_vllm
 from lowpeak.config.rollout import RolloutSettings, Sampling
 from lowpeak.config.vllm import VllmSettings
 from lowpeak.errors import ArgumentError
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,17 +56,52 @@ def resolve_common(args: Any) -> MemorySettings:
         "share_prompt=True with padding_free=False: rows that share a prompt stand in one row without padding; remove "
         "padding_free=False, or share_prompt=True.",
     )
+    _check_packing(args)
     return MemorySettings(
         micro_batch_tokens=args.micro_batch_tokens,
         logprob_chunk_size=args.logprob_chunk_size,
         kv_cache_bytes=getattr(args, "kv_cache_bytes", None),
-        pad_to_multiple_of=args.pad_to_multiple_of,
+        pad_to_multiple_of=padding_multiple(args.pad_to_multiple_of) or 1,
         padding_free=args.padding_free,
+        packing=getattr(args, "packing", False),
         share_prompt=share_prompt,
         activation_offloading=args.activation_offloading,
         gather_budget=resolve_gather_budget(args),
         frozen_on_host=getattr(args, "offload_frozen_models", False),
         idle_on_host=getattr(args, "offload_during_rollout", False),
+    )
+
+
+_STRATEGIES = {
+    "bfd_split": "a row's end would go on without what comes before it; split long rows beforehand, or raise max_length",
+    "wrapped": "rows would be split anywhere and would see one another; join the texts beforehand",
+}
+
+
+def _check_packing(args: Any) -> None:
+    """Refuse what TRL's packing does to rows and lowpeak does not; warn of what is counted in another way."""
+    packing, strategy = getattr(args, "packing", False), getattr(args, "packing_strategy", "bfd")
+    if getattr(args, "eval_packing", None) is not None:
+        logger.warning(
+            "eval_packing=%s changes nothing: an evaluation's numbers are of tokens, and its rows never see one another.",
+            args.eval_packing,
+        )
+    refuse_idle(args, ("packing_strategy",), packing or strategy == "bfd", "packing is off; remove it")
+    if not packing:
+        return
+    strategy = {"bfd-requeue": "bfd_split"}.get(strategy, strategy)
+    require(
+        strategy == "bfd",
+        f"packing_strategy={strategy!r} is none of lowpeak's: {_STRATEGIES.get(strategy, 'it is unknown')}; use 'bfd'.",
+    )
+    require(
+        args.padding_free is not False,
+        "packing=True with padding_free=False: packed rows stand one after another without padding; remove one of them.",
+    )
+    logger.warning(
+        "packing=True: rows stand one after another without padding, and a step takes per_device_train_batch_size x "
+        "gradient_accumulation_steps x ranks rows of the data set, where TRL takes as many packed sequences of max_length "
+        "tokens; raise per_device_train_batch_size to train on as many tokens a step."
     )
 
 
@@ -73,10 +111,12 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
     require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
     require(
         args.metric_for_best_model not in ("loss", "eval_loss"),
-        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, is nothing that an online "
-        "evaluation measures; set metric_for_best_model='reward' or 'accuracy' (greater is better).",
+        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, does not tell a good policy from a "
+        "bad one, since advantages compare a policy's own completions; set metric_for_best_model='reward' or 'accuracy' "
+        "(greater is better).",
     )
     rollout = _resolve_rollout(args, world_size)
+    refuse_idle(args, ("remove_unused_columns",), False, "columns go to the rewards; remove it")
     refuse_idle(
         args,
         ("ref_model_mixup_alpha", "ref_model_sync_steps"),
@@ -117,6 +157,12 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     reused = online.rollout.num_steps > 1
     _refuse_idle_grpo(args, cispo, reused, len(online.reward_weights))
     clip_high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so a completion weighs as much as "
+            "it has tokens. GSPO's objective weighs completions alike: set loss_type='grpo'.",
+            args.loss_type,
+        )
     if args.delta is not None and args.delta <= 1 + clip_high:
         raise ArgumentError(
             f"delta={args.delta} must be above the clip's ceiling 1 + epsilon_high = {1 + clip_high}: it bounds the "
@@ -198,6 +244,7 @@ def _refuse_idle_grpo(args: Any, cispo: bool, reused: bool, num_rewards: int) ->
             "loss_type='cispo' is per token; remove importance_sampling_level.",
         )
     refuse_idle(args, ("epsilon", "delta"), reused, ON_POLICY)
+    refuse_idle(args, ("importance_sampling_level",), reused or _levels_differ(args), ON_POLICY)
     refuse_idle(args, ("epsilon_high",), reused or cispo, ON_POLICY)
     refuse_idle(
         args, ("use_bias_correction_kl",), args.beta != 0, "beta is 0, so there is no KL; set beta or remove it"
@@ -217,6 +264,16 @@ def _refuse_idle_grpo(args: Any, cispo: bool, reused: bool, num_rewards: int) ->
         args.multi_objective_aggregation == "sum_then_normalize",
         "normalize_then_sum normalises each reward within its group and the sum over the rollout; remove it",
     )
+
+
+def _levels_differ(args: Any) -> bool:
+    """Whether the ratio's unit matters where all ratios are 1: if a row's tokens have different factors.
+
+    The factors are advantages under the top-entropy mask, weights of a correction per token, and a bias-corrected KL.
+    """
+    correction = resolve_correction(args)
+    per_token = correction is not None and not correction.per_sequence
+    return args.top_entropy_quantile < 1 or per_token or (args.beta != 0 and args.use_bias_correction_kl)
 
 
 def _resolve_entropy(args: Any) -> EntropyBonus | None:
@@ -271,8 +328,12 @@ def _resolve_sampling(args: Any) -> Sampling:
     unknown = sorted(set(more) - set(EVERY_ENGINE))
     require(
         args.use_vllm or not unknown,
-        f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes "
-        f"{', '.join(EVERY_ENGINE)}; temperature, top_p and the like are arguments of their own.",
+        f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes {', '.join(EVERY_ENGINE)}.",
+    )
+    require(
+        more.get("do_sample") in (None, True),
+        f"generation_kwargs has do_sample={more.get('do_sample')!r}: greedy completions of a prompt are all the same, and their "
+        "log-probs are of no distribution that is trained; remove it (an evaluation is greedy, too).",
     )
     stop, stop_token_ids = _resolve_stops(more)
     return Sampling(
@@ -297,6 +358,8 @@ def _seed(seed: Any) -> int:
 def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The texts and the token ids that end a completion."""
     stop, stop_ids = more.get("stop_strings") or more.get("stop") or (), more.get("stop_token_ids") or ()
+    ends = more.get("eos_token_id")
+    ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
     strings = (stop,) if isinstance(stop, str) else stop
     require(
         _is_list(strings, lambda text: isinstance(text, str) and text),
@@ -306,7 +369,11 @@ def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int,
         _is_list(stop_ids, lambda number: isinstance(number, int) and number >= 0),
         f"generation_kwargs has stop_token_ids={stop_ids!r}: it must be a list of token ids.",
     )
-    return tuple(strings), tuple(stop_ids)
+    require(
+        _is_list(ends, lambda number: isinstance(number, int) and number >= 0),
+        f"generation_kwargs has eos_token_id={more.get('eos_token_id')!r}: it must be a token id, or a list of token ids.",
+    )
+    return tuple(strings), (*stop_ids, *ends)
 
 
 def _is_list(values: Any, fits: Callable[[Any], Any]) -> bool:

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from lowpeak.config.gathering import given_gathering
 from lowpeak.config.inapplicable import refuse_idle, require
+from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.config.sizes import parse_bytes
 from lowpeak.config.vllm import SERVER_TOKEN, ColocateSettings, ServerSettings, VllmSettings
 
@@ -48,12 +49,6 @@ CORRECTION = (
 # vLLM's sampling parameters that say what an argument says, or that the way of asking decides.
 _SAID_ELSEWHERE = {
     "n": "num_generations",
-    "max_tokens": "max_completion_length",
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
     "structured_outputs": "vllm_structured_outputs_regex",
 }
 _OURS = (
@@ -317,4 +312,5 @@ def _by_token(bias: Any) -> dict[int, float]:
     return {int(token): float(value) for token, value in bias.items()}
 
 
-EVERY_ENGINE = ("seed", "stop", "stop_strings", "stop_token_ids")  # of generation_kwargs
+# Of generation_kwargs, what both engines take.
+EVERY_ENGINE = ("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", *SAID_BY_ARGUMENTS)

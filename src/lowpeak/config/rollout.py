@@ -4,6 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# What generation_kwargs may say, in transformers' and vLLM's names, and the arguments that say the same.
+SAID_BY_ARGUMENTS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_completion_length",
+    "max_tokens": "max_completion_length",
+}
+
 
 @dataclass(frozen=True)
 class Sampling:

@@ -1,7 +1,8 @@
 """Messages and the chat template: what a conversation must look like, and how it becomes tokens.
 
-The template runs as in TRL: `add_generation_prompt` after a user's or a tool's message, `continue_final_message` when
-the last message is the assistant's. A row's own `chat_template_kwargs` and `tools` go before the run's settings.
+A prompt ends with the opening of the assistant's message, as in TRL, also after a message of the assistant's. With
+`continue_final_message` among the template's options such a message is continued instead. A row's own
+`chat_template_kwargs` and `tools` go before the run's settings.
 """
 
 from __future__ import annotations
@@ -74,11 +75,20 @@ def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where:
     return {**options, **{key: value for key, value in own.items() if value is not None}}
 
 
-def turn_options(messages: Messages) -> dict[str, bool]:
-    """Whether the template opens a new assistant message or leaves the last one, the assistant's own, open."""
-    if messages[-1]["role"] == "assistant":
-        return {"continue_final_message": True}
-    return {"add_generation_prompt": True}
+def prompt_options(messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the template's options for a prompt: it opens the assistant's message, or leaves open the one to continue."""
+    rest = {name: value for name, value in options.items() if name != "continue_final_message"}
+    if begun_text(messages, options):
+        return {**rest, "add_generation_prompt": False, "continue_final_message": True}
+    return {"add_generation_prompt": True, **rest}
+
+
+def begun_text(messages: Messages, options: Mapping[str, Any]) -> str:
+    """Return the text of the last message if it is the assistant's and to be continued, else an empty string."""
+    if not options.get("continue_final_message") or messages[-1].get("role") != "assistant":
+        return ""
+    content = messages[-1].get("content") or ""
+    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
 def encode_chats(tokenizer: Any, conversations: list[Messages], options: Mapping[str, Any]) -> list[list[int]]:

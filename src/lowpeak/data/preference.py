@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lowpeak.data.chat import check_messages, check_template, encode_chat, template_options
-from lowpeak.data.prompts import check_ids, log_left_out, padding_id, read_rows
+from lowpeak.data.prompts import check_ids, log_left_out, num_shared, padding_id, read_rows
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -117,7 +117,7 @@ class PreferenceReader:
 
 def make_pair(group: int, chosen: list[int], rejected: list[int], margin: float, slot: int) -> Pair:
     """Two tokenized rows as records; their prompt is what both begin with, at least the first token of each."""
-    start = max(1, _num_shared(chosen, rejected))
+    start = max(1, num_shared(chosen, rejected))
     return _record(group, chosen, start, slot, 1.0, margin), _record(group, rejected, start, slot, -1.0, 0.0)
 
 
@@ -135,12 +135,6 @@ def _record(group: int, ids: list[int], start: int, slot: int, advantage: float,
         advantages=advantage * at_slot,
         returns=gain * at_slot,
     )
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    parts = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(parts, min(len(one), len(other)))
 
 
 def _margin(row: Mapping[str, Any], where: str) -> float:

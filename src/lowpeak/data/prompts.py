@@ -18,12 +18,13 @@ from rich.progress import track
 from lowpeak.data.chat import (
     TEMPLATE_ERRORS,
     Messages,
+    begun_text,
     check_messages,
     check_template,
     encode_chat,
     encode_chats,
+    prompt_options,
     template_options,
-    turn_options,
 )
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.records import Prompt
@@ -132,7 +133,7 @@ class PromptReader:
         for i, row in enumerate(rows, first):
             where = f"row {i}: the prompt"
             messages = check_messages(row["prompt"], where)
-            options = {**turn_options(messages), **template_options(row, self._template_defaults, f"row {i}")}
+            options = prompt_options(messages, template_options(row, self._template_defaults, f"row {i}"))
             check_template(self._tokenizer, options, where)
             chats.append((where, messages, options))
         encoded: list[list[int]] = []
@@ -160,7 +161,8 @@ class PromptReader:
                 "shorten it or set overlong_prompts='drop'."
             )
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        return Prompt(serial, tuple(ids), row["prompt"], columns)
+        options = template_options(row, self._template_defaults, f"row {index}") if self._conversational else {}
+        return Prompt(serial, tuple(ids), row["prompt"], columns, begun_text(row["prompt"], options))
 
 
 def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> None:
@@ -170,6 +172,12 @@ def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> Non
             f"{where} has the token {max(ids)}, and the model embeds {num_embeddings} tokens: use the model's own "
             "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
         )
+
+
+def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return how many tokens, or characters, both begin with."""
+    parts = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(parts, min(len(one), len(other)))
 
 
 def check_columns(row: Any, where: str) -> None:

@@ -6,7 +6,12 @@ The formats and their defaults are those of TRL's SFT:
     columns               values                 what counts                  with completion_only
     prompt + completion   strings or messages    the completion (True)        False: all but the first token
     messages              a conversation         all but the first token      True: the assistant's tokens
+    conversations         also from and value    all but the first token      True: the assistant's tokens
     text                  a string               all but the first token      True: an error
+    input_ids             token ids              all but the first token      True: needs completion_mask
+
+`input_ids` may have `labels` (-100 does not count), or masks whose zeros do not count: `assistant_masks`, which always acts,
+and `completion_mask`, which `completion_only` decides on.
 
 The first token is never counted, because nothing predicts it. Plain text ends with the end-of-sequence token.
 """
@@ -15,21 +20,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
 
-from lowpeak.data.chat import (
-    TEMPLATE_ERRORS,
-    check_messages,
-    check_template,
-    encode_chat,
-    template_options,
-    turn_options,
-)
-from lowpeak.data.prompts import check_ids, log_left_out, read_rows
+from lowpeak.data.assistant_turns import AssistantTurns
+from lowpeak.data.chat import TEMPLATE_ERRORS, check_messages, check_template, encode_chat, template_options
+from lowpeak.data.prompts import check_ids, log_left_out, num_shared, read_rows
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -37,13 +36,17 @@ logger = logging.getLogger(__name__)
 
 # What transformers looks for when it is asked for the assistant's tokens.
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# Who speaks in the from/value form, where that is not the role's name.
+_ROLES = {"human": "user", "gpt": "assistant"}
+_NO_LABEL = -100
 
 
 class SupervisedReader:
     """Reads rows as records without rewards, advantages and sampling log-probs (those are zeros).
 
     `max_length` cuts the end of longer rows, whose finish reason is then "length". `completion_only` None is each
-    format's default. `assistant_only` counts the tokens inside the template's generation blocks only. Raises DataError,
+    format's default. `assistant_only` counts the assistant's tokens alone, as the template's generation blocks or
+    `AssistantTurns` tell them. `formatting_func(row)` returns the text that is read in the row's place. Raises DataError,
     naming the row, on a row that cannot be used; a row without a counted token is left out.
     """
 
@@ -59,6 +62,7 @@ class SupervisedReader:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         text_field: str = "text",
         num_embeddings: int | None = None,
+        formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self.max_length = max_length
@@ -67,6 +71,8 @@ class SupervisedReader:
         self._template_defaults = dict(chat_template_kwargs or {})
         self._text_field = text_field
         self._num_embeddings = num_embeddings
+        self._formatting_func = formatting_func
+        self._turns = AssistantTurns(tokenizer)
         self._warned = False
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
@@ -82,16 +88,56 @@ class SupervisedReader:
 
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Token ids of the whole row, and which of them count."""
+        if self._formatting_func is not None:
+            return self._text(self._formatting_func(row), where)
+        if "input_ids" in row:
+            return self._tokenized(row, where)
         if "prompt" in row and "completion" in row:
             return self._pair(row, where)
-        if "messages" in row:
-            return self._conversation(row, where)
+        for name in ("messages", "conversations"):
+            if name in row:
+                return self._conversation(row, name, where)
         if self._text_field in row:
             return self._text(row[self._text_field], where)
         raise DataError(
             f"{where} has the columns {', '.join(map(repr, row))}; supervised training reads 'prompt' with "
-            f"'completion', 'messages', or {self._text_field!r}: rename them."
+            f"'completion', 'messages', {self._text_field!r}, or 'input_ids': rename them."
         )
+
+    def _tokenized(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
+        ids = _numbers(row, "input_ids", where)
+        if row.get("seq_lengths") is not None:
+            raise DataError(
+                f"{where} is several rows in one ('seq_lengths'); pass the rows as they were before packing."
+            )
+        if row.get("labels") is not None:
+            if self._completion_only is not None or self._assistant_only:
+                raise DataError(
+                    f"{where} has 'labels', which say what counts; remove completion_only_loss and assistant_only_loss."
+                )
+            labels = _numbers(row, "labels", where, len(ids))
+            if any(label not in (_NO_LABEL, token) for token, label in zip(ids, labels, strict=True)):
+                raise DataError(f"{where} has a label that is neither its token nor {_NO_LABEL}; mend the labels.")
+            return ids, [label != _NO_LABEL for label in labels]
+        counted = [True] * len(ids)
+        for name in self._masks(row, where):
+            mask = _numbers(row, name, where, len(ids))
+            counted = [before and bool(flag) for before, flag in zip(counted, mask, strict=True)]
+        return ids, counted
+
+    def _masks(self, row: Mapping[str, Any], where: str) -> list[str]:
+        """Return the columns that say which tokens of `input_ids` count, each where it has to be or is allowed to be."""
+        masks = [name for name in ("assistant_masks", "completion_mask") if row.get(name) is not None]
+        if self._assistant_only and "assistant_masks" not in masks:
+            raise DataError(f"{where} has no 'assistant_masks', which assistant_only_loss needs beside 'input_ids'.")
+        if self._completion_only and "completion_mask" not in masks:
+            raise DataError(f"{where} has no 'completion_mask', which completion_only_loss needs beside 'input_ids'.")
+        if self._completion_only is None and "completion_mask" in masks:
+            raise DataError(
+                f"{where} has a 'completion_mask', which acts with completion_only_loss=True alone, as in TRL; set it, or "
+                "set it to False to count the prompt as well."
+            )
+        return masks if self._completion_only else [name for name in masks if name != "completion_mask"]
 
     def _pair(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         prompt, completion = row["prompt"], row["completion"]
@@ -113,16 +159,20 @@ class SupervisedReader:
         prompt = check_messages(row["prompt"], f"{where}: the prompt")
         completion = check_messages(row["completion"], f"{where}: the completion")
         options = self._options(row, where)
-        prompt_ids = encode_chat(self._tokenizer, prompt, {**turn_options(prompt), **options}, where)
+        prompt_ids = encode_chat(self._tokenizer, prompt, {"add_generation_prompt": True, **options}, where)
         if self._assistant_only:
-            return prompt_ids, *self._encode_assistant([*prompt, *completion], options, where)
+            first = 0 if self._completion_only is False else len(prompt)
+            return prompt_ids, *self._encode_assistant([*prompt, *completion], options, where, first)
         ids = encode_chat(self._tokenizer, [*prompt, *completion], options, where)
         return prompt_ids, ids, [True] * len(ids)
 
-    def _conversation(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
-        if not isinstance(row["messages"], list):
-            raise DataError(f"{where} has 'messages' of type {type(row['messages']).__name__}; it must be a list.")
-        messages = check_messages(row["messages"], f"{where}: 'messages'")
+    def _conversation(self, row: Mapping[str, Any], name: str, where: str) -> tuple[list[int], list[bool]]:
+        turns = row[name]
+        if not isinstance(turns, list):
+            raise DataError(f"{where} has {name!r} of type {type(turns).__name__}; it must be a list.")
+        if name == "conversations":
+            turns = [_with_role_and_content(turn) for turn in turns]
+        messages = check_messages(turns, f"{where}: {name!r}")
         options = self._options(row, where)
         if self._assistant_only or self._completion_only:
             return self._encode_assistant(messages, options, where)
@@ -155,15 +205,12 @@ class SupervisedReader:
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     def _encode_assistant(
-        self, messages: list[dict[str, Any]], options: Mapping[str, Any], where: str
+        self, messages: list[dict[str, Any]], options: Mapping[str, Any], where: str, first: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Token ids of a conversation, and which of them stand in the template's generation blocks."""
+        """Return token ids of a conversation, and which are the assistant's; those of messages before `first` do not matter."""
         template = self._tokenizer.get_chat_template(options.get("chat_template"), options.get("tools"))
         if not _GENERATION_BLOCK.search(template):
-            raise DataError(
-                f"{where}: the chat template does not say which tokens are the assistant's; mark them in it with "
-                "{% generation %}...{% endgeneration %}, or train on prompt and completion columns."
-            )
+            return self._turns.encode(messages, options, where, first)
         options = {**options, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
         try:
             encoded = self._tokenizer.apply_chat_template(messages, **options)
@@ -173,11 +220,7 @@ class SupervisedReader:
 
     def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:
         """Where the completion starts: after the prompt's tokens, or where they and the row's part (as TRL does)."""
-        start = 0
-        for own, whole in zip(prompt_ids, ids, strict=False):
-            if own != whole:
-                break
-            start += 1
+        start = num_shared(prompt_ids, ids)
         if start < len(prompt_ids) and not self._warned:
             self._warned = True
             logger.warning(
@@ -191,6 +234,25 @@ class SupervisedReader:
     def _reject_assistant_only(self, where: str) -> None:
         if self._assistant_only:
             raise DataError(f"{where} is plain text, and assistant_only_loss needs messages; leave it out.")
+
+
+def _numbers(row: Mapping[str, Any], name: str, where: str, length: int | None = None) -> list[int]:
+    """Return a column of whole numbers, one for each token: a list, or a tensor or an array of the data set's format."""
+    try:
+        numbers = [int(number) for number in row[name]]
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} has {name!r} {row[name]!r:.40}; it must be a list of whole numbers.") from error
+    if length is not None and len(numbers) != length:
+        raise DataError(f"{where} has {len(numbers)} {name!r} for {length} 'input_ids'; give one for each.")
+    return numbers
+
+
+def _with_role_and_content(turn: Any) -> Any:
+    """Return a message of the from/value form (ShareGPT's) as one with role and content; another one as it is."""
+    if not isinstance(turn, Mapping) or turn.get("from") is None:
+        return turn
+    rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
+    return {"role": _ROLES.get(turn["from"], turn["from"]), "content": turn.get("value"), **rest}
 
 
 def make_record(group: int, ids: list[int], counted: list[bool], max_length: int | None = None) -> Record | None:

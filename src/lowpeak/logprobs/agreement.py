@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowpeak.logprobs import rows as torch_rows
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale
-from lowpeak.logprobs.rows import RowDerivatives, chosen_logits
+from lowpeak.logprobs.rows import RowDerivatives
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def cuda_passes(device: torch.device) -> Any:
 
 
 def passes_differ(passes: Any, device: torch.device) -> str | None:
-    """None where `row_statistics` and `row_gradient_` give what `rows.py`'s do, with and without all they can; else why."""
+    """None where the passes' three functions give what `rows.py`'s do, with and without all they can; else why."""
     plain, full = ChunkSettings(_ROWS), ChunkSettings(_ROWS, 0.7, HeadScale(0.8, 2.5), entropy=True, entropy_grad=True)
     for settings in (plain, full):
         try:
@@ -57,14 +57,16 @@ def _outcome(passes: Any, settings: ChunkSettings, device: torch.device) -> list
     raw, bias = (4 * torch.randn(*shape, generator=generator).to(device) for shape in ((_ROWS, _IDS), (_IDS,)))
     targets = torch.randint(_IDS, (_ROWS,), generator=generator).to(device)
     by_logprobs, by_entropy = (torch.randn(_ROWS, generator=generator).to(device) for _ in range(2))
-    chosen = chosen_logits(raw, bias, targets, settings)
+    targets[0] = (raw[0] + bias).argmax()
+    chosen = passes.chosen_logits(raw, bias, targets, settings)
     statistics = passes.row_statistics(raw, bias, settings)
     entropy = statistics.entropy()
     derivatives = RowDerivatives(by_logprobs, by_entropy if settings.entropy_grad else None, entropy)
     narrow = torch.empty_like(raw, dtype=torch.bfloat16)
     gradient = passes.row_gradient_(raw, bias, settings, targets, statistics, derivatives, narrow)
     rounded = torch.where((narrow - gradient).abs() <= 2**-7 * gradient.abs() + 1e-30, gradient, narrow)
-    return [statistics.logprobs(chosen), gradient, rounded, *([] if entropy is None else [entropy])]
+    is_top1 = statistics.is_top1(chosen).float()
+    return [statistics.logprobs(chosen), is_top1, gradient, rounded, *([] if entropy is None else [entropy])]
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

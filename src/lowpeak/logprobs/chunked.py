@@ -176,6 +176,8 @@ def _visit_chunks(head: Head, loss: TokenLoss, wanted: Wanted, scale: float | No
         visit.gradients(*derivatives, sums, slice(start, stop))
         total += loss_C
         _keep(logprobs_T, entropy_T, *values, start, stop)
+        if settings.is_top1_T is not None:
+            settings.is_top1_T[start:stop] = visit.is_top1()
     return (total, logprobs_T, entropy_T), sums
 
 
@@ -249,6 +251,8 @@ def _values(
     for start, stop in settings.spans(len(targets_T)):
         values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
         _keep(logprobs_T, entropy_T, *values, start, stop)
+        if settings.is_top1_T is not None:
+            settings.is_top1_T[start:stop] = visit.is_top1()
     return logprobs_T, entropy_T
 
 

@@ -30,7 +30,8 @@ class ChunkSettings:
     """How one pass is made: C = `chunk_size` tokens at a time. `entropy_grad` lets a gradient through the entropy.
 
     `promised_scale` is what backward will multiply the loss by, if that is known and the head's gradient may be added
-    to its `.grad` where it is formed (see `direct.py`).
+    to its `.grad` where it is formed (see `direct.py`). `is_top1_T`, bool [T], is filled in: whether no id of the row
+    has a greater logit than the target, so that a target that ties with the greatest counts.
     """
 
     chunk_size: int
@@ -39,6 +40,7 @@ class ChunkSettings:
     entropy: bool = False
     entropy_grad: bool = False
     promised_scale: float | None = None
+    is_top1_T: Tensor | None = None
 
     @property
     def gain(self) -> float:
@@ -78,6 +80,11 @@ def pick(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1, dtype=wide)
     logprobs_T = logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
     return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
+
+
+def top1(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Whether no logit of a row is greater than its target's: bool [T]; a target that ties with the greatest counts."""
+    return logits_TV.gather(-1, targets_T[:, None])[:, 0] >= logits_TV.amax(-1)
 
 
 # Attribute of a text config -> how its value v multiplies the logits. Names as in transformers' modelling files.

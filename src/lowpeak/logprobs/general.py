@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lowpeak.logprobs.chunked import TokenLoss
-from lowpeak.logprobs.definition import ChunkSettings, pick
+from lowpeak.logprobs.definition import ChunkSettings, pick, top1
 from lowpeak.logprobs.products import wide_dtype
 
 Head = Callable[[Tensor], Tensor]  # hidden_CD -> logits_CV
@@ -47,14 +47,17 @@ def _joined(chunks: list[Values]) -> Values:
 def _chunk(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSettings, start: int, stop: int) -> Values:
     hidden_CD, targets_C = hidden_TD[start:stop], targets_T[start:stop]
     if not torch.is_grad_enabled():
-        return _picked(head, hidden_CD, targets_C, settings)
-    return checkpoint(_picked, head, hidden_CD, targets_C, settings, use_reentrant=False)
+        return _picked(head, hidden_CD, targets_C, settings, start)
+    return checkpoint(_picked, head, hidden_CD, targets_C, settings, start, use_reentrant=False)
 
 
-def _picked(head: Head, hidden_CD: Tensor, targets_C: Tensor, settings: ChunkSettings) -> Values:
+def _picked(head: Head, hidden_CD: Tensor, targets_C: Tensor, settings: ChunkSettings, start: int) -> Values:
     logits_CV = head(hidden_CD)
     wide_CV = logits_CV.to(wide_dtype(logits_CV.dtype))
     logprobs_C, entropy_C = pick(settings.scale.apply(wide_CV) / settings.temperature, targets_C)
+    # Last: the second run of a checkpoint stops before it, because nothing of it is saved for the backward pass.
+    if settings.is_top1_T is not None:
+        settings.is_top1_T[start : start + len(targets_C)] = top1(logits_CV.detach(), targets_C)
     if not settings.entropy:
         return logprobs_C, None
     return logprobs_C, entropy_C if settings.entropy_grad else entropy_C.detach()

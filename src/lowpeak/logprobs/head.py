@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowpeak.critic import States, critic_of
@@ -48,6 +49,7 @@ class HeadRequest:
     differentiable "loss", and log-probs and entropies come detached. Without it the log-probs are differentiable.
     With `values` the answer has the critic's "values" [T], of whose gradient `values_gradient` reaches a backbone that is the
     policy's too; without `logprobs` it has nothing else, and the head does not run.
+    With `top1` the answer has "top1", bool [T]: whether no id is likelier than the target (ties count).
     With `routing` it has a mixture of experts' "routing" [2, E], see `routing_sums`.
     `promised_scale` is what backward will multiply the loss by: with it a plain head and plain embeddings add their
     gradients to `.grad` themselves (`direct.py`), which a strategy allows where nothing has to see them on their way.
@@ -64,6 +66,7 @@ class HeadRequest:
     values: bool = False
     logprobs: bool = True
     values_gradient: float = 1.0
+    top1: bool = False
     routing: RoutingRequest | None = None
 
 
@@ -80,7 +83,7 @@ class Installed:
 def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
     """Make a causal LM, plain or under peft, answer `model(..., head_request=HeadRequest(...))`; returns the model.
 
-    The answer is a dict of tensors: "logprobs" [T], "entropy" [T] if asked, "loss" if the request has one. Installing
+    The answer is a dict of tensors: "logprobs" [T], "entropy" and "top1" [T] if asked, "loss" if the request has one. Installing
     again renews it: needed after adapters were added to the head. `cast_head_to_fp32` makes the head's product fp32
     with and without a request. Raises ModelError for a model without a backbone followed by a head.
     """
@@ -203,6 +206,7 @@ def _answer(module: Any, installed: Installed, hidden_TD: Tensor, request: HeadR
         request.entropy,
         request.entropy_grad,
         request.promised_scale,
+        torch.empty_like(request.targets_T, dtype=torch.bool) if request.top1 else None,
     )
     targets_T, loss = request.targets_T, None
     if is_linear(module):
@@ -215,7 +219,7 @@ def _answer(module: Any, installed: Installed, hidden_TD: Tensor, request: HeadR
         logprobs_T, entropy_T = module_logprobs(installed.forward, hidden_TD, targets_T, settings)
     else:
         loss, logprobs_T, entropy_T = module_loss(installed.forward, hidden_TD, targets_T, request.loss, settings)
-    answer = {"logprobs": logprobs_T, "entropy": entropy_T, "loss": loss}
+    answer = {"logprobs": logprobs_T, "entropy": entropy_T, "loss": loss, "top1": settings.is_top1_T}
     return {name: value for name, value in answer.items() if value is not None}
 
 

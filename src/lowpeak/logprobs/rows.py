@@ -35,6 +35,10 @@ class RowStatistics:
         """Log-probs of the ids whose finished logits are `chosen`."""
         return chosen_C - self.max_C - self.sum_C.log()
 
+    def is_top1(self, chosen_C: Tensor) -> Tensor:
+        """Whether no id of the row has a greater finished logit than `chosen`: bool [C]."""
+        return chosen_C >= self.max_C
+
     def joined(self, other: RowStatistics) -> RowStatistics:
         """The statistics of rows made of these and the other's ids."""
         max_C = torch.maximum(self.max_C, other.max_C)

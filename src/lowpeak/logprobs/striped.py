@@ -130,6 +130,8 @@ class StripedHead:
         self._entropy_T = torch.cat(entropies) if entropies else None
         chosen = [chosen_T[tokens] for tokens in self._blocks()]
         logprobs_T = torch.cat([part.logprobs(x) for part, x in zip(parts, chosen, strict=True)])
+        if self._settings.is_top1_T is not None:
+            torch.cat([part.is_top1(x) for part, x in zip(parts, chosen, strict=True)], out=self._settings.is_top1_T)
         return logprobs_T, self._entropy_T
 
     def gradients(self, by_logprobs_T: Tensor, by_entropy_T: Tensor | None, sums: StripedGradients) -> None:

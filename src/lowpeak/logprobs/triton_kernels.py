@@ -20,6 +20,22 @@ _BLOCK = 4096  # ids at a time
 _NUM_WARPS = 8
 
 
+def chosen_logits(raw_CV: Tensor, bias_V: Tensor | None, targets_C: Tensor, settings: ChunkSettings) -> Tensor:
+    """Finished logits of the targets, [C], to the bit those that `row_statistics` takes the maximum of."""
+    chosen_C = raw_CV.new_empty(len(raw_CV))
+    if len(raw_CV):
+        with torch.cuda.device_of(raw_CV):
+            _chosen[(len(raw_CV),)](
+                raw_CV,
+                raw_CV if bias_V is None else bias_V,
+                targets_C.contiguous(),
+                chosen_C,
+                raw_CV.stride(0),
+                **_finish_arguments(bias_V, settings),
+            )
+    return chosen_C
+
+
 def row_statistics(raw_CV: Tensor, bias_V: Tensor | None, settings: ChunkSettings) -> RowStatistics:
     """One read of `raw`: it is left as it was."""
     num_rows, num_ids = raw_CV.shape
@@ -111,6 +127,24 @@ def _load(
     if WITH_CAP:
         x = _tanh(x)
     return x
+
+
+@triton.jit
+def _chosen(
+    raw: tl.tensor,
+    bias: tl.tensor,
+    targets: tl.tensor,
+    chosen_out: tl.tensor,
+    stride: tl.tensor,
+    inner: tl.tensor,
+    outer: tl.tensor,
+    WITH_BIAS: tl.constexpr,
+    WITH_CAP: tl.constexpr,
+) -> None:
+    row = tl.program_id(0)
+    target = tl.load(targets + row)
+    raw += row.to(tl.int64) * stride
+    tl.store(chosen_out + row, _load(raw, bias, target, target >= 0, inner, WITH_BIAS, WITH_CAP) * outer)
 
 
 @triton.jit

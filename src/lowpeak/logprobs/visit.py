@@ -19,7 +19,7 @@ from lowpeak.logprobs import rows as torch_rows
 from lowpeak.logprobs.agreement import cuda_passes
 from lowpeak.logprobs.definition import ChunkSettings
 from lowpeak.logprobs.products import HeadGradients, has_wide_product, project, wide_dtype
-from lowpeak.logprobs.rows import RowDerivatives, chosen_logits
+from lowpeak.logprobs.rows import RowDerivatives
 
 
 class HeadVisit:
@@ -42,10 +42,14 @@ class HeadVisit:
         self._hidden_CD, self._targets_C = hidden_CD, targets_C
         logits_CV = self._logits[: len(hidden_CD)]
         project(logits_CV, hidden_CD, self._weight_VD)
-        chosen_C = chosen_logits(logits_CV, self._bias_V, targets_C, self._settings)
+        self._chosen_C = self._passes.chosen_logits(logits_CV, self._bias_V, targets_C, self._settings)
         self._statistics = self._passes.row_statistics(logits_CV, self._bias_V, self._settings)
         self._entropy_C = self._statistics.entropy()
-        return self._statistics.logprobs(chosen_C), self._entropy_C
+        return self._statistics.logprobs(self._chosen_C), self._entropy_C
+
+    def is_top1(self) -> Tensor:
+        """Whether the visited chunk's targets are their rows' greatest logits: bool [C]."""
+        return self._statistics.is_top1(self._chosen_C)
 
     def gradients(self, by_logprobs_C: Tensor, by_entropy_C: Tensor | None, sums: HeadGradients, chunk: slice) -> None:
         """Add the visited chunk's part to `sums`, given the loss's derivative by its log-probs and entropies."""
@@ -58,7 +62,7 @@ class HeadVisit:
 
 
 def passes_for(logits_CV: Tensor) -> Any:
-    """The module with `row_statistics` and `row_gradient_`: Triton's on CUDA where they agree with torch's, else torch's."""
+    """The module of passes over the logits: Triton's on CUDA where they agree with torch's, else torch's."""
     fake = isinstance(logits_CV, FakeTensor)
     return (
         cuda_passes(logits_CV.device)

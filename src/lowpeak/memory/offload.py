@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowpeak.errors import ArgumentError
+from lowpeak.memory.devices import has_memory, with_index
 
 LEAST_BYTES = 1 << 16  # of a storage: a copy of less takes longer than it is worth
 
@@ -40,18 +41,19 @@ class Mover(Protocol):
         ...
 
 
-class CudaMover:
-    """Pinned host memory, and copies on a stream of their own, beside the computation."""
+class DeviceMover:
+    """Pinned host memory, and copies on a separate stream, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device)
+        self.device = with_index(device)
+        self._torch = torch.get_device_module(self.device)
+        self._stream = self._torch.Stream(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
         """Copy once what computes `flat` has run; the allocator keeps its memory until the copy is done."""
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._torch.current_stream(self.device))
+        with self._torch.stream(self._stream):
             host.copy_(flat, non_blocking=True)
         flat.record_stream(self._stream)
         return host
@@ -59,15 +61,15 @@ class CudaMover:
     def back(self, host: Tensor) -> Tensor:
         """Copy on the stream that copied it away, so behind that copy."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))  # the memory may have been in use until now
-        with torch.cuda.stream(self._stream):
+        self._stream.wait_stream(self._torch.current_stream(self.device))  # the memory may have been in use until now
+        with self._torch.stream(self._stream):
             flat.copy_(host, non_blocking=True)
         flat.record_stream(self._stream)
         return flat
 
     def wait(self, flat: Tensor) -> None:
         """The computing stream waits for all copies begun so far."""
-        torch.cuda.current_stream(self.device).wait_stream(self._stream)
+        self._torch.current_stream(self.device).wait_stream(self._stream)
 
 
 class _Away:
@@ -182,13 +184,12 @@ class _Session:
 
 def activation_offload(model: nn.Module, device: torch.device) -> ActivationOffload:
     """The offload of a model that trains on `device`; ArgumentError where there is no other memory to move to."""
-    if device.type != "cuda":
+    if not has_memory(device):
         raise ArgumentError(
             f"activation_offloading=True moves activations from a GPU to host memory, and this run trains on {device.type}: "
             "activations are in host memory already; remove it."
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return ActivationOffload(model, CudaMover(torch.device("cuda", index)))
+    return ActivationOffload(model, DeviceMover(device))
 
 
 def _storages(model: nn.Module) -> frozenset[int]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import MemoryExhaustedError
+from lowpeak.memory.devices import with_index
 from lowpeak.memory.exhaustion import is_exhaustion
 
 logger = logging.getLogger(__name__)
@@ -44,11 +45,12 @@ class HostMover(Protocol):
         ...
 
 
-class CudaHostMover:
+class DeviceHostMover:
     """Pinned host memory, copies on the computing stream; freed blocks go back to the device, for an engine's own pool."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        self.device = with_index(device)
+        self._torch = torch.get_device_module(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
         """Ordered on the stream before whatever may get the freed memory next."""
@@ -62,8 +64,8 @@ class CudaHostMover:
 
     def settle(self) -> None:
         """Wait for the device, and give cached blocks back to it."""
-        torch.cuda.synchronize(self.device)
-        torch.cuda.empty_cache()
+        self._torch.synchronize(self.device)
+        self._torch.empty_cache()
 
 
 class Rest:

@@ -1,6 +1,6 @@
 """Measures each phase: how long it took and the most memory that was alive in it; and tells what is free now.
 
-On CUDA the peak is the allocator's, with what it reserved beside it. On Linux CPUs it is the resident high-water mark,
+On a device the peak is the allocator's, with what it reserved beside it. On Linux CPUs it is the resident high-water mark,
 which the kernel lets a process reset (`proc(5)`, clear_refs 5); elsewhere only samples are possible, and `how` says so.
 Peaks are absolute: they contain what was alive before the phase began, since that is what has to fit.
 """
@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from lowpeak.memory.devices import has_memory
 from lowpeak.memory.phases import Phase
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -26,7 +27,7 @@ _STATUS = Path("/proc/self/status")
 class PhaseUse:
     """What a phase took since the last `take`: seconds and calls are sums, bytes the highest of all its calls.
 
-    `reserved_bytes` is what CUDA's caching allocator held at most; None where nothing reserves.
+    `reserved_bytes` is what torch's caching allocator held at most; None where nothing reserves.
     """
 
     seconds: float
@@ -123,25 +124,26 @@ class MemoryTracker:
         self._gauge.reset()
 
 
-class CudaGauge:
-    """The peaks of torch's caching allocator on one CUDA device."""
+class DeviceGauge:
+    """The peaks of torch's caching allocator on one device."""
 
-    how = "bytes of tensors on the device (CUDA allocator)"
+    how = "bytes of tensors on the device (torch's allocator)"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._torch = torch.get_device_module(device)
 
     def reset(self) -> None:
         """Let both peaks begin at what is alive."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self._torch.reset_peak_memory_stats(self._device)
 
     def settle(self) -> None:
         """Wait for the device, so that a phase's seconds contain its kernels: one wait per phase."""
-        torch.cuda.synchronize(self._device)
+        self._torch.synchronize(self._device)
 
     def peak(self) -> tuple[int, int | None]:
         """Allocated and reserved bytes."""
-        return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        return self._torch.max_memory_allocated(self._device), self._torch.max_memory_reserved(self._device)
 
 
 class ResidentGauge:
@@ -183,8 +185,8 @@ class SampledGauge:
 
 def gauge_of(device: torch.device) -> Gauge:
     """The best gauge that `device` and this system have."""
-    if device.type == "cuda":
-        return CudaGauge(device)
+    if has_memory(device):
+        return DeviceGauge(device)
     try:
         _CLEAR_REFS.write_text("5")
     except OSError:
@@ -195,10 +197,11 @@ def gauge_of(device: torch.device) -> Gauge:
 def free_bytes(device: torch.device | str) -> int:
     """Memory that can be taken now: the device's free bytes; on a CPU what the system and the cgroups both leave."""
     device = torch.device(device)
-    if device.type == "cuda":
+    if has_memory(device):
+        module = torch.get_device_module(device)
         # What torch's allocator holds without using it is free as well.
-        idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + idle
+        idle = module.memory_reserved(device) - module.memory_allocated(device)
+        return module.mem_get_info(device)[0] + idle
     return free_host_bytes(Path("/"))
 
 
@@ -206,7 +209,7 @@ def free_host_bytes(root: Path) -> int:
     """MemAvailable below `root`'s proc, bounded by the limit minus the use of each cgroup that the process is in."""
     meminfo = root / "proc/meminfo"
     if not meminfo.exists():
-        import psutil  # type: ignore[import-untyped]  # accelerate brings it; Linux needs none
+        import psutil  # type: ignore[import-untyped]  # Linux needs none
 
         return int(psutil.virtual_memory().available)
     return min([_kilobytes(meminfo, "MemAvailable"), *_cgroup_headrooms(root)])

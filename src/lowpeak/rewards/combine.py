@@ -218,6 +218,21 @@ def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str,
     return metrics
 
 
+def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
+    """Say in one warning how many rows have no reward, if there are any, and show the first."""
+    rows = [row for row, record in enumerate(judged.records) if math.isnan(record.reward)]
+    if rows:
+        total = len(judged.records)
+        logger.warning(
+            "%s completions have no reward: %s returned None for each of them. Nothing is learned from them; return a number "
+            "from at least one reward. The first is %.60r to %.60r.",
+            f"All {total}" if len(rows) == total else f"{len(rows)} of {total}",
+            ", ".join(names),
+            judged.texts[rows[0]],
+            judged.prompts[rows[0]],
+        )
+
+
 def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
     """The reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
     if not isinstance(reward, FunctionReward):

@@ -60,6 +60,7 @@ class ModelReward:
         self.max_tokens = max_tokens
         self.ranks: Ranks | None = None
         self._template_kwargs = dict(chat_template_kwargs or {})
+        self._continues = bool(self._template_kwargs.pop("continue_final_message", False))
         self._pad = _pad_id(self.tokenizer, self.name)
         self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._device: torch.device | None = None
@@ -95,8 +96,8 @@ class ModelReward:
             return prompt + completion
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(f"The tokenizer of reward model '{self.name}' has no chat template for rows of messages.")
-        # An assistant's message that ends the prompt was continued: the completion repeats it.
-        begun = bool(prompt) and prompt[-1]["role"] == "assistant"
+        # The completion repeats the message that it continues.
+        begun = self._continues and bool(prompt) and prompt[-1]["role"] == "assistant"
         messages = [*(prompt[:-1] if begun else prompt), *completion]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
 

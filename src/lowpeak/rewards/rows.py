@@ -69,14 +69,7 @@ def _columns(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]
 
 
 def _as_given(prompt: Prompt, text: str) -> str | list[dict[str, Any]]:
-    """The completion in its prompt's format; what an assistant's message in the prompt began is part of it."""
+    """The completion in its prompt's format; what it continues of the prompt is part of it."""
     if isinstance(prompt.source, str):
         return text
-    return [{"role": "assistant", "content": _begun(prompt.source) + text}]
-
-
-def _begun(messages: Sequence[dict[str, Any]]) -> str:
-    if not messages or messages[-1].get("role") != "assistant":
-        return ""
-    content = messages[-1].get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
+    return [{"role": "assistant", "content": prompt.begun + text}]

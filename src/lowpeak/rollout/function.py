@@ -1,122 +1,263 @@
-"""A user's own generation as an engine: `rollout_func(prompts, trainer)`, tools and environments included.
+"""Rollouts by a user's function: `rollout_func(prompts, trainer)`, with tools and environments of the user's choice.
 
-TRL's contract: prompts as the data set gave them, each once; back comes a dict of lists with one entry per completion,
-prompt after prompt: `prompt_ids`, `completion_ids`, `logprobs`, optionally `env_mask` (1 where the policy wrote the
-token, 0 where the environment did), and any other fields, which rewards get as columns. What is asked for meanwhile stands
-in `trainer.asked`, a Sampling: evaluation asks for one greedy completion of each prompt (`temperature` 0) and for
-`num_generations_eval` others, which `trainer.num_generations` counts.
+The contract is TRL's. `prompts` has each prompt, as the data set gave it, once per completion that is asked of it, one
+after another. The function returns one entry for each: a dict with `prompt_ids`, `completion_ids`, `logprobs` (None if
+they are not known), optionally `env_mask` (1 for a token of the policy, 0 for one of the environment), and any other
+fields, which rewards get as columns. `trainer.model.training` tells a rollout from an evaluation. `trainer.asked`, a
+Sampling, says how completions are to be drawn: an evaluation also asks for one greedy completion of each prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import copy
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
 import torch
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.errors import EngineError
+from lowpeak.data.prompts import PromptReader
+from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout.engine import SliceForm
+from lowpeak.rollout.engine import RolloutEngine, SliceForm
 from lowpeak.wrapped import num_embeddings
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+# vLLM's names of sampling parameters, which TRL's helper takes, and the fields of Sampling that they are.
+_OVERRIDES = {
+    "max_tokens": "max_new_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "stop": "stop",
+    "stop_token_ids": "stop_token_ids",
+}
+
+
+@dataclass
+class _Question:
+    """What the function is asked for now; the draws of its own calls of the engine follow from it."""
+
+    first_serial: int
+    sampling: Sampling
+    num_calls: int = 0
 
 
 class FunctionEngine:
-    """Groups from a function that generates with the trainer's model in its own way. Its groups are never cut."""
+    """An engine whose groups a user's function writes; `engine` is the one that the function may ask.
+
+    `hold` gives the policy in the state in which the function finds it, and `end_ids` the tokens that end a completion.
+    """
 
     def __init__(
         self,
         function: Callable[..., Mapping[str, Any]],
         trainer: Any,
-        eos_token_id: int | None,
+        engine: RolloutEngine,
         hold: Callable[[], AbstractContextManager[Any]],
+        end_ids: Callable[[Sampling], Collection[int]],
+        new_reader: Callable[[], PromptReader],
     ) -> None:
         self._function = function
-        self._hold = hold
         self._trainer = trainer
-        self._eos = eos_token_id
-        self._version: int | None = None
+        self._engine = engine
+        self._hold = hold
+        self._end_ids = end_ids
+        self._new_reader = new_reader
+        self._question: _Question | None = None
 
     @property
     def policy_version(self) -> int | None:
-        """The version of the weights that the function finds in the trainer."""
-        return self._version
+        """The version of the weights that the function's engine holds."""
+        return self._engine.policy_version
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
-        """Note the version: the function uses the trainer's own model, so no slice is read."""
-        self._version = policy_version
+        """Load the weights into the function's engine."""
+        self._engine.load(slices, policy_version, weights)
 
     def sleep(self) -> None:
-        """Nothing is held."""
+        """Let the function's engine give back its memory."""
+        self._engine.sleep()
 
     def wake(self) -> None:
-        """Nothing was given back."""
+        """Make the function's engine ready."""
+        self._engine.wake()
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Close the function's engine."""
+        self._engine.close()
 
     @property
     def cuts_groups(self) -> bool:
-        """No: what belongs to a group is the function's to say."""
+        """No: the function may need a group's entries together."""
         return False
 
     @property
     def slice_form(self) -> SliceForm:
-        """Any: no slice is read."""
-        return SliceForm()
+        """The form that the function's engine takes."""
+        return self._engine.slice_form
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Call the function once for all prompts; EngineError says what of its answer cannot be used.
+        """Call the function once for all prompts; EngineError says why its answer cannot be used.
 
-        Without prompts it is not called, and this rank helps the others to generate where they need all ranks.
+        Without prompts it is not called, and this rank helps the others to generate if forwards need all ranks.
         """
+        training, size = self._trainer.model.training, sampling.num_generations
         with self._hold() as model:
             if not prompts:
                 return []
-            with _asking(self._trainer, sampling):
-                output = self._function([prompt.source for prompt in prompts], self._trainer)
+            entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]
+            with self._asking(_Question(prompts[0].serial, sampling), training):
+                output = self._function(entries, self._trainer)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
-        rows = len(prompts) * sampling.num_generations
-        fields = _checked(output, rows, len(prompts), sampling.num_generations)
-        completions = [self._completion(fields, row, sampling, num_tokens) for row in range(rows)]
-        size = sampling.num_generations
-        return [Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
+        fields, ends = _checked(output, len(entries), size), self._end_ids(sampling)
+        rows = [_completion(fields, row, sampling.max_new_tokens, ends, num_tokens) for row in range(len(entries))]
+        return [Group(prompt, tuple(rows[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
-    def _completion(
-        self, fields: Mapping[str, Sequence[Any]], row: int, sampling: Sampling, num_tokens: int
-    ) -> Completion:
-        ids, prompt_ids = (_token_ids(fields, name, row, num_tokens) for name in ("completion_ids", "prompt_ids"))
-        logprobs = list(fields["logprobs"][row])
-        mask = list(fields["env_mask"][row]) if "env_mask" in fields else [1] * len(ids)
-        if not len(ids) == len(logprobs) == len(mask) > 0:
-            raise EngineError(
-                f"rollout_func: row {row} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
-                "env_mask; the three must be equally long and not empty."
-            )
-        flat = [value[0] if isinstance(value, list | tuple) else value for value in logprobs]
-        cut = ids[-1] != self._eos and len(ids) >= sampling.max_new_tokens
-        return Completion(
-            ids=torch.tensor(ids, dtype=torch.int32),
-            logprobs=torch.tensor(flat, dtype=torch.float32),
-            loss_mask=torch.tensor(mask).bool(),
-            finish_reason="length" if cut else "stop",
-            prompt_ids=tuple(prompt_ids),
-            extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
+    def complete(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[Group]:
+        """Ask the engine for one completion of each prompt, drawn as asked of the function but for `overrides`.
+
+        EngineError outside of the function's call.
+        """
+        question = self._question
+        if question is None:
+            raise EngineError("generate_rollout_completions was called outside of a rollout_func; call it inside one.")
+        question.num_calls += 1
+        sampling = replace(question.sampling, num_generations=1, seed=_seed_of(question), **_overridden(overrides))
+        read = self._new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
+        return self._engine.generate([prompt for prompt in read if prompt is not None], sampling)
+
+    @contextmanager
+    def _asking(self, question: _Question, training: bool) -> Iterator[None]:
+        """Tell the function, by the trainer that it gets, what is asked of it."""
+        trainer, self._question = self._trainer, question
+        trainer.asked, mode = question.sampling, trainer.model.training
+        # TRL's functions tell a rollout from an evaluation by this flag. The modules inside stay in eval mode.
+        trainer.model.training = training
+        try:
+            yield
+        finally:
+            trainer.asked, self._question = None, None
+            trainer.model.training = mode
+
+
+def generate_rollout_completions(
+    trainer: Any,
+    prompts: Sequence[Any],
+    *,
+    generation_overrides: Mapping[str, Any] | None = None,
+    as_chat: bool | None = None,
+) -> list[dict[str, Any]]:
+    """Return one completion per prompt from the run's engine, inside a `rollout_func`; TRL's function of this name.
+
+    Prompts are strings, or lists of messages for the chat template. Each result has `prompt_ids`, `completion_ids`,
+    `logprobs` and `text`. `generation_overrides` are in vLLM's names (`max_tokens`, `temperature`, ...).
+    """
+    if as_chat is not None and any(isinstance(prompt, list) != as_chat for prompt in prompts):
+        kind = "a list of messages" if as_chat else "a string"
+        raise ArgumentError(f"as_chat={as_chat} needs prompts that are each {kind}; leave it out to go by their type.")
+    engine, tokenizer = trainer.maker.engine, trainer.processing_class
+    if not isinstance(engine, FunctionEngine):
+        raise EngineError("generate_rollout_completions was called in a run without a rollout_func; pass one.")
+    results = []
+    for group in engine.complete(prompts, generation_overrides or {}) if prompts else []:
+        ids = group.completions[0].ids.tolist()
+        results.append(
+            {
+                "prompt_ids": list(group.prompt.ids),
+                "completion_ids": ids,
+                "logprobs": group.completions[0].logprobs.tolist(),
+                "text": tokenizer.decode(ids, skip_special_tokens=True),
+            }
         )
+    return results
 
 
-@contextmanager
-def _asking(trainer: Any, sampling: Sampling) -> Iterator[None]:
-    """Tell the function, by the trainer that it gets, what is asked of it."""
-    before, trainer.asked = trainer.asked, sampling
-    try:
-        yield
-    finally:
-        trainer.asked = before
+def _overridden(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a Sampling that vLLM's names override; None leaves one as it is."""
+    unknown = sorted(set(overrides) - {*_OVERRIDES, "n"})
+    if unknown or overrides.get("n", 1) != 1:
+        what = ", ".join(unknown) or f"n={overrides['n']}"
+        raise ArgumentError(
+            f"generation_overrides has {what}, which cannot act; it takes {', '.join(_OVERRIDES)}, and one completion is "
+            "written for each prompt."
+        )
+    fields = {_OVERRIDES[name]: value for name, value in overrides.items() if name != "n" and value is not None}
+    for name in {"stop", "stop_token_ids"} & fields.keys():
+        fields[name] = (fields[name],) if isinstance(fields[name], str) else tuple(fields[name])
+    if "top_k" in fields:
+        fields["top_k"] = max(0, fields["top_k"])  # vLLM's -1 is off, too
+    return fields
+
+
+def _seed_of(question: _Question) -> int:
+    """The seed of one call of the engine: 56 bits of a hash of the question and the call's number in it."""
+    name = f"{question.sampling.seed}/{question.first_serial}/{question.num_calls}".encode()
+    return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
+
+
+def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence[Any]]:
+    """The answer as lists with one entry per row; EngineError if it cannot be that."""
+    if not isinstance(output, Mapping):
+        raise EngineError(f"rollout_func returned {type(output).__name__}; it must return a dict of lists.")
+    missing = [name for name in _REQUIRED if name not in output]
+    if missing:
+        raise EngineError(f"rollout_func's answer lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
+    fields = {name: values if _is_list(values) else [values] * rows for name, values in output.items()}
+    for name, values in fields.items():
+        if name in ("prompt_ids", "completion_ids") and values is not output[name]:
+            raise EngineError(
+                f"rollout_func's {name!r} is {output[name]!r:.40}; it must be a list with one entry for each of {rows} prompts."
+            )
+        if len(values) != rows:
+            raise EngineError(
+                f"rollout_func's {name!r} has {len(values)} entries for {rows} prompts; it must have one for each, and each "
+                f"prompt comes {num_generations} times, once per completion."
+            )
+    empty = [row for row, ids in enumerate(fields["prompt_ids"]) if not len(ids)]
+    if empty:
+        raise EngineError(
+            f"rollout_func: row {empty[0]} has no prompt_ids; the first token needs one to be predicted from."
+        )
+    return fields
+
+
+def _is_list(values: Any) -> bool:
+    """Whether a field has one entry per row: lists, tuples, arrays. Anything else is the same for all rows."""
+    return isinstance(values, list | tuple) or getattr(values, "ndim", 0) > 0
+
+
+def _completion(
+    fields: Mapping[str, Sequence[Any]], row: int, max_new_tokens: int, ends: Collection[int], num_tokens: int
+) -> Completion:
+    ids, prompt_ids = (_token_ids(fields, name, row, num_tokens) for name in ("completion_ids", "prompt_ids"))
+    logprobs = _or_else(fields["logprobs"][row], [None] * len(ids))
+    mask = _or_else(fields["env_mask"][row] if "env_mask" in fields else None, [1] * len(ids))
+    if not len(ids) == len(logprobs) == len(mask) > 0:
+        raise EngineError(
+            f"rollout_func: row {row} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
+            "env_mask; the three must be equally long and not empty."
+        )
+    flat = [value[0] if isinstance(value, list | tuple) else value for value in logprobs]
+    cut = ids[-1] not in ends and len(ids) >= max_new_tokens
+    return Completion(
+        ids=torch.tensor(ids, dtype=torch.int32),
+        logprobs=torch.tensor([float("nan") if value is None else value for value in flat], dtype=torch.float32),
+        loss_mask=torch.tensor(mask).bool(),
+        finish_reason="length" if cut else "stop",
+        prompt_ids=tuple(prompt_ids),
+        extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
+    )
+
+
+def _or_else(values: Any, default: list[Any]) -> list[Any]:
+    return default if values is None else list(values)
 
 
 def _token_ids(fields: Mapping[str, Sequence[Any]], name: str, row: int, num_tokens: int) -> list[int]:
@@ -130,24 +271,3 @@ def _token_ids(fields: Mapping[str, Sequence[Any]], name: str, row: int, num_tok
                 f"from 0 to {num_tokens - 1}."
             )
     return [int(token) for token in ids]
-
-
-def _checked(output: Any, rows: int, num_prompts: int, num_generations: int) -> Mapping[str, Sequence[Any]]:
-    if not isinstance(output, Mapping):
-        raise EngineError(f"rollout_func returned {type(output).__name__}; it must return a dict of lists.")
-    missing = [name for name in _REQUIRED if name not in output]
-    if missing:
-        raise EngineError(f"rollout_func's answer lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
-    for name, values in output.items():
-        if not hasattr(values, "__len__") or len(values) != rows:
-            count = len(values) if hasattr(values, "__len__") else "no"
-            raise EngineError(
-                f"rollout_func's {name!r} has {count} entries for {num_prompts} prompts x {num_generations} generations = "
-                f"{rows} rows; one entry per completion is needed, prompt after prompt."
-            )
-    empty = [row for row, ids in enumerate(output["prompt_ids"]) if not len(ids)]
-    if empty:
-        raise EngineError(
-            f"rollout_func: row {empty[0]} has no prompt_ids; the first token needs one to be predicted from."
-        )
-    return output

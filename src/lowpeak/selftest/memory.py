@@ -17,7 +17,7 @@ from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
 from lowpeak.logprobs.head import install_head
-from lowpeak.memory.offload import LEAST_BYTES, ActivationOffload, CudaMover, Mover
+from lowpeak.memory.offload import LEAST_BYTES, ActivationOffload, DeviceMover, Mover
 from lowpeak.memory.rehearsal import rehearse
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.measure import distance, mib, milliseconds, peak_of
@@ -64,7 +64,7 @@ def activation_offload(bench: Bench, mover: Mover | None = None) -> str:
     """Compare a step whose activations wait in host memory with one whose activations stay: gradients, peak, time."""
     batches, core = _micro_batches(bench), _core(bench)
     model = _policy(bench).to(bench.device)
-    offload = ActivationOffload(model, mover or CudaMover(bench.device), bench.pick(LEAST_BYTES, 1))
+    offload = ActivationOffload(model, mover or DeviceMover(bench.device), bench.pick(LEAST_BYTES, 1))
     cores = core, replace(core, saving=offload.saving)
     stays, leaves = (_warm_peak(partial(_run_step, model, batches, each), model, bench) for each in cores)
     gradients, times = [], []

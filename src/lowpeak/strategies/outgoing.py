@@ -126,7 +126,7 @@ def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard], merges: b
         if not used:
             yield Outgoing(name, shard)
         else:
-            _check_mergeable(layer, used, name, parameter)
+            _check_mergeable(layer, used, name, shard.shape)
             yield Outgoing(name, shard, partial(_added, layer, used, shard_of, shard))
 
 
@@ -186,12 +186,12 @@ def _added(layer: Any, adapters: list[str], shard_of: Callable[[nn.Parameter], F
     return added
 
 
-def _check_mergeable(layer: Any, adapters: list[str], name: str, parameter: nn.Parameter) -> None:
-    """ArgumentError for adapters that are more than `W + scaling * B @ A`."""
+def _check_mergeable(layer: Any, adapters: list[str], name: str, shape: torch.Size) -> None:
+    """ArgumentError for adapters that are more than `W + scaling * B @ A`, of a weight whose whole `shape` is given."""
     variants = getattr(layer, "lora_variant", {})
     known = all(adapter in layer.lora_A or adapter in layer.lora_embedding_A for adapter in adapters)
     biased = any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in adapters)
-    if not known or biased or parameter.dim() != 2 or any(adapter in variants for adapter in adapters):
+    if not known or biased or len(shape) != 2 or any(adapter in variants for adapter in adapters):
         raise ArgumentError(
             f"the adapter of {name} cannot be merged on its way out: only plain LoRA (W + scaling * B @ A) of linear layers and "
             "embeddings can; save the adapter alone, or train without DoRA and the like."

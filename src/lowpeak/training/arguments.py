@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 
+from lowpeak.config.algorithm import SupervisedLossType
 from lowpeak.config.asked import (
     WHOLE,
     Cut,
@@ -28,6 +30,8 @@ from lowpeak.config.asked import (
     take_fsdp_over,
 )
 from lowpeak.config.fsdp1 import convert_environment
+from lowpeak.config.ranges import Range, one_of
+from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
@@ -89,7 +93,9 @@ class CommonConfig(TrainingArguments):
     logprob_chunk_size: int | None = argument(
         None, "memory", "Tokens whose logits exist at a time (None: from free memory)."
     )
-    pad_to_multiple_of: int = argument(1, "memory", "Round a micro-batch's padded length up to a multiple of this.")
+    pad_to_multiple_of: int | str | None = argument(
+        "auto", "memory", "Round a micro-batch's padded length up to a multiple of this (auto, None: no multiple)."
+    )
     padding_free: bool | None = argument(
         None, "memory", "Rows one after another without padding (None: where the model's attention can)."
     )
@@ -112,6 +118,11 @@ class CommonConfig(TrainingArguments):
         use_one_device(self)
         if self.deepspeed_plugin is not None:
             settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Rows that transformers reports of an evaluation's batch: a training batch's, unless they are set."""
+        return (self.per_device_eval_batch_size or self.per_device_train_batch_size) * max(1, self.n_gpu)
 
     @property
     def cut(self) -> Cut:
@@ -155,11 +166,17 @@ class CommonConfig(TrainingArguments):
 
 @dataclass
 class OnlineConfig(VllmArguments, CommonConfig):
-    """What GRPO and RLOO share: rollouts, rewards, reference, evaluation."""
+    """What GRPO and RLOO share: rollouts, rewards, reference, evaluation.
+
+    `other_names` maps TRL's names of some arguments to ours; a value that is given by another name is that argument's.
+    """
+
+    other_names: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_completion_length"}
 
     num_generations: int = argument(8, "generation", "Completions of each prompt (G).")
     num_generations_eval: int | None = argument(None, "evaluation", "Sampled completions of each prompt in evaluation.")
     max_completion_length: int = argument(512, "generation", "Most tokens of a completion.")
+    max_new_tokens: int | None = argument(None, "generation", "Other name of max_completion_length.")
     generation_batch_size: int | None = argument(
         None, "generation", "Completions of a rollout, over all ranks (in place of steps_per_generation)."
     )
@@ -172,7 +189,10 @@ class OnlineConfig(VllmArguments, CommonConfig):
     min_p: float | None = argument(None, "generation", "Least probability, as a share of the likeliest token's.")
     repetition_penalty: float = argument(1.0, "generation", "Above 1 makes tokens that were seen less likely.")
     generation_kwargs: dict | str | None = argument(
-        None, "generation", "More of generation: stop_strings, stop_token_ids, seed; vLLM's own parameters (JSON)."
+        None,
+        "generation",
+        "More of generation: stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling arguments; vLLM's "
+        "own parameters (JSON).",
     )
     kv_cache_bytes: int | None = argument(None, "memory", "Bytes of the engine's KV cache (None: from free memory).")
     gather_budget: str | int | None = argument(
@@ -227,6 +247,26 @@ class OnlineConfig(VllmArguments, CommonConfig):
     num_completions_to_print: int | None = argument(None, "logging", "Rows of that table (None: all).")
     log_unique_prompts: bool = argument(False, "logging", "One row per prompt in that table.")
 
+    def __post_init__(self) -> None:
+        self.said_as: dict[str, str] = {}
+        for name, ours in self.other_names.items():
+            self._set_by(name, ours, getattr(self, name))
+        super().__post_init__()
+        told = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        for name, ours in SAID_BY_ARGUMENTS.items():
+            self._set_by(f"generation_kwargs[{name!r}]", ours, told.get(name))
+
+    def _set_by(self, name: str, ours: str, value: float | None) -> None:
+        """Set an argument by another name; ArgumentError if its own name was given another value."""
+        if value is None:
+            return
+        given: frozenset[str] = getattr(self, "given", frozenset())
+        if ours in given and getattr(self, ours) != value:
+            value, own = getattr(self, name, value), getattr(self, ours)
+            raise ArgumentError(f"{name}={value!r} and {ours}={own!r} say the same thing; give one.")
+        setattr(self, ours, value)
+        self.said_as[ours] = name
+
 
 @refuses_unknown
 @dataclass
@@ -262,10 +302,21 @@ class RLOOConfig(OnlineConfig):
     reward_clip_range: tuple[float, float] | None = argument(None, "algorithm", "Clip rewards to [low, high].")
 
 
+@dataclass
+class OfflineConfig(CommonConfig):
+    """What supervised and reward training share: changes of the tokenizer, made in a copy of it."""
+
+    eos_token: str | None = argument(None, "model", "The tokenizer's end-of-sequence token (None: its own).")
+    pad_token: str | None = argument(None, "model", "The tokenizer's padding token (None: its own).")
+    chat_template_path: str | None = argument(None, "data", "A .jinja or .j2 file with the chat template.")
+
+
 @refuses_unknown
 @dataclass
-class SFTConfig(CommonConfig):
+class SFTConfig(OfflineConfig):
     """Arguments of supervised training."""
+
+    ranges: ClassVar[Mapping[str, Range]] = {"loss_type": one_of(SupervisedLossType)}
 
     learning_rate: float = argument(2e-5, "training", "The optimizer's learning rate.")
     dataset_text_field: str = argument("text", "data", "Column of plain text rows.")
@@ -276,13 +327,18 @@ class SFTConfig(CommonConfig):
         None, "data", "Loss on the completion alone (None: where there is a prompt)."
     )
     assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
-
-
-def check_class(args: Any, config: type) -> None:
-    """Raise ArgumentError unless `args` is of the trainer's own configuration: TRL's has the same name."""
-    if not isinstance(args, config):
-        given = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
-        raise ArgumentError(f"args is a {given}; this trainer takes a lowpeak.{config.__name__}.")
+    loss_type: str = argument(
+        "nll", "algorithm", "nll (negative log-likelihood), or dft (weighed by the token's probability)."
+    )
+    packing: bool = argument(
+        False,
+        "data",
+        "Rows one after another without padding, as they are by default; True: an error where they cannot.",
+    )
+    packing_strategy: str = argument(
+        "bfd", "data", "With packing: 'bfd', which cuts rows longer than max_length at their end."
+    )
+    eval_packing: bool | None = argument(None, "data", "Changes nothing: evaluation lays rows as training does.")
 
 
 def use_one_device(args: TrainingArguments) -> None:

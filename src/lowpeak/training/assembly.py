@@ -18,6 +18,7 @@ from transformers import set_seed
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.config.gathering import given_gathering
+from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.critic import critics_model
@@ -29,6 +30,7 @@ from lowpeak.journal import Journal
 from lowpeak.loading import give_room
 from lowpeak.logprobs.head import causal_lm, install_head
 from lowpeak.logprobs.verify import verify_load_balance
+from lowpeak.memory.devices import has_memory
 from lowpeak.memory.offload import activation_offload
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
@@ -210,6 +212,7 @@ def make_run(
     # No copies of weights until a forward ends: 2 bytes a parameter, and each is used once.
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.together():
+        _check_cast(args, policy, reference)
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
     if load_balance is not None:  # a row without an advantage moves the routers, too
@@ -246,6 +249,14 @@ def make_run(
         sizes=sizes,
         num_parameters=sum(getattr(p, "ds_numel", p.numel()) for p in policy.parameters()),
     )
+
+
+def _check_cast(args: Any, policy: nn.Module, reference: Reference | None) -> None:
+    """Raise ArgumentError for a head that is cast to fp32 where every product is in fp32."""
+    own = None if reference is None else reference.model
+    parameters = [parameter for model in (policy, own) if model is not None for parameter in model.parameters()]
+    in_fp32 = not args.bf16 and all(parameter.dtype == torch.float32 for parameter in parameters)
+    refuse_idle(args, ("cast_lm_head_to_fp32",), not in_fp32, "the run computes in fp32 already; remove it")
 
 
 @contextmanager
@@ -303,7 +314,7 @@ def _check_offloading(parts: OnlineParts, device: torch.device, world_size: int)
             "sync_ref_model=True cannot act beside offload_frozen_models=True on one device: what waits in host memory is not "
             "averaged there; remove one of them."
         )
-    if device.type == "cpu":
+    if not has_memory(device):
         raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
     if not _has_frozen(parts):
         raise ArgumentError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, AutoTokenizer
 
 from lowpeak.checkpoint.atomic import staged_files
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
@@ -73,6 +73,13 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, a
         return _checked(given)
     if given is not None:
         return _checked(_load_beside(causal, str(given), trusted))
+    config = causal.config
+    own_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not own_code:
+        raise ArgumentError(
+            f"critic='model' is a sequence classifier of the policy's family, and transformers has none for {config.model_type}: "
+            "set critic='head' or 'adapter', or pass value_model, a classifier of another family with the policy's tokenizer."
+        )
     if isinstance(origin, str):
         options = {"dtype": "auto", **trusted, **(args.model_init_kwargs or {})}
         classifier = from_pretrained(AutoModelForSequenceClassification, origin, num_labels=1, **options)

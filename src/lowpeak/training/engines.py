@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 
 from lowpeak.config.gathering import ALL
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs.head import causal_lm
 from lowpeak.memory.tracker import free_bytes
@@ -97,12 +98,42 @@ def make_engine(
         bytes_to_gather = _free_to_gather(trainer, strategy, run) if budget is None else budget
         return strategy.hold(trainer.model_wrapped, bytes_to_gather)
 
+    device = trainer.accelerator.device
     if parts.settings.vllm is not None:
-        refuse_function(rollout_func)
-        return vllm_engine(parts, strategy, run, trainer.accelerator.device, tally)
-    if rollout_func is not None:
-        return FunctionEngine(rollout_func, trainer, parts.tokenizer.eos_token_id, hold)
-    return NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, trainer.accelerator.device)
+        vllm = vllm_engine(parts, strategy, run, device, tally)
+        if rollout_func is None:
+            return vllm
+        check_function(parts.settings.vllm)
+        return function_engine(trainer, parts, rollout_func, vllm, lambda: nullcontext(parts.policy))
+    native = NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, device)
+    if rollout_func is None:
+        return native
+    return function_engine(trainer, parts, rollout_func, native, native.held)
+
+
+def function_engine(
+    trainer: Any,
+    parts: OnlineParts,
+    rollout_func: Callable[..., Mapping[str, Any]],
+    engine: RolloutEngine,
+    hold: Callable[[], AbstractContextManager[nn.Module]],
+) -> FunctionEngine:
+    """The engine of a user's function, which may ask `engine` for completions while `hold` has the policy ready."""
+    policy, tokenizer = causal_lm(parts.policy), parts.tokenizer
+    new_reader = partial(
+        PromptReader,
+        tokenizer,
+        chat_template_kwargs=parts.args.chat_template_kwargs or {},
+        num_embeddings=num_embeddings(policy),
+    )
+    return FunctionEngine(
+        rollout_func,
+        trainer,
+        engine,
+        hold,
+        end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
+        new_reader=new_reader,
+    )
 
 
 def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.device, tally: Tally) -> VllmEngine:
@@ -199,12 +230,13 @@ def _cache_on_host(policy: Any, run: Run, device: torch.device) -> int | None:
     return int(min(run.sizes.kv_cache_bytes, max(_LEAST_CACHE, enough)))
 
 
-def refuse_function(rollout_func: Callable[..., Mapping[str, Any]] | None) -> None:
-    """ArgumentError where a function is to generate beside vLLM."""
-    if rollout_func is not None:
+def check_function(settings: VllmSettings) -> None:
+    """ArgumentError if a user's function would ask an engine that several ranks have to ask equally often."""
+    where = settings.where
+    if isinstance(where, ColocateSettings) and where.tensor_parallel_size > 1:
         raise ArgumentError(
-            "rollout_func generates in place of an engine, so use_vllm=True cannot act: remove one of the two (a rollout_func "
-            "may call a vLLM of its own)."
+            f"vllm_tensor_parallel_size={where.tensor_parallel_size} does not go with rollout_func: the ranks of one engine ask "
+            "it together, and functions ask as often as they like. Set it to 1, or use vllm_mode='server'."
         )
 
 

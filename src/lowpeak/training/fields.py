@@ -7,7 +7,7 @@ from dataclasses import field, fields
 from typing import Any
 
 from lowpeak.config.load import check_names
-from lowpeak.config.rejected import REJECTED
+from lowpeak.config.rejected import REJECTED, drop_trl_defaults
 
 
 def argument(default: Any, group: str, text: str) -> Any:
@@ -26,6 +26,7 @@ def refuses_unknown(config: Any) -> Any:
 
     @functools.wraps(made)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+        kwargs = drop_trl_defaults(kwargs, known)
         check_names(kwargs, known, rejected)
         self.given = frozenset(kwargs)  # transformers changes some of its own fields right after
         made(self, *args, **kwargs)

@@ -67,7 +67,7 @@ def choose_layout(settings: MemorySettings, obstacle: str | None) -> LayoutChoic
     """
     if settings.padding_free is False:
         return LayoutChoice("padded", "padding_free=False", ("padded",))
-    asked = [name for name in ("padding_free", "share_prompt") if getattr(settings, name)]
+    asked = [name for name in ("packing", "padding_free", "share_prompt") if getattr(settings, name)]
     if obstacle is not None:
         if asked:
             raise ArgumentError(f"{asked[0]}=True cannot act: {obstacle}; remove it.")

@@ -155,6 +155,11 @@ def from_pretrained(
         reason = str(error).strip().splitlines()[0]
         if "trust_remote_code" in str(error):
             raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
+        if "Unrecognized configuration class" in reason:
+            raise ModelError(
+                f"transformers has no {auto.__name__} for {name!r} ({reason.partition(' for this')[0]}): choose a model of "
+                "another family."
+            ) from error
         raise ModelError(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import set_seed
+from transformers import EvalPrediction, set_seed
+from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
@@ -18,22 +20,26 @@ from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import cursor_over
 from lowpeak.data.prompts import RowReader, check_end, padding_id
-from lowpeak.errors import DataError
+from lowpeak.errors import ArgumentError, DataError
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
-from lowpeak.training.arguments import CommonConfig, check_class
+from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.assembly import make_run
+from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_tokenizer, upcast_trainable
+from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
+from lowpeak.training.step import measure_step
 from lowpeak.training.step_trainer import StepTrainer, base_arguments
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
+from lowpeak.wrapped import transformers_model
 
 _SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
 
@@ -41,7 +47,12 @@ _SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as trainin
 class OfflineTrainer(StepTrainer):
     """Trains a model on the rows of a data set; TRL's constructor.
 
-    A thin trainer says how its model is loaded, how a row is read, what its algorithm is and what an evaluation measures.
+    model                   name, path or instance of the model (or peft model)
+    compute_metrics         `compute_metrics(EvalPrediction) -> dict`, added to what an evaluation measures; see `predict_rows`
+    quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
+    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
+
+    A thin trainer says how its model is loaded, how a row is read and what its algorithm is.
     """
 
     config_class: ClassVar[type[CommonConfig]]
@@ -59,8 +70,7 @@ class OfflineTrainer(StepTrainer):
         """The algorithm that the arguments describe."""
         raise AssertionError("a thin trainer says which algorithm it is")
 
-    @staticmethod
-    def make_reader(args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
+    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
         """What turns a row into what `records_of` takes."""
         raise AssertionError("a thin trainer says how a row is read")
 
@@ -73,23 +83,40 @@ class OfflineTrainer(StepTrainer):
         """The records of a whole data set, those left out counted in the log."""
         raise AssertionError("a thin trainer says how an evaluation's data is read")
 
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """What an evaluation says of its records, of which `work` is this rank's share; the loss among it."""
-        raise AssertionError("a thin trainer says what an evaluation measures")
+    def measured(self, work: StepWork) -> dict[str, float]:
+        """Measure the loss and the algorithm's metrics over all ranks' work; `num_tokens` counts those trained on so far."""
+        run = self.run
+        ranks = run.strategy.ranks
+        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, run.algorithm, run.core, ranks)
+        numbers = read_metrics(Readout(loss, metrics), None, ranks)
+        values = {name: metric.value() for name, metric in numbers.metrics.items()}
+        return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
+
+    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
+        """Return what `compute_metrics` gets of an evaluation's records, the same on every rank."""
+        raise AssertionError("a thin trainer says what its users' metrics are of")
 
     def __init__(
         self,
         model: Any,
         args: Any = None,
+        data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
         peft_config: Any = None,
+        **unsupported: Any,
     ) -> None:
-        args = args if args is not None else self.config_class(output_dir=f"{_name_of(self.config_class)}-output")
-        check_class(args, self.config_class)
+        unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        reject_unsupported(self, {"data_collator": data_collator, **unsupported})
+        refuse_virtual_tokens(model, peft_config)
+        args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
         quiet_replicas(args)
         with Ranks(args.device).together():
@@ -106,8 +133,10 @@ class OfflineTrainer(StepTrainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
+            compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.user_args = args
         strategy = detect_strategy(self.accelerator)
@@ -130,6 +159,7 @@ class OfflineTrainer(StepTrainer):
         """The model to train, ready for it, and its tokenizer."""
         policy = self.load_model(model, args, peft_config)
         tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+        tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
         upcast_trainable(policy)
         if args.disable_dropout:
             disable_dropout(policy)
@@ -158,6 +188,13 @@ class OfflineTrainer(StepTrainer):
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         """What the algorithm measures on one data set, each number under `prefix`, and how long it took."""
+        return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return the predictions and labels of a data set, as `compute_metrics` gets them, with the metrics of `evaluate`."""
+        return self._measure_and_predict(test_dataset, metric_key_prefix, predicts=True)
+
+    def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
         check_cut(self.run.strategy, self.model_wrapped)
         with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
@@ -166,8 +203,14 @@ class OfflineTrainer(StepTrainer):
             start = time.perf_counter()
             work = self._work(records)
             self.model_wrapped.eval()
-            measured = {**self.measured(work, records), "runtime": time.perf_counter() - start}
-            return {f"{prefix}_{name}": number for name, number in measured.items()}
+            measured = self.measured(work)
+            predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
+            if self.compute_metrics is not None:
+                with ranks.together():
+                    measured = {**measured, **self.compute_metrics(predictions)}
+            measured["runtime"] = time.perf_counter() - start
+            metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
+            return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
 
     def _work(self, records: list[Record]) -> StepWork:
         rows = range(len(records))
@@ -199,13 +242,38 @@ class OfflineTrainer(StepTrainer):
         self.budget = sizes.within(self.budget)
 
 
+def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
+    """Return the tokenizer, or a copy with what the arguments change of it; the model's configurations follow.
+
+    A completion then ends with the new end-of-sequence token, and with those that ended it before.
+    """
+    tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if getattr(args, name) is not None}
+    path = None if args.chat_template_path is None else Path(args.chat_template_path)
+    if not tokens and path is None:
+        return tokenizer
+    changed, config = copy.deepcopy(tokenizer), model.config.get_text_config()
+    for name, token in tokens.items():
+        if token not in tokenizer.get_vocab():
+            raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
+        setattr(changed, name, token)
+        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    generation = getattr(model, "generation_config", None)
+    if "eos_token" in tokens and generation is not None:
+        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        kept = [number for number in before if number not in (None, config.eos_token_id)]
+        generation.eos_token_id = [config.eos_token_id, *kept]
+    if path is not None:
+        if path.suffix not in (".jinja", ".j2") or not path.is_file():
+            raise ArgumentError(
+                f"chat_template_path={args.chat_template_path!r} must be a .jinja or .j2 file; to take another tokenizer's "
+                "template, set chat_template on the tokenizer that is passed as processing_class."
+            )
+        changed.chat_template = path.read_text(encoding="utf-8")
+    return changed
+
+
 def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
     """Most tokens of a row: `max_length`, and the model's context less what is `reserved` of it; None for no limit."""
     context = context_length(policy)
     limits = [args.max_length, None if context is None else context - reserved]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _name_of(config_class: type) -> str:
-    """`sft` of SFTConfig."""
-    return config_class.__name__.removesuffix("Config").lower()

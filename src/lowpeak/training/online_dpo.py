@@ -25,7 +25,8 @@ class OnlineDPOTrainer(OnlineTrainer):
     )
     trainer.train()
 
-    The reference is `ref_model`, or the model as it is given, or the policy with its adapter off. `others` are OnlineTrainer's.
+    The reference is `ref_model`, or the model as it is given, or the policy with its adapter off. Positions are TRL's; `others`
+    are OnlineTrainer's.
     """
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineDPOConfig
@@ -36,33 +37,44 @@ class OnlineDPOTrainer(OnlineTrainer):
         ref_model: Any = None,
         reward_funcs: Any = None,
         args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
         *,
         judge: Any = None,
         **others: Any,
     ) -> None:
-        _refuse_idle_parts(others)
         if judge is not None and getattr(args, "num_generations_eval", None) == 1:
             raise ArgumentError(
                 "num_generations_eval=1 leaves the judge nothing to compare in an evaluation: set it to 2 or more, or remove it."
             )
-        super().__init__(model, rewards_or_judge(reward_funcs, judge), args, ref_model=ref_model, **others)
+        super().__init__(
+            model,
+            rewards_or_judge(reward_funcs, judge),
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            reward_processing_classes,
+            callbacks,
+            optimizers,
+            peft_config=peft_config,
+            ref_model=ref_model,
+            data_collator=data_collator,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            **others,
+        )
         check_betas(self.user_args, self.num_steps_per_epoch())
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
         """Online DPO as the arguments describe it."""
         return make_online_dpo(resolve_online_dpo(args, settings))
-
-
-def _refuse_idle_parts(others: dict[str, Any]) -> None:
-    """Take out what TRL's constructor has and nothing here would ask; ArgumentError where one is more than None."""
-    for name, why in _IDLE_PARTS.items():
-        if others.pop(name, None) is not None:
-            raise ArgumentError(f"{name} would be asked for nothing: {why}; leave it out.")
-
-
-_IDLE_PARTS = {
-    "data_collator": "prompts are read by a cursor, and micro-batches cut under a token budget",
-    "compute_metrics": "evaluation writes completions and reports what the rewards say of them",
-    "preprocess_logits_for_metrics": "the logits of a completion never exist as a whole",
-}

@@ -38,6 +38,7 @@ class OnlineDPOConfig(OnlineConfig):
     missing_eos_penalty: float | None = argument(
         None, "rewards", "What a completion that did not end by itself loses of its reward."
     )
+    vllm_gpu_memory_utilization: float = argument(0.55, "vllm", "Colocated: the engine's share of the device's memory.")
     vllm_importance_sampling_correction: bool = argument(
         False, "vllm", "Always False: a pair is compared by policy and reference, whoever sampled it."
     )

@@ -23,9 +23,10 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut
 from lowpeak.strategies.shards import has_shards
 from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
-from lowpeak.training.arguments import OnlineConfig, check_class
+from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
+from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
@@ -38,14 +39,28 @@ from lowpeak.watch.watch import watched
 
 logger = logging.getLogger(__name__)
 
+# Arguments that TRL's trainers have as attributes, too.
+_READ_BY_FUNCTIONS = (
+    "max_completion_length",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "use_vllm",
+    "vllm_mode",
+)
+
 
 class OnlineTrainer(StepTrainer):
     """Trains a language model on completions that it writes itself; TRL's constructor.
 
     model                   name, path or instance of a causal language model (or peft model)
     reward_funcs            a function, a reward model, or a list of these
-    rollout_func            `rollout_func(prompts, trainer) -> dict` in place of the engine (tools, environments)
+    quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
+    rollout_func            `rollout_func(prompts, trainer) -> dict` writes the completions (tools, environments)
     ref_model               name, path or instance of the reference (None: the model as it came in, or without its adapter)
+    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
     """
 
     config_class: ClassVar[type[OnlineConfig]]
@@ -69,16 +84,17 @@ class OnlineTrainer(StepTrainer):
         reward_processing_classes: Any = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
         peft_config: Any = None,
+        tools: Any = None,
         rollout_func: Callable[..., Mapping[str, Any]] | None = None,
+        environment_factory: Any = None,
         ref_model: Any = None,
+        **unsupported: Any,
     ) -> None:
-        args = (
-            args
-            if args is not None
-            else self.config_class(output_dir=f"{_name_of(model)}-{self.config_class.__name__}")
-        )
-        check_class(args, self.config_class)
+        reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
+        refuse_virtual_tokens(model, peft_config)
+        args = make_arguments(self.config_class, args, model, quantization_config)
         quiet_replicas(args)
         with Ranks(args.device).together():
             check_end(train_dataset, args.max_steps)
@@ -106,15 +122,23 @@ class OnlineTrainer(StepTrainer):
         self.user_args = args
         self.parts = parts
         self.run, self.maker = connect_online(self, parts, rollout_func)
-        self.asked: Sampling = parts.settings.sampling
+        self.asked: Sampling | None = None  # of the rollout_func that runs
+        for name in _READ_BY_FUNCTIONS:
+            setattr(self, name, getattr(args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.add_callback(StepCallback(self))
 
     @property
     def num_generations(self) -> int:
-        """Completions of each prompt: a rollout's, or while an evaluation runs its own."""
-        return self.asked.num_generations
+        """Completions of each prompt in a rollout; inside a `rollout_func`, those that are asked of it."""
+        return (self.asked or self.parts.settings.sampling).num_generations
+
+    @property
+    def num_generations_eval(self) -> int:
+        """Completions of each prompt in an evaluation; inside its `rollout_func`, those that are asked of it."""
+        evaluates = self.asked is not None and not self.model.training
+        return self.num_generations if evaluates else self.parts.settings.num_generations_eval
 
     # a run
 
@@ -146,6 +170,7 @@ class OnlineTrainer(StepTrainer):
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
             number = 0 if self.rollout is None else self.rollout.number + 1
             self.rollout = None
+            self.model.train()
             self.rollout = self.maker.make(number, self.state.global_step, self.state, self.coefficients())
             self.steps_used = 0
             self.note(self.rollout.metrics)
@@ -163,10 +188,12 @@ class OnlineTrainer(StepTrainer):
         return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and print the rollout's completions where that was asked for."""
+        """Log, and print the rollout's completions with the metrics of steps, if that was asked for."""
+        metrics = self.run.metrics
         super().log(logs, start_time)
         if (
-            "loss" in logs
+            metrics
+            and self.run.metrics is not metrics
             and self.user_args.log_completions
             and self.rollout is not None
             and self.is_world_process_zero()
@@ -202,12 +229,11 @@ class OnlineTrainer(StepTrainer):
     def _evaluated(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
         check_cut(self.run.strategy, self.model_wrapped)
+        self.model_wrapped.eval()
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
                 prompts = eval_prompts(data, self.maker.new_reader())
-            with self.maker.awake():
-                self.maker.load_weights(self.state.global_step)
-                return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state)
+            return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state, self.coefficients())
 
     # what a checkpoint holds
 
@@ -303,8 +329,3 @@ class OnlineTrainer(StepTrainer):
         assert reference is not None
         assert reference.model is not None, "the reference's average needs a reference of its own"
         return reference.model
-
-
-def _name_of(model: Any) -> str:
-    name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
-    return Path(str(name)).name or "model"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
@@ -39,6 +40,7 @@ class PPOTrainer(OnlineTrainer):
     trainer.train()
 
     `value_model` is a classifier with one label that starts the critic (critic="model"); `reward_model` joins `reward_funcs`.
+    `others` and `named` are OnlineTrainer's.
     """
 
     config_class: ClassVar[type[OnlineConfig]] = PPOConfig
@@ -52,41 +54,24 @@ class PPOTrainer(OnlineTrainer):
         self,
         model: Any,
         reward_funcs: Any = None,
-        args: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        reward_processing_classes: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        rollout_func: Callable[..., Mapping[str, Any]] | None = None,
-        ref_model: Any = None,
+        *others: Any,
         value_model: Any = None,
         reward_model: Any = None,
+        **named: Any,
     ) -> None:
         self.value_model = value_model
-        if optimizers[0] is not None and getattr(args, "value_learning_rate", None) is not None:
+        super().__init__(model, [*listed(reward_funcs), *listed(reward_model)], *others, **named)
+        self.value_model = None
+        if self.optimizer is not None:
+            self._check_optimizer(self.optimizer)
+
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise ArgumentError for an optimizer that was passed in and does not train the critic as the arguments say."""
+        if self.user_args.value_learning_rate is not None:
             raise ArgumentError(
                 "value_learning_rate has no effect on an optimizer that is passed in: give the critic a group of its own in it."
             )
-        super().__init__(
-            model,
-            [*listed(reward_funcs), *listed(reward_model)],
-            args,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            reward_processing_classes,
-            callbacks,
-            optimizers,
-            peft_config,
-            rollout_func,
-            ref_model,
-        )
-        self.value_model = None
-        if optimizers[0] is not None:
-            check_held(optimizers[0], self.model)
+        check_held(optimizer, self.model)
 
     def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
         """Attach the critic: one module is prepared, and one forward gives log-probs and values."""

@@ -9,12 +9,8 @@ from typing import ClassVar
 from lowpeak.config.inapplicable import require
 from lowpeak.config.ppo import RANGES, REJECTED
 from lowpeak.config.ranges import Range
-from lowpeak.errors import ArgumentError
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.fields import argument, refuses_unknown
-
-# TRL's names for what every online algorithm has here.
-_SAME = {"kl_coef": "beta", "num_ppo_epochs": "num_iterations", "cliprange": "epsilon"}
 
 
 @refuses_unknown
@@ -24,6 +20,12 @@ class PPOConfig(OnlineConfig):
 
     ranges: ClassVar[Mapping[str, Range]] = RANGES
     rejected: ClassVar[Mapping[str, str]] = REJECTED
+    other_names: ClassVar[Mapping[str, str]] = {
+        **OnlineConfig.other_names,
+        "kl_coef": "beta",
+        "num_ppo_epochs": "num_iterations",
+        "cliprange": "epsilon",
+    }
 
     num_generations: int = argument(1, "generation", "Completions of each prompt (G).")
     beta: float = argument(0.05, "algorithm", "Weight of the KL in the reward; 0 loads no reference model.")
@@ -66,31 +68,17 @@ class PPOConfig(OnlineConfig):
     )
 
     def __post_init__(self) -> None:
-        self.said_as: dict[str, str] = {}
-        for name, ours in _SAME.items():
-            value = getattr(self, name)
-            if value is not None:
-                self._say_once(name, ours, value)
+        super().__post_init__()
         if self.num_mini_batches is not None:
             require(
                 type(self.num_mini_batches) is int and self.num_mini_batches >= 1,
                 f"num_mini_batches={self.num_mini_batches!r} must be a whole number of at least 1.",
             )
             steps = self.num_mini_batches * self.gradient_accumulation_steps
-            self._say_once("num_mini_batches", "steps_per_generation", steps)
-        super().__post_init__()
+            self._set_by("num_mini_batches", "steps_per_generation", steps)
         zero = getattr(self, "deepspeed_plugin", None)
         require(
             self.value_learning_rate is None or zero is None or "optimizer" not in zero.hf_ds_config.config,
             f"value_learning_rate={self.value_learning_rate} needs an optimizer of torch's, and the DeepSpeed config has a section "
             "for its own: take the section out (optim and learning_rate say the same), or leave value_learning_rate out.",
         )
-
-    def _say_once(self, name: str, ours: str, value: float) -> None:
-        given: frozenset[str] = getattr(self, "given", frozenset())
-        if ours in given and getattr(self, ours) != value:
-            raise ArgumentError(
-                f"{name}={getattr(self, name)!r} and {ours}={getattr(self, ours)!r} say the same thing; give one."
-            )
-        setattr(self, ours, value)
-        self.said_as[ours] = name

@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any, ClassVar
 
+import numpy as np
 from torch import nn
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.reward_model import make_reward_model
@@ -22,9 +24,8 @@ from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.heads import SCORES, Head
 from lowpeak.training.models import from_pretrained, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.reward_arguments import RewardConfig
-from lowpeak.training.step import measure_step
+from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
@@ -38,7 +39,8 @@ class RewardTrainer(OfflineTrainer):
 
     RewardTrainer(model="Qwen/Qwen2.5-0.5B", args=RewardConfig(output_dir="out"), train_dataset=data).train()
 
-    What it saves is a sequence classifier in the Hugging Face layout: `reward_funcs="out"` judges with it.
+    What it saves is a sequence classifier in the Hugging Face layout: `reward_funcs="out"` judges with it. `compute_metrics` gets
+    `predictions` [pairs, 2], the scores of chosen and rejected, and `label_ids` [pairs] of zeros: the chosen one is the better.
     """
 
     config_class: ClassVar[type[CommonConfig]] = RewardConfig
@@ -64,8 +66,7 @@ class RewardTrainer(OfflineTrainer):
         classifier_of(policy).config.get_text_config().pad_token_id = tokenizer.pad_token_id
         return policy, tokenizer
 
-    @staticmethod
-    def make_reader(args: Any, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
+    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
         """Two records a row; the slot of each takes one place of the context."""
         return PreferenceReader(
             tokenizer,
@@ -87,14 +88,16 @@ class RewardTrainer(OfflineTrainer):
         """The pairs that are not left out."""
         return read_pairs(data, self.reader)
 
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """Loss, accuracy, margin and rewards, over all pairs."""
-        run = self.run
-        loss, metrics = measure_step(
-            self.model_wrapped, work.micro_batches, run.algorithm, run.core, run.strategy.ranks
-        )
-        numbers = read_metrics(Readout(loss, metrics), None, run.strategy.ranks)
-        return {"loss": float(numbers.loss), **{name: metric.value() for name, metric in numbers.metrics.items()}}
+    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
+        """Return the scores of every pair, formed in a forward pass beside that of the loss."""
+        scored = score(self.model_wrapped, work.micro_batches, self.run.core, values=True, logprobs=False)
+        own: dict[int, float] = {}
+        for batch, result in zip(work.micro_batches, scored, strict=True):
+            assert result.values_T is not None, "a classifier gives one score for each of a batch's rows"
+            own |= zip(batch.record_indices, result.values_T.tolist(), strict=False)  # a masked batch has no record
+        found = reduce(lambda merged, part: {**merged, **part}, self.run.strategy.ranks.gather(own))
+        scores = np.array([found[row] for row in range(len(records))], dtype=np.float32).reshape(-1, 2)
+        return EvalPrediction(predictions=scores, label_ids=np.zeros(len(scores), dtype=np.int64))
 
 
 def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:

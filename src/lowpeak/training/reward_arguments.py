@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowpeak.training.arguments import CommonConfig
+from lowpeak.training.arguments import OfflineConfig
 from lowpeak.training.fields import argument, refuses_unknown
 
 
 @refuses_unknown
 @dataclass
-class RewardConfig(CommonConfig):
+class RewardConfig(OfflineConfig):
     """Arguments of reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155)."""
 
     learning_rate: float = argument(1e-4, "training", "The optimizer's learning rate.")

@@ -12,9 +12,12 @@ from lowpeak.rewards.judged import Judged
 
 
 def length_metrics(records: Sequence[Record]) -> dict[str, Metric]:
-    """TRL's `completions/*`: lengths of all completions and of those that ended by themselves, share of those cut."""
-    lengths = [float(len(record.completion)) for record in records]
-    ended = [float(len(r.completion)) for r in records if r.completion.finish_reason == "stop"]
+    """TRL's `completions/*`: lengths of all completions and of those that ended by themselves, share of those cut.
+
+    A length counts the tokens that the policy wrote.
+    """
+    lengths = [float(record.completion.num_written) for record in records]
+    ended = [float(r.completion.num_written) for r in records if r.completion.finish_reason == "stop"]
     metrics = {f"completions/{name}": metric for name, metric in _spread("length", lengths).items()}
     metrics |= {f"completions/{name}": metric for name, metric in _spread("terminated_length", ended).items()}
     cut = float(len(lengths) - len(ended))
@@ -40,7 +43,7 @@ def describe(judged: Judged, records: Sequence[Record], names: Sequence[str]) ->
             "group": record.group,
             "prompt": judged.prompts[i],
             "completion": text,
-            "num_tokens": len(record.completion),
+            "num_tokens": judged.records[i].completion.num_written,
             "finish_reason": record.completion.finish_reason,
             **{name: _or_none(value) for name, value in zip(names, record.rewards, strict=True)},
             "reward": _or_none(record.reward),

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms.algorithm import Advantages, Algorithm, Need
 from lowpeak.algorithms.select import loss_mask
 from lowpeak.batching.assign import assign, cut_groups
 from lowpeak.batching.packing import Budget, pack, scatter, share
@@ -25,7 +25,7 @@ from lowpeak.memory.phases import Phase
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import MemoryTracker
 from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards.combine import RewardPanel, reward_metrics
+from lowpeak.rewards.combine import RewardPanel, reward_metrics, warn_of_unscored
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.weights.report import PushReport
@@ -114,20 +114,21 @@ class RolloutMaker:
             self.load_weights(policy_version)
             self.tally.take()
             judged, chosen = self._ask_until_full(number, trainer_state)
-        records = tuple(self._with_loss_mask(judged.records[i]) for i in chosen)
-        records, scoring = self._score(records)
+        warn_of_unscored(self.panel.names, judged)
+        records = self.with_loss_masks([judged.records[i] for i in chosen])
+        records, scoring = self.score(records, self.algorithm.needs, Phase.SCORE)
         known = self.algorithm.coefficients() if coefficients is None else coefficients
         advantages = self.algorithm.advantages(records, known)
-        returns = advantages.returns or (None,) * len(records)
-        given = zip(records, advantages.per_token, returns, strict=True)
-        records = tuple(self._with_advantages(*each) for each in given)
+        records = with_advantages(records, advantages)
+        if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
+            records = tuple(replace(record, old=None) for record in records)
         metrics = merge_metrics(judged.metrics, advantages.metrics)
         metrics = merge_metrics(merge_metrics(metrics, length_metrics(judged.records)), scoring)
         metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested() | self._left_out())
         told = list(judged.records)
         for i, record in zip(chosen, records, strict=True):
             told[i] = record
-        num_tokens = sum(record.num_tokens for record in told)
+        num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in judged.records)
         return Rollout(number, records, metrics, describe(judged, told, self.panel.names), num_tokens)
 
     def _left_out(self) -> dict[str, Metric]:
@@ -272,17 +273,21 @@ class RolloutMaker:
         extra = {"dropped_groups": Metric(float(dropped), 1.0, "sum"), "asked_groups": Metric(float(asked), 1.0, "sum")}
         return replace(full, metrics=merge_metrics(full.metrics, extra)), chosen
 
+    def with_loss_masks(self, records: Sequence[Record]) -> tuple[Record, ...]:
+        """The records with the masks that losses use, and without the fields of a `rollout_func` that rewards have read."""
+        return tuple(map(self._with_loss_mask, records))
+
     def _with_loss_mask(self, record: Record) -> Record:
-        """The record with the mask that losses use, and without the fields of a `rollout_func` that rewards have read."""
         completion = record.completion
         mask = loss_mask(completion, self.settings.mask_truncated)
         if mask is completion.loss_mask and not completion.extra:
             return record
         return replace(record, completion=replace(completion, loss_mask=mask, extra={}))
 
-    def _score(self, records: tuple[Record, ...]) -> tuple[tuple[Record, ...], dict[str, Metric]]:
-        """Stations 7 and 8: what the algorithm needs of every counted token, gathered into the records on all ranks."""
-        needs = self.algorithm.needs
+    def score(
+        self, records: tuple[Record, ...], needs: frozenset[Need], phase: Phase
+    ) -> tuple[tuple[Record, ...], dict[str, Metric]]:
+        """Stations 7 and 8: what is needed of every counted token, gathered into the records on all ranks."""
         if not needs:
             return records, {}
         ranks = self.strategy.ranks
@@ -291,56 +296,64 @@ class RolloutMaker:
         self.model().eval()
 
         def run() -> tuple[Scores, dict[str, Metric]]:
-            with self.tracker.phase(Phase.SCORE):
-                return self._passes(records, batches), {"useful_tokens/score": _useful(batches)}
+            with self.tracker.phase(phase):
+                return self._passes(records, batches, needs), {"useful_tokens/score": _useful(batches)}
 
         shares = ranks.gathered(run)
         everywhere = {i: values for found, _ in shares for i, values in found.items()}
-        filled = tuple(self._filled(record, everywhere.get(i, {})) for i, record in enumerate(records))
+        filled = tuple(_filled(record, everywhere.get(i, {}), needs) for i, record in enumerate(records))
         return filled, reduce(merge_metrics, [useful for _, useful in shares])
 
-    def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch]) -> Scores:
+    def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]) -> Scores:
         """The policy's pass and the reference's, each only where something needs it."""
-        needs = self.algorithm.needs
-        found: Scores = {}
+        passes: dict[str, list[Scored]] = {}
         if needs & {"old", "entropy", "values"}:
             wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
             wishes["logprobs"] = bool(needs & {"old", "entropy"})
-            scored = score(self.model(), batches, self.core, **wishes)
-            _note(found, records, batches, scored, "old")
+            passes["old"] = score(self.model(), batches, self.core, **wishes)
         if "reference" in needs:
             assert self.reference is not None
             with self.reference.use():
-                scored = score(self.reference.model or self.model(), batches, self.core)
-            _note(found, records, batches, scored, "reference")
-        return found
-
-    def _filled(self, record: Record, found: Mapping[str, Tensor]) -> Record:
-        """The record with what the algorithm needs; zeros for a row without a counted token, which nothing reads."""
-        nothing = torch.zeros(len(record.completion))
-        old, reference, entropy, values = (
-            found.get(name, nothing) if name in self.algorithm.needs else None
-            for name in ("old", "reference", "entropy", "values")
-        )
-        return replace(record, old=old, reference=reference, entropy=entropy, values=values)
-
-    def _with_advantages(self, record: Record, advantages: Tensor, returns: Tensor | None) -> Record:
-        """The record as its steps use it; on-policy without old, which then is the policy's own log-prob in the step."""
-        old = record.old if self.settings.rollout.num_steps > 1 else None
-        return replace(record, old=old, advantages=advantages, returns=returns)
+                passes["reference"] = score(self.reference.model or self.model(), batches, self.core)
+        return _read_scores(records, batches, passes)
 
 
-def _note(
-    found: Scores, records: Sequence[Record], batches: Sequence[MicroBatch], scored: Sequence[Scored], name: str
-) -> None:
-    """Put what a pass gave into each row's values: log-probs under `name`, entropies and values where there are any."""
-    for batch, result in zip(batches, scored, strict=True):
-        lengths = torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
-        given = {name: result.logprobs_T, "entropy": result.entropy_T, "values": result.values_T}
-        columns = {column: values.cpu().split(lengths) for column, values in given.items() if values is not None}
-        for row, index in enumerate(batch.record_indices):
-            values = {column: scatter(records[index], parts[row]) for column, parts in columns.items()}
-            found.setdefault(index, {}).update(values)
+def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:
+    """The records with what station 9 gave them."""
+    returns = advantages.returns or (None,) * len(records)
+    given = zip(records, advantages.per_token, returns, strict=True)
+    return tuple(replace(record, advantages=each, returns=values) for record, each, values in given)
+
+
+def _filled(record: Record, found: Mapping[str, Tensor], needs: frozenset[Need]) -> Record:
+    """The record with what is needed; zeros for a row without a counted token, which nothing reads."""
+    nothing = torch.zeros(len(record.completion))
+    old, reference, entropy, values = (
+        found.get(name, nothing) if name in needs else None for name in ("old", "reference", "entropy", "values")
+    )
+    return replace(record, old=old, reference=reference, entropy=entropy, values=values)
+
+
+def _read_scores(
+    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Scored]]
+) -> Scores:
+    """Return what the passes gave, row by row, by one read of the device: log-probs by the pass's name, entropies, values."""
+    found: Scores = {}
+    places: list[tuple[int, str]] = []
+    lengths: list[int] = []
+    columns: list[Tensor] = []
+    for name, scored in passes.items():
+        for batch, result in zip(batches, scored, strict=True):
+            given = {name: result.logprobs_T, "entropy": result.entropy_T, "values": result.values_T}
+            for column, values in given.items():
+                if values is not None and batch.record_indices:
+                    places += [(index, column) for index in batch.record_indices]
+                    lengths += torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
+                    columns.append(values.float())
+    if columns:
+        for (index, column), values in zip(places, torch.cat(columns).cpu().split(lengths), strict=True):
+            found.setdefault(index, {})[column] = scatter(records[index], values)
+    return found
 
 
 def _useful(batches: Sequence[MicroBatch]) -> Metric:

@@ -2,34 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
 from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.counted import num_counted
 from lowpeak.data.supervised import SupervisedReader, read_records
+from lowpeak.errors import ArgumentError
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
 from lowpeak.training.models import load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
+_PREPROCESS = (
+    "preprocess_logits_for_metrics: the logits of a whole data set are not kept, so give a function that makes a row's small, such "
+    "as `lambda logits, labels: logits.argmax(-1)`"
+)
+
 
 class SFTTrainer(OfflineTrainer):
-    """Trains a language model on prompt-completion, conversational or text rows; TRL's constructor.
+    """Trains a language model on prompt-completion, conversational, text or tokenized rows; TRL's constructor.
 
     from lowpeak import SFTConfig, SFTTrainer
 
     SFTTrainer(model="Qwen/Qwen2.5-0.5B", args=SFTConfig(output_dir="out"), train_dataset=data).train()
+
+    `formatting_func(row)` returns the text that is trained on. `compute_metrics` needs `preprocess_logits_for_metrics(logits,
+    labels)`, which gets one row at a time ([1, L, V] and [1, L], -100 where a token does not count) in an extra forward pass.
     """
 
     config_class: ClassVar[type[CommonConfig]] = SFTConfig
-    columns: ClassVar[str] = "prompt and completion, messages, or text"
+    columns: ClassVar[str] = "prompt and completion, messages, text, or input_ids"
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
+    ) -> None:
+        if compute_metrics is not None and preprocess_logits_for_metrics is None:
+            raise ArgumentError(f"compute_metrics needs {_PREPROCESS}.")
+        self.formatting_func = formatting_func
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            compute_loss_func=compute_loss_func,
+        )
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
@@ -45,11 +94,10 @@ class SFTTrainer(OfflineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        """Maximum likelihood."""
-        return make_supervised()
+        """Maximum likelihood, or DFT."""
+        return make_supervised(args.loss_type)
 
-    @staticmethod
-    def make_reader(args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
+    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
         """One record a row."""
         return SupervisedReader(
             tokenizer,
@@ -59,16 +107,35 @@ class SFTTrainer(OfflineTrainer):
             chat_template_kwargs=args.chat_template_kwargs,
             text_field=args.dataset_text_field,
             num_embeddings=num_embeddings(policy),
+            formatting_func=self.formatting_func,
         )
 
     def read(self, data: Any) -> list[Record]:
         """The rows of which a token counts."""
         return read_records(data, self.reader)
 
-    def measured(self, work: StepWork, records: Sequence[Record]) -> dict[str, float]:
-        """The loss: minus the mean log-prob of the counted tokens."""
-        scored = score(self.model_wrapped, work.micro_batches, self.run.core)
-        kept = [result for batch, result in zip(work.micro_batches, scored, strict=True) if batch.record_indices]
-        found = [float(result.logprobs_T.sum()) for result in kept if result.logprobs_T is not None]
-        total = self.run.strategy.ranks.sum([sum(found)])[0]
-        return {"loss": -total / max(1, sum(num_counted(record) for record in records))}
+    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
+        """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as transformers pads them."""
+        ranks, device = self.run.strategy.ranks, self.run.core.device
+        preprocess: Any = self.preprocess_logits_for_metrics
+        if preprocess is None:
+            raise ArgumentError(f"predict() needs {_PREPROCESS}.")
+        own: dict[int, tuple[Any, Any]] = {}
+        for first in range(0, len(records), ranks.world_size):
+            # A rank that has no row left repeats row 0: a sharded model's forward needs all ranks.
+            row = first + ranks.rank if first + ranks.rank < len(records) else 0
+            ids_1L, labels_1L = (each.to(device) for each in _ids_and_labels(records[row]))
+            with torch.no_grad():
+                logits = self.model_wrapped(input_ids=ids_1L).logits
+                own[row] = nested_numpify((preprocess(logits, labels_1L), labels_1L))
+        found = reduce(lambda merged, part: {**merged, **part}, ranks.gather(own))
+        rows = [found[row] for row in range(len(records))]
+        return EvalPrediction(*reduce(partial(nested_concat, padding_index=-100), rows))
+
+
+def _ids_and_labels(record: Record) -> tuple[Tensor, Tensor]:
+    """A row's token ids, and the same with -100 where a token does not count: [1, L] each."""
+    prompt, completion = torch.tensor(record.prompt_ids), record.completion
+    labels = torch.where(completion.loss_mask, completion.ids.long(), -100)
+    ids_L = torch.cat([prompt, completion.ids.long()])
+    return ids_L[None], torch.cat([torch.full_like(prompt, -100), labels])[None]

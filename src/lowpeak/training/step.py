@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.algorithms.algorithm import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm
-from lowpeak.attention.install import forward_arguments
+from lowpeak.algorithms.measure import measure_top1
+from lowpeak.attention.install import forward_arguments, padded_rows
 from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.logprobs.head import HeadRequest
 from lowpeak.ranks import Ranks
@@ -133,13 +134,33 @@ def loss_of(
         promised_scale=promised_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
+        top1=algorithm.top1,
         routing=routing,
     )
-    terms = [_policy_term(out, batch.tokens, algorithm)] if algorithm.loss is not None else []
-    if algorithm.values is not None:
-        terms.append(_value_term(out["values"], batch.tokens, algorithm.values))
+    terms = _terms(out, batch.tokens, algorithm)
     if core.load_balance is not None:
         terms.append(_balance_term(out["routing"], choices_E, batch.tokens, core.load_balance))
+    return _sum_of(terms)
+
+
+def loss_of_outputs(
+    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
+) -> tuple[Tensor, dict[str, Metric]]:
+    """Return the algorithm's weighted loss and its metrics from log-probs, entropies and values that a forward gave."""
+    return _sum_of(_terms(out, tokens, algorithm))
+
+
+def _terms(
+    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
+) -> list[tuple[Tensor, dict[str, Metric]]]:
+    """The policy's term and that of values, each only where there is one."""
+    terms = [_policy_term(out, tokens, algorithm)] if algorithm.loss is not None else []
+    if algorithm.values is not None:
+        terms.append(_value_term(out["values"], tokens, algorithm.values))
+    return terms
+
+
+def _sum_of(terms: Sequence[tuple[Tensor, dict[str, Metric]]]) -> tuple[Tensor, dict[str, Metric]]:
     losses, metrics = zip(*terms, strict=True)
     return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
 
@@ -181,6 +202,8 @@ def _policy_term(
             policy_loss = loss.detach() + _entropy_bonus(seen_entropy_T, tokens)
             metrics["policy_loss"] = Metric(policy_loss, tokens.batch_share)
             metrics[ENTROPY_COEF] = Metric(tokens.coefficients[ENTROPY_COEF])
+        if "top1" in out:
+            metrics |= measure_top1(out["top1"], tokens)
         return loss, metrics
 
 
@@ -229,8 +252,11 @@ def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) 
         chunk_size=core.chunk_size,
         **wishes,  # type: ignore[arg-type]
     )
-    seen = {} if batch.forest is None else forward_arguments(batch.forest, core.device)
-    return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
+    if batch.forest is not None:
+        seen = forward_arguments(batch.forest, core.device)
+        return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
+    with padded_rows():
+        return model(input_ids=batch.input_ids_BL, head_request=request)
 
 
 def _scored(out: Mapping[str, Tensor]) -> Scored:

@@ -39,6 +39,7 @@ from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.alike import require_same_arguments, require_same_data
 from lowpeak.training.checkpoints import check_kind, export_model, load_training, policys_adapter_alone, save_checkpoint
 from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on, saved_where_it_waits
+from lowpeak.training.model_card import ModelCardMixin
 from lowpeak.training.readout import (
     Readout,
     Spent,
@@ -91,7 +92,7 @@ def base_arguments(args: Any) -> Any:
     return inner
 
 
-class StepTrainer(Trainer):
+class StepTrainer(ModelCardMixin, Trainer):
     """transformers' Trainer whose step is a list of micro-batches under weights of the whole step's counts."""
 
     run: Run
@@ -284,8 +285,8 @@ class StepTrainer(Trainer):
         self.run.noted = merge_metrics(self.run.noted, metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; with a training loss come the metrics of the steps since the last one."""
-        if "loss" in logs:
+        """Log; with a training loss, and with a run's last entry, come the metrics of the steps that none has told of yet."""
+        if "loss" in logs or "train_runtime" in logs:
             metrics, self.run.metrics = self.run.metrics, {}
             values = {name: metric.value() for name, metric in metrics.items()}
             logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}

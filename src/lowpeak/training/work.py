@@ -16,7 +16,8 @@ from lowpeak.records import MicroBatch, Record
 class StepWork:
     """One optimizer step: this rank's micro-batches, and how many tokens of the step are new.
 
-    `num_new` counts prompt and completion tokens of all ranks that no earlier step has seen (a rollout's, at its first).
+    `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and what the policy wrote (a rollout's at its
+    first step).
     """
 
     micro_batches: tuple[MicroBatch, ...]

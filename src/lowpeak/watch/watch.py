@@ -202,7 +202,8 @@ class Watch:
     def _end(self) -> None:
         """End a process that hangs or is busy: no exception would reach it."""
         assert self._verdict is not None, "there is no deadline without a verdict"
-        print(f"lowpeak: error: {self._verdict.sentence(self._rank, self._phase())}", file=sys.stderr, flush=True)
+        # A progress bar leaves its line open.
+        print(f"\nlowpeak: error: {self._verdict.sentence(self._rank, self._phase())}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
 

@@ -178,3 +178,46 @@ def test_what_no_sampler_scored_is_not_corrected():
     plain = trained_loss(make_grpo(replace(settings, correction=None)), rows, old_T=None)
     for sampling in (nothing, None):
         assert trained_loss(make_grpo(settings), rows, old_T=None, sampling_T=sampling) == plain
+
+
+UNCORRECTED = {"score_old": False, "correction": None}
+SAME_ON_POLICY = [
+    {},
+    {"entropy_bonus": EntropyBonus(0.3)},
+    {"beta": 0.2, "bias_corrected_kl": False},
+    *[{"correction": MODES[mode]} for mode in SEQUENCE_MODES],
+]
+OTHER_ON_POLICY = [
+    {"beta": 0.2, "bias_corrected_kl": True},
+    *[{"correction": correction} for mode, correction in MODES.items() if mode not in SEQUENCE_MODES],
+    {"top_entropy_quantile": 0.5},
+]
+
+
+def levels_apart(loss_type, changes):
+    """By how much an on-policy step's gradients differ between ratios of tokens and of completions, and the largest gradient."""
+    rows = ragged_rows()
+    told = {"old_T": None, "sampling_T": torch.cat(drawn(rows))}
+    if "top_entropy_quantile" in changes:  # tokens outside of it come with advantage 0
+        kept = torch.cat([row.mask for row in rows])
+        told["advantages_T"] = kept * torch.cat([torch.full_like(row.old, row.advantage) for row in rows])
+    settings = replace(GRPO, loss_type=loss_type, **{**UNCORRECTED, **changes})
+    by_token, by_row = (
+        gradients(trained_loss(make_grpo(replace(settings, importance_level=level)), rows, **told), rows)
+        for level in ("token", "sequence")
+    )
+    return float((by_token - by_row).abs().max()), float(by_token.abs().max())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("changes", SAME_ON_POLICY, ids=str)
+def test_on_policy_the_unit_of_ratios_changes_no_gradient(loss_type, changes):
+    apart, largest = levels_apart(loss_type, changes)
+    assert apart <= 1e-14 * largest
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("changes", OTHER_ON_POLICY, ids=str)
+def test_on_policy_the_unit_of_ratios_acts_where_a_rows_tokens_differ(loss_type, changes):
+    apart, largest = levels_apart(loss_type, changes)
+    assert apart > 1e-3 * largest

@@ -149,8 +149,9 @@ def test_both_sides_get_the_same_canned_completions():
     ours, peer = Trainer(), Trainer()
     prompts = noisy_sort.draw_prompts(4, seed=0)
     can_peer(peer, "rloo")
-    repeated = [peer.processing_class(prompt)["input_ids"] for prompt in prompts for _ in range(8)]
-    found = our_rollouts(prompts, ours)
+    entries = [prompt for prompt in prompts for _ in range(8)]
+    repeated = [peer.processing_class(prompt)["input_ids"] for prompt in entries]
+    found = our_rollouts(entries, ours)
     assert found["completion_ids"] == peer._generate_single_turn(repeated, None, {})
     assert found["prompt_ids"] == repeated
 

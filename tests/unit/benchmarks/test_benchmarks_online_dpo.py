@@ -43,7 +43,8 @@ def test_the_second_completion_is_better_on_both_sides():
 
 def test_canned_completions_are_the_same_ids():
     trainer = SimpleNamespace(processing_class=make_tokenizer())
-    ours = our_countdowns(["w400 <start>", "w401 <start>"], trainer, [2, 1, 3, 1])
+    entries = ["w400 <start>", "w400 <start>", "w401 <start>", "w401 <start>"]
+    ours = our_countdowns(entries, trainer, [2, 1, 3, 1])
     prompts, _, completions, mask, _ = canned_batch(trainer, ["w400 <start>", "w401 <start>"], [2, 3, 1, 1])
     assert ours["completion_ids"] == [[2, 1], [1], [3, 2, 1], [1]]
     rows = [row[: int(count)] for row, count in zip(completions.tolist(), mask.sum(1), strict=True)]

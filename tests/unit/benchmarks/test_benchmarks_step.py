@@ -33,11 +33,11 @@ def test_lengths_are_skewed_and_cut_and_the_same_for_a_seed():
     assert countdown(4) == [4, 3, 2, 1]
 
 
-def test_our_canned_completions_repeat_each_prompt_for_its_group():
+def test_our_canned_completions_are_one_for_each_prompt():
     class Trainer:
         processing_class = make_tokenizer()
 
-    found = our_countdowns(["w400 <start>"], Trainer(), iter([[2, 1, 3, 1, 1, 1, 1, 1]]))
+    found = our_countdowns(["w400 <start>"] * 8, Trainer(), iter([[2, 1, 3, 1, 1, 1, 1, 1]]))
     assert found["prompt_ids"] == [[400, 151_935]] * 8
     assert found["completion_ids"][:3] == [[2, 1], [1], [3, 2, 1]]
 

@@ -36,7 +36,7 @@ def test_a_new_run_in_the_same_folder_keeps_the_old_ones_and_resumes_its_own(tmp
         args = SFTConfig(
             output_dir=str(tmp_path), max_steps=steps, save_steps=1, save_total_limit=1, use_cpu=True, disable_tqdm=True
         )
-        return SFTTrainer(tiny_model(), args, data, processing_class=char_tokenizer())
+        return SFTTrainer(tiny_model(), args, train_dataset=data, processing_class=char_tokenizer())
 
     run(4).train()
     run(2).train()

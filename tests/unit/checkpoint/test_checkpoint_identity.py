@@ -29,7 +29,7 @@ def online(tmp_path, config=GRPOConfig, trainer=GRPOTrainer, reward=ones, **chan
 
 def supervised(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), **SMALL)
-    return SFTTrainer(tiny_model(), args, DATA, processing_class=char_tokenizer())
+    return SFTTrainer(tiny_model(), args, train_dataset=DATA, processing_class=char_tokenizer())
 
 
 def test_another_algorithm_does_not_go_on_from_a_checkpoint(tmp_path):

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.cli.arguments import ModelArguments
-from lowpeak.cli.groups import ORDER
-from lowpeak.cli.parse import arguments_of, parse
+from lowpeak.cli.groups import GENERATION, ORDER
+from lowpeak.cli.parse import Argument, arguments_of, parse
 from lowpeak.errors import ArgumentError
 from lowpeak.training.arguments import GRPOConfig
 
@@ -103,3 +103,19 @@ def test_help_lists_every_argument_in_its_group(capsys):
     generation = shown[shown.index("\ngeneration:\n") : shown.index("\nalgorithm:\n")]
     assert "--num_generations INT" in generation
     assert "--beta" not in generation
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("LoRA: send the adapter alone.", "LoRA: send the adapter alone"),
+        ("True: gather all.", "True: gather all"),
+        ("Hugging Face's space.", "Hugging Face's space"),
+        ("vLLM's own arguments.", "vLLM's own arguments"),
+        ("model to train", "Model to train"),
+    ],
+)
+def test_help_writes_names_as_they_are(capsys, text, shown):
+    with pytest.raises(SystemExit):
+        parse([Argument("name", str, GENERATION, None, text)], ["--help"], "lowpeak test")
+    assert f"  {shown}\n" in capsys.readouterr().out

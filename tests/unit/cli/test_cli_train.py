@@ -30,8 +30,8 @@ class RecordingTrainer:
     def save_model(self):
         self.asked.append("save_model")
 
-    def push_to_hub(self):
-        self.asked.append("push_to_hub")
+    def push_to_hub(self, dataset_name):
+        self.asked.append(("push_to_hub", dataset_name))
 
     def dry_run(self):
         return {"model": {"parameters": 7, "device": object}, "sizes": (1, 2)}
@@ -117,7 +117,7 @@ def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder)
     assert [trainer.keywords["args"].beta for trainer in library.made] == [[0.1, 0.2], [0.3], [0.1, 0.4]]
 
 
-@pytest.mark.parametrize("name", ["max_length", "max_new_tokens", "reward_model_path"])
+@pytest.mark.parametrize("name", ["max_length", "reward_model_path"])
 def test_names_of_trls_online_dpo_say_what_to_use_instead(name, library, folder):
     with pytest.raises(ArgumentError, match=f"'{name}' is TRL's and does not exist in lowpeak"):
         run("online-dpo", argv(folder, f"--{name}", "5"), library)
@@ -184,7 +184,7 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one(library, fol
 
 def test_the_model_is_pushed_when_that_was_asked_for(library, folder):
     run("grpo", argv(folder, "--push_to_hub"), library)
-    assert library.made[0].asked[-1] == "push_to_hub"
+    assert library.made[0].asked[-1] == ("push_to_hub", None)  # a local file has no name on the hub
 
 
 @pytest.mark.parametrize(

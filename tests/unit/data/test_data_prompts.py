@@ -59,9 +59,32 @@ def test_messages_pass_the_chat_template_and_open_the_assistants_turn():
     assert prompt.conversational
 
 
-def test_an_assistants_last_message_is_continued():
-    prompt = chat_reader().read({"prompt": [*user("1+1"), {"role": "assistant", "content": "ab"}]}, 0)
-    assert text_of(prompt) == "<user>1+1<eos><assistant>ab"
+BEGUN = [*user("1+1"), {"role": "assistant", "content": "ab"}]
+
+
+def test_after_an_assistants_last_message_comes_a_new_one_as_in_trl():
+    prompt = chat_reader().read({"prompt": BEGUN}, 0)
+    assert text_of(prompt) == "<user>1+1<eos><assistant>ab<eos><assistant>"
+    assert prompt.begun == ""
+
+
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content if m.content is string else m.content[0].text }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["ab", [{"type": "text", "text": "ab"}]])
+def test_an_assistants_last_message_is_continued_where_that_is_asked_for(content):
+    messages, options = [*user("1+1"), {"role": "assistant", "content": content}], {"continue_final_message": True}
+    of_the_run = chat_reader(PARTS, chat_template_kwargs=options)
+    for prompt in (
+        of_the_run.read({"prompt": messages}, 0),
+        chat_reader(PARTS).read({"prompt": messages, "chat_template_kwargs": options}, 0),
+    ):
+        assert (text_of(prompt), prompt.begun) == ("<user>1+1<eos><assistant>ab", "ab")
+    others = of_the_run.read({"prompt": user("1+1")}, 1)
+    assert (text_of(others), others.begun) == ("<user>1+1<eos><assistant>", "")
 
 
 def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():

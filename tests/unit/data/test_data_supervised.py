@@ -80,6 +80,11 @@ def test_a_pair_of_messages_counts_the_answer_with_its_end():
     assert parts(reader().read(row, 0)) == ("<user>1+1<eos><assistant>", "2<eos>", "2<eos>")
 
 
+def test_after_a_prompt_that_ends_with_the_assistant_the_completion_alone_counts_as_in_trl():
+    row = {"prompt": [turn("user", "1"), turn("assistant", "2")], "completion": [turn("assistant", "3")]}
+    assert parts(reader().read(row, 0)) == ("<user>1<eos><assistant>2<eos><assistant>", "3<eos>", "3<eos>")
+
+
 def test_a_conversation_counts_all_but_its_first_token():
     row = {"messages": [turn("user", "1"), turn("assistant", "2")]}
     assert parts(reader().read(row, 0)) == ("<user>", *["1<eos><assistant>2<eos>"] * 2)
@@ -101,9 +106,70 @@ def test_assistant_only_counts_within_the_completion_only():
     assert parts(record)[2] == "4<eos>6<eos>"
 
 
-def test_a_template_without_generation_blocks_is_an_error_with_the_remedy():
-    with pytest.raises(DataError, match=r"row 4: the chat template does not say .* \{% generation %\}"):
-        reader(completion_only=True).read({"messages": [turn("user", "1"), turn("assistant", "2")]}, 4)
+@pytest.mark.parametrize("settings", [{"completion_only": True}, {"assistant_only": True}])
+def test_a_template_without_generation_blocks_tells_the_assistants_turns_by_what_it_writes(settings):
+    turns = [turn("user", "1"), turn("assistant", "2"), turn("user", "3"), turn("assistant", "4"), turn("user", "5")]
+    record = reader(**settings).read({"messages": turns}, 0)
+    assert parts(record)[2] == "2<eos>4<eos>"
+
+
+def test_the_prompts_turns_need_not_be_told_apart_where_the_completion_alone_counts(caplog):
+    rewrites = (
+        "{% for m in messages %}<{{ m.role }}>{{ '0' if m.role == 'assistant' and loop.last }}{{ m.content }}<eos>"
+    )
+    rewrites += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    turns = [turn("user", "1"), turn("assistant", "2"), turn("user", "3"), turn("assistant", "4")]
+    row = {"prompt": turns[:3], "completion": turns[3:]}
+    assert parts(reader(template=rewrites, assistant_only=True).read(row, 0))[2] == "04<eos>"
+    assert caplog.text == ""
+    both = reader(template=rewrites, assistant_only=True, completion_only=False).read(row, 0)
+    assert parts(both)[2] == "04<eos>"
+    assert "1 of 2 assistant messages" in caplog.text
+
+
+def test_a_completion_after_the_assistants_own_message_begins_with_the_next_one():
+    row = {
+        "prompt": [turn("user", "1"), turn("assistant", "2")],
+        "completion": [turn("user", "3"), turn("assistant", "4")],
+    }
+    assert parts(reader().read(row, 0))[2] == "<user>3<eos><assistant>4<eos>"
+
+
+@pytest.mark.parametrize("names", [("user", "assistant"), ("human", "gpt")])
+def test_a_conversation_of_from_and_value_is_one_of_role_and_content(names):
+    said = [{"from": name, "value": str(i)} for i, name in enumerate(names)]
+    row = {"conversations": [{"from": "system", "value": "9"}, *said]}
+    assert parts(reader(assistant_only=True).read(row, 0))[:2] == ("<system>9<eos><user>0<eos><assistant>", "1<eos>")
+    assert row["conversations"][1] == {"from": names[0], "value": "0"}
+    with_roles = {"conversations": [turn("system", "9"), turn("user", "0"), turn("assistant", "1")]}
+    assert parts(reader().read(with_roles, 0)) == parts(reader().read(row, 0))
+
+
+@pytest.mark.parametrize(
+    ("columns", "settings", "expected"),
+    [
+        ({}, {}, "1234"),
+        ({"labels": [-100, -100, 5, -100, 7]}, {}, "24"),
+        ({"labels": [-100, 4, 5, -100, -100], "completion_mask": [0, 0, 0, 1, 1]}, {}, "12"),
+        ({"assistant_masks": [1, 0, 1, 0, 1]}, {}, "24"),
+        ({"assistant_masks": [1, 0, 1, 0, 1]}, {"assistant_only": True}, "24"),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, {"completion_only": True}, "234"),
+        ({"completion_mask": [0, 0, 1, 1, 1]}, {"completion_only": False}, "1234"),
+        ({"completion_mask": [0, 0, 1, 1, 1], "assistant_masks": [0, 1, 1, 0, 1]}, {"completion_only": True}, "24"),
+        ({"completion_mask": [0, 0, 1, 1, 1], "assistant_masks": [0, 1, 1, 0, 1]}, {"completion_only": False}, "124"),
+        ({"labels": None, "assistant_masks": None, "completion_mask": None}, {}, "1234"),
+        ({"labels": [-100, 4, 5, 6, 7]}, {"max_length": 3}, "12"),
+    ],
+)
+@pytest.mark.parametrize("form", [None, "numpy", "torch"])
+def test_a_row_of_token_ids_is_taken_as_it_is_and_its_labels_or_masks_say_what_counts(
+    columns, settings, expected, form
+):
+    (row,) = Dataset.from_list([{"input_ids": [3, 4, 5, 6, 7], **columns}]).with_format(form)
+    record = reader(chat=False, **settings).read(row, 0)
+    counted = record.completion.ids[record.completion.loss_mask].tolist()
+    assert counted == [3 + int(place) for place in expected]
+    assert all(type(token) is int for token in record.prompt_ids)
 
 
 def test_text_counts_all_but_its_first_token_and_ends_with_eos():
@@ -135,6 +201,17 @@ def test_a_row_without_a_token_that_counts_is_left_out(row):
         ({"prompt": "1", "completion": [turn("assistant", "2")]}, {}, "types str and list"),
         ({"prompt": "1", "completion": None}, {}, "types str and NoneType"),
         ({"text": None}, {}, "'text' of type NoneType"),
+        ({"input_ids": None}, {}, "'input_ids' None; it must be a list of whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1]}, {}, "1 'labels' for 2 'input_ids'"),
+        ({"input_ids": [1, 2], "labels": [-100, 3]}, {}, "a label that is neither its token nor -100"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, {"completion_only": True}, "'labels', which say what counts; remove"),
+        ({"input_ids": [1, 2]}, {"completion_only": True}, "no 'completion_mask', which completion_only_loss needs"),
+        ({"input_ids": [1, 2]}, {"assistant_only": True}, "no 'assistant_masks', which assistant_only_loss needs"),
+        ({"input_ids": [1, 2], "completion_mask": [0, 1]}, {}, "acts with completion_only_loss=True alone, as in TRL"),
+        ({"input_ids": [1, 2], "seq_lengths": [1, 1]}, {}, "several rows in one"),
+        ({"input_ids": [1, 99]}, {"num_embeddings": 13}, "the token 99"),
+        ({"conversations": "1"}, {}, "'conversations' of type str"),
+        ({"conversations": [{"from": "human"}]}, {}, "'conversations', message 0, has no 'content'"),
         ({"text": "1"}, {"completion_only": True}, "plain text, which has no completion"),
         ({"text": "1"}, {"assistant_only": True}, "assistant_only_loss needs messages"),
         ({"prompt": "1", "completion": "2"}, {"assistant_only": True}, "assistant_only_loss needs messages"),

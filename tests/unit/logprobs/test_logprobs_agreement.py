@@ -13,8 +13,8 @@ from lowpeak.logprobs.agreement import passes_differ
 CPU = torch.device("cpu")
 
 
-def passes(statistics=rows.row_statistics, gradient=rows.row_gradient_):
-    return SimpleNamespace(row_statistics=statistics, row_gradient_=gradient)
+def passes(statistics=rows.row_statistics, gradient=rows.row_gradient_, chosen=rows.chosen_logits):
+    return SimpleNamespace(chosen_logits=chosen, row_statistics=statistics, row_gradient_=gradient)
 
 
 def off_by_little(raw, *inputs):
@@ -39,6 +39,10 @@ def forgets_the_cap(raw, bias, settings):
     )
 
 
+def short_of_the_maximum(*inputs):
+    return rows.chosen_logits(*inputs) * (1 - 1e-6)
+
+
 def fails(raw, bias, settings):
     raise RuntimeError("no kernel image is available\nfor this device")
 
@@ -54,6 +58,10 @@ def test_another_gradient_is_found(gradient):
 
 def test_other_statistics_are_found():
     assert "differ from torch's operations" in passes_differ(passes(forgets_the_cap), CPU)
+
+
+def test_targets_that_miss_the_maximum_by_a_rounding_are_found():
+    assert "differ from torch's operations" in passes_differ(passes(chosen=short_of_the_maximum), CPU)
 
 
 def test_a_failure_is_a_reason():

@@ -21,12 +21,12 @@ from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale, na
 
 def test_a_logprob_is_the_chosen_entry_of_the_log_softmax_of_the_tempered_logits():
     hidden, weight, bias = (
-        torch.eye(2),
-        torch.tensor([[1.0, 0.0], [3.0, -1.0], [0.5, 2.0]]),
-        torch.tensor([0.0, 0.5, 1.0]),
+        torch.eye(2, dtype=torch.float64),
+        torch.tensor([[1.0, 0.0], [3.0, -1.0], [0.5, 2.0]], dtype=torch.float64),
+        torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64),
     )
     logprobs, entropy = naive_logprobs(hidden, weight, bias, torch.tensor([1, 2]), temperature=2.0)
-    first, second = torch.tensor([0.5, 1.75, 0.75]), torch.tensor([0.0, -0.25, 1.5])
+    first, second = torch.tensor([[0.5, 1.75, 0.75], [0.0, -0.25, 1.5]], dtype=torch.float64)
     assert logprobs[0] == pytest.approx(float(1.75 - first.exp().sum().log()))
     assert logprobs[1] == pytest.approx(float(1.5 - second.exp().sum().log()))
     assert entropy[0] == pytest.approx(float(torch.distributions.Categorical(logits=first).entropy()))

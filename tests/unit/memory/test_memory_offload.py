@@ -164,7 +164,8 @@ def test_host_memory_is_free_when_the_backward_is_done():
 
 def sft(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_offloading=True)
-    return SFTTrainer(tiny_model(), args, [{"prompt": "1", "completion": "2"}], processing_class=char_tokenizer())
+    rows = [{"prompt": "1", "completion": "2"}]
+    return SFTTrainer(tiny_model(), args, train_dataset=rows, processing_class=char_tokenizer())
 
 
 def grpo(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,12 +90,16 @@ def test_messages_are_read_through_the_reward_tokenizers_own_template():
     assert rewards == pytest.approx(one_by_one(classifier(), words, texts), abs=1e-5)
 
 
-def test_a_message_that_the_prompt_began_is_read_once():
+def test_a_message_that_is_continued_is_read_once():
     prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
-    panel = RewardPanel([ModelReward(classifier(), tokenizer(chat=True))], RewardSettings((1.0,)), lambda ids: "34")
-    judged = panel.judge([group(prompt, "x")])
-    whole = one_by_one(classifier(), tokenizer(chat=True), ["<user>1<eos><assistant>234<eos>"])
-    assert judged.records[0].rewards == pytest.approx(whole, abs=1e-5)
+    texts = {"": "<user>1<eos><assistant>2<eos><assistant>34<eos>", "2": "<user>1<eos><assistant>234<eos>"}
+    for begun, text in texts.items():
+        options = {"continue_final_message": True} if begun else {}
+        model = ModelReward(classifier(), tokenizer(chat=True), chat_template_kwargs=options)
+        panel, one = RewardPanel([model], RewardSettings((1.0,)), lambda ids: "34"), group(prompt, "x")
+        judged = panel.judge([replace(one, prompt=replace(one.prompt, begun=begun))])
+        whole = one_by_one(classifier(), tokenizer(chat=True), [text])
+        assert judged.records[0].rewards == pytest.approx(whole, abs=1e-5)
 
 
 def test_chat_template_kwargs_reach_the_template():

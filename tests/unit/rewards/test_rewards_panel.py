@@ -6,6 +6,7 @@ import asyncio
 import math
 import threading
 import time
+from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
@@ -58,12 +59,13 @@ def test_conversational_groups_are_lists_of_one_message_and_prompts_stay_as_give
     assert seen["completions"] == [[{"role": "assistant", "content": "a"}], [{"role": "assistant", "content": "b"}]]
 
 
-@pytest.mark.parametrize("content", ["<think>", [{"type": "text", "text": "<think>"}]])
-def test_what_the_prompts_last_assistant_message_began_is_part_of_the_completion(content):
-    prompt = [*CHAT, {"role": "assistant", "content": content}]
-    seen = asked(group(prompt, "a"))
+@pytest.mark.parametrize("begun", ["", "<think>"])
+def test_the_beginning_of_a_message_that_is_continued_is_part_of_the_completion(begun):
+    prompt = [*CHAT, {"role": "assistant", "content": "<think>"}]
+    one = group(prompt, "a")
+    seen = asked(replace(one, prompt=replace(one.prompt, begun=begun)))
     assert seen["prompts"] == [prompt]
-    assert seen["completions"] == [[{"role": "assistant", "content": "<think>a"}]]
+    assert seen["completions"] == [[{"role": "assistant", "content": f"{begun}a"}]]
 
 
 def test_a_column_that_a_prompt_lacks_is_none_and_a_completions_own_field_comes_first():

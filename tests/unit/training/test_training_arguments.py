@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
@@ -76,11 +78,100 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"dataloader_num_workers": 4}, "cannot act"),
         ({"auto_find_batch_size": True}, "micro_batch_tokens"),
         ({"remove_unused_columns": True}, "columns go to the rewards"),
+        ({"importance_sampling_level": "sequence"}, "ratio is exactly 1"),
+        ({"importance_sampling_level": "sequence", "use_vllm": True}, "ratio is exactly 1"),
+        ({"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": False}, "ratio is exactly 1"),
+        ({"pad_to_multiple_of": "many"}, "must be a whole number of 1 or more, 'auto', or None"),
+        ({"pad_to_multiple_of": 0}, "must be a whole number of 1 or more, 'auto', or None"),
+        (
+            {"accelerator_config": {"dispatch_batches": True}},
+            "accelerator_config has dispatch_batches=True, which cannot",
+        ),
+        (
+            {"accelerator_config": {"split_batches": True}},
+            "accelerator_config has split_batches=True, which cannot act",
+        ),
+        ({"accelerator_config": {"even_batches": False}}, "there is no data loader; remove it"),
+        ({"accelerator_config": {"use_seedable_sampler": False}}, "there is no data loader; remove it"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+            "set gradient_accumulation_steps in its place",
+        ),
+        (
+            {"generation_kwargs": {"do_sample": False}},
+            "do_sample=False: greedy completions of a prompt are all the same",
+        ),
+        ({"generation_kwargs": {"eos_token_id": "<eos>"}}, "must be a token id, or a list of token ids"),
+        ({"generation_kwargs": {"top_p": 1.5}}, r"generation_kwargs\['top_p'\]=1.5 must be in \(0, 1\]"),
+        ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 must be above 0"),
     ],
 )
 def test_what_cannot_act_raises_with_the_remedy(tmp_path, changes, words):
     with pytest.raises(ArgumentError, match=words):
         grpo(tmp_path, **changes)
+
+
+def test_what_names_what_happens_anyway_is_taken(tmp_path):
+    asked = {"dispatch_batches": False, "non_blocking": True, "gradient_accumulation_kwargs": {}}
+    grpo(tmp_path, accelerator_config=asked, per_device_eval_batch_size=8, ds3_gather_for_generation=True)
+
+
+@pytest.mark.parametrize(("value", "multiple"), [("auto", 1), (None, 1), ("none", 1), (8, 8), ("16", 16)])
+def test_the_multiple_of_padding_is_trls(tmp_path, value, multiple):
+    assert online(tmp_path, pad_to_multiple_of=value).memory.pad_to_multiple_of == multiple
+
+
+def test_generation_kwargs_say_what_arguments_say_in_transformers_names(tmp_path):
+    told = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1}
+    args = GRPOConfig(output_dir=str(tmp_path), generation_kwargs={**told, "do_sample": True, "max_new_tokens": 9})
+    sampling = resolve_online(args, 1, 1).sampling
+    assert {name: getattr(sampling, name) for name in told} == told
+    assert {name: getattr(args, name) for name in told} == told  # log-probs are at the same temperature
+    assert sampling.max_new_tokens == args.max_completion_length == 9
+    assert args.generation_kwargs == {**told, "do_sample": True, "max_new_tokens": 9}
+    copied = dataclasses.replace(args, learning_rate=1e-4)
+    assert resolve_online(copied, 1, 1).sampling == sampling
+
+
+def test_tokens_that_end_a_completion_are_told_in_either_way(tmp_path):
+    ends = {"eos_token_id": [3, 4], "stop_token_ids": [5]}
+    assert online(tmp_path, generation_kwargs=ends).sampling.stop_token_ids == (5, 3, 4)
+    assert online(tmp_path, generation_kwargs={"eos_token_id": 3}).sampling.stop_token_ids == (3,)
+
+
+def test_an_argument_that_is_said_twice_must_be_said_alike(tmp_path):
+    assert online(tmp_path, top_k=5, generation_kwargs={"top_k": 5}).sampling.top_k == 5
+    with pytest.raises(ArgumentError, match=r"generation_kwargs\['top_k'\]=5 and top_k=4 say the same thing; give one"):
+        GRPOConfig(output_dir=str(tmp_path), top_k=4, generation_kwargs={"top_k": 5})
+    with pytest.raises(ArgumentError, match="max_new_tokens=8 and max_completion_length=9 say the same thing"):
+        GRPOConfig(output_dir=str(tmp_path), max_new_tokens=8, max_completion_length=9)
+    assert GRPOConfig(output_dir=str(tmp_path), max_new_tokens=8).max_completion_length == 8
+
+
+def test_ratios_of_completions_in_a_sum_over_tokens_are_warned_of(tmp_path, caplog):
+    asked = {"importance_sampling_level": "sequence", "num_iterations": 2}
+    grpo(tmp_path, **asked, loss_type="grpo")
+    assert not caplog.text
+    for loss_type in ("dapo", "bnpo", "dr_grpo"):
+        grpo(tmp_path, **asked, loss_type=loss_type)
+        assert f"with loss_type='{loss_type}': the loss sums over tokens" in caplog.text
+        caplog.clear()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_iterations": 2},
+        {"steps_per_generation": 2},
+        {"top_entropy_quantile": 0.5},
+        {"beta": 0.1},
+        {"use_vllm": True, "vllm_importance_sampling_mode": "token_mask"},
+    ],
+    ids=str,
+)
+def test_the_unit_of_ratios_is_taken_where_it_acts(tmp_path, changes):
+    level = grpo(tmp_path, importance_sampling_level="sequence", loss_type="grpo", **changes).importance_level
+    assert level == "sequence"
 
 
 @pytest.mark.parametrize(

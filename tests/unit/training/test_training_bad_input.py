@@ -97,9 +97,8 @@ def test_a_stream_without_an_end_is_told(tmp_path):
     with told(ArgumentError, "the data set has no length, so the run needs an end: set max_steps"):
         grpo(tmp_path, stream, max_steps=-1)
     with told(ArgumentError, "the data set has no length, so the run needs an end: set max_steps"):
-        SFTTrainer(
-            tiny_model(), SFTConfig(output_dir=str(tmp_path), use_cpu=True), stream, processing_class=char_tokenizer()
-        )
+        args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+        SFTTrainer(tiny_model(), args, train_dataset=stream, processing_class=char_tokenizer())
 
 
 def test_a_stream_that_ends_before_its_first_row_is_told(tmp_path):
@@ -121,7 +120,7 @@ def test_a_stream_that_ends_before_its_first_row_is_told(tmp_path):
 def test_supervised_rows_that_cannot_be_used_are_told(tmp_path, rows, words):
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
     with told(DataError, words):
-        SFTTrainer(tiny_model(), args, Dataset.from_list(rows), processing_class=char_tokenizer())
+        SFTTrainer(tiny_model(), args, train_dataset=Dataset.from_list(rows), processing_class=char_tokenizer())
 
 
 # the tokenizer and the model
@@ -142,7 +141,8 @@ def test_a_tokenizer_with_neither_is_told(tmp_path, make):
     with told(ModelError, r"neither a pad nor an eos token; set tokenizer.eos_token \(or pad_token\)"):
         if make == "grpo":
             grpo(tmp_path, tokenizer=tokenizer)
-        SFTTrainer(tiny_model(), SFTConfig(str(tmp_path), use_cpu=True), [{"text": "1"}], processing_class=tokenizer)
+        args = SFTConfig(str(tmp_path), use_cpu=True)
+        SFTTrainer(tiny_model(), args, train_dataset=[{"text": "1"}], processing_class=tokenizer)
 
 
 def test_messages_without_a_chat_template_are_told(tmp_path):
@@ -242,7 +242,7 @@ def test_an_argument_out_of_its_range_is_told(tmp_path, changes, words):
 def test_a_context_too_short_for_a_supervised_row_cuts_it(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
     data = Dataset.from_list([{"text": "1" * 300}])
-    run = SFTTrainer(tiny_model(), args, data, processing_class=char_tokenizer())
+    run = SFTTrainer(tiny_model(), args, train_dataset=data, processing_class=char_tokenizer())
     assert run.cursor.take(1)[0].num_tokens == 128
 
 
@@ -266,10 +266,14 @@ def test_an_output_folder_below_a_file_is_told(tmp_path):
     (tmp_path / "file").write_text("a file")
     args = SFTConfig(output_dir=str(tmp_path / "file/run"), use_cpu=True)
     with told(ArgumentError, "cannot be written: Not a directory; name a folder"):
-        SFTTrainer(tiny_model(), args, Dataset.from_list([{"text": "1"}]), processing_class=char_tokenizer())
+        SFTTrainer(
+            tiny_model(), args, train_dataset=Dataset.from_list([{"text": "1"}]), processing_class=char_tokenizer()
+        )
 
 
 def test_supervised_training_has_no_rows_of_an_evaluation_to_count(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, per_device_eval_batch_size=4)
     with told(ArgumentError, "per_device_eval_batch_size=4 has no effect: evaluation runs micro-batches"):
-        SFTTrainer(tiny_model(), args, Dataset.from_list([{"text": "1"}]), processing_class=char_tokenizer())
+        SFTTrainer(
+            tiny_model(), args, train_dataset=Dataset.from_list([{"text": "1"}]), processing_class=char_tokenizer()
+        )

@@ -14,7 +14,7 @@ from tiny import char_tokenizer, tiny_model
     ("said", "told"),
     [
         ({"gather_budget": "1GiB"}, "gather_budget='1GiB' cannot act: parameters are whole on every rank"),
-        ({"ds3_gather_for_generation": True}, "ds3_gather_for_generation=True cannot act"),
+        ({"ds3_gather_for_generation": False}, "ds3_gather_for_generation=False cannot act"),
         ({"offload_during_rollout": True}, "offload_during_rollout=True cannot act: the device's memory is the host's"),
         ({"offload_frozen_models": True, "beta": 0.1}, "the device's memory is the host's"),
         (

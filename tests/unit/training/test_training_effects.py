@@ -9,10 +9,11 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from lowpeak import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.algorithm import EntropyBonus
 from lowpeak.config.resolve import resolve_grpo, resolve_online
-from lowpeak.errors import DataError, EngineError, ModelError, RewardTimeoutError
+from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
+from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -117,7 +118,6 @@ WITH_KL = {"beta": 0.5, "num_iterations": 2}
         ({}, {"top_entropy_quantile": 0.3}),
         ({}, {"entropy_coef": 0.1}),
         ({}, {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.5}),
-        ({}, {"importance_sampling_level": "sequence"}),
         ({}, {"mask_truncated_completions": True}),
         ({}, {"temperature": 0.7}),
         ({}, {"top_p": 0.5}),
@@ -129,6 +129,7 @@ WITH_KL = {"beta": 0.5, "num_iterations": 2}
         (REUSED, {"epsilon": 0.01}),
         (REUSED, {"epsilon_high": 0.01}),
         (REUSED, {"delta": 1.201}),
+        (REUSED, {"importance_sampling_level": "sequence"}),
         (WITH_KL, {"beta": 0.1}),
         (WITH_KL, {"kl_estimator": "k1"}),
         (WITH_KL, {"use_bias_correction_kl": False}),
@@ -200,6 +201,23 @@ def test_the_head_can_run_in_fp32(tmp_path):
 
     assert head_dtypes() == {torch.bfloat16}
     assert head_dtypes(cast_lm_head_to_fp32=True) == {torch.float32}
+
+
+def test_a_head_of_a_run_in_fp32_need_not_be_cast(tmp_path):
+    cast = {"cast_lm_head_to_fp32": True}
+    with pytest.raises(
+        ArgumentError, match="cast_lm_head_to_fp32=True has no effect: the run computes in fp32 already"
+    ):
+        grpo(tmp_path, **cast)
+    with pytest.raises(ArgumentError, match="cast_lm_head_to_fp32=True has no effect"):
+        RewardTrainer(
+            tiny_classifier(),
+            RewardConfig(output_dir=str(tmp_path), use_cpu=True, **cast),
+            train_dataset=Dataset.from_list([{"chosen": "12", "rejected": "3"}] * 8),
+            processing_class=TOKENIZER,
+        )
+    grpo(tmp_path, bf16=True, **cast)
+    grpo(tmp_path, model=tiny_model(dtype=torch.bfloat16), beta=0.1, **cast)  # the reference stays in bf16
 
 
 def test_chat_template_kwargs_reach_the_template(tmp_path):
@@ -284,7 +302,7 @@ def test_supervised_arguments_reach_the_reader(tmp_path):
             name: value for name, value in SMALL.items() if name not in ("num_generations", "max_completion_length")
         }
         args = SFTConfig(output_dir=str(tmp_path), **{**small, **changes})
-        run = SFTTrainer(tiny_model(), args, Dataset.from_list(data), processing_class=TOKENIZER)
+        run = SFTTrainer(tiny_model(), args, train_dataset=Dataset.from_list(data), processing_class=TOKENIZER)
         (record,) = run.cursor.take(1)
         return int(record.completion.loss_mask.sum())
 

@@ -10,11 +10,19 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, Qwen2Config, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    GraniteConfig,
+    GraniteForCausalLM,
+    Qwen2Config,
+    TrainerCallback,
+)
 from transformers import Qwen2ForSequenceClassification as Classifier
 
 from lowpeak import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
+from lowpeak.memory.phases import Phase
 from tiny import char_tokenizer, tiny_model
 
 TOKENIZER = char_tokenizer()
@@ -419,7 +427,7 @@ def test_the_head_runs_in_scoring_only_where_old_log_probs_are_needed(tmp_path, 
     records = run.maker.make(0, 0, None).records
     asked = []
     hook = run.model.lm_head.register_forward_pre_hook(lambda *args: asked.append(1))
-    found, _ = run.maker._score(records)
+    found, _ = run.maker.score(records, run.run.algorithm.needs, Phase.SCORE)
     hook.remove()
     assert bool(asked) == scored
     for record, again in zip(records, found, strict=True):
@@ -553,3 +561,21 @@ def test_an_adapter_under_the_critics_name_is_told(tmp_path):
     model = get_peft_model(tiny_model(), LORA, adapter_name="critic")
     with pytest.raises(ArgumentError, match="an adapter of the name 'critic'"):
         ppo(tmp_path, model=model)
+
+
+def granite():
+    """A family without a sequence classifier in transformers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return GraniteForCausalLM(
+        GraniteConfig(vocab_size=13, intermediate_size=64, max_position_embeddings=128, pad_token_id=0, **sizes)
+    )
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_family_without_a_classifier_is_told_which_critics_it_can_have(tmp_path, named):
+    granite().save_pretrained(tmp_path / "policy")
+    model = str(tmp_path / "policy") if named else granite()
+    with pytest.raises(ArgumentError, match=r"transformers has none for granite: set critic='head' or 'adapter'"):
+        ppo(tmp_path / "run", model=model, critic="model")
+    ppo(tmp_path / "run", model=model, critic="model", trainer={"value_model": classifier()})
+    ppo(tmp_path / "run", model=model, critic="head")

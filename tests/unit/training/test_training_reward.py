@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, GraniteConfig, GraniteForCausalLM
 
 from lowpeak import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, HeadMismatchError, ModelError
@@ -86,7 +86,7 @@ def test_an_evaluation_is_the_papers_loss_and_trls_metrics(tmp_path):
         "eval_min_reward": min(chosen + rejected),
         "eval_max_reward": max(chosen + rejected),
     }
-    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, abs=5e-6)
 
 
 @pytest.mark.parametrize("changes", [{"padding_free": False}, {"share_prompt": True}, {"micro_batch_tokens": 400}])
@@ -256,17 +256,17 @@ def test_a_data_set_that_cannot_be_used_is_told(tmp_path, data, words):
         ({"logprob_chunk_size": 8}, "logprob_chunk_size=8 has no effect: a reward model gives one score a row"),
         ({"log_entropy": False}, "log_entropy=False has no effect: a reward model gives one score a row"),
         (
-            {"per_device_eval_batch_size": 8},
-            "per_device_eval_batch_size=8 has no effect: evaluation runs micro-batches",
+            {"per_device_eval_batch_size": 4},
+            "per_device_eval_batch_size=4 has no effect: evaluation runs micro-batches",
         ),
         ({"center_rewards_coefficient": -1.0}, "center_rewards_coefficient=-1.0 must be 0 or more"),
         ({"max_length": 1}, "max_length=1 must be at least 2 tokens"),
         ({"dataset_num_proc": 2}, "'dataset_num_proc' is TRL's and does not exist in lowpeak: rows are tokenised as"),
-        ({"pad_token": "x"}, "'pad_token' is TRL's and does not exist in lowpeak: set it on the tokenizer"),
-        ({"eos_token": "x"}, "'eos_token' is TRL's and does not exist in lowpeak: set it on the tokenizer"),
+        ({"pad_token": "x"}, "pad_token='x' is not in the tokenizer's vocabulary: name a token that it has"),
+        ({"eos_token": "x"}, "eos_token='x' is not in the tokenizer's vocabulary: name a token that it has"),
         (
             {"chat_template_path": "x"},
-            "'chat_template_path' is TRL's and does not exist in lowpeak: set the tokenizer's",
+            "chat_template_path='x' must be a .jinja or .j2 file",
         ),
         ({"beta": 0.1}, "Unknown argument 'beta'"),
     ],
@@ -297,13 +297,19 @@ def test_a_new_head_that_an_adapter_would_not_train_is_told(tmp_path, checkpoint
     assert not kept.model.get_base_model().score.weight.requires_grad
 
 
+def test_a_family_without_a_classifier_is_told(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    GraniteForCausalLM(GraniteConfig(vocab_size=13, intermediate_size=64, **sizes)).save_pretrained(tmp_path / "base")
+    with pytest.raises(ModelError, match=r"no AutoModelForSequenceClassification for .*GraniteConfig.* another family"):
+        trainer(tmp_path, str(tmp_path / "base"))
+
+
 def test_an_adapter_for_a_language_model_is_told(tmp_path):
     with pytest.raises(ArgumentError, match="task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'"):
         trainer(tmp_path, copy.deepcopy(tiny_classifier()), peft_config=LoraConfig(task_type="CAUSAL_LM", **LORA))
 
 
 def test_arguments_of_another_trainer_are_told(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(ArgumentError, match=r"this trainer takes a lowpeak\.RewardConfig"):
-        RewardTrainer(
-            tiny_classifier(), GRPOConfig(output_dir=str(tmp_path), use_cpu=True), TABLE, processing_class=TOKENIZER
-        )
+        RewardTrainer(tiny_classifier(), args, train_dataset=TABLE, processing_class=TOKENIZER)

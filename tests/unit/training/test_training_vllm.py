@@ -166,13 +166,6 @@ def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
         grpo(tmp_path, use_vllm=True)
 
 
-def test_a_rollout_func_and_vllm_are_one_too_many(tmp_path):
-    from lowpeak.training.engines import refuse_function
-
-    with pytest.raises(ArgumentError, match="rollout_func generates in place of an engine"):
-        refuse_function(lambda prompts, trainer: {})
-
-
 def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
     from lowpeak.config.resolve_vllm import resolve_vllm
     from lowpeak.training.describe import describe_vllm

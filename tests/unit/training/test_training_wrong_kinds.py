@@ -40,7 +40,9 @@ def grpo(tmp_path, model=None, data=TABLE, tokenizer=None, args=None, **changes)
 def sft(tmp_path, model=None, tokenizer=None, rows=({"text": "12"},)):
     args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     tokenizer = tokenizer or char_tokenizer()
-    return SFTTrainer(model or tiny_model(), args, Dataset.from_list(list(rows)), processing_class=tokenizer)
+    return SFTTrainer(
+        model or tiny_model(), args, train_dataset=Dataset.from_list(list(rows)), processing_class=tokenizer
+    )
 
 
 @pytest.mark.parametrize("make", [grpo, sft])
@@ -99,7 +101,7 @@ def test_arguments_of_another_trainer_are_told(tmp_path, args):
     with pytest.raises(ArgumentError, match=rf"args is a .*{args.__name__}; this trainer takes a lowpeak.GRPOConfig"):
         grpo(tmp_path, args=args(output_dir=str(tmp_path), use_cpu=True))
     with pytest.raises(ArgumentError, match=r"args is a dict; this trainer takes a lowpeak\.SFTConfig"):
-        SFTTrainer(tiny_model(), {"output_dir": "x"}, TABLE, processing_class=char_tokenizer())
+        SFTTrainer(tiny_model(), {"output_dir": "x"}, train_dataset=TABLE, processing_class=char_tokenizer())
 
 
 @pytest.mark.parametrize(

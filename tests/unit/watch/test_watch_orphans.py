@@ -11,13 +11,15 @@ from pathlib import Path
 
 from processes import are_gone, is_alive
 
+SECONDS = 60  # until processes have started, or have ended; by themselves they would run for ten minutes
+
 LEADER = """
 import os, time
 from multiprocessing import get_context
 from lowpeak.watch.orphans import end_with_parent, watch_forks
 def tell():
     open(f'{os.getpid()}.pid', 'w').close()
-    time.sleep(60)
+    time.sleep(600)
 if __name__ == '__main__':
     end_with_parent(first=True)
     watch_forks()
@@ -29,7 +31,7 @@ PARENT = """
 import os, subprocess, sys, time
 environ = {**os.environ, 'LOWPEAK_PARENT': str(os.getpid())}
 subprocess.Popen([sys.executable, 'leader.py'], env=environ, start_new_session=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
@@ -38,7 +40,7 @@ def started(folder):
     (folder / "leader.py").write_text(LEADER)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=folder, env=environ)
-    until = time.monotonic() + 20
+    until = time.monotonic() + SECONDS
     while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < 2:
         assert time.monotonic() < until
         time.sleep(0.05)
@@ -51,7 +53,7 @@ def test_a_group_ends_when_its_parent_was_killed(tmp_path):
     assert all(is_alive(pid) for pid in pids)
     parent.kill()
     parent.wait()
-    assert are_gone(pids, 6)
+    assert are_gone(pids, SECONDS)
 
 
 def test_what_a_killed_leader_leaves_behind_ends_too(tmp_path):
@@ -60,7 +62,7 @@ def test_what_a_killed_leader_leaves_behind_ends_too(tmp_path):
     (forked,) = set(pids) - {leader}
     try:
         os.kill(leader, signal.SIGKILL)
-        assert are_gone([forked], 6)
+        assert are_gone([forked], SECONDS)
     finally:
         parent.kill()
         parent.wait()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -113,6 +115,29 @@ def test_a_rank_that_is_gone_is_nothing_to_agree_on() -> None:
         time.sleep(0.5)
         zero.withdraw()
         assert told(zero, BROKEN).startswith("rank 1 is gone")
+
+
+ENDED = """
+import socket, sys, time
+from lowpeak.watch.lines import Line
+from lowpeak.watch.watch import Watch
+with socket.create_server(("127.0.0.1", 0)) as server:
+    there = socket.create_connection(server.getsockname())
+    here, _ = server.accept()
+with Watch(0, [Line(here, 1)], lambda: "phase train", grace=0.1):
+    print("  0%|          | 3/900 [00:03<17:11, 1.15s/it, training]", end="", file=sys.stderr, flush=True)
+    there.close()
+    time.sleep(60)
+"""
+
+
+def test_the_sentence_of_a_rank_that_is_ended_is_a_line_by_itself_beside_an_open_progress_bar() -> None:
+    ended = subprocess.run([sys.executable, "-c", ENDED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1] == (
+        "lowpeak: error: rank 1 is gone (killed, or its host is lost). Rank 0 was in phase train and cannot go on "
+        "without it."
+    )
 
 
 def test_whoever_calls_without_the_token_is_no_rank() -> None:

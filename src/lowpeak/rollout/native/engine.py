@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
+from lowpeak.memory.devices import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm
 from lowpeak.rollout.native.batch import Batch
@@ -75,14 +76,24 @@ class NativeEngine:
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
+    @contextmanager
+    def held(self) -> Iterator[nn.Module]:
+        """Hold the policy for all calls of `generate` in the block; every rank enters it."""
+        with self._hold() as model:
+            hold, self._hold = self._hold, lambda: nullcontext(model)
+            try:
+                yield model
+            finally:
+                self._hold = hold
+
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Hold `policy_version` from now on; no slice is read, the weights are shared."""
         self._policy_version = policy_version
 
     def sleep(self) -> None:
         """Give back what torch's allocator kept of the last rollout's memory; a call's cache ends with the call."""
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if self._device is not None and has_memory(self._device):
+            torch.get_device_module(self._device).empty_cache()
 
     def wake(self) -> None:
         """Nothing to do: the policy is always there."""

@@ -186,10 +186,9 @@ class ColocatedVllm:
 
     def _add(self, request: Request) -> str:
         """Hand a request over; the name that its output will have."""
+        from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-        from vllm import SamplingParams, TokensPrompt
 
         params = dict(request.params)
         if "structured_outputs" in params:

@@ -9,12 +9,21 @@ import gc
 import tempfile
 import threading
 
-import fault_runs
 import peft  # noqa: F401  # imported for the children
 from tqdm import tqdm
 
+from lowpeak import (  # noqa: F401
+    GRPOTrainer,
+    OnlineDPOTrainer,
+    PPOTrainer,
+    RewardTrainer,
+    RLOOTrainer,
+    SFTTrainer,
+)
+from tiny import tiny_model
+
 with tempfile.TemporaryDirectory() as folder:
-    fault_runs.tiny_model().save_pretrained(folder)
+    tiny_model().save_pretrained(folder)
 
 # tqdm's own lock is a semaphore of the system, which a killed process would leave behind.
 tqdm.set_lock(threading.RLock())

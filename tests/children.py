@@ -16,7 +16,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
-SECONDS = 60.0  # no child takes longer: one that does is stuck, and fails its test
+SECONDS = 240.0  # no child takes longer, even beside others' work: one that does is stuck, and fails its test
 KILLED = -signal.SIGKILL
 
 
@@ -24,7 +24,7 @@ KILLED = -signal.SIGKILL
 def _server() -> ForkServerContext:
     """The context of the server, started with this process's import path (it takes only PYTHONPATH over)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["fault_warm"])
+    context.set_forkserver_preload(["children_warm"])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
@@ -52,9 +52,9 @@ def call(function: Callable[..., None], case: Any, place: Path, *more: Any, seco
     return code
 
 
-def succeed(function: Callable[..., None], case: Any, place: Path, *more: Any) -> None:
+def succeed(function: Callable[..., None], case: Any, place: Path, *more: Any, seconds: float = SECONDS) -> None:
     """`call` for a process that must end well; its log is shown if it does not."""
-    code = call(function, case, place, *more)
+    code = call(function, case, place, *more, seconds=seconds)
     assert code == 0, f"exit code {code}; its log:\n{(place / 'log').read_text()}"
 
 

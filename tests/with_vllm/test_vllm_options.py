@@ -23,9 +23,8 @@ def test_they_are_read_without_importing_vllm():
 
 
 def test_they_are_vllms_own():
-    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
-
     from vllm import LLM
+    from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
 
     mine = set(inspect.signature(LLM.__init__).parameters) - {"self", "kwargs"}
     assert mine | {field.name for field in fields(EngineArgs)} <= known_options(False)

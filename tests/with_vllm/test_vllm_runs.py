@@ -28,7 +28,7 @@ def alone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    launch("../vllm/ranks_grpo.py", [str(out), *CASES], timeout=290)
+    launch("../with_vllm/ranks_grpo.py", [str(out), *CASES], timeout=290)
     return {case: torch.load(out / f"{case}.pt") for case in CASES}
 
 

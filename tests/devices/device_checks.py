@@ -1,0 +1,198 @@
+"""What a process with the second device is asked beside whole runs; each function is called in one that is started for it."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from device_runs import AWAY, CASES, KL, Case, build, digest, sliding, twin, wide
+from second_device import TwinModule, ledger
+from torch import nn
+
+from lowpeak.rewards.model import ModelReward
+
+# what the device refuses and counts
+
+
+def refuse_and_count(name: str, place: Path) -> None:
+    """The device's own manners."""
+    device = twin()
+    ours, host = torch.ones(2, 3, device=device), torch.ones(2, 3)
+    index = torch.tensor([1, 0])
+    refused = {
+        "add": lambda: ours + host,
+        "in place": lambda: host.add_(ours),
+        "linear": lambda: nn.functional.linear(ours, host),
+        "stack": lambda: torch.stack([ours[0, 0], host[0, 0]]),
+        "embedding": lambda: nn.functional.embedding(index, ours),
+        "gather": lambda: ours.gather(0, index[None]),
+        "module": lambda: nn.Linear(3, 3)(ours),
+        "numpy": lambda: ours.numpy(),
+        "a table": lambda: torch.arange(3)[index.to(device)],
+        "a number written to": lambda: host[0, 0].add_(ours[0, 0]),
+        "out": lambda: torch.add(ours, ours, out=host),
+    }
+    allowed = {
+        "a number": lambda: ours * host[0, 0],
+        "an index": lambda: ours[index],
+        "a copy": lambda: host.copy_(ours),
+    }
+    said = {what: _said(call) for what, call in {**refused, **allowed}.items()}
+    assert {what for what, words in said.items() if words} == set(refused), said
+    assert all("same device" in said[what] for what in refused if what != "numpy"), said
+    reading = {
+        "item": lambda: ours.sum().item(),
+        "bool": lambda: bool(ours.any()),
+        "tolist": lambda: ours.tolist(),
+        "cpu": lambda: ours.cpu(),
+        "nonzero": lambda: ours.nonzero(),
+        "mask": lambda: ours[ours > 0],
+        "equal": lambda: torch.equal(ours, ours),
+    }
+    silent = {
+        "cpu, not waiting": lambda: ours.to("cpu", non_blocking=True),
+        "where": lambda: torch.where(ours > 0, ours, 0),
+    }
+    reads = {what: _reads(call) for what, call in {**reading, **silent}.items()}
+    assert reads == {**dict.fromkeys(reading, 1), **dict.fromkeys(silent, 0)}, reads
+    storage = ours.untyped_storage()
+    before = TwinModule.memory_allocated()
+    storage.resize_(0)
+    assert before - TwinModule.memory_allocated() == ours.numel() * 4
+    assert "storage" in _said(lambda: ours + 1)
+
+
+def _said(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+def _reads(call: Callable[[], Any]) -> int:
+    ledger.clear()
+    call()
+    return sum(ledger.reads.values())
+
+
+# what lies on the wrong device
+
+
+def leave_on_host(what: str, place: Path) -> None:
+    """A run whose reference or reward model was left on the host is refused; where the run puts them, they are on the device."""
+    case = CASES["parts: rewards: a model"]
+    trainer = build(Case(args=KL, parts=case.parts), place / "run", twin())
+    reward = next(reward for reward in trainer.parts.rewards if isinstance(reward, ModelReward))
+    frozen = {"reference": trainer.maker.reference.model, "reward": reward.model}
+    placed = {name: {p.device.type for p in model.parameters()} for name, model in frozen.items()}
+    assert placed == {"reference": {"twin"}, "reward": {"twin"}}, placed
+    frozen[what].to("cpu")
+    words = _said(trainer.train)
+    assert "same device" in words, words
+
+
+# what an exception leaves behind
+
+
+def leave_by_exception(what: str, place: Path) -> None:
+    """An exception in the middle of a rollout leaves everything as it was before, and the rollout can be made again."""
+    model = sliding if what == "generate()" else wide
+    case = Case(args={"beta": 0.1, "max_steps": 1}, device_args={} if what == "generate()" else AWAY, model=model)
+    device = twin()
+    expected = build(case, place / "expected", device)
+    expected.train()
+    rollout(expected)  # of the prompts that the one below is given when it raises
+    tokens = rollout(expected)
+
+    trainer = build(case, place / "run", device)
+    trainer.train()
+    before = state(trainer)
+    broken = Breaking(trainer, what)
+    words = _said(lambda: rollout(trainer))
+    broken.mend()
+    assert words == "out of luck", words
+    after = state(trainer)
+    assert not (changed := {key for key in before if after[key] != before[key]}), changed
+    assert rollout(trainer) == tokens
+    assert digest(trainer.model) == digest(expected.model)
+
+
+def rollout(trainer: Any) -> list[list[int]]:
+    """The tokens of the next rollout."""
+    made = trainer.maker.make(1, trainer.state.global_step, trainer.state)
+    return [record.completion.ids.tolist() for record in made.records]
+
+
+def state(trainer: Any) -> dict[str, Any]:
+    """All that a rollout may change for its time: modules, configs, where storages are, and every value."""
+    gc.collect()
+    models = [trainer.model, trainer.maker.reference.model]
+    states = [value for each in trainer.optimizer.state.values() for value in each.values()]
+    return {
+        "modules": [[footprint(module) for module in model.modules()] for model in models],
+        "configs": [(model.config.to_dict(), model.generation_config.to_dict()) for model in models],
+        "values": [digest(model) for model in models],
+        "states": [(value.device.type, value.untyped_storage().nbytes(), value.tolist()) for value in states],
+        "gradients": [p.requires_grad for model in models for p in model.parameters()],
+        "allocated": TwinModule.memory_allocated(),
+        "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+    }
+
+
+def footprint(module: nn.Module) -> tuple[Any, ...]:
+    """A module's mode, hooks, forward, checkpointing, and the parameters that it holds."""
+    return (
+        module.training,
+        list(module._forward_pre_hooks),
+        list(module._forward_hooks),
+        id(module.__dict__.get("forward")),
+        getattr(module, "gradient_checkpointing", None),
+        [id(parameter) for parameter in module._parameters.values()],
+    )
+
+
+class Breaking:
+    """Lets a part of a rollout raise: a reward, or a layer when it is called for the third time."""
+
+    def __init__(self, trainer: Any, what: str) -> None:
+        self._calls = 0
+        panel = trainer.maker.panel
+        if what == "a reward":
+            judge = panel.judge
+            panel.judge = self._raise
+            self.mend = lambda: setattr(panel, "judge", judge)
+            return
+        self.mend = trainer.model.model.layers[1].register_forward_pre_hook(self._count).remove
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self._calls += 1
+        if self._calls == 3:
+            raise RuntimeError("out of luck")
+
+    def _raise(self, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("out of luck")
+
+
+# memory
+
+
+def measure_peaks(name: str, place: Path) -> None:
+    """The peaks of a run's phases and the bytes that crossed, without and with its offloads, and the bytes of its reference."""
+    device, case, found = twin(), CASES[name], []
+    for args in ({}, case.device_args):
+        trainer = build(replace(case, device_args=args), place / f"run{len(found)}", device)
+        reference = getattr(trainer.maker.reference, "model", None) if hasattr(trainer, "maker") else None
+        size = 0 if reference is None else sum(p.nbytes for p in reference.parameters())
+        ledger.clear()
+        trainer.train()
+        rows = [row for row in trainer.state.log_history if "step_time" in row]
+        peaks = [{k: v for k, v in row.items() if k.startswith(("peak_memory/", "offload/"))} for row in rows]
+        crossed = {"down": sum(ledger.downloaded.values()), "up": sum(ledger.uploaded.values())}
+        found.append({"peaks": peaks, "reference": size, **crossed})
+    (place / "peaks.json").write_text(json.dumps(found))

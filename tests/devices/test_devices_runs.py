@@ -1,0 +1,39 @@
+"""Every kind of run on the second device: the CPU's weights and log to the last bit, and no host read within a phase."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from device_runs import CASES, run_on_cpu, run_on_twin
+
+from children import succeed
+
+SECONDS = 140.0  # for a process on a busy machine; alone it takes 2 to 8
+
+
+# Attention's on the CPU's way are none on a GPU. accelerate uploads each layer of a model that waits on the host.
+WAITS = ("attention/calls.py", "accelerate/utils/modeling.py")
+
+
+def waits_in_passes(waits):
+    """Copies to the device that the host waits for while it scores or trains, but for those of `WAITS`."""
+    return [
+        line for line in waits if line.startswith(("phase score", "phase train")) and not any(w in line for w in WAITS)
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_comes_to_the_cpus_numbers_and_reads_once_a_phase(tmp_path, name):
+    for function in (run_on_cpu, run_on_twin):
+        succeed(function, name, tmp_path, seconds=SECONDS)
+    expected, found = (json.loads((tmp_path / f"{place}.json").read_text()) for place in ("cpu", "twin"))
+    crossed, steps = found.pop("crossed"), found["steps"]
+    del expected["crossed"]
+    assert found == {**expected, "devices": ["twin"], "offloaded": found["offloaded"]}
+    reads, lines = crossed["reads"], crossed["lines"]
+    assert "phase train" not in reads, lines
+    assert "phase optimizer" not in reads, lines
+    assert not waits_in_passes(crossed["waits"])
+    assert reads.get("phase score", 0) <= steps, lines  # one a rollout, which serves a step or more
+    assert reads["the step, after phase train"] == steps, lines  # loss, metrics and gradient norm together

@@ -1,0 +1,223 @@
+"""The assistant's tokens under templates that do not mark them, written in the styles of the common model families."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+
+from lowpeak.data.assistant_turns import AssistantTurns
+from lowpeak.errors import DataError
+from tiny import char_tokenizer
+
+TOKENS = [
+    "<|a|>",
+    "<|e|>",
+    "<|end|>",
+    "<|return|>",
+    "<|user|>",
+    "<|start|>",
+    "<s>",
+    "[INST]",
+    "[/INST]",
+    "<think>",
+    "</think>",
+]
+# Of each message m: how it opens, its text, how it ends. The last line is the generation prompt.
+CHATML = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+HEADERS = (
+    "<s>{% for m in messages %}<|a|>{{ m.role }}<|e|>\n\n{{ m.content | trim }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>assistant<|e|>\n\n{% endif %}"
+)
+INST = (
+    "<s>{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set rest = messages[1:] %}"
+    "{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}{% endif %}"
+    "{% if m.role == 'user' %}[INST] {{ (first if loop.first else '') + m.content }} [/INST]"
+    "{% else %} {{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% if m.thinking and loop.last %}<|a|>analysis<|e|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+    "<|a|>final<|e|>{{ m.content }}{% if loop.last and not add_generation_prompt %}<|return|>{% else %}<|end|>{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|e|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+EOS_AT_THE_END = (
+    "{% for m in messages %}<|{{ 'user' if m.role == 'user' else 'a' }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|a|>\n{% else %}<eos>{% endif %}"
+)
+THINKS_LAST = (
+    "{% for m in messages %}<|start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>{{ m.thinking or '' }}</think>{% endif %}"
+    "{{ m.content }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+ASKS_TO_THINK = (
+    "{% for m in messages %}<|{{ 'user' if m.role == 'user' else 'a' }}|>{{ m.content }}"
+    "{{ '<eos>' if m.role == 'assistant' }}{% endfor %}{% if add_generation_prompt %}<|a|><think>\n{% endif %}"
+)
+SYSTEM_IN_THE_LAST = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST]{{ 'be brief ' if loop.index0 >= messages | length - 2 }}"
+    "{{ m.content }}[/INST]{% else %}{{ m.content }}<eos>{% endif %}{% endfor %}"
+)
+
+
+def turn(role, text, **more):
+    return {"role": role, "content": text, **more}
+
+
+LONG = [turn("user", "one"), turn("assistant", "two"), turn("user", "three"), turn("assistant", "<four>")]
+
+
+def tokenizer_of(template):
+    tokenizer = char_tokenizer("abcdefghijklmnopqrstuvwxyz.<>/ \n")
+    tokenizer.add_special_tokens({"additional_special_tokens": TOKENS})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def counted_text(template, messages, first=0, options=None):
+    """The text of the counted tokens; those of several turns with a bar between them."""
+    tokenizer = tokenizer_of(template)
+    ids, counted = AssistantTurns(tokenizer).encode(messages, options or {}, "row 3", first)
+    assert ids == tokenizer.apply_chat_template(messages, return_dict=True, **(options or {}))["input_ids"]
+    turns, before = [], False
+    for token, counts in zip(ids, counted, strict=True):
+        if counts:
+            turns[len(turns) - before :] = [(turns[-1] if before else "") + tokenizer.convert_ids_to_tokens(token)]
+        before = counts
+    return "|".join(turns)
+
+
+@pytest.mark.parametrize(
+    ("template", "one", "two"),
+    [
+        (CHATML, "two<|end|>\n", "two<|end|>\n|<four><|end|>\n"),
+        (HEADERS, "two<|end|>", "two<|end|>|<four><|end|>"),
+        (INST, " two<eos>", " two<eos>| <four><eos>"),
+        (CHANNELS, "<|a|>final<|e|>two<|return|>", "<|a|>final<|e|>two|<|a|>final<|e|><four><|return|>"),
+        (EOS_AT_THE_END, "two<|end|>\n<eos>", "two<|end|>\n|<four><|end|>\n<eos>"),
+    ],
+    ids=["ChatML", "headers", "INST", "channels", "an end of sequence behind the last message"],
+)
+def test_every_turn_counts_with_the_token_that_ends_it(template, one, two, caplog):
+    assert counted_text(template, LONG[:2]) == one
+    assert counted_text(template, LONG) == two
+    assert caplog.text == ""
+
+
+@pytest.mark.parametrize("template", [CHATML, HEADERS, INST])
+def test_a_system_message_and_a_last_message_of_the_user_change_nothing(template):
+    alone = counted_text(template, LONG[:2])
+    assert counted_text(template, [turn("system", "be brief"), *LONG[:3]]) == alone
+
+
+def test_messages_of_the_assistant_after_each_other_are_turns_of_their_own():
+    turns = [LONG[0], LONG[1], turn("assistant", "more")]
+    assert counted_text(CHATML, turns) == "two<|end|>\n|more<|end|>\n"
+
+
+def test_turns_before_the_first_that_is_asked_for_do_not_count():
+    assert counted_text(CHATML, LONG, first=2) == "<four><|end|>\n"
+
+
+def test_a_turn_that_the_template_rewrites_later_does_not_count_and_the_log_says_so_once(caplog):
+    thinking = [{**each, "thinking": "hm"} for each in LONG]
+    with caplog.at_level(logging.WARNING):
+        assert counted_text(THINKS_LAST, thinking) == "<think>hm</think><four><|end|>\n"
+    assert "row 3: the chat template writes 1 of 2 assistant messages in another way" in caplog.text
+    assert "{% generation %}" in caplog.text
+    assert len(caplog.records) == 1
+    assert (
+        counted_text(CHANNELS, thinking)
+        == "<|a|>analysis<|e|>hm<|end|><|start|>assistant<|a|>final<|e|><four><|return|>"
+    )
+
+
+def test_one_warning_is_enough_for_all_rows(caplog):
+    turns = AssistantTurns(tokenizer_of(THINKS_LAST))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            turns.encode(LONG, {}, "row 3")
+    assert len(caplog.records) == 1
+
+
+def test_a_turn_after_a_history_that_changes_with_it_does_not_count(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert counted_text(SYSTEM_IN_THE_LAST, LONG) == "<four><eos>"
+    assert "1 of 2 assistant messages" in caplog.text
+
+
+def test_a_row_of_which_no_turn_can_be_told_is_an_error_with_the_remedy():
+    with pytest.raises(
+        DataError, match=r"row 3: the chat template writes .* \{% generation %\}.* prompt and completion"
+    ):
+        counted_text(THINKS_LAST, LONG[:3])
+
+
+def test_a_generation_prompt_that_the_row_does_not_have_is_told(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert counted_text(ASKS_TO_THINK, LONG) == "two<eos>|<four><eos>"
+    assert "row 3: the chat template does not write its generation prompt" in caplog.text
+    assert len(caplog.records) == 1
+
+
+def test_a_template_that_takes_no_conversation_without_a_question_leaves_that_turn_out(caplog):
+    with caplog.at_level(logging.WARNING):
+        assert counted_text(CHATML, [turn("assistant", "hi"), *LONG[:2]]) == "two<|end|>\n"
+    assert "1 of 2 assistant messages" in caplog.text
+
+
+def test_options_reach_every_text_that_the_template_writes():
+    template = "{{ opening }}" + CHATML
+    assert counted_text(template, LONG[:2], options={"opening": "<s>a"}) == "two<|end|>\n"
+
+
+def test_a_conversation_without_the_assistant_counts_nothing():
+    assert counted_text(CHATML, [turn("user", "one")]) == ""
+
+
+def test_a_template_that_fails_is_told():
+    with pytest.raises(DataError, match="row 3 does not pass the chat template: must alternate"):
+        counted_text(INST, [turn("user", "one"), turn("user", "two")])
+
+
+def test_a_tokenizer_that_does_not_map_tokens_to_characters_is_told():
+    tokenizer = ByT5Tokenizer()
+    tokenizer.chat_template = CHATML
+    with pytest.raises(DataError, match="row 3: the tokenizer does not map tokens to characters"):
+        AssistantTurns(tokenizer).encode(LONG, {}, "row 3")
+
+
+def merging_tokenizer(template):
+    """One token for two line ends in a row."""
+    vocabulary = {
+        token: i for i, token in enumerate(["<pad>", "<eos>", "\n", "\n\n", *"abcdefghijklmnopqrstuvwxyz:<>|"])
+    }
+    inner = Tokenizer(models.BPE(vocabulary, [("\n", "\n")]))
+    inner.pre_tokenizer = pre_tokenizers.Split("nothing", "isolated")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_a_token_that_lies_on_both_sides_of_a_turns_edge_counts_as_with_generation_blocks():
+    plain = (
+        "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:\n{% endif %}"
+    )
+    marked = (
+        "{% for m in messages %}{{ m.role }}:\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}\n"
+        "{% endgeneration %}{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    turns = [turn("user", "a"), turn("assistant", "\nb\n\n"), turn("\nuser", "c"), turn("assistant", "d")]
+    ids, counted = AssistantTurns(merging_tokenizer(plain)).encode(turns, {}, "row 3")
+    expected = merging_tokenizer(marked).apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+    assert ids == expected["input_ids"]
+    assert 3 in ids
+    assert counted == [bool(flag) for flag in expected["assistant_masks"]]

@@ -1,0 +1,198 @@
+"""What an evaluation measures beside rewards: TRL's metrics of the sampled completions, by one scoring pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from datasets import Dataset
+
+from lowpeak import (
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
+from lowpeak.training.rollouts import with_advantages
+from lowpeak.training.step import measure_step
+from lowpeak.training.work import step_batches
+from tiny import char_tokenizer, tiny_model
+
+TOKENIZER = char_tokenizer()
+TRAINERS = {
+    "GRPO": (GRPOTrainer, GRPOConfig),
+    "RLOO": (RLOOTrainer, RLOOConfig),
+    "PPO": (PPOTrainer, PPOConfig),
+    "Online DPO": (OnlineDPOTrainer, OnlineDPOConfig),
+}
+SMALL = {
+    "per_device_train_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "micro_batch_tokens": 48,
+}
+HELD_OUT = Dataset.from_list([{"prompt": f"{i}{i + 1}="} for i in range(3)])
+
+
+def spread(completions, **columns):
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def trainer_of(tmp_path, name="GRPO", reward=spread, model=None, rollout_func=None, **changes):
+    trainer, config = TRAINERS[name]
+    return trainer(
+        model=model or tiny_model(),
+        reward_funcs=reward,
+        args=config(output_dir=str(tmp_path), **{**SMALL, **changes}),
+        train_dataset=Dataset.from_list([{"prompt": f"{i}="} for i in range(8)]),
+        eval_dataset=HELD_OUT,
+        processing_class=TOKENIZER,
+        rollout_func=rollout_func,
+    )
+
+
+def written(prompts, trainer):
+    """Two rows of different lengths and rewards in turn; the environment wrote the second row's second token."""
+    ids = [[4, 7, 1], [5, 9, 2, 6, 1]]
+    masks = [[1, 1, 1], [1, 0, 1, 1, 1]]
+    return {
+        "prompt_ids": [TOKENIZER(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": [ids[i % 2] for i, _ in enumerate(prompts)],
+        "logprobs": None,
+        "env_mask": [masks[i % 2] for i, _ in enumerate(prompts)],
+        "score": [float(i % 2) for i, _ in enumerate(prompts)],
+    }
+
+
+def by_score(completions, score, **columns):
+    return score
+
+
+def tokens_of(model, prompt):
+    """Log-probs and entropies of the two rows' own tokens, by full logits without padding."""
+    found = []
+    for ids, mask in (([4, 7, 1], [1, 1, 1]), ([5, 9, 2, 6, 1], [1, 0, 1, 1, 1])):
+        start = TOKENIZER(prompt)["input_ids"]
+        with torch.no_grad():
+            logprobs = model(torch.tensor([[*start, *ids]])).logits[0, len(start) - 1 : -1].log_softmax(-1)
+        own = torch.tensor(mask).bool()
+        entropies = -(logprobs.exp() * logprobs).sum(-1)
+        found.append((logprobs.gather(-1, torch.tensor(ids)[:, None])[own, 0], entropies[own]))
+    return found
+
+
+def test_grpos_loss_kl_entropy_and_spread_are_those_of_plain_forwards(tmp_path):
+    policy, reference = tiny_model(), tiny_model(seed=1)
+    run = GRPOTrainer(
+        policy, by_score, GRPOConfig(str(tmp_path), **{**SMALL, "num_generations": 2, "beta": 0.1}),
+        Dataset.from_list([{"prompt": "1="}] * 4), HELD_OUT, TOKENIZER, rollout_func=written, ref_model=reference,
+    )  # fmt: skip
+    metrics = run.evaluate()
+    std = torch.tensor([0.0, 1.0]).std() + 1e-4
+    losses, kls, entropies = [], [], []
+    for row in HELD_OUT:
+        pairs = zip(tokens_of(policy, row["prompt"]), tokens_of(reference, row["prompt"]), strict=True)
+        for advantage, ((own, entropy), (other, _)) in zip((-0.5 / std, 0.5 / std), pairs, strict=True):
+            kl = (other - own).exp() - (other - own) - 1
+            losses.append(-advantage + 0.1 * kl)
+            kls.append(kl)
+            entropies.append(entropy)
+    expected = {"loss": losses, "kl": kls, "entropy": entropies}
+    for name, values in expected.items():
+        assert metrics[f"eval_{name}"] == pytest.approx(float(torch.cat(values).mean()), rel=1e-4), name
+    assert metrics["eval_reward_std"] == pytest.approx(float(torch.tensor([0.0, 1.0] * 3).std()))
+    assert metrics["eval_frac_reward_zero_std"] == 0.0
+    assert (metrics["eval_clip_ratio/region_mean"], metrics["eval_completions/mean_length"]) == (0.0, 3.5)
+
+
+CASES = {
+    "GRPO": ("GRPO", {}),
+    "GRPO with a KL and reused rollouts": ("GRPO", {"beta": 0.1, "num_iterations": 2}),
+    "GSPO": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
+    "uncertain tokens alone": ("GRPO", {"top_entropy_quantile": 0.5}),
+    "an entropy bonus": ("GRPO", {"entropy_coef": 0.01}),
+    "RLOO": ("RLOO", {"beta": 0.0}),
+    "RLOO with a KL": ("RLOO", {"beta": 0.1}),
+    "PPO": ("PPO", {"beta": 0.1}),
+    "Online DPO": ("Online DPO", {"beta": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case):
+    """Compared with a second forward, which an evaluation does without."""
+    name, changes = CASES[case]
+    run = trainer_of(tmp_path, name, **changes)
+    run.train()
+    scored, score = [], run.maker.score
+    run.maker.score = lambda *asked: scored.append(score(*asked)) or scored[-1]
+    metrics = run.evaluate()
+    ((rows, _),) = scored
+    algorithm, coefficients = run.run.algorithm, run.coefficients()
+    rows = with_advantages(rows, algorithm.advantages(rows, coefficients))
+    batches = step_batches(rows, range(len(rows)), algorithm, run.maker.budget, run.run.strategy.ranks)
+    told = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
+    loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.core, run.run.strategy.ranks)
+    assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)
+    for metric, value in measured.items() if not algorithm.idle else ():  # a step leaves idle rows out
+        assert metrics[f"eval_{metric}"] == pytest.approx(float(value.value()), rel=1e-4, abs=1e-5), metric
+    kl = "objective/kl" if name == "Online DPO" else "kl"
+    assert {"eval_entropy", "eval_reward_std", "eval_frac_reward_zero_std"} <= metrics.keys()
+    assert (f"eval_{kl}" in metrics) == bool(changes.get("beta"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_takes_one_pass_of_the_policy_and_one_of_the_reference(tmp_path, case):
+    name, changes = CASES[case]
+    run = trainer_of(tmp_path, name, **{**changes, "micro_batch_tokens": 4096})
+    passes = {"policy": 0, "reference": 0}
+
+    def counted(whose):
+        def hook(module, args, kwargs):
+            passes[whose] += "head_request" in kwargs  # generation has none
+
+        return hook
+
+    reference = run.maker.reference
+    run.model.register_forward_pre_hook(counted("policy"), with_kwargs=True)
+    if reference is not None:
+        reference.model.register_forward_pre_hook(counted("reference"), with_kwargs=True)
+    run.evaluate()
+    assert passes == {"policy": 1, "reference": int(reference is not None)}
+
+
+def test_a_run_that_evaluates_trains_the_same_weights(tmp_path):
+    weights = []
+    for often in ("no", "steps"):
+        run = trainer_of(tmp_path / often, beta=0.1, eval_strategy=often, eval_steps=1 if often == "steps" else None)
+        run.train()
+        weights.append([p.detach().clone() for p in run.model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
+
+
+def test_held_out_ties_have_no_pair_and_no_loss(tmp_path):
+    run = trainer_of(tmp_path, "Online DPO", lambda completions, **columns: [1.0] * len(completions))
+    metrics = run.evaluate()
+    assert "eval_loss" not in metrics
+    assert (metrics["eval_num_pairs"], metrics["eval_num_ties"], metrics["eval_frac_reward_zero_std"]) == (
+        0.0,
+        3.0,
+        1.0,
+    )
+
+
+def test_without_log_entropy_none_is_measured(tmp_path):
+    metrics = trainer_of(tmp_path, log_entropy=False).evaluate()
+    assert "eval_entropy" not in metrics
+    assert "eval_loss" in metrics

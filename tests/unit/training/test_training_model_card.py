@@ -1,0 +1,110 @@
+"""What a trainer writes about its model, and sends to the hub, after a real run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from hub import serve_hub
+from tiny import tiny_model
+
+SCRIPT = Path(__file__).with_name("push_runs.py")
+KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward", "adapter")
+
+
+@pytest.fixture(scope="module")
+def hub(tmp_path_factory):
+    """A hub that has got a model of each trainer."""
+    folder = tmp_path_factory.mktemp("runs")
+    with serve_hub() as hub:
+        hub_variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HOME": str(folder)}
+        paths = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
+        command = [sys.executable, str(SCRIPT), str(folder), "--hub_token", "secret", "--seed=3", "hf_abcdefghijkl"]
+        done = subprocess.run(
+            command,
+            env={**os.environ, **hub_variables, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=250,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        yield hub
+
+
+def card(hub, name):
+    return ModelCard(hub.files[f"someone/{name}"]["README.md"].decode())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hub_gets_a_model_with_its_tokenizer_and_its_card(hub, kind):
+    names = hub.files[f"someone/{kind}"].keys()
+    weights = "adapter_model.safetensors" if kind == "adapter" else "model.safetensors"
+    assert {weights, "tokenizer.json", "README.md"} <= names
+    assert not [name for name in names if name.startswith("checkpoint-")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "algorithm", "paper"),
+    [
+        ("GRPO", "GRPO", "2402.03300"),
+        ("RLOO", "RLOO", "2402.14740"),
+        ("PPO", "PPO", "1707.06347"),
+        ("OnlineDPO", "Online DPO", "2402.04792"),
+        ("Reward", "reward modeling", "2203.02155"),
+    ],
+)
+def test_a_card_states_algorithm_paper_data_command_and_metrics(hub, kind, algorithm, paper):
+    found = card(hub, kind)
+    dataset = "someone/pairs" if kind == "Reward" else "someone/sums"
+    assert f"with {algorithm}" in found.text
+    assert f"(https://huggingface.co/papers/{paper}), for 2 steps" in found.text.replace("))", ")")
+    assert f"[{dataset}](https://huggingface.co/datasets/{dataset})" in found.text
+    assert found.data.datasets == dataset
+    assert found.data.model_name == kind
+    assert {"generated_from_trainer", "lowpeak"} <= set(found.data.tags)
+    assert "python push_runs.py" in found.text
+    assert "| `learning_rate` | 0.01 |" in found.text
+    assert "| `train_loss` |" in found.text
+    assert ("| `margin` |" if kind == "Reward" else "| `reward` |") in found.text
+
+
+def test_a_card_of_supervised_training_has_its_loss(hub):
+    found = card(hub, "SFT")
+    assert "with supervised fine-tuning, for 2 steps" in found.text
+    assert "| `loss` |" in found.text
+    assert found.data.datasets is None
+
+
+def test_tags_and_the_kind_of_model_are_in_the_cards_metadata(hub):
+    assert {"math", "tiny", "reward"} <= set(card(hub, "Reward").data.tags)
+    assert card(hub, "Reward").data.pipeline_tag == "text-classification"
+    assert card(hub, "GRPO").data.library_name == "transformers"
+    assert card(hub, "adapter").data.library_name == "peft"
+
+
+def test_a_card_tells_no_token_and_no_folder(hub):
+    for kind in KINDS:
+        text = str(card(hub, kind))
+        assert "secret" not in text
+        assert "hf_abc" not in text
+        assert "hub_model_id" not in text
+        assert "--hub_token '<hidden>' --seed=3 <hidden>" in text
+
+
+def test_every_save_is_pushed_and_what_was_pushed_can_be_loaded(hub, tmp_path):
+    assert {"Training in progress, step 1", "Training in progress, step 2", "Model save"} <= set(hub.messages)
+    for name, content in hub.files["someone/adapter"].items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert PeftModel.from_pretrained(tiny_model(), tmp_path).peft_config["default"].r == 2
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_bytes(hub.files["someone/GRPO"][name])
+    (tmp_path / "adapter_config.json").unlink()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 13

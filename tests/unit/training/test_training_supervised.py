@@ -1,0 +1,148 @@
+"""What users of TRL's SFTTrainer expect of a supervised run: its metrics and its arguments of data."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import MistralConfig, MistralForCausalLM
+
+from lowpeak import SFTConfig, SFTTrainer
+from lowpeak.errors import ArgumentError
+from tiny import char_tokenizer, tiny_model
+
+TOKENIZER = char_tokenizer()
+SMALL = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 1,
+    "learning_rate": 0.0,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "report_to": "none",
+    "micro_batch_tokens": 40,
+    "logprob_chunk_size": 4,
+}
+
+
+def rows(model):
+    """Prompts of several lengths; of every other completion the first token is the model's likeliest."""
+    found = []
+    for i in range(8):
+        prompt, answer = f"{i}{i * 7 % 10}="[i % 2 :], str(i) * (1 + i % 3)
+        if i % 2 == 0:
+            likeliest = model(input_ids=TOKENIZER(prompt, return_tensors="pt").input_ids).logits[0, -1].argmax()
+            answer = TOKENIZER.decode(likeliest) + answer
+        found.append({"prompt": prompt, "completion": answer})
+    return found
+
+
+def sft(tmp_path, data, model=None, **changes):
+    args = SFTConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
+    data = Dataset.from_list(data)
+    return SFTTrainer(model or tiny_model(), args, train_dataset=data, eval_dataset=data, processing_class=TOKENIZER)
+
+
+def naive(model, data):
+    """Loss, token accuracy and entropy over all completions, and the tokens of all rows: one row and all logits at a time."""
+    logprobs, hits, entropies, num_tokens = [], [], [], 0
+    for row in data:
+        prompt = TOKENIZER(row["prompt"]).input_ids
+        ids = torch.tensor([*prompt, *TOKENIZER(row["completion"]).input_ids, TOKENIZER.eos_token_id])
+        with torch.no_grad():
+            rows = model(input_ids=ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        targets = ids[len(prompt) :]
+        logprobs.append(rows.gather(-1, targets[:, None])[:, 0])
+        hits.append(rows.argmax(-1) == targets)
+        entropies.append(-(rows.exp() * rows).sum(-1))
+        num_tokens += len(ids)
+    accuracy = float(torch.cat(hits).float().mean())
+    return -float(torch.cat(logprobs).mean()), accuracy, float(torch.cat(entropies).mean()), num_tokens
+
+
+@pytest.mark.parametrize("padding_free", [None, False])
+def test_evaluation_and_training_tell_trls_metrics_of_the_counted_tokens(tmp_path, padding_free):
+    model = tiny_model()
+    data = rows(model)
+    loss, accuracy, entropy, num_tokens = naive(model, data)
+    assert 0 < accuracy < 1
+    run = sft(tmp_path, data, model, padding_free=padding_free)
+    found = run.evaluate()
+    expected = {"loss": loss, "mean_token_accuracy": accuracy, "entropy": entropy, "num_tokens": 0}
+    assert {f"eval_{name}" for name in expected} == found.keys() - {"eval_runtime", "epoch"}
+    for name, value in expected.items():
+        assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
+    run.train()
+    logged = next(row for row in run.state.log_history if "mean_token_accuracy" in row)
+    for name, value in {**expected, "num_tokens": num_tokens}.items():
+        assert logged[name] == pytest.approx(value, rel=1e-5)
+    assert run.evaluate()["eval_num_tokens"] == num_tokens
+
+
+def test_labels_of_token_ids_give_the_loss_that_transformers_gives(tmp_path):
+    model = tiny_model()
+    data = [
+        {"input_ids": [3, 4, 5, 6, 7, 1], "labels": [-100, -100, 5, -100, 7, 1]},
+        {"input_ids": [9, 8, 7], "labels": [9, 8, 7]},
+    ]
+    with torch.no_grad():
+        losses = [model(**{name: torch.tensor([ids]) for name, ids in row.items()}).loss.item() for row in data]
+    assert sft(tmp_path, data, model).evaluate()["eval_loss"] == pytest.approx(
+        (3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5
+    )
+
+
+def test_the_entropy_can_be_left_out_of_an_evaluation(tmp_path):
+    model = tiny_model()
+    assert "eval_entropy" not in sft(tmp_path, rows(model), model, log_entropy=False).evaluate()
+
+
+def sliding_model():
+    """A model whose attention looks back four tokens, which cannot keep rows of one sequence apart."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = MistralConfig(**sizes, vocab_size=13, intermediate_size=32, sliding_window=4, max_position_embeddings=64)
+    return MistralForCausalLM(config).eval()
+
+
+def test_packing_is_the_layout_without_padding_or_an_error(tmp_path, caplog):
+    data = rows(tiny_model())
+    found = {}
+    for packing in (False, True):
+        run = sft(tmp_path / str(packing), data, packing=packing, learning_rate=1e-2)
+        assert all(batch.forest is not None for batch in run.next_step().micro_batches)
+        run.train()
+        found[packing] = run.model.state_dict()
+    assert all(torch.equal(found[True][name], weight) for name, weight in found[False].items())
+    (line,) = [record.message for record in caplog.records if "packing" in record.message]
+    assert "a step takes per_device_train_batch_size x gradient_accumulation_steps x ranks rows" in line
+    with pytest.raises(ArgumentError, match=r"packing=True cannot act: .*sliding.*; remove it"):
+        sft(tmp_path, data, sliding_model(), packing=True)
+    with pytest.raises(ArgumentError, match="packing=True with padding_free=False"):
+        sft(tmp_path, data, packing=True, padding_free=False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "reason"),
+    [
+        ("bfd_split", "without what comes before it"),
+        ("bfd-requeue", "without what comes before it"),
+        ("wrapped", "would see one another"),
+        ("best", "unknown"),
+    ],
+)
+def test_a_packing_that_would_change_what_is_learned_is_refused(tmp_path, strategy, reason):
+    with pytest.raises(ArgumentError, match=rf"packing_strategy='.*{reason}.*use 'bfd'"):
+        sft(tmp_path, [{"text": "1"}], packing=True, packing_strategy=strategy)
+    with pytest.raises(ArgumentError, match=r"packing_strategy=.* has no effect: packing is off"):
+        sft(tmp_path, [{"text": "1"}], packing_strategy=strategy)
+
+
+def test_eval_packing_changes_nothing_and_says_so(tmp_path, caplog):
+    data = rows(tiny_model())
+    losses = {
+        packing: sft(tmp_path, data, eval_packing=packing).evaluate()["eval_loss"] for packing in (None, False, True)
+    }
+    assert len(set(losses.values())) == 1
+    assert sum("changes nothing" in record.message for record in caplog.records) == 2
