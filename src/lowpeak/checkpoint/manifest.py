@@ -17,6 +17,7 @@ from lowpeak.ranks import Ranks
 
 MANIFEST_FILE = "lowpeak_manifest.json"
 _BLOCK = 1 << 20
+_ELSE = "resume from another checkpoint, or start a new run."
 _READ = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".json")  # what resuming reads wherever it finds it
 
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
@@ -28,7 +29,8 @@ def write_manifest(stage: Path, ranks: Ranks) -> None:
     shares = ranks.gathered(lambda: {name: _entry(stage / name) for name in _share(names, ranks)})
     if ranks.rank == 0:
         entries = {name: entry for share in shares for name, entry in share.items()}
-        (stage / MANIFEST_FILE).write_text(json.dumps({"files": entries}, indent=1), encoding="utf-8")
+        manifest = {"digest": _digest_of(entries), "files": entries}
+        (stage / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
@@ -37,15 +39,17 @@ def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
     found = ranks.gathered(lambda: _first_damage(checkpoint, entries, _share(list(entries), ranks)))
     damage = next((each for each in found if each is not None), None)
     if damage is not None:
-        raise CheckpointError(f"{damage}; resume from another checkpoint, or start a new run.")
+        raise CheckpointError(f"{damage}; {_ELSE}")
 
 
 def _read(checkpoint: Path) -> Entries:
     """The entries of a manifest, after looking for files that it does not have."""
     file = checkpoint / MANIFEST_FILE
     try:
-        files = json.loads(file.read_text(encoding="utf-8"))["files"]
-        entries = {str(name): (int(size), str(digest)) for name, (size, digest) in files.items()}
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+        if manifest["digest"] != _digest_of(entries):
+            raise ValueError("the digest of the entries is another one")
     except FileNotFoundError as error:
         raise CheckpointError(
             f"{file} is missing, so nothing tells whether the checkpoint is whole; {_ELSE}"
@@ -60,9 +64,6 @@ def _read(checkpoint: Path) -> Entries:
             f"{checkpoint / added[0]} is not one of the files that the run saved: remove it, or resume from another checkpoint."
         )
     return entries
-
-
-_ELSE = "resume from another checkpoint, or start a new run."
 
 
 def _first_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> str | None:
@@ -95,6 +96,11 @@ def _share(names: Sequence[str], ranks: Ranks) -> Sequence[str]:
 
 def _entry(file: Path) -> tuple[int, str]:
     return file.stat().st_size, _digest(file)
+
+
+def _digest_of(entries: Entries) -> str:
+    """The manifest's own digest."""
+    return xxhash.xxh3_128(json.dumps(entries).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:

@@ -6,9 +6,9 @@ import json
 import re
 
 import pytest
-from damage import DAMAGES, harm
 from test_checkpoint_together import on_ranks
 
+from damage import DAMAGES, harm
 from lowpeak.checkpoint.manifest import MANIFEST_FILE, verify_manifest, write_manifest
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
@@ -37,7 +37,9 @@ def test_what_was_saved_is_whole(tmp_path):
 def test_every_damage_to_any_file_is_named(tmp_path, name, damage):
     folder = written(tmp_path)
     assert harm(folder / name, damage)
-    with pytest.raises(CheckpointError, match=f"{re.escape(str(folder / name))} is (damaged|missing).*another checkpoint"):
+    with pytest.raises(
+        CheckpointError, match=f"{re.escape(str(folder / name))} is (damaged|missing).*another checkpoint"
+    ):
         verify_manifest(folder, Ranks())
 
 
@@ -56,7 +58,9 @@ def test_a_manifest_that_is_missing_or_damaged_is_named(tmp_path, text):
 def test_a_file_that_resuming_would_read_and_the_run_did_not_save_is_named(tmp_path, name):
     folder = written(tmp_path)
     (folder / name).write_bytes(b"more")
-    with pytest.raises(CheckpointError, match=f"{re.escape(name)} is not one of the files that the run saved: remove it"):
+    with pytest.raises(
+        CheckpointError, match=f"{re.escape(name)} is not one of the files that the run saved: remove it"
+    ):
         verify_manifest(folder, Ranks())
 
 

@@ -11,7 +11,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from lowpeak.checkpoint.atomic import staged_files
 from lowpeak.checkpoint.tensor_file import TensorFiles
+from lowpeak.ranks import Ranks
 
 TENSORS = {
     "half": torch.randn(5, 3).bfloat16(),
@@ -64,8 +66,9 @@ def test_tensors_that_need_several_files_have_an_index(tmp_path):
 
 @pytest.mark.parametrize(("first", "second"), [(320, 1 << 30), (1 << 30, 320)])
 def test_what_an_earlier_save_left_is_not_read_again(tmp_path, first, second):
-    write(tmp_path, TENSORS, first)
-    write(tmp_path, TENSORS, second)
+    for max_bytes in (first, second):
+        with staged_files(tmp_path, Ranks()) as stage:
+            write(stage, TENSORS, max_bytes)
     several = second == 320
     assert (tmp_path / "model.safetensors").exists() != several
     assert (tmp_path / "model.safetensors.index.json").exists() == several
