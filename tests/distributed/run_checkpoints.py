@@ -19,6 +19,7 @@ import torch
 from setups import build, forget, prepare
 from transformers import TrainerCallback
 
+from damage import DAMAGES, harm
 from lowpeak.errors import CheckpointError
 from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.checkpoints import save_checkpoint
@@ -31,6 +32,9 @@ ARGUMENTS: dict[str, Any] = {
     "gradient_accumulation_steps": 2,
     "steps_per_generation": 4,
 }
+
+
+DAMAGED = ("fsdp2", "zero3")  # strategies whose checkpoints are damaged file by file
 
 
 def weights_of(trainer: Any, max_bytes: int = 1 << 10, weights: str = "merged") -> dict[str, torch.Tensor]:
@@ -60,7 +64,7 @@ def keep(trainer: Any, result: Any, path: Path) -> None:
 
 
 def first(strategy: str, out: Path) -> None:
-    """A run, the same run resumed in its middle, an export, and disks that are full on one rank."""
+    """A run, an export, disks that are full on one rank, a damaged checkpoint, and the same run resumed in its middle."""
     whole = build("GRPO", out / "run", {**prepare(strategy), **ARGUMENTS})
     whole.train()
     keep(whole, result_of(whole), out / "whole.pt")
@@ -69,9 +73,29 @@ def first(strategy: str, out: Path) -> None:
     fail(whole, out)
     forget()
     again = build("GRPO", out / "again", {**prepare(strategy), **ARGUMENTS})
+    if strategy in DAMAGED:
+        damage_each_file(again, out / "run" / "checkpoint-3", out)
     again.train(resume_from_checkpoint=str(out / "run" / "checkpoint-3"))
     keep(again, result_of(again), out / "again.pt")
     forget()
+
+
+def damage_each_file(trainer: Any, checkpoint: Path, out: Path) -> None:
+    """Resume from a checkpoint with one damaged file, for each file and damage; what each rank is told."""
+    ranks, told = trainer.run.strategy.ranks.processes, []
+    for file in ranks.first(lambda: sorted(path for path in checkpoint.rglob("*") if path.is_file())):
+        whole = file.read_bytes()
+        for damage in DAMAGES:
+            ranks.gather(None)  # all ranks have read the file, and are done with the last damage
+            if not ranks.first(lambda file=file, damage=damage: harm(file, damage)):
+                continue
+            try:
+                trainer.train(resume_from_checkpoint=str(checkpoint))
+                told.append((file.name, damage, "trained"))
+            except CheckpointError as error:
+                told.append((file.name, damage, str(error)))
+            ranks.first(lambda file=file, whole=whole: file.write_bytes(whole))
+    keep(trainer, ranks.gather(told), out / "damaged.pt")
 
 
 @contextmanager

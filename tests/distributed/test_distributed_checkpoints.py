@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tiny import tiny_model
 
+DAMAGED = ("fsdp2", "zero3")
 SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 DTYPES = (torch.float32, torch.bfloat16)
@@ -44,6 +45,16 @@ def kill_in_the_middle(out: Path) -> None:
     for process in ranks:
         process.kill()
     assert [code for code, _ in finish(ranks, 20)] == [-9, -9]
+
+
+@pytest.mark.parametrize("strategy", DAMAGED)
+def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs: Path, strategy: str) -> None:
+    first, second = read(runs, strategy, "damaged")
+    assert len(first) > 40
+    assert [case[:2] for case in first] == [case[:2] for case in second]
+    for name, damage, told in (*first, *second):
+        assert name in told or "holds no state of a lowpeak run" in told, (name, damage, told)
+        assert "\n" not in told
 
 
 def read(runs: Path, strategy: str, name: str) -> dict[str, Any]:

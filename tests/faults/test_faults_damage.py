@@ -17,9 +17,8 @@ from safetensors.torch import load_file
 
 from children import KILLED, call, succeed
 from damage import DAMAGES, harm
-from lowpeak.checkpoint.manifest import MANIFEST_FILE, write_manifest
+from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_share, write_manifest
 from lowpeak.errors import CheckpointError
-from lowpeak.ranks import Ranks
 
 # A rollout is in the middle of its use, and the reference's average is in a folder of ranges.
 CASE = Case(
@@ -97,7 +96,7 @@ def test_a_checkpoint_runs_no_code(tmp_path, whole, name):
 def signed(checkpoint: Path) -> None:
     """Write the manifest of a checkpoint that a test has changed."""
     (checkpoint / MANIFEST_FILE).unlink()
-    write_manifest(checkpoint, Ranks())
+    write_manifest(checkpoint, [digest_share(checkpoint)])
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])

@@ -25,6 +25,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowpeak.checkpoint.manifest import digest_share, write_manifest
 from lowpeak.errors import ArgumentError, CheckpointError, LowpeakError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def stage_of(final: Path) -> Path:
 
 @contextmanager
 def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
-    """Yield a fresh folder that becomes `final` when the block ends, whole and synced to the disk, or not at all.
+    """Yield a fresh folder that becomes `final` when the block ends, whole, with a manifest and synced, or not at all.
 
     All ranks write into the one folder; rank 0 makes it and gives it its name, when every rank has written and synced. A
     whole `final` from before is replaced. An exception on any rank removes the stage; one from the operating system,
@@ -65,6 +66,11 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
         with together(), _telling(final):
             yield stage
         with together(), _telling(final):
+            entries = digest_share(stage) if ranks is None else digest_share(stage, ranks.rank, ranks.world_size)
+        shares = [entries] if ranks is None else ranks.gather(entries)
+        with together(), _telling(final):
+            if first:
+                write_manifest(stage, shares)
             _sync_tree(stage)
         with together(), _telling(final):
             if first:

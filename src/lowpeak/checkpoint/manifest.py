@@ -9,11 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from lowpeak.errors import CheckpointError
-from lowpeak.ranks import Ranks
+
+if TYPE_CHECKING:
+    from lowpeak.ranks import Ranks
 
 MANIFEST_FILE = "lowpeak_manifest.json"
 _BLOCK = 1 << 20
@@ -23,20 +26,23 @@ _READ = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".json")  # what resu
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
 
 
-def write_manifest(stage: Path, ranks: Ranks) -> None:
-    """Write the manifest of a (staged) checkpoint that all ranks have written; each rank reads a share of the files."""
-    names = ranks.first(lambda: _files(stage))
-    shares = ranks.gathered(lambda: {name: _entry(stage / name) for name in _share(names, ranks)})
-    if ranks.rank == 0:
-        entries = {name: entry for share in shares for name, entry in share.items()}
-        manifest = {"digest": _digest_of(entries), "files": entries}
-        (stage / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+def digest_share(folder: Path, rank: int = 0, num_ranks: int = 1) -> Entries:
+    """Return the entries of a rank's share of the files in a folder that all ranks have written."""
+    names = _files(folder)[rank::num_ranks]
+    return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
+
+
+def write_manifest(folder: Path, shares: Sequence[Entries]) -> None:
+    """Write the manifest of a folder whose files' entries are the ranks' `shares`."""
+    entries = {name: entry for share in shares for name, entry in share.items()}
+    manifest = {"digest": _digest_of(entries), "files": entries}
+    (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
     """Raise CheckpointError on all ranks unless a checkpoint's files are those that were saved; each rank reads a share."""
     entries = ranks.first(lambda: _read(checkpoint))
-    found = ranks.gathered(lambda: _first_damage(checkpoint, entries, _share(list(entries), ranks)))
+    found = ranks.gathered(lambda: _first_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size]))
     damage = next((each for each in found if each is not None), None)
     if damage is not None:
         raise CheckpointError(f"{damage}; {_ELSE}")
@@ -88,14 +94,6 @@ def _files(folder: Path) -> list[str]:
     files.sort(key=lambda file: (-file.stat().st_size, file))
     names = [file.relative_to(folder).as_posix() for file in files]
     return [name for name in names if name != MANIFEST_FILE and not name.startswith(".")]
-
-
-def _share(names: Sequence[str], ranks: Ranks) -> Sequence[str]:
-    return names[ranks.rank :: ranks.world_size]
-
-
-def _entry(file: Path) -> tuple[int, str]:
-    return file.stat().st_size, _digest(file)
 
 
 def _digest_of(entries: Entries) -> str:

@@ -20,7 +20,6 @@ from transformers.trainer_callback import ExportableState
 
 from lowpeak.checkpoint.atomic import prune, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
-from lowpeak.checkpoint.manifest import write_manifest
 from lowpeak.checkpoint.state import RunState, save_run_state
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import active_adapters, adapter_state
@@ -43,10 +42,8 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
         save_run_state(stage, replace(state, world_size=ranks.world_size), ranks.rank)
         _note_best(trainer, run_dir, final)
         _note_callbacks(trainer)
-        with ranks.together():
-            if ranks.rank == 0:
-                trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
-        write_manifest(stage, ranks)
+        if ranks.rank == 0:
+            trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
     with ranks.together():
         if args.push_to_hub:
             trainer._push_from_checkpoint(os.fspath(final))

@@ -9,19 +9,19 @@ import pytest
 from test_checkpoint_together import on_ranks
 
 from damage import DAMAGES, harm
-from lowpeak.checkpoint.manifest import MANIFEST_FILE, verify_manifest, write_manifest
+from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_share, verify_manifest, write_manifest
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 
 FILES = ("model.safetensors", "optimizer.pt", "shards/ranges.json", "reference/__0_0.distcp")
 
 
-def written(folder, ranks=None):
+def written(folder):
     for number, name in enumerate(FILES):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(bytes(range(1, 200)) * (number + 1))
     (folder / "lowpeak_random_0.pt").write_bytes(b"")
-    write_manifest(folder, ranks or Ranks())
+    write_manifest(folder, [digest_share(folder)])
     return folder
 
 
@@ -74,7 +74,10 @@ def test_notes_beside_a_checkpoint_do_not_matter(tmp_path):
 
 def test_ranks_read_a_share_each_and_all_raise(tmp_path):
     def work(ranks):
-        write_manifest(tmp_path, ranks)
+        shares = ranks.gather(digest_share(tmp_path, ranks.rank, ranks.world_size))
+        if ranks.rank == 0:
+            write_manifest(tmp_path, shares)
+        ranks.max([0.0])
         verify_manifest(tmp_path, ranks)
         if ranks.rank == 1:
             harm(tmp_path / FILES[0], "flipped")

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from lowpeak.checkpoint.atomic import staged
+from lowpeak.checkpoint.manifest import MANIFEST_FILE
 from lowpeak.errors import CheckpointError, RankError
 from lowpeak.ranks import Ranks
 
@@ -93,4 +94,9 @@ def test_a_folder_has_its_name_only_where_all_ranks_have_written(tmp_path, faili
         assert "No space left on device" in str(error)
     assert list(tmp_path.iterdir()) == []
     assert on_ranks(lambda ranks: write(ranks, False)) == [None] * 3
-    assert sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir()) == ["part-0", "part-1", "part-2"]
+    assert sorted(path.name for path in (tmp_path / "checkpoint-1").iterdir()) == [
+        MANIFEST_FILE,
+        "part-0",
+        "part-1",
+        "part-2",
+    ]
