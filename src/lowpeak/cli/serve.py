@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
@@ -55,7 +54,7 @@ def wait_for(process: ServerProcess) -> int:
             process.stop()
     if status is None:
         return 130 if signals.last == signal.SIGINT else 0
-    print(f"lowpeak: error: {process.told_of_end(status)}", file=sys.stderr)
+    tell(f"lowpeak: error: {process.told_of_end(status)}")
     return 128 - status if status < 0 else status or 1
 
 
