@@ -8,10 +8,11 @@ of at most `_PIECE_BYTES`. Errors of one rank reach all of them in writing; read
 from __future__ import annotations
 
 import io
+import pickle
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PosixPath, WindowsPath
 from typing import Any
 
 import torch
@@ -20,9 +21,13 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
+    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -35,6 +40,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.serialization import _get_layout
 
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
@@ -43,6 +49,11 @@ from lowpeak.strategies.states import WEIGHT, Fragment, Saved, TrainingState, ma
 FOLDER = "shards"
 _NUMBERS = "numbers.pt"
 _PIECE_BYTES = 8 << 20
+_METADATA_PARTS = (
+    *(Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata, ChunkStorageMetadata),
+    *(_MEM_FORMAT_ENCODING, _StorageInfo, _get_layout, torch.Size, PosixPath, WindowsPath),
+)
+_METADATA_MODULES = {"torch", "pathlib", *(part.__module__ for part in _METADATA_PARTS)}
 
 
 def has_shards(checkpoint: Path) -> bool:
@@ -76,7 +87,7 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: st
 def read_saved(checkpoint: Path, ranks: Ranks, inside: str = FOLDER) -> Saved:
     """What a checkpoint's training state consists of."""
     folder = checkpoint / inside
-    metadata = dcp.FileSystemReader(folder).read_metadata()
+    metadata = _Reader(folder).read_metadata()
     sizes: dict[str, int] = {}
     states: dict[str, dict[str, torch.dtype]] = {}
     for full, found in metadata.state_dict_metadata.items():
@@ -100,7 +111,7 @@ def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment], insi
         with _quietly():
             dcp.load(
                 dict.fromkeys((name for name, _ in fragments), None),
-                storage_reader=dcp.FileSystemReader(checkpoint / inside),
+                storage_reader=_Reader(checkpoint / inside),
                 planner=_LoadPlanner(fragments),
                 no_dist=True,
             )
@@ -140,6 +151,31 @@ def _read_opaque(folder: Path, num_ranks: int, ranks: Ranks) -> dict[str, dict[s
             f"{ranks.world_size} (they have scales of blocks): resume on {num_ranks} ranks, or train with another optim."
         )
     return torch.load(_opaque_file(folder, ranks.rank), map_location="cpu", weights_only=True)
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads a training state; torch's own reader would run whatever code its metadata names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        file = Path(self.path) / ".metadata"
+        try:
+            found: Metadata = _Unpickler(io.BytesIO(file.read_bytes())).load()
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"{file} {error}: resume from another checkpoint.") from error
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes what a state's metadata consists of, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in _METADATA_MODULES and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, torch.dtype) or found in _METADATA_PARTS:
+                return found
+        raise pickle.UnpicklingError(f"names {module}.{name}, which no checkpoint does")
 
 
 class _SavePlanner(DefaultSavePlanner):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -119,3 +123,26 @@ def test_groups_that_are_alike_may_be_divided_otherwise(tmp_path):
     load_torch_state(tmp_path, other, divided, Ranks())
     assert [group["lr"] for group in divided.param_groups] == [optimizer.param_groups[0]["lr"]] * 3
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+class Runs:
+    """What a pickle can do when it is read."""
+
+    def __init__(self, call, *arguments):
+        self.made = (call, arguments)
+
+    def __reduce__(self):
+        return self.made
+
+
+@pytest.mark.parametrize(
+    "call", [os.mkdir, torch.serialization.os.mkdir, torch.hub.os.makedirs, torch.load, Path.mkdir]
+)
+def test_reading_a_checkpoint_runs_no_code_from_it(tmp_path, call):
+    saved(tmp_path)
+    made = tmp_path / "made"
+    (tmp_path / "shards/.metadata").write_bytes(pickle.dumps(Runs(call, made)))
+    other = model()
+    with pytest.raises(CheckpointError, match=r"\.metadata names .*, which no checkpoint does"):
+        load_torch_state(tmp_path, other, None, Ranks())
+    assert not made.exists()
