@@ -11,19 +11,24 @@ from architecture.sources import ROOT, all_imports
 
 
 def declared() -> set[str]:
-    """The distributions of pyproject.toml's dependencies and extras, in lower case."""
+    """The distributions of pyproject.toml's dependencies and extras, by their normalised names."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     required = [
         *project["dependencies"],
         *(name for extra in project["optional-dependencies"].values() for name in extra),
     ]
-    return {re.split(r"[^\w.-]", name, maxsplit=1)[0].lower() for name in required}
+    return {normalised(re.split(r"[^\w.-]", name, maxsplit=1)[0]) for name in required}
+
+
+def normalised(name: str) -> str:
+    """A distribution's name as packaging compares it."""
+    return name.lower().replace("_", "-")
 
 
 def test_every_imported_package_is_declared():
     imported = {found.target.split(".")[0] for found in all_imports()} - {"lowpeak", *sys.stdlib_module_names}
     distributions = packages_distributions()
-    missing = {name for name in imported if not {each.lower() for each in distributions.get(name, [name])} & declared()}
+    missing = {name for name in imported if not {*map(normalised, distributions.get(name, [name]))} & declared()}
     assert missing == set()
 
 
@@ -31,4 +36,4 @@ def test_no_folder_of_tests_has_the_name_of_a_package():
     """Its tests' folder would be found in the place of an optional package that is not installed."""
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
     imported = {found.target.split(".")[0] for found in all_imports()}
-    assert folders & (declared() | imported) == set()
+    assert {*map(normalised, folders)} & (declared() | {*map(normalised, imported)}) == set()

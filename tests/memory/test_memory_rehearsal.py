@@ -80,7 +80,7 @@ def test_more_tokens_take_more():
 
 
 def test_a_phase_that_reads_a_value_is_refused():
-    def reading(logprobs_T, entropy_T, tokens):
+    def reading(logprobs_T, tokens):
         return logprobs_T * logprobs_T.sum().item()
 
     with pytest.raises(DataDependentOutputException):

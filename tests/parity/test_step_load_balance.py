@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.attention.install import install_attention
@@ -116,10 +117,9 @@ def test_the_load_balancing_loss_is_transformers_own_over_the_whole_step(family,
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     loss, metrics = run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
-    assert metrics["aux_loss"].value() == pytest.approx(aux_loss.item(), rel=1e-6)
-    assert loss.item() == pytest.approx(naive.item(), rel=1e-6)
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad - expected[name]).abs().max() <= 5e-5 * expected[name].abs().max(), name
+    assert metrics["aux_loss"].value() == pytest.approx(aux_loss.item(), rel=4e-6)
+    assert loss.item() == pytest.approx(naive.item(), rel=4e-6)
+    assert_each_close_to_largest({name: p.grad for name, p in model.named_parameters()}, expected, 2e-5)
 
 
 def test_an_evaluation_has_it_too_and_moves_no_weight():
@@ -130,7 +130,7 @@ def test_an_evaluation_has_it_too_and_moves_no_weight():
     trained, _ = run_step(model, batches, algorithm, core_of(model), LocalStrategy(), {})
     gradients = [p.grad.clone() for p in model.parameters()]
     measured, metrics = measure_step(model, batches, algorithm, core_of(model), LocalStrategy.ranks)
-    assert measured.item() == pytest.approx(trained.item(), rel=1e-6)
+    assert measured.item() == pytest.approx(trained.item(), rel=4e-6)
     assert metrics["aux_loss"].value() == pytest.approx(transformers_balance_loss(model, records).item(), rel=1e-5)
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
 
@@ -145,8 +145,7 @@ def test_activation_checkpointing_changes_no_gradient_of_it():
     model.train()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+    assert_each_close_to_largest({name: p.grad for name, p in model.named_parameters()}, expected, 1e-6)
 
 
 def test_perfect_balance_gives_the_number_of_experts_of_a_token_by_hand():

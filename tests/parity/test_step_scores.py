@@ -47,7 +47,7 @@ def test_an_evaluation_measures_what_a_step_does_and_learns_nothing(layout):
     install_attention(model)
     algorithm, records = make_reward_model(RewardModelSettings(0.1)), records_of()
     batches = micro_batches(algorithm, records, Budget(24, layout=layout))
-    loss, metrics = measure_step(model, batches, algorithm, CORE)
+    loss, metrics = measure_step(model, batches, algorithm, CORE, LocalStrategy().ranks)
     assert all(parameter.grad is None for parameter in model.parameters())
     trained, same = run_step(model, batches, algorithm, CORE, LocalStrategy(), {})
     assert loss.item() == pytest.approx(trained.item(), rel=1e-6)

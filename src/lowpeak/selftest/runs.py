@@ -42,7 +42,10 @@ def grpo_learns(bench: Bench, num_steps: int = 100) -> str:
     start = {"learning_rate": 1e-3, "adam_beta2": 0.98, "lr_scheduler_type": "constant"}
     data = Dataset.from_list(make_demonstrations(48 * 128, 0))
     SFTTrainer(
-        model, _arguments(SFTConfig, bench, "start", **steps, **start), data, processing_class=make_tokenizer()
+        model,
+        _arguments(SFTConfig, bench, "start", **steps, **start),
+        train_dataset=data,
+        processing_class=make_tokenizer(),
     ).train()
     args = _arguments(
         GRPOConfig, bench, "learns", **_ROLLOUTS, max_steps=num_steps, per_device_train_batch_size=256, warmup_steps=10

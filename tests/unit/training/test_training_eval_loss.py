@@ -119,7 +119,7 @@ def test_grpos_loss_kl_entropy_and_spread_are_those_of_plain_forwards(tmp_path):
 CASES = {
     "GRPO": ("GRPO", {}),
     "GRPO with a KL and reused rollouts": ("GRPO", {"beta": 0.1, "num_iterations": 2}),
-    "GSPO": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo"}),
+    "GSPO": ("GRPO", {"importance_sampling_level": "sequence", "loss_type": "grpo", "num_iterations": 2}),
     "uncertain tokens alone": ("GRPO", {"top_entropy_quantile": 0.5}),
     "an entropy bonus": ("GRPO", {"entropy_coef": 0.01}),
     "RLOO": ("RLOO", {"beta": 0.0}),

@@ -29,13 +29,13 @@ def grpo(tmp_path, **changes):
 def sft(tmp_path, **changes):
     data = Dataset.from_list([{"prompt": f"{i}=", "completion": str(i)} for i in range(8)])
     args = SFTConfig(output_dir=str(tmp_path), **COMMON, **changes)
-    return SFTTrainer(tiny_model(), args, data, processing_class=TOKENIZER)
+    return SFTTrainer(tiny_model(), args, train_dataset=data, processing_class=TOKENIZER)
 
 
 def reward(tmp_path, **changes):
     data = Dataset.from_list([{"chosen": f"{i}=1", "rejected": f"{i}=2"} for i in range(8)])
     args = RewardConfig(output_dir=str(tmp_path), **COMMON, **changes)
-    return RewardTrainer(tiny_classifier(), args, data, processing_class=TOKENIZER)
+    return RewardTrainer(tiny_classifier(), args, train_dataset=data, processing_class=TOKENIZER)
 
 
 def steps(tmp_path):

@@ -27,7 +27,7 @@ def test_a_trained_reward_model_ranks_held_out_pairs_and_grpo_climbs_it(tmp_path
     trainer = RewardTrainer(
         Qwen2ForSequenceClassification(config),
         args,
-        noisy_sort.make_preferences(120 * 64, seed=1),
+        train_dataset=noisy_sort.make_preferences(120 * 64, seed=1),
         eval_dataset=noisy_sort.make_preferences(256, seed=2, held_out=True),
         processing_class=tokenizer,
     )

@@ -41,7 +41,7 @@ def rows(model):
 def sft(tmp_path, data, model=None, **changes):
     args = SFTConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
     data = Dataset.from_list(data)
-    return SFTTrainer(model or tiny_model(), args, data, eval_dataset=data, processing_class=TOKENIZER)
+    return SFTTrainer(model or tiny_model(), args, train_dataset=data, eval_dataset=data, processing_class=TOKENIZER)
 
 
 def naive(model, data):
