@@ -71,7 +71,8 @@ def curve(seed: int, steps: int) -> dict[str, Any]:
         server = Server(str(folder / "start"), port=free_ports(1)[0], devices=(CPU,), dtype="float32", options=_SERVER)
         took = {}
         for engine, arguments in ENGINES.items():
-            where = {"vllm_server_base_url": server.url} if engine == "server" else {}
+            reached = {"vllm_server_base_url": server.url, "vllm_server_token": server.token}
+            where = reached if engine == "server" else {}
             with served(server, folder / "server.log") if where else nullcontext():
                 took[engine] = _train(engine, {**arguments, **where}, folder, seed, steps, marks)
         snapshots = {f"{engine} {step}": str(folder / engine / str(step)) for engine in ENGINES for step in marks}

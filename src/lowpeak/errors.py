@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from unicodedata import category
+
+
+def show_controls(text: str) -> str:
+    r"""Return text with control characters other than line ends and tabs written out, as \x1b.
+
+    A terminal would obey them, and models and servers write them.
+    """
+    return "".join(f"\\x{ord(each):02x}" if category(each) == "Cc" and each not in "\n\t" else each for each in text)
 
 
 class LowpeakError(Exception):
     """Base of every error that lowpeak raises on purpose; `rank` is the rank that failed, where it is another one."""
 
     rank: int | None = None
+
+    def __str__(self) -> str:
+        return show_controls(super().__str__())
 
 
 class ArgumentError(LowpeakError, ValueError):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 import tomllib
-from importlib.metadata import packages_distributions
+from importlib.metadata import packages_distributions, requires
+
+from packaging.requirements import Requirement
 
 from architecture.sources import ROOT, all_imports
 
@@ -30,6 +32,23 @@ def test_every_imported_package_is_declared():
     distributions = packages_distributions()
     missing = {name for name in imported if not {*map(normalised, distributions.get(name, [name]))} & declared()}
     assert missing == set()
+
+
+def test_every_package_that_the_tests_environment_takes_is_pinned():
+    """Transitive ones too; what torch brings along for CUDA follows torch."""
+    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    pinned = {normalised(name) for name in re.findall(r"^[\w.-]+(?===)", text, re.MULTILINE)}
+    found: set[str] = set()
+    wanted = [("lowpeak", {"test"})]
+    while wanted:
+        name, extras = wanted.pop()
+        for needed in map(Requirement, requires(name) or ()):
+            key = normalised(needed.name)
+            applies = needed.marker is None or any(needed.marker.evaluate({"extra": each}) for each in extras or {""})
+            if applies and key not in found and not key.startswith(("nvidia-", "cuda-")):
+                found.add(key)
+                wanted.append((key, needed.extras))
+    assert found - pinned == set()
 
 
 def test_no_folder_of_tests_has_the_name_of_a_package():

@@ -109,6 +109,10 @@ def test_no_route_but_health_answers_without_the_token(vllm, path):
     with pytest.raises(HTTPError) as refused:
         urlopen(UrlRequest(f"{vllm.url}/{path}", data=b"{}"), timeout=10)
     assert refused.value.code == 401
+    page = {"Origin": "https://example.com", "Content-Type": "text/plain"}
+    with pytest.raises(HTTPError) as refused:
+        urlopen(UrlRequest(f"{vllm.url}/{path}", data=b"{}", headers=page), timeout=10)
+    assert refused.value.code == 401
     assert urlopen(f"{vllm.url}/health", timeout=10).status == 200
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ except ImportError:  # not a Unix
     fcntl = None  # type: ignore[assignment]
 
 LOCK_FILE = ".lowpeak.lock"
+_PID_BYTES = 20
 
 
 @contextmanager
@@ -24,7 +26,15 @@ def only_run(run_dir: Path) -> Iterator[None]:
     The lock is the kernel's, on an open file; a system without such locks is used unguarded.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = os.open(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    path = run_dir / LOCK_FILE
+    try:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise CheckpointError(
+            f"{path} is a symbolic link, which another file could be written through: remove it."
+        ) from error
     try:
         _take(file, run_dir)
         yield
@@ -38,11 +48,10 @@ def _take(file: int, run_dir: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        holder = os.read(file, 64).decode() or "unknown"
+        holder = os.read(file, _PID_BYTES).decode(errors="replace").strip() or "unknown"
         raise CheckpointError(
             f"another run (process {holder}) is writing into {run_dir}: wait for it, stop it, or choose another output_dir."
         ) from error
     except OSError:
         return
-    os.ftruncate(file, 0)
-    os.pwrite(file, str(os.getpid()).encode(), 0)
+    os.pwrite(file, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)

@@ -1,23 +1,24 @@
 """`lowpeak serve`: vLLM's own server, with what weight updates need, and ended with all its processes.
 
-It is reached from this machine alone unless `--host` says otherwise, and then it demands a token. All other options are vLLM's.
+It is reached from this machine alone unless `--host` says otherwise, and demands a token. All other options are vLLM's.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from lowpeak.cli.devices import named
 from lowpeak.cli.parse import Parser
+from lowpeak.cli.tell import tell
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import LOOPBACK, Server, check
 from lowpeak.rollout.vllm.process import ServerProcess
-from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.rollout.vllm.token import TOKEN, saved_token
 from lowpeak.rollout.vllm.versions import require_vllm
 
 _POLL_SECONDS = 0.2
@@ -28,7 +29,16 @@ def run(argv: Sequence[str]) -> int:
     """Start a server and wait for its end."""
     server = read(argv, os.environ)
     require_vllm("lowpeak serve")
-    return wait_for(ServerProcess(server, os.environ))
+    check_port(server)
+    process = ServerProcess(server, os.environ)
+    if server.token == os.environ.get(TOKEN):
+        return wait_for(process)
+    with saved_token(server.port, server.token) as path:
+        tell(
+            f"lowpeak: the server demands the token in {path}; your runs on this host find it there, others need it as {TOKEN} "
+            "in their environment"
+        )
+        return wait_for(process)
 
 
 def wait_for(process: ServerProcess) -> int:
@@ -44,7 +54,7 @@ def wait_for(process: ServerProcess) -> int:
             process.stop()
     if status is None:
         return 130 if signals.last == signal.SIGINT else 0
-    print(f"lowpeak: error: {process.told_of_end(status)}", file=sys.stderr)
+    tell(f"lowpeak: error: {process.told_of_end(status)}")
     return 128 - status if status < 0 else status or 1
 
 
@@ -52,22 +62,34 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
     """The server that the words ask for; ArgumentError where it could not be, or should not."""
     parser = _parser()
     told, options = parser.parse_known_args([_with_underscores(word, _OURS) for word in argv])
+    token = told.token or environ.get(TOKEN)
     server = Server(
         model=told.model,
         host=told.host,
         port=told.port,
-        token=told.token or environ.get(TOKEN) or None,
+        **({"token": token} if token else {}),
         tensor_parallel_size=told.tensor_parallel_size,
         devices=named(told.devices, "--devices") if told.devices is not None else (),
         dtype=told.dtype,
         options=tuple(options),
     )
     check(server)
-    if server.token is None and environ.get(_VLLM_TOKEN):
+    if not token and environ.get(_VLLM_TOKEN):
         raise ArgumentError(
             f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead."
         )
     return server
+
+
+def check_port(server: Server) -> None:
+    """ArgumentError if the server cannot listen: its port is taken, or its host is not this one."""
+    family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
+    try:
+        socket.create_server((server.host, server.port), family=family).close()
+    except OSError as error:
+        raise ArgumentError(
+            f"--port {server.port} of --host {server.host} cannot be listened on ({error.strerror}): choose another one."
+        ) from error
 
 
 _OURS = ("model", "host", "port", "token", "tensor_parallel_size", "devices", "dtype")
@@ -81,9 +103,9 @@ def _parser() -> Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--model", default="", help="model to serve, the one that is trained: a folder or a hub name")
-    parser.add_argument("--host", default=LOOPBACK[0], help="address to listen on (127.0.0.1: this machine alone)")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
-    parser.add_argument("--token", help=f"demand this token; better in the environment, as {TOKEN}")
+    parser.add_argument("--token", help=f"demand this token (a new one); better in the environment, as {TOKEN}")
     parser.add_argument(
         "--tensor_parallel_size", type=int, default=1, help="devices that a copy of the model is cut over"
     )

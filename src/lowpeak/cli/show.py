@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from lowpeak.config.secrets import hide_secrets
+
 
 def dump(resolved: Any) -> str:
-    """What a dry run resolved, as YAML; values that YAML has no word for are shown as text."""
+    """What a dry run resolved, as YAML without access tokens; values that YAML has no word for are shown as text."""
     import yaml
 
-    return yaml.safe_dump(plain(resolved), sort_keys=False, allow_unicode=True, width=110)
+    return yaml.safe_dump(hide_secrets(plain(resolved)), sort_keys=False, allow_unicode=True, width=110)
 
 
 def plain(value: Any) -> Any:

@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from lowpeak.errors import show_controls
+
 
 def tell(sentence: str) -> None:
     """Write a line to stderr, unless another rank that the same torch agent started has written the very same.
@@ -15,7 +17,7 @@ def tell(sentence: str) -> None:
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None or _is_first(Path(file).parent.parent, sentence):
-        print(sentence, file=sys.stderr, flush=True)
+        print(show_controls(sentence), file=sys.stderr, flush=True)
 
 
 def _is_first(folder: Path, sentence: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from lowpeak.config.rejected import TRL_DEFAULTS
+from lowpeak.config.secrets import show
 from lowpeak.errors import ArgumentError
 
 _BATCHES = "micro-batches are cut under a token budget (micro_batch_tokens); remove it"
@@ -108,4 +109,4 @@ def refuse_idle(args: Any, names: tuple[str, ...], acts: bool, because: str) -> 
         return
     for name in names:
         if is_set(args, name):
-            raise ArgumentError(f"{said_as(args, name)}={getattr(args, name)!r} has no effect: {because}.")
+            raise ArgumentError(f"{show(said_as(args, name), getattr(args, name))} has no effect: {because}.")

@@ -40,7 +40,7 @@ class ServerSettings:
 
     base_urls: tuple[str, ...]
     timeout: float = 240.0
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     group_port: int | None = None
 
 

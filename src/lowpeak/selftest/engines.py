@@ -209,7 +209,7 @@ def _try_server(bench: Bench, devices: tuple[str, ...]) -> str:
     dtype = str(model.dtype).removeprefix("torch.")
     server = Server(str(folder), port=free_ports(1)[0], devices=devices, dtype=dtype, options=options)
     with served(server, bench.folder / "server.log"):
-        return _try(model, ServerVllm(server.url), bench)
+        return _try(model, ServerVllm(server.url, server.token), bench)
 
 
 def _vllm_model(bench: Bench) -> Any:

@@ -32,6 +32,7 @@ from lowpeak.config.asked import (
 from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.config.ranges import Range, one_of
 from lowpeak.config.rollout import SAID_BY_ARGUMENTS
+from lowpeak.config.secrets import hide_secrets
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
@@ -57,12 +58,14 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     return found
 
 
-@dataclass
+@dataclass(repr=False)
 class CommonConfig(TrainingArguments):
     """What every lowpeak trainer takes, and where its defaults differ from transformers'.
 
     `bf16` None is True where the GPU computes in bf16, else False. Activation checkpointing is on unless turned off.
     """
+
+    saves_no_tokens: ClassVar[bool] = False  # whether a pickle is without access tokens
 
     learning_rate: float = argument(1e-6, "training", "The optimizer's learning rate.")
     logging_steps: float = argument(10, "logging", "Log every so many steps (below 1: share of all steps).")
@@ -134,6 +137,19 @@ class CommonConfig(TrainingArguments):
         """Whether activations are recomputed, by whichever name the installed transformers has for it."""
         return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
 
+    def __str__(self) -> str:
+        shown = hide_secrets({field.name: getattr(self, field.name) for field in fields(self)})
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    __repr__ = __str__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return hide_secrets(self.__dict__, None) if self.saves_no_tokens else self.__dict__
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments as trackers show them, without access tokens."""
+        return hide_secrets(super().to_dict())
+
     def _settle_sharding(self) -> None:
         """What was asked of accelerate, here or in the environment: FSDP1 as FSDP2, an error for what lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
@@ -164,7 +180,7 @@ class CommonConfig(TrainingArguments):
             self.gradient_checkpointing = True
 
 
-@dataclass
+@dataclass(repr=False)
 class OnlineConfig(VllmArguments, CommonConfig):
     """What GRPO and RLOO share: rollouts, rewards, reference, evaluation.
 
@@ -269,7 +285,7 @@ class OnlineConfig(VllmArguments, CommonConfig):
 
 
 @refuses_unknown
-@dataclass
+@dataclass(repr=False)
 class GRPOConfig(OnlineConfig):
     """Arguments of GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO)."""
 
@@ -291,7 +307,7 @@ class GRPOConfig(OnlineConfig):
 
 
 @refuses_unknown
-@dataclass
+@dataclass(repr=False)
 class RLOOConfig(OnlineConfig):
     """Arguments of RLOO (Ahmadian et al. 2024, arXiv 2402.14740)."""
 
@@ -302,7 +318,7 @@ class RLOOConfig(OnlineConfig):
     reward_clip_range: tuple[float, float] | None = argument(None, "algorithm", "Clip rewards to [low, high].")
 
 
-@dataclass
+@dataclass(repr=False)
 class OfflineConfig(CommonConfig):
     """What supervised and reward training share: changes of the tokenizer, made in a copy of it."""
 
@@ -312,7 +328,7 @@ class OfflineConfig(CommonConfig):
 
 
 @refuses_unknown
-@dataclass
+@dataclass(repr=False)
 class SFTConfig(OfflineConfig):
     """Arguments of supervised training."""
 

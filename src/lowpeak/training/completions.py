@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lowpeak.errors import show_controls
+
 _HIDDEN = ("group", "num_tokens", "finish_reason")
 
 
@@ -25,7 +27,7 @@ def print_completions(
     for name in columns:
         table.add_column(name, justify="left" if name in ("prompt", "completion") else "right")
     for row in shown:
-        table.add_row(*(Text(_say(row.get(name))) for name in columns))
+        table.add_row(*(Text(show_controls(_say(row.get(name)))) for name in columns))
     Console().print(table)
 
 

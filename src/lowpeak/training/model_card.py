@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 import lowpeak
+from lowpeak.config.secrets import HIDDEN, hide_secrets, is_secret
 
 # Of each algorithm by its name: how people write it, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
@@ -71,7 +72,7 @@ class ModelCardMixin:
             tags=["generated_from_trainer", "lowpeak", algorithm, *([tags] if isinstance(tags, str) else tags or ())],
         )
         body = "\n\n".join(_sections(self, model_name or Path(self.args.output_dir).name, base, dataset))
-        body = _HUB_TOKEN.sub("<hidden>", body)
+        body = _HUB_TOKEN.sub(HIDDEN, body)
         ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n").save(Path(self.args.output_dir) / "README.md")
 
 
@@ -82,7 +83,7 @@ def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) ->
     rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local data set"
     args = trainer.user_args
     given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_OF_A_PLACE)}
-    plain = {name: value for name, value in given.items() if isinstance(value, bool | int | float | str)}
+    plain = {name: value for name, value in hide_secrets(given).items() if isinstance(value, bool | int | float | str)}
     versions = {"lowpeak": lowpeak.__version__, **{package: version(package) for package in _PACKAGES}}
     return [
         f"# {name}",
@@ -123,7 +124,7 @@ def _command(argv: Sequence[str]) -> str:
     hidden = False
     for word in argv[1:]:
         name, equals, _ = word.partition("=")
-        secret = name.startswith("-") and name.endswith("token")
-        words.append("<hidden>" if hidden else f"{name}=<hidden>" if secret and equals else word)
+        secret = name.startswith("-") and is_secret(name.lstrip("-").replace("-", "_"))
+        words.append(HIDDEN if hidden else f"{name}={HIDDEN}" if secret and equals else word)
         hidden = secret and not equals
     return shlex.join(words)

@@ -13,7 +13,7 @@ from lowpeak.training.fields import argument, refuses_unknown
 
 
 @refuses_unknown
-@dataclass
+@dataclass(repr=False)
 class OnlineDPOConfig(OnlineConfig):
     """Arguments of Online DPO (Guo et al. 2024, arXiv 2402.04792).
 

@@ -14,7 +14,7 @@ from lowpeak.training.fields import argument, refuses_unknown
 
 
 @refuses_unknown
-@dataclass
+@dataclass(repr=False)
 class PPOConfig(OnlineConfig):
     """Arguments of PPO (arXiv 1707.06347) with a KL in the reward (arXiv 1909.08593)."""
 

@@ -9,7 +9,7 @@ from lowpeak.training.fields import argument, refuses_unknown
 
 
 @refuses_unknown
-@dataclass
+@dataclass(repr=False)
 class RewardConfig(OfflineConfig):
     """Arguments of reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155)."""
 

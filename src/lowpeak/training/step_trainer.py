@@ -89,6 +89,7 @@ def base_arguments(args: Any) -> Any:
     inner.gradient_accumulation_steps = 1
     inner.save_total_limit = None  # removing is ours: at the end the base deletes in place, and the last checkpoint too
     inner.logging_nan_inf_filter = False
+    inner.saves_no_tokens = True  # the base writes a pickle beside every model that it saves or uploads
     return inner
 
 

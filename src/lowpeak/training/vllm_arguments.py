@@ -8,7 +8,7 @@ from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.training.fields import argument
 
 
-@dataclass
+@dataclass(repr=False)
 class VllmArguments:
     """Where vLLM runs, how weights get there, how large a wave is, and how its drift is corrected."""
 

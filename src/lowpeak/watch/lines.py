@@ -11,16 +11,20 @@ import threading
 import time
 import weakref
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from lowpeak.ranks import Ranks
+from lowpeak.watch.handshake import MAX_STRANGERS, accept_known
 
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0
+LOOPBACK = "127.0.0.1"
 # A host that is lost closes nothing: the kernel probes it, and gives the connection up after 10 + 4 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 _SEND_SECONDS = 5.0
+_RANK_BYTES = 4
 
 _open: weakref.WeakSet[Line] = weakref.WeakSet()
 
@@ -69,9 +73,12 @@ class Line:
 def connect(ranks: Ranks) -> list[Line] | None:
     """Rank 0's lines to all others, or another rank's line to rank 0; None with one warning where a rank cannot connect."""
     server, token = None, secrets.token_hex(16)
+    hosts = ranks.gather(_this_host())
+    is_one_host = len(set(hosts)) == 1
     if ranks.rank == 0:
-        server = _listen(ranks.world_size)
-    found = ranks.gather((_own_host(), server.getsockname()[1], token) if server else None)[0]
+        server = _listen(ranks.world_size + MAX_STRANGERS, loopback=is_one_host)
+    own = LOOPBACK if is_one_host else _own_name()
+    found = ranks.gather((own, server.getsockname()[1], token) if server else None)[0]
     assert found is not None, "rank 0 listens"
     host, port, token = found
     lines: list[Line] = []
@@ -96,40 +103,42 @@ def connect(ranks: Ranks) -> list[Line] | None:
     return None
 
 
-def _listen(backlog: int) -> socket.socket:
+def _listen(backlog: int, *, loopback: bool) -> socket.socket:
+    """A listening socket on a free port, at the loopback address or at all addresses of this host."""
+    if loopback:
+        return socket.create_server((LOOPBACK, 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
         with suppress(OSError):  # IPv6 may be switched off
             return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=backlog)
     return socket.create_server(("", 0), backlog=backlog)
 
 
-def _own_host() -> str:
+def _this_host() -> str:
+    """What only processes with this one's loopback address have: a start of the machine and a network namespace."""
+    with suppress(OSError):  # not Linux
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/net').st_ino}"
+    return socket.gethostname()
+
+
+def _own_name() -> str:
     """The name by which the other ranks found rank 0's host, or what the host calls itself."""
     return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _call(host: str, port: int, token: str, rank: int) -> Line:
-    line = Line(socket.create_connection((host, port), timeout=CONNECT_SECONDS), 0)
-    line.send("hello", token, rank)
-    return line
+    connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+    connection.sendall(token.encode() + rank.to_bytes(_RANK_BYTES))
+    return Line(connection, 0)
 
 
 def _answer(server: socket.socket, token: str, number: int) -> list[Line]:
-    """A line to each of so many ranks; whoever calls without the token is none of them."""
+    """A line to each of so many ranks, which show the token and their rank; TimeoutError where one does not call."""
     lines: list[Line] = []
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while len(lines) < number:
-        server.settimeout(max(0.01, deadline - time.monotonic()))
-        connection, _ = server.accept()
-        line = Line(connection, -1)
-        with suppress(EOFError, ValueError):
-            greeting = line.receive()
-            if greeting and greeting[0][:2] == ["hello", token]:
-                line.rank = greeting[0][2]
-                lines.append(line)
-                continue
-        line.close()
-    return lines
+    for connection, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
+        lines.append(Line(connection, int.from_bytes(rank)))
+        if len(lines) == number:
+            return lines
+    raise TimeoutError(f"{len(lines)} of {number} ranks called within {CONNECT_SECONDS:.0f} s")
 
 
 def _forget() -> None:

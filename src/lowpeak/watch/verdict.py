@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lowpeak.errors import LowpeakError
+from lowpeak.errors import LowpeakError, show_controls
 
 GONE = "is gone (killed, or its host is lost)"
 
@@ -32,7 +32,11 @@ class Verdict:
 
 def told(error: BaseException) -> str:
     """An error in one line, with its class where it is not lowpeak's."""
-    return str(error) if isinstance(error, LowpeakError) else f"{type(error).__name__}: {error}".rstrip(": ")
+    return (
+        str(error)
+        if isinstance(error, LowpeakError)
+        else show_controls(f"{type(error).__name__}: {error}".rstrip(": "))
+    )
 
 
 def places(phases: Mapping[str, tuple[str, float]], but: int) -> str:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from lowpeak.checkpoint.lock import only_run
+from lowpeak.checkpoint.lock import LOCK_FILE, only_run
 from lowpeak.errors import CheckpointError
 
 HOLD = """
@@ -47,3 +47,19 @@ def test_a_run_that_raised_leaves_the_folder_free(tmp_path):
         raise ZeroDivisionError
     with only_run(tmp_path):
         pass
+
+
+def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    (tmp_path / LOCK_FILE).symlink_to(target)
+    with pytest.raises(CheckpointError, match=r"\.lowpeak\.lock is a symbolic link.*remove it"), only_run(tmp_path):
+        pass
+    assert target.read_text() == "precious"
+
+
+def test_a_lock_with_other_content_is_not_truncated(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("1234567" + "x" * 100)
+    with only_run(tmp_path), pytest.raises(CheckpointError, match=rf"\(process {os.getpid()}\)"), only_run(tmp_path):
+        pass
+    assert (tmp_path / LOCK_FILE).stat().st_size == 107

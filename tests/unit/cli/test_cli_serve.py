@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+import fake_server
 from lowpeak.cli.main import main
-from lowpeak.cli.serve import read
-from lowpeak.errors import ArgumentError
+from lowpeak.cli.serve import check_port, read
+from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
-from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.rollout.vllm.server import ServerVllm
+from lowpeak.rollout.vllm.token import TOKEN, find_token, saved_token
 from lowpeak.watch.orphans import PARENT
 from processes import are_gone
 
@@ -46,16 +49,12 @@ def test_vllm_gets_what_weight_updates_need():
     assert {name: value_of(command, name) for name in wanted} == wanted
     assert {"--enable-prefix-caching", "--enable-scale-out"} <= set(command)
     assert "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware" in command
-    assert not {GUARD, "--dtype"} & set(command)
+    assert "--dtype" not in command
 
 
 def test_vllms_own_options_pass_through_as_they_are():
-    assert said("--max-model-len", "512", "--seed=3", "--enforce_eager")[-4:] == [
-        "--max-model-len",
-        "512",
-        "--seed=3",
-        "--enforce_eager",
-    ]
+    written = ["--max-model-len", "512", "--seed=3", "--enforce_eager"]
+    assert said(*written)[-6:-2] == written
 
 
 @pytest.mark.parametrize(
@@ -92,11 +91,68 @@ def test_vllms_own_key_is_not_taken_for_a_guard():
         said(environ={"VLLM_API_KEY": "secret"})
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "10.0.0.7", "::"])
-def test_a_server_that_others_can_reach_needs_a_token(host):
-    with pytest.raises(ArgumentError, match=r"reached from other machines.*LOWPEAK_SERVER_TOKEN"):
-        said("--host", host)
-    assert value_of(said("--host", host, environ={TOKEN: "t"}), "host") == host
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "10.0.0.7", "::"])
+def test_a_server_that_is_given_no_token_makes_one(host):
+    first, second = (read(["--model", "m", "--host", host], {}) for _ in range(2))
+    assert words(first)[-2:] == ["--middleware", GUARD]
+    assert environment(first, {})[TOKEN] == first.token
+    assert len(first.token) >= 32
+    assert first.token != second.token
+    assert first.token not in repr(first)
+
+
+def test_only_the_user_finds_the_servers_token_in_a_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with fake_server.serving(fake_server.FakeServer(token="made")) as fake:
+        with saved_token(fake.port, "made") as path:
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600
+            assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+            assert ServerVllm(fake.url).facts() == fake.facts
+            for host in ("localhost", "127.0.0.1"):
+                assert ServerVllm(f"{host}:{fake.port}").facts() == fake.facts
+            with pytest.raises(EngineError, match=r"demands a token.*LOWPEAK_SERVER_TOKEN"):
+                ServerVllm(fake.url, "another").facts()
+        assert not path.exists()
+        with pytest.raises(EngineError, match=r"demands a token.*LOWPEAK_SERVER_TOKEN"):
+            ServerVllm(fake.url).facts()
+
+
+def test_a_token_is_given_to_no_other_host(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with saved_token(8000, "made"):
+        assert [find_token(host, 8000) for host in ("127.0.0.1", "::1", "box", "10.0.0.7")] == [
+            "made",
+            "made",
+            None,
+            None,
+        ]
+        assert find_token("127.0.0.1", 8001) is None
+
+
+def test_a_servers_token_is_written_through_no_link(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with saved_token(8000, "first") as path:
+        pass
+    (tmp_path / "mine").write_text("precious")
+    path.symlink_to(tmp_path / "mine")
+    with saved_token(8000, "second"):
+        assert not path.is_symlink()
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_token_that_cannot_be_saved_is_told(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ArgumentError, match=r"cannot be written.*LOWPEAK_SERVER_TOKEN"), saved_token(8000, "made"):
+        pass
+
+
+def test_a_port_that_is_taken_is_refused_before_the_running_servers_token_is_replaced():
+    with (
+        fake_server.serving(fake_server.FakeServer()) as fake,
+        pytest.raises(ArgumentError, match="cannot be listened"),
+    ):
+        check_port(Server("m", port=fake.port))
 
 
 @pytest.mark.parametrize(
@@ -120,6 +176,7 @@ def test_what_cannot_be_served_is_said_first(argv, message):
 
 def test_the_environment_turns_the_routes_on_and_names_the_parent():
     given = environment(Server("m", devices=("2", "0")), {"CUDA_VISIBLE_DEVICES": "5,6,7", "RANK": "1", "HOME": "h"})
+    assert len(given.pop(TOKEN)) == 32
     assert given == {
         "CUDA_VISIBLE_DEVICES": "7,5",
         "HOME": "h",

@@ -68,6 +68,23 @@ def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
     assert not report["missing_keys"]
 
 
+def test_a_dry_run_shows_no_token(folder, capsys):
+    more = [
+        "--hub_token",
+        "S3CRET",
+        "--eos_token",
+        "9",
+        "--model_init_kwargs",
+        '{"token": "S3CRET", "revision": "main"}',
+    ]
+    assert main(["sft", *words(folder, *more, "--dry-run")]) == 0
+    text = capsys.readouterr().out
+    shown = yaml.safe_load(text)["arguments"]
+    assert (shown["hub_token"], shown["eos_token"]) == ("<hidden>", "9")
+    assert shown["model_init_kwargs"] == {"token": "<hidden>", "revision": "main"}
+    assert "S3CRET" not in text
+
+
 @pytest.mark.parametrize("command", ["grpo", "rloo", "ppo", "online-dpo"])
 def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, capsys):
     assert main([command, *rewarded(folder, "--num_generations", "4", "--dry-run")]) == 0

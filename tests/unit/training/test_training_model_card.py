@@ -35,6 +35,7 @@ def hub(tmp_path_factory):
             timeout=250,
         )
         assert done.returncode == 0, done.stderr[-3000:]
+        hub.runs = folder
         yield hub
 
 
@@ -96,6 +97,14 @@ def test_a_card_tells_no_token_and_no_folder(hub):
         assert "hf_abc" not in text
         assert "hub_model_id" not in text
         assert "--hub_token '<hidden>' --seed=3 <hidden>" in text
+
+
+def test_no_file_that_is_pushed_or_saved_holds_a_token(hub):
+    pushed = hub.files["someone/adapter"]
+    saved = {str(path): path.read_bytes() for path in (hub.runs / "adapter").rglob("*") if path.is_file()}
+    assert "training_args.bin" in pushed
+    assert any(name.endswith("checkpoint-2/training_args.bin") for name in saved)
+    assert [name for name, content in (pushed | saved).items() if b"secret" in content] == []
 
 
 def test_every_save_is_pushed_and_what_was_pushed_can_be_loaded(hub, tmp_path):

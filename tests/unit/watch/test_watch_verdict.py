@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 
 from lowpeak.errors import DataError, RankError
-from lowpeak.watch.lines import Line, _answer
+from lowpeak.watch.lines import Line
 from lowpeak.watch.watch import Watch
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24223")
@@ -138,15 +138,3 @@ def test_the_sentence_of_a_rank_that_is_ended_is_a_line_by_itself_beside_an_open
         "lowpeak: error: rank 1 is gone (killed, or its host is lost). Rank 0 was in phase train and cannot go on "
         "without it."
     )
-
-
-def test_whoever_calls_without_the_token_is_no_rank() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        callers = [socket.create_connection(server.getsockname(), timeout=5) for _ in range(3)]
-        callers[0].sendall(b"GET / HTTP/1.1\r\n\r\n")
-        callers[1].sendall(b'["hello", "guess", 1]\n')
-        callers[2].sendall(b'["hello", "token", 1]\n')
-        lines = _answer(server, "token", 1)
-    assert [(line.rank, line.connection.getpeername()) for line in lines] == [(1, callers[2].getsockname())]
-    for each in (*callers, *lines):
-        each.close()

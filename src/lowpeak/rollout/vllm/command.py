@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import secrets
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.build import ALWAYS
@@ -13,7 +14,7 @@ from lowpeak.rollout.vllm.launched import SCALE_OUT
 from lowpeak.rollout.vllm.token import TOKEN
 from lowpeak.watch.orphans import PARENT
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LOOPBACK = "127.0.0.1"
 CPU = "cpu"
 _CPU_CACHE = 1 << 30
 _ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
@@ -28,9 +29,9 @@ class Server:
     """One server to be: `devices` are those that it sees (empty: all, `("cpu",)`: none), `options` are vLLM's, as written."""
 
     model: str
-    host: str = LOOPBACK[0]
+    host: str = LOOPBACK
     port: int = 8000
-    token: str | None = None
+    token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     tensor_parallel_size: int = 1
     devices: tuple[str, ...] = ()
     dtype: str | None = None
@@ -39,19 +40,14 @@ class Server:
     @property
     def url(self) -> str:
         """Where a client on this host finds it."""
-        host = LOOPBACK[0] if self.host in ("", "0.0.0.0", "::") else self.host
+        host = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
 def check(server: Server) -> None:
-    """ArgumentError for a server that anybody could give other weights, or whose options are ours to set."""
+    """ArgumentError for a server that cannot be, or whose options are ours to set."""
     if not server.model:
         raise ArgumentError("a server needs --model, the folder or hub name of the model that is trained.")
-    if server.host not in LOOPBACK and not server.token:
-        raise ArgumentError(
-            f"--host {server.host} can be reached from other machines, and who reaches the server can replace its weights: give "
-            f"it a token (--token, or {TOKEN} in the environment), the run too."
-        )
     if not 1 <= server.port <= _LAST_PORT:
         raise ArgumentError(f"--port {server.port} is no port; use one from 1 to {_LAST_PORT}.")
     if server.tensor_parallel_size < 1:
@@ -87,7 +83,7 @@ def words(server: Server) -> list[str]:
     flags = ["--enable-prefix-caching"] if not _has(server.options, "enable-prefix-caching") else []
     flags += [SCALE_OUT] if not _has(server.options, SCALE_OUT[2:]) else []
     flags += ["--middleware", _ADAPTERS]
-    guard = ["--middleware", _GUARD] if server.token else []  # the last one stands before all others
+    guard = ["--middleware", _GUARD]  # the last one stands before all others
     return [sys.executable, "-m", "lowpeak.rollout.vllm.launched", *said, *flags, *server.options, *guard]
 
 
@@ -97,11 +93,9 @@ def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
     On a CPU, vLLM's default binds each server's threads to the first cores and asserts on two workers: it is off unless set.
     """
     found = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **inherited}
-    found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid())}
-    for name in (*_RANKS, TOKEN, "VLLM_API_KEY"):  # vLLM's own key guards less than the token does
+    for name in (*_RANKS, "VLLM_API_KEY"):  # vLLM's own key guards less than the token does
         found.pop(name, None)
-    if server.token:
-        found[TOKEN] = server.token
+    found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), TOKEN: server.token}
     return found | visible(server.devices, inherited)
 
 

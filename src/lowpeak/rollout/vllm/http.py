@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.rollout.vllm.token import find_token
 
 MAX_CONNECTIONS = 512
 _CONNECT_SECONDS = 10.0
@@ -32,7 +33,7 @@ class NoRouteError(EngineError):
 
 
 class Http:
-    """A server's address, the token it demands, and requests to it.
+    """A server's address, the token it demands (None: the one saved on this host, if any), and requests to it.
 
     Raises LostEngineError where the server is gone, broken or too slow, EngineError with its own sentence where it refuses.
     """
@@ -43,9 +44,7 @@ class Http:
             raise ArgumentError(f"{base_url!r} is no address of a server; write http://host:port.")
         self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
         self._parts = parts
-        self._headers = {"Connection": "close", "Content-Type": "application/json"}
-        if token:
-            self._headers["Authorization"] = f"Bearer {token}"
+        self._token = token
 
     def get(self, path: str, timeout: float | None) -> Any:
         """What the server answers, as JSON; None where it answers nothing."""
@@ -76,7 +75,7 @@ class Http:
             with (open_ or Connections()).holding(sock):
                 _limit(sock, until)
                 data = None if body is None else json.dumps(body).encode()
-                connection.request(verb, self._parts.path.rstrip("/") + path, data, self._headers)
+                connection.request(verb, self._parts.path.rstrip("/") + path, data, self._headers())
                 response = connection.getresponse()
                 return response.status, _text(sock, response, until)
         except TimeoutError:
@@ -92,6 +91,12 @@ class Http:
         with suppress(EngineError):
             return self.exchange("GET", "/health", None, deadline(5.0))[0] == 200
         return False
+
+    def _headers(self) -> dict[str, str]:
+        # A server that was started again has saved another token.
+        token = self._token or find_token(self._parts.hostname, self._parts.port)
+        shown = {"Authorization": f"Bearer {token}"} if token else {}
+        return {"Connection": "close", "Content-Type": "application/json", **shown}
 
     def _connect(self, until: float | None) -> tuple[HTTPConnection, socket.socket]:
         """A connection, and its socket, which http.client lets go of when the answer begins."""
@@ -111,7 +116,8 @@ class Http:
         said = f"the server at {self.url}"
         if status == 401:
             return EngineError(
-                f"{said} demands a token that it did not get: give the one that it was started with ({SERVER_TOKEN})."
+                f"{said} demands a token that it did not get: set vllm_server_token, or {SERVER_TOKEN} in the environment, to the "
+                "one that it was started with."
             )
         if status in _GONE or (status in _UNSURE and not self.is_healthy()):
             return LostEngineError(f"{said} {_GONE.get(status, f'has lost its engine ({status})')}: {_sentence(text)}")

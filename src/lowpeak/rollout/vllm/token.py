@@ -1,4 +1,4 @@
-"""The token that a server may demand, on every route but `/health`.
+"""The token that a server demands, on every route but `/health`, and where runs on the same host find it.
 
 vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): whoever
 reaches the port could replace the weights through `/collective_rpc`. It is an ASGI middleware for vLLM's `--middleware`.
@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hmac
 import os
-from collections.abc import Awaitable, Callable, MutableMapping
+import socket
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.errors import ArgumentError
 
 TOKEN = SERVER_TOKEN
 _OPEN = ("/health",)
+_THIS_HOST = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
@@ -43,3 +48,37 @@ class TokenMiddleware:
     def _knows(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
         return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+@contextmanager
+def saved_token(port: int, token: str) -> Iterator[Path]:
+    """Keep the token of the server at `port` in a file that its user alone can read, during the block."""
+    path = _token_file(port)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # of a server that was killed
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(token)
+    except OSError as error:
+        raise ArgumentError(
+            f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {TOKEN} to it, for the "
+            "server and for the run."
+        ) from error
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def find_token(host: str | None, port: int | None) -> str | None:
+    """Return the saved token of the server at `port` of this host; None if there is none, or `host` is another one."""
+    if host in _THIS_HOST and port is not None:
+        with suppress(OSError):
+            return _token_file(port).read_text()
+    return None
+
+
+def _token_file(port: int) -> Path:
+    """The file of a port's token; hosts may share the folder."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "lowpeak" / f"{socket.gethostname()}-{port}.token"

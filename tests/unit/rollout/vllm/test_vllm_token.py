@@ -19,14 +19,18 @@ def guarded(monkeypatch):
     return TokenMiddleware(app)
 
 
+# What a page of another site may have a browser send without asking the server first.
+FROM_A_WEB_PAGE = [(b"host", b"127.0.0.1:8000"), (b"origin", b"https://example.com"), (b"content-type", b"text/plain")]
+
+
 def answered(middleware, path, *authorizations, kind="http"):
     sent = []
 
     async def send(message):
         sent.append(message)
 
-    headers = [(b"authorization", each.encode()) for each in authorizations]
-    asyncio.run(middleware({"type": kind, "path": path, "headers": headers}, None, send))
+    headers = [*FROM_A_WEB_PAGE, *((b"authorization", each.encode()) for each in authorizations)]
+    asyncio.run(middleware({"type": kind, "method": "POST", "path": path, "headers": headers}, None, send))
     return sent
 
 

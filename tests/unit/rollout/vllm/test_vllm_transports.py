@@ -194,6 +194,20 @@ def test_a_silent_stranger_keeps_nobody_waiting():
             assert time.monotonic() - began < 10
 
 
+@pytest.mark.parametrize("data", [b"", b"5\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000, bytes(range(256))])
+def test_many_strangers_keep_nobody_waiting_whatever_they_send(data):
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)))
+        given = sender.invitation()
+        for _ in range(200):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", given["port"]), 5))
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(data)
+        began = time.monotonic()
+        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+        assert time.monotonic() - began < 5
+
+
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
     """A socket's own limit begins anew with every byte."""
     sender = TcpSender(1 << 16, loopback=True, timeout=5)

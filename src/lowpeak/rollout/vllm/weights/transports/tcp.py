@@ -23,9 +23,9 @@ from torch import Tensor
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.transport import Ask
+from lowpeak.watch.handshake import accept_known
 
 _HELLO = 64  # characters of a token or its proof
-_GREETING_SECONDS = 5.0  # for one that connected to show its token
 
 
 class TcpSender:
@@ -98,28 +98,19 @@ class TcpSender:
 
     def _let_in(self) -> None:
         """Take connections that know the token, until the listener is shut."""
-        while True:
+        for peer, _ in accept_known(self._listener, self._token.encode()):
             try:
-                peer, _ = self._listener.accept()
-            except OSError:
-                return
-            try:
-                until = time.monotonic() + _GREETING_SECONDS
-                known = hmac.compare_digest(_received(peer, bytearray(_HELLO), until), self._token.encode())
-                if known:
-                    self._peers.append(peer)
-                    peer.settimeout(self._timeout)
-                    peer.sendall(_proof(self._token))
-                else:
-                    peer.close()
+                peer.settimeout(self._timeout)
+                peer.sendall(_proof(self._token))
+                self._peers.append(peer)
             except OSError:
                 peer.close()
 
     def _shut(self) -> None:
         with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # else accept() sleeps on
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._door.join(_GREETING_SECONDS + 1)
+        self._door.join(self._timeout)
 
     def _hang_up(self) -> None:
         for peer in self._peers:

@@ -1,0 +1,56 @@
+"""What comes from models, servers and other ranks moves no cursor and sets no title of the user's terminal."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import pytest
+
+import fake_server
+from lowpeak.cli.tell import tell
+from lowpeak.errors import CheckpointError, EngineError, show_controls
+from lowpeak.rollout.vllm.server import ServerVllm
+from lowpeak.training.completions import print_completions
+from lowpeak.watch.verdict import told
+
+EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\r\x00\x7f\x08"
+SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\x0d\x00\x7f\x08"
+
+
+def controls(text):
+    return {each for each in text if unicodedata.category(each) == "Cc"}
+
+
+def test_all_controls_but_line_ends_and_tabs_are_shown():
+    assert show_controls(EVIL) == SHOWN
+    assert show_controls("é\n\t表 \\x1b") == "é\n\t表 \\x1b"
+    assert controls(show_controls("".join(map(chr, range(0x2100))))) == {"\n", "\t"}
+
+
+@pytest.mark.parametrize("completion", [EVIL, [{"role": "assistant", "content": EVIL}]])
+def test_a_completion_is_printed_without_escape_sequences(completion, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    print_completions([{"prompt": EVIL, "completion": completion, "reward": 1.0, "group": 0}], step=1)
+    shown = capsys.readouterr().out
+    assert shown.count(SHOWN) == 2
+    assert controls(shown) <= {"\n"}
+
+
+@pytest.mark.parametrize("answer", [(400, fake_server.error(EVIL)), (400, EVIL.encode()), (200, EVIL.encode())])
+def test_a_servers_words_are_told_without_escape_sequences(answer):
+    with fake_server.serving(fake_server.FakeServer()) as fake:
+        fake.answers["/collective_rpc"] = lambda body: answer
+        with pytest.raises(EngineError, match="title") as found:
+            ServerVllm(fake.url).facts()
+    assert controls(str(found.value)) == set()
+
+
+def test_an_error_keeps_its_class_s_own_form():
+    assert str(CheckpointError(2, "gone")) == "[Errno 2] gone"
+    assert str(EngineError(f"{EVIL}\n")) == f"{SHOWN}\n"
+
+
+def test_another_ranks_words_and_a_log_are_told_without_escape_sequences(capsys):
+    assert told(ValueError(EVIL)) == f"ValueError: {SHOWN}"
+    tell(EVIL)
+    assert capsys.readouterr().err == f"{SHOWN}\n"

@@ -1,0 +1,59 @@
+"""Tokens among the arguments: no text and no file about a run shows them, and the run itself has them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import lowpeak
+from lowpeak.config.resolve import resolve_online
+from lowpeak.errors import ArgumentError
+from lowpeak.training.step_trainer import base_arguments
+
+KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward")
+
+
+def config(kind, folder):
+    more = {} if kind in ("SFT", "Reward") else {"use_vllm": True, "vllm_mode": "server", "vllm_server_token": "S3CRET"}
+    loading = {"token": "S3CRET", "revision": "main"}
+    return getattr(lowpeak, f"{kind}Config")(
+        output_dir=str(folder), use_cpu=True, hub_token="S3CRET", model_init_kwargs=loading, **more
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_saved_arguments_hold_no_token_and_the_runs_do(kind, tmp_path):
+    args = config(kind, tmp_path)
+    inner = base_arguments(args)
+    file = io.BytesIO()
+    torch.save(inner, file)
+    assert b"S3CRET" not in file.getvalue()
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    assert (saved.hub_token, saved.model_init_kwargs) == (None, {"token": None, "revision": "main"})
+    assert saved.learning_rate == args.learning_rate
+    assert (inner.hub_token, inner.model_init_kwargs["token"]) == ("S3CRET", "S3CRET")
+    for other in (copy.deepcopy(args), pickle.loads(pickle.dumps(args))):
+        assert other.hub_token == "S3CRET"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_text_of_the_arguments_shows_a_token(kind, tmp_path):
+    args = config(kind, tmp_path)
+    texts = (repr(args), str(args), str(args.to_dict()), args.to_json_string(), str(args.to_sanitized_dict()))
+    assert not [text for text in texts if "S3CRET" in text]
+
+
+def test_no_text_of_the_settings_shows_a_token(tmp_path):
+    assert "S3CRET" not in repr(resolve_online(config("GRPO", tmp_path), 1, 1))
+
+
+def test_a_refused_token_is_not_repeated(tmp_path):
+    for given in ("S3CRET", ["S3CRET"]):
+        with pytest.raises(ArgumentError, match="vllm_server_token=<hidden>") as refused:
+            resolve_online(lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, vllm_server_token=given), 1, 1)
+        assert "S3CRET" not in str(refused.value)
