@@ -248,28 +248,38 @@ def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
     A completion then ends with the new end-of-sequence token, and with those that ended it before.
     """
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if getattr(args, name) is not None}
-    path = None if args.chat_template_path is None else Path(args.chat_template_path)
-    if not tokens and path is None:
+    if not tokens and args.chat_template_path is None:
         return tokenizer
-    changed, config = copy.deepcopy(tokenizer), model.config.get_text_config()
+    changed = copy.deepcopy(tokenizer)
     for name, token in tokens.items():
         if token not in tokenizer.get_vocab():
             raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
         setattr(changed, name, token)
-        setattr(config, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
-    generation = getattr(model, "generation_config", None)
-    if "eos_token" in tokens and generation is not None:
-        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-        kept = [number for number in before if number not in (None, config.eos_token_id)]
-        generation.eos_token_id = [config.eos_token_id, *kept]
-    if path is not None:
-        if path.suffix not in (".jinja", ".j2") or not path.is_file():
-            raise ArgumentError(
-                f"chat_template_path={args.chat_template_path!r} must be a .jinja or .j2 file; to take another tokenizer's "
-                "template, set chat_template on the tokenizer that is passed as processing_class."
-            )
-        changed.chat_template = path.read_text(encoding="utf-8")
+        setattr(model.config.get_text_config(), f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    if "eos_token" in tokens:
+        _add_end_token(model, changed.eos_token_id)
+    if args.chat_template_path is not None:
+        changed.chat_template = _read_template(args.chat_template_path)
     return changed
+
+
+def _add_end_token(model: Any, end_id: int) -> None:
+    """Let generation end at `end_id`, and at the tokens that ended it before."""
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        generation.eos_token_id = [end_id, *(number for number in before if number not in (None, end_id))]
+
+
+def _read_template(name: str) -> str:
+    """The text of a template's file; ArgumentError if it is none."""
+    path = Path(name)
+    if path.suffix not in (".jinja", ".j2") or not path.is_file():
+        raise ArgumentError(
+            f"chat_template_path={name!r} must be a .jinja or .j2 file; to take another tokenizer's template, set chat_template on "
+            "the tokenizer that is passed as processing_class."
+        )
+    return path.read_text(encoding="utf-8")
 
 
 def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
