@@ -65,6 +65,16 @@ def make_arguments(config_class: Any, args: Any, model: Any, quantization_config
     return args
 
 
+def base_arguments(args: Any) -> Any:
+    """The copy of the user's arguments that the base class gets: it counts mappings, and a step is one mapping."""
+    inner = copy.copy(args)
+    inner.gradient_accumulation_steps = 1
+    inner.save_total_limit = None  # removing is ours: at the end the base deletes in place, and the last checkpoint too
+    inner.logging_nan_inf_filter = False
+    inner.saves_no_tokens = True  # the base writes a pickle beside every model that it saves or uploads
+    return inner
+
+
 def _name_of(model: Any) -> str:
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     return Path(str(name)).name or "model"

@@ -27,7 +27,7 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
 from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.assembly import make_run
-from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
+from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
@@ -36,7 +36,7 @@ from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step import measure_step
-from lowpeak.training.step_trainer import StepTrainer, base_arguments
+from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
 from lowpeak.wrapped import transformers_model

@@ -26,14 +26,14 @@ from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import connect_online, prepare_online
 from lowpeak.training.completions import print_completions
-from lowpeak.training.constructor import make_arguments, refuse_virtual_tokens, reject_unsupported
+from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
-from lowpeak.training.step_trainer import StepTrainer, base_arguments
+from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
 

@@ -6,7 +6,6 @@ their own a checkpoint must hold (`run_state`, `take_run_state`).
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
 import os
@@ -81,16 +80,6 @@ class Run:
     step_seconds: float = 0.0
     num_new: int = 0
     interrupts: Interrupts = field(default_factory=Interrupts)
-
-
-def base_arguments(args: Any) -> Any:
-    """The copy of the user's arguments that the base class gets: it counts mappings, and a step is one mapping."""
-    inner = copy.copy(args)
-    inner.gradient_accumulation_steps = 1
-    inner.save_total_limit = None  # removing is ours: at the end the base deletes in place, and the last checkpoint too
-    inner.logging_nan_inf_filter = False
-    inner.saves_no_tokens = True  # the base writes a pickle beside every model that it saves or uploads
-    return inner
 
 
 class StepTrainer(ModelCardMixin, Trainer):

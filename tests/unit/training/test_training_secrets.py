@@ -12,7 +12,7 @@ import torch
 import lowpeak
 from lowpeak.config.resolve import resolve_online
 from lowpeak.errors import ArgumentError
-from lowpeak.training.step_trainer import base_arguments
+from lowpeak.training.constructor import base_arguments
 
 KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward")
 
