@@ -1,0 +1,185 @@
+"""Kill runs by SIGKILL at random moments, resume them, and compare how they end: `random_kills.py [KILLS] [SEED]`.
+
+A run trains, saves after each step and exports its model. It is killed at a moment drawn from its whole length (starting, resuming,
+training, saving, exporting), started again, and so on until it ends by itself. Its exported weights and its journal must be those
+of the run that was left alone, and an export that exists at any time must be the whole one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed")]
+
+import fault_runs  # noqa: E402
+import forked  # noqa: E402
+import setups  # noqa: E402
+from spawn import free_port  # noqa: E402
+
+import children  # noqa: E402
+
+SECONDS = 300.0  # until a run that is left alone has ended
+SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_steps": 6}
+KL = {"num_iterations": 2, "beta": 0.04}
+
+
+def build_ppo(folder: Path) -> Any:
+    """PPO with a critic on a backbone of its own."""
+    return setups.build("PPO", folder, {"use_cpu": True, "critic": "model", **SAVES, **KL})
+
+
+def build_sharded(folder: Path) -> Any:
+    """GRPO under FSDP2."""
+    return setups.build("GRPO", folder, {**setups.prepare("fsdp2"), **SAVES, **KL})
+
+
+def build_zero3(folder: Path) -> Any:
+    """GRPO under ZeRO-3."""
+    return setups.build("GRPO", folder, {**setups.prepare("zero3"), **SAVES, **KL})
+
+
+def build_grpo(folder: Path) -> Any:
+    """GRPO with dropout, noisy rewards and a reference that moves."""
+    args = {**SAVES, **KL, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    return fault_runs.build(fault_runs.Case(args=args, dropout=0.1), folder)
+
+
+def build_adapter(folder: Path) -> Any:
+    """GRPO with LoRA."""
+    return fault_runs.build(fault_runs.Case(args={**SAVES, **KL}, adapter="fresh", dropout=0.1), folder)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run: who builds its trainer, on how many ranks, and its share of the kills."""
+
+    build: Callable[[Path], Any]
+    share: float
+    num_ranks: int = 1
+
+
+KINDS = {
+    "grpo": Kind(build_grpo, 0.35),
+    "ppo": Kind(build_ppo, 0.2),
+    "lora": Kind(build_adapter, 0.25),
+    "fsdp2": Kind(build_sharded, 0.1, 2),
+    "zero3": Kind(build_zero3, 0.1, 2),
+}
+
+
+def train_and_export(name: str, place: Path) -> None:
+    """Go on from the last checkpoint, or start; export the model."""
+    started = any((place / "run").glob("checkpoint-*[0-9]"))
+    trainer = KINDS[name].build(place / "run")
+    trainer.train(resume_from_checkpoint=started)
+    trainer.save_model(str(place / "export"))
+
+
+def start(name: str, place: Path) -> list[BaseProcess]:
+    """The processes of one try."""
+    num_ranks, log = KINDS[name].num_ranks, os.fspath(place / "log")
+    if num_ranks == 1:
+        processes = [children._server().Process(target=children._run, args=(train_and_export, (name, place), log))]
+    else:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        processes = [
+            forked._server().Process(
+                target=forked._run,
+                args=(train_and_export, (name, place), env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log),
+            )
+            for rank in range(num_ranks)
+        ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def wait(processes: list[BaseProcess], seconds: float) -> bool:
+    """Whether all have ended within so many seconds."""
+    until = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(0.0, until - time.monotonic()))
+    return not any(process.is_alive() for process in processes)
+
+
+def kill(processes: list[BaseProcess]) -> None:
+    """Kill all that are left."""
+    for process in processes:
+        process.kill()
+        process.join(10)
+
+
+def ending(place: Path) -> dict[str, Any]:
+    """Digests of the exported weights, and the journal's steps."""
+    return {"export": exported(place), "steps": json.loads(json.dumps(fault_runs.steps(place / "run")))}
+
+
+def exported(place: Path) -> dict[str, str]:
+    return {
+        file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in (place / "export").glob("*.safetensors")
+    }
+
+
+def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> None:
+    """Kill runs of one kind so often; AssertionError if one ends in another way than the run that was left alone."""
+    for place in (root / name / "warm", root / name / "alone"):  # the first one waits for the server of processes, too
+        place.mkdir(parents=True)
+        began = time.monotonic()
+        processes = start(name, place)
+        assert wait(processes, SECONDS), "the run that is left alone does not end"
+        assert all(process.exitcode == 0 for process in processes), (place / "log").read_text()
+        length, expected = time.monotonic() - began, ending(place)
+    kills = runs = partial = 0
+    while kills < num_kills:
+        place = root / name / f"run-{runs}"
+        place.mkdir()
+        runs += 1
+        while True:
+            processes = start(name, place)
+            if kills < num_kills and not wait(processes, random_.uniform(0.0, 1.1 * length)):
+                if len(processes) > 1 and random_.random() < 0.5:  # one rank alone: the other must end by itself
+                    kill([random_.choice(processes)])
+                    partial += 1
+                    assert wait(processes, 60), f"{name}: a rank does not end: {place}"
+                kill(processes)
+                kills += 1
+            else:
+                assert wait(processes, SECONDS), f"{name}: a resumed run does not end: {place}"
+            assert exported(place) in ({}, expected["export"]), f"{name}: an export that is not whole: {place}"
+            codes = [process.exitcode for process in processes]
+            if codes == [0] * len(codes):
+                break
+            assert set(codes) - {0} <= {-9, 1}, f"{name}: ended with {codes}: {place / 'log'}"
+            assert -9 in codes, f"{name}: failed without a kill: {(place / 'log').read_text()[-3000:]}"
+        assert ending(place) == expected, f"{name}: ended in another way: {place}"
+        shutil.rmtree(place)
+    alone_text = f", {partial} of one rank of two" if partial else ""
+    print(
+        f"{name}: {kills} kills{alone_text} in {runs} runs of {length:.1f} s: each ended as the run left alone",
+        flush=True,
+    )
+
+
+def main(num_kills: int = 300, seed: int = 0) -> None:
+    """Try all kinds; exit with an error at the first difference, and leave its folder."""
+    root = Path(tempfile.mkdtemp(prefix="kills-"))
+    for name, kind in KINDS.items():
+        try_kind(name, round(num_kills * kind.share), random.Random(f"{seed} {name}"), root)
+    shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
