@@ -141,9 +141,9 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and "step" in row:
+            if isinstance(row, dict) and type(row.get("step")) is int:
                 yield line, row
             else:
                 logger.warning("%s: line %d is cut off or damaged and is left out.", path, number)

@@ -133,6 +133,17 @@ def test_a_torn_line_is_left_out_when_read_and_gone_when_resumed(tmp_path, torn)
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("step", ["null", '"3"', "1.5", "true", "[3]", "NaN", "[" * 100_000])
+def test_a_line_without_the_number_of_a_step_is_left_out_and_gone_when_resumed(tmp_path, caplog, step):
+    write_run(tmp_path, 2)
+    whole = (tmp_path / "steps.jsonl").read_bytes()
+    (tmp_path / "steps.jsonl").write_bytes(whole + f'{{"step":{step}}}\n'.encode())
+    assert [row["step"] for row in read_steps(tmp_path)] == [1, 2]
+    assert f"{tmp_path / 'steps.jsonl'}: line 3 is cut off or damaged and is left out." in caplog.text
+    Journal(tmp_path).resume_at(2)
+    assert (tmp_path / "steps.jsonl").read_bytes() == whole
+
+
 def test_resuming_where_no_journal_was_starts_one(tmp_path):
     journal = Journal(tmp_path / "new")
     journal.resume_at(7)

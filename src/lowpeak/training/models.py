@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.config.asked import WHOLE, Cut
 from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
+from lowpeak.damage import name_damaged_file
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError
 from lowpeak.loading import in_parts, reads_weights, straight_to, without_weights
@@ -142,16 +144,17 @@ def from_pretrained(
 ) -> Any:
     """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere; see `reads_weights`."""
     try:
-        if cut != WHOLE:
-            return in_parts(auto, name, kwargs, cut)
-        if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
-            return without_weights(auto, name, kwargs)
-        return auto.from_pretrained(name, **kwargs)
+        with name_damaged_file(name, ModelError, "copy or download the model again"):
+            if cut != WHOLE:
+                return in_parts(auto, name, kwargs, cut)
+            if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
+                return without_weights(auto, name, kwargs)
+            return auto.from_pretrained(name, **kwargs)
     except LowpeakError:
         raise
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         if "trust_remote_code" in str(error):
             raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
