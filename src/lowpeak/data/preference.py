@@ -17,7 +17,6 @@ away, because a classifier looks for the last token before them. What both rows 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -141,7 +140,8 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    most = torch.finfo(torch.float32).max
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= most:
         raise DataError(f"{where} has the margin {margin!r:.40}; it must be a finite number, or be left out.")
     return float(margin)
 

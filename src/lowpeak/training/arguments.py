@@ -30,7 +30,7 @@ from lowpeak.config.asked import (
     take_fsdp_over,
 )
 from lowpeak.config.fsdp1 import convert_environment
-from lowpeak.config.ranges import Range, one_of
+from lowpeak.config.ranges import Range, check_finite, one_of
 from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import meet_anew
@@ -114,6 +114,7 @@ class CommonConfig(TrainingArguments):
         self._default_checkpointing()
         self._settle_sharding()
         meet_anew()
+        check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers makes them whole
         super().__post_init__()
         use_one_device(self)
         if self.deepspeed_plugin is not None:

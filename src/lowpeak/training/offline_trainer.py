@@ -20,7 +20,7 @@ from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import cursor_over
 from lowpeak.data.prompts import RowReader, check_end, padding_id
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.errors import ArgumentError, DataError, LowpeakError, fail_on_exit
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -206,7 +206,7 @@ class OfflineTrainer(StepTrainer):
             measured = self.measured(work)
             predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
-                with ranks.together():
+                with ranks.together(), fail_on_exit(LowpeakError, "compute_metrics"):
                     measured = {**measured, **self.compute_metrics(predictions)}
             measured["runtime"] = time.perf_counter() - start
             metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
