@@ -284,12 +284,23 @@ def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     if is_peft(policy):
         raise ArgumentError("the model already has an adapter and peft_config asks for another: pass one of the two.")
     try:
-        from peft import get_peft_model, prepare_model_for_kbit_training
+        from peft import prepare_model_for_kbit_training
     except ImportError as error:
         raise MissingPackageError("peft_config needs the package peft: pip install 'lowpeak[peft]'.") from error
     if getattr(policy, "is_quantized", False):
         policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
-    return get_peft_model(policy, peft_config)
+    return add_adapter(policy, peft_config)
+
+
+def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
+    """Return the model under a new adapter; ArgumentError, with peft's reason, if the adapter does not fit it."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, peft_config, **options)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
 
 
 def _without_earlier_parts(policy: Any) -> None:
