@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from unicodedata import category
 
@@ -83,3 +84,15 @@ class MemoryExhaustedError(LowpeakError, MemoryError):
 
 class MissingPackageError(LowpeakError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+@contextmanager
+def fail_on_exit(kind: type[LowpeakError], function: str) -> Iterator[None]:
+    """Raise `kind` if the user's function that the block calls ends in SystemExit: the run would end as if it had succeeded."""
+    try:
+        yield
+    except SystemExit as stop:
+        raise kind(
+            f"{function} called sys.exit({'' if stop.code is None else repr(stop.code)}), which would end the run without a save: "
+            "raise an error that says why instead."
+        ) from stop

@@ -42,6 +42,7 @@ class Journal:
         self.folder = folder
         self._writes = writes
         self._ours = False  # whether the files below `folder` belong to this run
+        self._written = False
 
     def resume_at(self, step: int) -> None:
         """Continue the files as they were after `step`: lines of later steps, and a torn last line, are removed.
@@ -76,7 +77,10 @@ class Journal:
         if not self._writes:
             return
         with _writing(self.folder):
+            if self._written and not self.folder.exists():
+                self._warn_of_removal(step)
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._written = True
             if not self._ours:
                 _set_aside(self.folder)
                 self._ours = True
@@ -86,6 +90,15 @@ class Journal:
                     _append_line(descriptor, _line({"step": step} | dict(row) | {"step": step}))
             finally:
                 os.close(descriptor)
+
+    def _warn_of_removal(self, step: int) -> None:
+        removed = self.folder if self.folder.parent.exists() else self.folder.parent
+        logger.warning(
+            "%s was removed while the run wrote into it: the lines and checkpoints that it held from before step %d are gone, and "
+            "the run goes on in a new folder.",
+            removed,
+            step,
+        )
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
@@ -141,9 +154,9 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
         for number, line in enumerate(file, start=1):
             try:
                 row = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
+            except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and "step" in row:
+            if isinstance(row, dict) and type(row.get("step")) is int:
                 yield line, row
             else:
                 logger.warning("%s: line %d is cut off or damaged and is left out.", path, number)

@@ -63,12 +63,8 @@ def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
     A checkpoint that is quantised is read after all: its quantiser has put it on the device when it is loaded.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig
 
-    own = ("config", "dtype", "attn_implementation")
-    config = options.get("config")
-    if config is None:
-        config = AutoConfig.from_pretrained(name, **{key: value for key, value in options.items() if key not in own})
+    config = find_config(name, options)
     if getattr(config, "quantization_config", None) is not None:
         return auto.from_pretrained(name, **options)
     dtype = options.get("dtype", "auto")
@@ -78,6 +74,15 @@ def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
     model.tie_weights()  # making parameters one by one has cut the ties
     model.name_or_path = name
     return model.eval()
+
+
+def find_config(name: str, options: Mapping[str, Any]) -> Any:
+    """Return the config with which `from_pretrained(name, **options)` makes a model."""
+    from transformers import AutoConfig
+
+    own = ("config", "dtype", "attn_implementation", "quantization_config", "device_map")
+    given = options.get("config")
+    return given or AutoConfig.from_pretrained(name, **{key: options[key] for key in options if key not in own})
 
 
 def give_room(module: nn.Module, device: torch.device | str = "cpu") -> None:

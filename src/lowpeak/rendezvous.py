@@ -1,4 +1,4 @@
-"""Where the ranks of a restarted run meet.
+"""Where and how long the ranks of a run meet: the store of a restarted run, and the time limit of ranks on CPUs.
 
 torchrun's static rendezvous (its default, and accelerate's) keeps one store for all lives of a run, without a prefix for each
 (torch 2.11 to 2.13, static_tcp_rendezvous.py): ranks of the second life read the first life's addresses in it, and fail to connect
@@ -12,6 +12,7 @@ import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+from accelerate import PartialState
 
 _SECONDS = timedelta(seconds=300)
 
@@ -33,3 +34,9 @@ def meet_anew() -> None:
             old.set(key, str(probe.getsockname()[1]))
     os.environ["MASTER_PORT"] = old.get(key).decode()  # waits for rank 0
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+
+
+def limit_collectives_on_cpu(seconds: int, backend: str | None) -> None:
+    """Make the process group of several ranks on CPUs with this time limit, which transformers passes on for devices alone."""
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1 and dist.is_available() and not dist.is_initialized():
+        PartialState(cpu=True, backend=backend, timeout=timedelta(seconds=seconds))

@@ -320,6 +320,23 @@ def wait_too_long(place: Path) -> None:
     note(place, error=error_of(trainer.train))
 
 
+def be_stopped(place: Path, strategy: str) -> None:
+    """Rank 1's process is stopped as by SIGSTOP; rank 0 writes its error and ends it for good."""
+    (place / f"pid{rank()}").write_text(str(os.getpid()))
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if rank() == 1 and trainer_state.global_step == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return spread(completions)
+
+    start = time.monotonic()
+    try:
+        error = error_of(run_with(place, reward, strategy, ddp_timeout=5).train)
+    finally:
+        os.kill(int((place / "pid1").read_text()), signal.SIGKILL)
+    note(place, error=error, seconds=time.monotonic() - start)
+
+
 def be_slow(place: Path) -> None:
     """Rank 1's reward holds the interpreter for seconds, so that not even another thread of it can run."""
 

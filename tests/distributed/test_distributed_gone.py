@@ -76,6 +76,17 @@ def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path: Path) -> None
     assert [rank["step"] for rank in fault_ranks.seen(tmp_path)] == [3, 3]
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_path: Path, strategy: str) -> None:
+    ended = run_ranks(fault_ranks.be_stopped, tmp_path, strategy, seconds=90)
+    found = fault_ranks.noted(tmp_path, 0)
+    assert found["error"].startswith("RankError: no answer from the other ranks in the step, after phase reward")
+    assert "though all are alive or stopped (rank 1 is in " in found["error"]
+    assert "\n" not in found["error"]
+    assert found["seconds"] < 60
+    assert (ended[0].code, ended[1].code) == (0, -9)
+
+
 def test_a_rank_that_does_not_come_within_the_limit_of_collectives_is_named_with_its_phase(tmp_path: Path) -> None:
     ended = run_ranks(fault_ranks.wait_too_long, tmp_path)
     error = fault_ranks.noted(tmp_path, 0)["error"]

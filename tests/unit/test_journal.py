@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 
@@ -133,6 +134,17 @@ def test_a_torn_line_is_left_out_when_read_and_gone_when_resumed(tmp_path, torn)
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == [1, 2, 3]
 
 
+@pytest.mark.parametrize("step", ["null", '"3"', "1.5", "true", "[3]", "NaN", "[" * 100_000])
+def test_a_line_without_the_number_of_a_step_is_left_out_and_gone_when_resumed(tmp_path, caplog, step):
+    write_run(tmp_path, 2)
+    whole = (tmp_path / "steps.jsonl").read_bytes()
+    (tmp_path / "steps.jsonl").write_bytes(whole + f'{{"step":{step}}}\n'.encode())
+    assert [row["step"] for row in read_steps(tmp_path)] == [1, 2]
+    assert f"{tmp_path / 'steps.jsonl'}: line 3 is cut off or damaged and is left out." in caplog.text
+    Journal(tmp_path).resume_at(2)
+    assert (tmp_path / "steps.jsonl").read_bytes() == whole
+
+
 def test_resuming_where_no_journal_was_starts_one(tmp_path):
     journal = Journal(tmp_path / "new")
     journal.resume_at(7)
@@ -197,6 +209,21 @@ def test_a_line_that_the_disk_cuts_short_is_taken_back_and_said(tmp_path):
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert said.startswith(f"cannot write the journal in {tmp_path}: File too large; the lines before are whole")
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == list(range(1, 10))
+
+
+def test_a_folder_that_is_removed_during_the_run_is_told_once(tmp_path, caplog):
+    journal = Journal(tmp_path / "run" / "journal")
+    journal.resume_at(0)
+    journal.write_step(1, {})
+    assert "was removed" not in caplog.text
+    shutil.rmtree(tmp_path / "run")
+    journal.write_step(2, {})
+    journal.write_step(3, {})
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{tmp_path / 'run'} was removed while the run wrote into it: the lines and checkpoints that it held from before step 2 "
+        "are gone, and the run goes on in a new folder."
+    ]
+    assert [row["step"] for row in read_steps(tmp_path / "run" / "journal")] == [2, 3]
 
 
 def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):

@@ -99,7 +99,7 @@ def _parsed(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ArgumentError(f"accelerate_config {path} cannot be read: {str(error).splitlines()[0]}.") from error
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ArgumentError(

@@ -34,6 +34,8 @@ class Argument:
             return convert(self.hint, value)
         except ValueError as error:
             raise ArgumentError(f"{where}{self.name} {error}.") from None
+        except RecursionError:
+            raise ArgumentError(f"{where}{self.name} nests lists or mappings too deeply; correct it.") from None
 
 
 def arguments_of(kind: type, group: str | None = None) -> list[Argument]:

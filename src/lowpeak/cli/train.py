@@ -67,7 +67,12 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         status = launch_or_join(told.launch, [kind, *argv], on_cpu=bool(told.given.get("use_cpu")))
     if status is not None:
         return status
+    from lowpeak.training.start import check_resume
+
     job = configured(told, library)
+    resume = checkpoint_to_resume(job.config.resume_from_checkpoint)
+    if not job.run.dry_run:
+        check_resume(Path(job.config.output_dir), resume)
     try:
         trainer = make_trainer(job, library)
     except LowpeakError:
@@ -79,7 +84,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         if is_first(os.environ):
             print(dump({"arguments": job.given} | resolved), end="")
         return 0
-    trainer.train(resume_from_checkpoint=checkpoint_to_resume(job.config.resume_from_checkpoint))
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if job.config.push_to_hub:
         name = job.data.dataset

@@ -51,6 +51,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
         raise ArgumentError(f"The config file {path} cannot be read: {error}; give a text file in UTF-8.") from error
     try:
         settings = yaml.load(text, Loader=_Loader)
+    except RecursionError:
+        raise ArgumentError(f"The config file {path} nests lists or mappings too deeply; correct it.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with a 13th month
         raise ArgumentError(f"The config file {path} is not valid YAML: {_reason(error)}; correct it.") from error
     if settings is None:

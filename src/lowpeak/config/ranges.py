@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from typing import Any, Literal, get_args
 
@@ -54,12 +55,27 @@ RANGES: dict[str, Range] = {
     "per_device_train_batch_size": (lambda x: x >= 1, "must be at least 1"),
     "gradient_accumulation_steps": (lambda x: x >= 1, "must be at least 1"),
     "steps_per_generation": (lambda x: x is None or x >= 1, "must be at least 1"),
-    "learning_rate": (lambda x: 0 <= x < float("inf"), "must be a finite number of 0 or more"),
-    "max_steps": (lambda x: x != 0, "must be at least 1 (or -1, to go by num_train_epochs)"),
+    "learning_rate": (lambda x: 0 <= x < math.inf, "must be a finite number of 0 or more"),
+    "weight_decay": (lambda x: x >= 0, "must be 0 or more"),
+    "adam_beta1": (lambda x: 0 <= x < 1, "must be in [0, 1)"),
+    "adam_beta2": (lambda x: 0 <= x < 1, "must be in [0, 1)"),
+    "adam_epsilon": (lambda x: x >= 0, "must be 0 or more"),
+    "max_grad_norm": (lambda x: x >= 0, "must be 0 (gradients are not clipped) or more"),
+    "warmup_steps": (lambda x: x >= 0, "must be 0 or more"),
+    "num_train_epochs": (lambda x: x > 0, "must be above 0"),
+    "max_steps": (lambda x: x == -1 or x >= 1, "must be at least 1 (or -1, to go by num_train_epochs)"),
+    "eval_delay": (lambda x: x >= 0, "must be 0 or more"),
+    "save_total_limit": (lambda x: x is None or x >= 0, "must be 0 (all are kept) or more, or None"),
+    "ddp_timeout": (lambda x: x > 0, "must be a number of seconds above 0"),
+    "ddp_bucket_cap_mb": (lambda x: x is None or x > 0, "must be a number of MB above 0, or None"),
     "seed": (lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
+    "data_seed": (lambda x: x is None or 0 <= x < 2**32, "must be from 0 to 2**32 - 1, or None"),
     "num_iterations": (lambda x: x >= 1, "must be at least 1"),
     "top_entropy_quantile": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
     "entropy_coef": (lambda x: x >= 0, "must be 0 or more"),
+    "entropy_coef_min": (lambda x: x >= 0, "must be 0 or more"),
+    "entropy_coef_delta": (lambda x: x >= 0, "must be 0 or more"),
+    "entropy_target": (lambda x: x >= 0, "must be 0 or more"),
     "router_aux_loss_coef": (lambda x: x is None or x >= 0, "must be 0 or more, or None"),
     "reward_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0"),
     "reward_failures": one_of(Literal["raise", "none"]),
@@ -98,13 +114,25 @@ RANGES: dict[str, Range] = {
     "vllm_server_timeout": (lambda x: x > 0, "must be a number of seconds above 0"),
     "vllm_wave_timeout": (lambda x: x is None or x > 0, "must be a number of seconds above 0, or None"),
     "center_rewards_coefficient": (lambda x: x is None or x >= 0, "must be 0 or more"),
-    "success_threshold": (lambda x: x == x, "must be a number"),
 }
 
 
 def check_ranges(args: Any) -> None:
     """ArgumentError for the first argument that is out of its range; a configuration's own `ranges` go before ours."""
-    names = {f.name for f in fields(args)}
+    names = [field.name for field in fields(args)]
     for name, (fits, text) in (RANGES | getattr(args, "ranges", {})).items():
         if name in names and not fits(getattr(args, name)):
             raise ArgumentError(f"{said_as(args, name)}={getattr(args, name)!r} {text}.")
+    check_finite(args, names)
+    for cadence in ("logging", "eval", "save"):
+        steps = getattr(args, f"{cadence}_steps")
+        if getattr(args, f"{cadence}_strategy") == "steps" and not steps > 0:
+            raise ArgumentError(f"{cadence}_steps={steps!r} must be above 0; {cadence}_strategy='no' turns it off.")
+
+
+def check_finite(args: Any, names: Iterable[str]) -> None:
+    """Raise ArgumentError for the first of these arguments that is NaN or infinite."""
+    for name in names:
+        value = getattr(args, name)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ArgumentError(f"{said_as(args, name)}={value} must be a finite number.")

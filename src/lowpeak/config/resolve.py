@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -392,4 +393,6 @@ def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
         len(args.reward_weights) == num_rewards,
         f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; give one for each.",
     )
-    return tuple(float(weight) for weight in args.reward_weights)
+    weights = tuple(float(weight) for weight in args.reward_weights)
+    require(all(map(math.isfinite, weights)), f"reward_weights={args.reward_weights!r} must be finite numbers.")
+    return weights

@@ -20,6 +20,7 @@ from lowpeak.errors import DataError
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _KINDS = ", ".join(_BUILDERS)
+_TEXT = (".json", ".jsonl", ".csv", ".tsv", ".txt")
 
 
 def open_dataset(
@@ -42,6 +43,7 @@ def open_dataset(
         raise DataError(f"The configuration {name!r} has no meaning for local data ({source}); leave it out.")
     if paths[0].is_dir():
         return _open_folder(paths[0], split, streaming)
+    _check_utf8(paths)
     # Escaped, because `datasets` takes each of them for a pattern: `rows[1].json` would be looked for as `rows1.json`.
     files = [glob.escape(str(path)) for path in paths]
     return _load(str(source), split, streaming, path=_builder(paths), data_files=files)
@@ -95,6 +97,23 @@ def _builder(paths: Sequence[Path]) -> str:
     return str(builders.pop())
 
 
+def _check_utf8(paths: Sequence[Path]) -> None:
+    """Raise DataError for the first text file that is not UTF-8: some readers of `datasets` notice when a row is used."""
+    for path in paths:
+        if path.suffix.lower() not in _TEXT or not path.is_file():
+            continue
+        with path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    line.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    byte = f"0x{line[error.start]:02x}"
+                    raise DataError(
+                        f"The data file {path} is not UTF-8: line {number} has the byte {byte} ({error.reason}); convert the "
+                        "file to UTF-8."
+                    ) from error
+
+
 def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
     saved = any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
     if not saved and glob.has_magic(str(folder)):
@@ -102,6 +121,7 @@ def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | 
             f"The folder {folder} has one of []*? in its name, which is read as a pattern: rename it, or name its files."
         )
     if not saved:
+        _check_utf8(sorted(folder.rglob("*")))
         return _load(str(folder), split, streaming, path=str(folder))
     try:
         found = datasets.load_from_disk(str(folder))

@@ -17,7 +17,6 @@ away, because a classifier looks for the last token before them. What both rows 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +30,15 @@ from lowpeak.records import Completion, Record
 Pair = tuple[Record, Record]  # the chosen row and the rejected one
 
 _SIDES = ("chosen", "rejected")
+
+
+def check_columns(row: Mapping[str, Any], where: str) -> None:
+    """Raise DataError for a row without two answers."""
+    if not any(all(f"{side}{ids}" in row for side in _SIDES) for ids in ("", "_ids")):
+        raise DataError(
+            f"{where} has the columns {', '.join(map(repr, row))}; a reward model is trained on 'chosen' and 'rejected', "
+            "with or without 'prompt': rename them."
+        )
 
 
 class PreferenceReader:
@@ -76,15 +84,11 @@ class PreferenceReader:
         return [self.read(row, i) for i, row in enumerate(rows, first)]
 
     def _pair_ids(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[int]]:
+        check_columns(row, where)
         if all(f"{side}_ids" in row for side in _SIDES):
             chosen, rejected = (list(row[f"{side}_ids"]) for side in _SIDES)
-        elif all(side in row for side in _SIDES):
-            chosen, rejected = (self._encode(row, side, where) for side in _SIDES)
         else:
-            raise DataError(
-                f"{where} has the columns {', '.join(map(repr, row))}; a reward model is trained on 'chosen' and 'rejected', "
-                "with or without 'prompt': rename them."
-            )
+            chosen, rejected = (self._encode(row, side, where) for side in _SIDES)
         return self._checked(chosen, where, "chosen"), self._checked(rejected, where, "rejected")
 
     def _encode(self, row: Mapping[str, Any], side: str, where: str) -> list[int]:
@@ -141,7 +145,8 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
     margin = row.get("margin")
     if margin is None:
         return 0.0
-    if isinstance(margin, bool) or not isinstance(margin, int | float) or not math.isfinite(margin):
+    most = torch.finfo(torch.float32).max
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not abs(margin) <= most:
         raise DataError(f"{where} has the margin {margin!r:.40}; it must be a finite number, or be left out.")
     return float(margin)
 

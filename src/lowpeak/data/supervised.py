@@ -41,6 +41,18 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 _NO_LABEL = -100
 
 
+def check_columns(row: Mapping[str, Any], text_field: str, where: str) -> None:
+    """Raise DataError for a row without any of the columns that are trained on."""
+    if (
+        not {"input_ids", "messages", "conversations", text_field} & row.keys()
+        and not {"prompt", "completion"} <= row.keys()
+    ):
+        raise DataError(
+            f"{where} has the columns {', '.join(map(repr, row))}; supervised training reads 'prompt' with "
+            f"'completion', 'messages', {text_field!r}, or 'input_ids': rename them."
+        )
+
+
 class SupervisedReader:
     """Reads rows as records without rewards, advantages and sampling log-probs (those are zeros).
 
@@ -90,6 +102,7 @@ class SupervisedReader:
         """Token ids of the whole row, and which of them count."""
         if self._formatting_func is not None:
             return self._text(self._formatting_func(row), where)
+        check_columns(row, self._text_field, where)
         if "input_ids" in row:
             return self._tokenized(row, where)
         if "prompt" in row and "completion" in row:
@@ -97,12 +110,7 @@ class SupervisedReader:
         for name in ("messages", "conversations"):
             if name in row:
                 return self._conversation(row, name, where)
-        if self._text_field in row:
-            return self._text(row[self._text_field], where)
-        raise DataError(
-            f"{where} has the columns {', '.join(map(repr, row))}; supervised training reads 'prompt' with "
-            f"'completion', 'messages', {self._text_field!r}, or 'input_ids': rename them."
-        )
+        return self._text(row[self._text_field], where)
 
     def _tokenized(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         ids = _numbers(row, "input_ids", where)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 
-from lowpeak.errors import ArgumentError, RewardTimeoutError
+from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.function import FunctionReward
@@ -27,7 +27,7 @@ from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.model import ModelReward
-from lowpeak.rewards.outcome import NONE, Outcome, RewardLog, Verdict, check
+from lowpeak.rewards.outcome import MOST, NONE, Outcome, RewardLog, Verdict, check
 from lowpeak.rewards.reward import Reward
 from lowpeak.rewards.rows import Rows, read_rows
 from lowpeak.rewards.waiting import BackgroundLoop, Late
@@ -144,7 +144,7 @@ class RewardPanel:
         async def attempt(index: int) -> None:
             try:
                 outcomes[index] = Outcome(await calls[index]())
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 outcomes[index] = Outcome(error=error)
 
         async def everything() -> None:
@@ -181,10 +181,19 @@ class RewardPanel:
             rewards = tuple(verdict.values[row] for verdict in verdicts)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = rows.places[row][0]
-            reward = weighted_sum(rewards, self.settings.weights)
+            reward = self._weighted_sum(rewards, rows.describe(row))
             tokens = self._token_rewards([verdict.tokens.get(row) for verdict in verdicts])
             records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
         return tuple(records)
+
+    def _weighted_sum(self, rewards: Sequence[float], where: str) -> float:
+        reward = weighted_sum(rewards, self.settings.weights)
+        if abs(reward) > MOST:
+            raise RewardError(
+                f"The weighted sum of the rewards is {reward} for {where}, which is infinite in fp32: lower reward_weights, or the "
+                "rewards."
+            )
+        return reward
 
     def _token_rewards(self, given: Sequence[tuple[float, ...] | None]) -> torch.Tensor | None:
         """The weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""
@@ -252,5 +261,5 @@ def _keywords(reward: Reward, rows: Rows, trainer_state: Any, log: RewardLog) ->
 def _attempt(call: Callable[[], Any]) -> Outcome:
     try:
         return Outcome(call())
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Outcome(error=error)

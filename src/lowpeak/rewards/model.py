@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.damage import name_damaged_file
+from lowpeak.errors import ArgumentError, LowpeakError, ModelError
 from lowpeak.loading import reads_weights, without_weights
 from lowpeak.logprobs.verify import evaluated
 from lowpeak.ranks import Ranks
@@ -129,11 +130,14 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
     from transformers import AutoModelForSequenceClassification
 
     try:
-        if device is not None and not reads_weights(device):
-            return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
-        model, report = AutoModelForSequenceClassification.from_pretrained(
-            name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
-        )
+        with name_damaged_file(name, ModelError, "copy or download the reward model again"):
+            if device is not None and not reads_weights(device):
+                return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
+            )
+    except LowpeakError:
+        raise
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"Reward model '{name}' cannot be loaded: {_first_line(error)}") from error
     if report["missing_keys"]:
@@ -155,7 +159,10 @@ def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTra
         )
     shared = {key: options[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in options}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
+        with name_damaged_file(origin, ModelError, "copy or download the reward model again"):
+            tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
+    except LowpeakError:
+        raise
     except (OSError, ValueError) as error:
         raise ModelError(
             f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes: "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import math
 import traceback
 from collections.abc import Mapping, Sequence
@@ -11,11 +12,15 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lowpeak.errors import RewardError
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.rewards.rows import Rows
 
 NONE = float("nan")  # what None is in records
+_CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
+MOST = torch.finfo(torch.float32).max  # advantages are fp32
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Outcome:
     """What a call returned, or the error that it raised."""
 
     returned: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,8 @@ def _number(value: Any) -> tuple[float, str]:
         number = float(value)
     except OverflowError:
         return NONE, "a number too large for a float"
+    if math.isfinite(number) and abs(number) > MOST:
+        return NONE, f"{number}, which is infinite in fp32,"
     return (number, "") if math.isfinite(number) else (NONE, str(number))
 
 
@@ -149,7 +156,7 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _explained(name: str, error: Exception) -> RewardError:
+def _explained(name: str, error: BaseException) -> RewardError:
     if isinstance(error, RewardError):
         return error
     said = f": {error}" if str(error) else ""
@@ -158,9 +165,9 @@ def _explained(name: str, error: Exception) -> RewardError:
     return explained
 
 
-def _where(error: Exception) -> str:
+def _where(error: BaseException) -> str:
     """The last line of the reward's own file that the error passed: not ours, and not a library's that it called."""
     frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if Path(frame.filename).parent != Path(__file__).parent] or frames
+    theirs = [frame for frame in frames if Path(frame.filename).parent not in _CALLERS] or frames
     own = [frame for frame in theirs if frame.filename == theirs[0].filename]
     return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""

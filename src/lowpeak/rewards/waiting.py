@@ -100,6 +100,16 @@ def _serve(loop: asyncio.AbstractEventLoop, device: int | None) -> None:
     _enter(device)
     asyncio.set_event_loop(loop)
     try:
-        loop.run_forever()
+        while not _run_until_stopped(loop):
+            pass
     finally:
         loop.close()
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> bool:
+    """Run the loop; False if a task has called sys.exit, which stops a loop before those that wait for the task hear of it."""
+    try:
+        loop.run_forever()
+    except SystemExit:
+        return False
+    return True

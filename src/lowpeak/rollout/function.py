@@ -21,7 +21,7 @@ import torch
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.prompts import PromptReader
-from lowpeak.errors import ArgumentError, EngineError
+from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
 from lowpeak.wrapped import num_embeddings
@@ -113,7 +113,8 @@ class FunctionEngine:
             if not prompts:
                 return []
             entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]
-            with self._asking(_Question(prompts[0].serial, sampling), training):
+            question = _Question(prompts[0].serial, sampling)
+            with self._asking(question, training), fail_on_exit(EngineError, "rollout_func"):
                 output = self._function(entries, self._trainer)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
         fields, ends = _checked(output, len(entries), size), self._end_ids(sampling)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import nn
 
+from lowpeak.checkpoint.state import reading
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.outgoing import plain_name
@@ -30,9 +31,10 @@ def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parame
     """Copy what `save_apart` wrote into this rank's ranges; CheckpointError where it is missing or of another model."""
     if not (checkpoint / folder).is_dir():
         raise CheckpointError(f"{checkpoint / folder} is missing: {_WITHOUT[folder]}")
-    saved = read_saved(checkpoint, ranks.processes, folder)
     state = _state(parameters)
-    load_shards(checkpoint, saved, state.fragments, folder)
+    with reading(checkpoint / folder):
+        saved = read_saved(checkpoint, ranks.processes, folder)
+        load_shards(checkpoint, saved, state.fragments, folder)
     state.put_back()
 
 

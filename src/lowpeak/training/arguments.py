@@ -30,11 +30,11 @@ from lowpeak.config.asked import (
     take_fsdp_over,
 )
 from lowpeak.config.fsdp1 import convert_environment
-from lowpeak.config.ranges import Range, one_of
+from lowpeak.config.ranges import Range, check_finite, one_of
 from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.config.secrets import hide_secrets
 from lowpeak.errors import ArgumentError
-from lowpeak.rendezvous import meet_anew
+from lowpeak.rendezvous import limit_collectives_on_cpu, meet_anew
 from lowpeak.training.fields import argument, refuses_unknown
 from lowpeak.training.vllm_arguments import VllmArguments
 
@@ -117,6 +117,9 @@ class CommonConfig(TrainingArguments):
         self._default_checkpointing()
         self._settle_sharding()
         meet_anew()
+        if self.use_cpu or is_on(os.environ, "ACCELERATE_USE_CPU"):
+            limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
+        check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers makes them whole
         super().__post_init__()
         use_one_device(self)
         if self.deepspeed_plugin is not None:

@@ -367,8 +367,6 @@ def _max_prompt_tokens(
 
 def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
     """All rows checked before anything trains, and those left out that are too long and may be dropped."""
-    if dataset is None:
-        raise DataError("train_dataset is None: pass a data set with a 'prompt' column.")
     cursor = cursor_over(dataset, reader, args)
     _check_length(cursor, settings)
     return cursor

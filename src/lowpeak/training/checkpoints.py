@@ -6,6 +6,7 @@ Ranks write it together. A part of it that waits for all ranks ends in `Ranks.to
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from transformers.trainer_callback import ExportableState
 from lowpeak.checkpoint.atomic import prune, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.checkpoint.state import RunState, save_run_state
+from lowpeak.damage import name_damaged_file
 from lowpeak.errors import CheckpointError
 from lowpeak.strategies.outgoing import active_adapters, adapter_state
 from lowpeak.strategies.shards import has_shards
@@ -103,6 +105,23 @@ def check_kind(checkpoint: Path, strategy: Strategy) -> None:
             f"{checkpoint} holds no optimizer states that could be shared out among ranks: it was written on one device, under "
             "DDP, or with save_only_model. Resume as it was written, or start a new run from its weights (model=that folder)."
         )
+
+
+@contextmanager
+def fitting(checkpoint: str, what: str, remedy: str) -> Iterator[None]:
+    """Raise CheckpointError if a checkpoint's tensors are damaged, or belong to something else."""
+    try:
+        with name_damaged_file(checkpoint, CheckpointError, "resume from another checkpoint"):
+            yield
+    except (EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"the {what} in {checkpoint} are damaged (cut off or changed): resume from another checkpoint."
+        ) from error
+    except (KeyError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise CheckpointError(
+            f"the {what} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
+        ) from error
 
 
 def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.config.asked import WHOLE, Cut
 from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
+from lowpeak.damage import name_damaged_file
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError
 from lowpeak.loading import in_parts, reads_weights, straight_to, without_weights
@@ -142,16 +144,17 @@ def from_pretrained(
 ) -> Any:
     """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere; see `reads_weights`."""
     try:
-        if cut != WHOLE:
-            return in_parts(auto, name, kwargs, cut)
-        if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
-            return without_weights(auto, name, kwargs)
-        return auto.from_pretrained(name, **kwargs)
+        with name_damaged_file(name, ModelError, "copy or download the model again"):
+            if cut != WHOLE:
+                return in_parts(auto, name, kwargs, cut)
+            if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
+                return without_weights(auto, name, kwargs)
+            return auto.from_pretrained(name, **kwargs)
     except LowpeakError:
         raise
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         if "trust_remote_code" in str(error):
             raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
@@ -281,12 +284,23 @@ def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     if is_peft(policy):
         raise ArgumentError("the model already has an adapter and peft_config asks for another: pass one of the two.")
     try:
-        from peft import get_peft_model, prepare_model_for_kbit_training
+        from peft import prepare_model_for_kbit_training
     except ImportError as error:
         raise MissingPackageError("peft_config needs the package peft: pip install 'lowpeak[peft]'.") from error
     if getattr(policy, "is_quantized", False):
         policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
-    return get_peft_model(policy, peft_config)
+    return add_adapter(policy, peft_config)
+
+
+def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
+    """Return the model under a new adapter; ArgumentError, with peft's reason, if the adapter does not fit it."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, peft_config, **options)
+    except ValueError as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
 
 
 def _without_earlier_parts(policy: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
-from transformers import EvalPrediction, set_seed
+from transformers import AutoModelForCausalLM, EvalPrediction, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms.algorithm import Algorithm
@@ -19,8 +20,8 @@ from lowpeak.checkpoint.state import RunState
 from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import cursor_over
-from lowpeak.data.prompts import RowReader, check_end, padding_id
-from lowpeak.errors import ArgumentError, DataError
+from lowpeak.data.prompts import RowReader, padding_id
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -32,6 +33,7 @@ from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_tokenizer, upcast_trainable
+from lowpeak.training.preflight import check_adapter, check_data
 from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
@@ -58,6 +60,7 @@ class OfflineTrainer(StepTrainer):
     config_class: ClassVar[type[CommonConfig]]
     columns: ClassVar[str]  # what a data set has, for the error where there is none
     head: ClassVar[Head] = LOGPROBS
+    auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
     reader: Any
 
     @staticmethod
@@ -73,6 +76,10 @@ class OfflineTrainer(StepTrainer):
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
         """What turns a row into what `records_of` takes."""
         raise AssertionError("a thin trainer says how a row is read")
+
+    def check_row(self, args: Any, row: Any, where: str) -> None:
+        """Raise DataError for a row without the columns that the reader takes."""
+        raise AssertionError("a thin trainer says which columns its rows have")
 
     @staticmethod
     def records_of(items: Sequence[Any]) -> list[Record]:
@@ -124,7 +131,10 @@ class OfflineTrainer(StepTrainer):
             refuse_idle(args, ("per_device_eval_batch_size",), False, _SAME_BATCHES)
             set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
             algorithm = self.make_algorithm(args)
-            self._check_data(train_dataset, args)
+            if args.process_index == 0:
+                check_writable(Path(args.output_dir))
+            check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, args))
+            check_adapter(peft_config, model, self.auto, args)
             policy, tokenizer = self.load(model, args, processing_class, peft_config)
         super().__init__(
             model=policy,
@@ -146,14 +156,6 @@ class OfflineTrainer(StepTrainer):
         with strategy.ranks.together():
             self.cursor = cursor_over(train_dataset, self.reader, args)
         self.add_callback(StepCallback(self))
-
-    def _check_data(self, dataset: Any, args: Any) -> None:
-        """Refuse a run without rows, without an end, or whose folder cannot be written, before anything is loaded."""
-        if args.process_index == 0:
-            check_writable(Path(args.output_dir))
-        if dataset is None:
-            raise DataError(f"train_dataset is None: pass a data set with {self.columns}.")
-        check_end(dataset, args.max_steps)
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """The model to train, ready for it, and its tokenizer."""
@@ -206,7 +208,7 @@ class OfflineTrainer(StepTrainer):
             measured = self.measured(work)
             predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
-                with ranks.together():
+                with ranks.together(), fail_on_exit(LowpeakError, "compute_metrics"):
                     measured = {**measured, **self.compute_metrics(predictions)}
             measured["runtime"] = time.perf_counter() - start
             metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
+from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms.algorithm import Algorithm
@@ -16,7 +17,7 @@ from lowpeak.checkpoint.state import RolloutInUse, RunState
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.cursor import eval_prompts
-from lowpeak.data.prompts import check_end
+from lowpeak.data.prompts import check_columns
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
@@ -30,6 +31,7 @@ from lowpeak.training.constructor import base_arguments, make_arguments, refuse_
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
+from lowpeak.training.preflight import check_adapter, check_data
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
@@ -97,7 +99,8 @@ class OnlineTrainer(StepTrainer):
         args = make_arguments(self.config_class, args, model, quantization_config)
         quiet_replicas(args)
         with Ranks(args.device).together():
-            check_end(train_dataset, args.max_steps)
+            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_columns)
+            check_adapter(peft_config, model, AutoModelForCausalLM, args)
             parts = prepare_online(
                 model,
                 reward_funcs,

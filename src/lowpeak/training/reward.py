@@ -16,7 +16,7 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.reward_model import make_reward_model
 from lowpeak.config.asked import WHOLE
 from lowpeak.config.reward_model import resolve_reward_model
-from lowpeak.data.preference import PreferenceReader, flat, read_pairs
+from lowpeak.data.preference import PreferenceReader, check_columns, flat, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.records import Record
@@ -45,6 +45,7 @@ class RewardTrainer(OfflineTrainer):
 
     config_class: ClassVar[type[CommonConfig]] = RewardConfig
     columns: ClassVar[str] = "chosen and rejected, with or without prompt"
+    auto: ClassVar[Any] = AutoModelForSequenceClassification
     head: ClassVar[Head] = SCORES
 
     @staticmethod
@@ -83,6 +84,10 @@ class RewardTrainer(OfflineTrainer):
     def num_tokens(self, records: Sequence[Record]) -> int:
         """Tokens of the records' rows, slots left out."""
         return super().num_tokens(records) - len(records)
+
+    def check_row(self, args: Any, row: Any, where: str) -> None:
+        """Raise DataError for a row without two answers."""
+        check_columns(row, where)
 
     def read(self, data: Any) -> list[Record]:
         """The pairs that are not left out."""

@@ -13,7 +13,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.data.supervised import SupervisedReader, read_records
+from lowpeak.data.supervised import SupervisedReader, check_columns, read_records
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
@@ -109,6 +109,11 @@ class SFTTrainer(OfflineTrainer):
             num_embeddings=num_embeddings(policy),
             formatting_func=self.formatting_func,
         )
+
+    def check_row(self, args: Any, row: Any, where: str) -> None:
+        """Raise DataError for a row without the columns that the reader takes."""
+        if self.formatting_func is None:
+            check_columns(row, args.dataset_text_field, where)
 
     def read(self, data: Any) -> list[Record]:
         """The rows of which a token counts."""

@@ -42,6 +42,12 @@ def take_up(output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path
     return find_resume(output_dir, resume_from_checkpoint)
 
 
+def check_resume(output_dir: Path, resume_from_checkpoint: str | bool | None) -> None:
+    """Raise CheckpointError if there is no such checkpoint; a later life of a run chooses its own."""
+    if not _restarts():
+        find_resume(output_dir, resume_from_checkpoint)
+
+
 def note_launch(output_dir: Path, step: int) -> None:
     """Write down that the folder's checkpoints beyond `step` are this launch's; one process calls it.
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import staged_files
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.manifest import verify_manifest
 from lowpeak.checkpoint.resume import restore_random
-from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
-from lowpeak.errors import CheckpointError, DataError, EngineError
+from lowpeak.checkpoint.state import RunState, check_identity, load_run_state, reading
+from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
@@ -36,7 +37,14 @@ from lowpeak.strategies.shards import has_shards
 from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.alike import require_same_arguments, require_same_data
-from lowpeak.training.checkpoints import check_kind, export_model, load_training, policys_adapter_alone, save_checkpoint
+from lowpeak.training.checkpoints import (
+    check_kind,
+    export_model,
+    fitting,
+    load_training,
+    policys_adapter_alone,
+    save_checkpoint,
+)
 from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on, saved_where_it_waits
 from lowpeak.training.model_card import ModelCardMixin
 from lowpeak.training.readout import (
@@ -152,6 +160,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
             with ranks.together():
+                with reading(checkpoint / TRAINER_STATE_NAME):
+                    TrainerState.load_from_json(os.fspath(checkpoint / TRAINER_STATE_NAME))
                 self.run.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_kind(checkpoint, self.run.strategy)
                 check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
@@ -329,7 +339,7 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def take_weights(self, checkpoint: Path) -> None:
         """Weights, optimizer states and schedule from a checkpoint that ranks wrote together."""
-        with _fitting(os.fspath(checkpoint), "states", "the model, optim and what is trained"):
+        with fitting(os.fspath(checkpoint), "states", "the model, optim and what is trained"):
             load_training(self, checkpoint)
 
     def _load_best_model(self) -> None:
@@ -344,12 +354,14 @@ class StepTrainer(ModelCardMixin, Trainer):
         """The base's way; weights of another shape are told in one sentence. What ranks wrote together is loaded later."""
         if self.run.strategy.cuts_states:
             return
-        with _fitting(resume_from_checkpoint, "weights", "the model"):
+        with fitting(resume_from_checkpoint, "weights", "the model"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The base's way; states of another optimizer are told in one sentence."""
-        with _fitting(checkpoint, "optimizer states", "optim, its arguments and what is trained"):
+        if checkpoint is None:
+            return
+        with fitting(checkpoint, "optimizer states", "optim, its arguments and what is trained"):
             super()._load_optimizer_and_scheduler(checkpoint)
             missing = [
                 key for group in self.optimizer.param_groups for key in self.optimizer.defaults if key not in group
@@ -379,15 +391,3 @@ class StepTrainer(ModelCardMixin, Trainer):
         """The base's way, without adapters that are only the reference, or the critic's."""
         with policys_adapter_alone(self.model):
             super()._save(output_dir, state_dict)
-
-
-@contextmanager
-def _fitting(checkpoint: str | None, what: str, remedy: str) -> Iterator[None]:
-    """CheckpointError where torch finds that a checkpoint's tensors belong to something else."""
-    try:
-        yield
-    except (KeyError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise CheckpointError(
-            f"the {what} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
-        ) from error

@@ -120,7 +120,7 @@ class Watch:
             return None
         words = str(error).strip().splitlines()[0]
         return RankError(
-            f"no answer from the other ranks in {self._phase()}, though all are alive ({self._everybody()}): {words}. "
+            f"no answer from the other ranks in {self._phase()}, though all are alive or stopped ({self._everybody()}): {words}. "
             "Where one only takes long, raise ddp_timeout."
         )
 

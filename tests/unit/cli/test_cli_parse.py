@@ -37,6 +37,11 @@ def test_a_number_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
     assert given("--config", path) == line
 
 
+def test_a_value_that_nests_too_deeply_is_an_error():
+    with pytest.raises(ArgumentError, match="--model_init_kwargs nests lists or mappings too deeply; correct it"):
+        given("--model_init_kwargs", '{"a": ' + "[" * 100_000)
+
+
 def test_dashes_are_underscores_in_names_and_stay_in_values():
     assert given("--learning-rate=1e-6", "--model", "a-model-b") == {"learning_rate": 1e-6, "model": "a-model-b"}
 

@@ -176,9 +176,12 @@ def test_four_bits_are_asked_of_from_pretrained(library, folder):
 
 
 def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one(library, folder):
+    checkpoint = folder / "out" / "checkpoint-5"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "lowpeak_state.json").write_text("{}")
     run("grpo", argv(folder, "--resume_from_checkpoint", "true"), library)
-    run("grpo", argv(folder, "--resume_from_checkpoint", "out/checkpoint-5"), library)
-    assert [trainer.asked[0] for trainer in library.made] == [("train", True), ("train", "out/checkpoint-5")]
+    run("grpo", argv(folder, "--resume_from_checkpoint", f"{checkpoint}"), library)
+    assert [trainer.asked[0] for trainer in library.made] == [("train", True), ("train", f"{checkpoint}")]
     assert checkpoint_to_resume("false") is None
 
 

@@ -130,8 +130,11 @@ def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys
         (["--num_generations", "3"], "3"),
         (["--reward", "nowhere.py:f"], "nowhere.py"),
         (["--temperature", "-1"], "temperature"),
-        (["--use_peft", "--lora_target_modules", "nope"], "the run cannot be set up: Target modules"),
-        (["--eval_strategy", "epoch"], "you didn't pass an `eval_dataset`"),
+        (["--use_peft", "--lora_target_modules", "nope"], "peft_config does not fit the model (Target modules"),
+        (
+            ["--eval_strategy", "epoch"],
+            "eval_strategy='epoch' has no data: pass eval_dataset (--eval_dataset or --eval_split)",
+        ),
         (["--prompt_column", "question"], "question"),
     ],
 )

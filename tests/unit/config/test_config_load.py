@@ -53,6 +53,11 @@ def test_a_folder_is_not_a_config_file(tmp_path):
         load_yaml(tmp_path)
 
 
+def test_a_file_that_nests_too_deeply_is_an_error(tmp_path):
+    with pytest.raises(ArgumentError, match=r"run\.yaml nests lists or mappings too deeply; correct it"):
+        load_yaml(write(tmp_path, "a: " + "[" * 3000 + "]" * 3000))
+
+
 def test_a_file_that_is_not_text_is_an_error(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(b"a: \xff\xfe\x00")

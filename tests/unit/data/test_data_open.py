@@ -168,6 +168,22 @@ def test_a_file_that_is_not_what_its_name_says_cannot_be_read(tmp_path, content)
         open_dataset(tmp_path / "rows.jsonl")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("suffix", "line"), [(".jsonl", 3), (".json", 1), (".csv", 4)])
+def test_a_text_file_that_is_not_utf_8_is_named_with_its_line(tmp_path, suffix, line, streaming):
+    path = write(tmp_path / f"rows{suffix}", [*ROWS, {"prompt": "caf?", "answer": "4"}])
+    path.write_bytes(path.read_bytes().replace(b"?", b"\xe9"))
+    words = rf"{path} is not UTF-8: line {line} has the byte 0xe9 \(.*\); convert the file to UTF-8"
+    with pytest.raises(DataError, match=words):
+        open_dataset(path, streaming=streaming)
+
+
+def test_a_text_file_of_a_folder_that_is_not_utf_8_is_named(tmp_path):
+    (tmp_path / "train.txt").write_bytes("1+1=\ncafé\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"train\.txt is not UTF-8: line 2 has the byte 0xe9"):
+        open_dataset(tmp_path)
+
+
 def test_a_broken_saved_folder_cannot_be_read(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "dataset_info.json").write_text("{}")

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import math
+import sys
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,7 @@ def bad(returned):
         ([[INF], 0, 0, 0], r"'bad' returned inf for row 0"),
         ([["1"], 0, 0, 0], r"'bad' returned '1' of type str for row 0"),
         ([10**400, 0, 0, 0], "a number too large for a float for row 0"),
+        ([0, 1e308, 0, 0], r"'bad' returned 1e\+308, which is infinite in fp32, for row 1"),
     ],
 )
 def test_what_is_not_one_number_or_none_per_completion_is_an_error(returned, words):
@@ -79,6 +81,37 @@ def test_an_exception_deep_in_a_library_is_told_with_the_rewards_own_line():
     line = parses.__code__.co_firstlineno + 1
     with pytest.raises(RewardError, match=f"JSONDecodeError: .* \\({Path(__file__)}, line {line}\\)"):
         judge(parses)
+
+
+def leaves(completions):
+    sys.exit(0)
+
+
+async def leaves_later(completions):
+    await asyncio.sleep(0)
+    sys.exit(0)
+
+
+async def leaves_in_a_task(completions):
+    await asyncio.gather(*(leaves_later([completion]) for completion in completions))
+
+
+@pytest.mark.parametrize("timeout", [None, 30.0])
+@pytest.mark.parametrize("reward", [leaves, leaves_later, leaves_in_a_task])
+def test_a_reward_that_exits_is_a_failure_of_the_reward(reward, timeout):
+    line = (leaves if reward is leaves else leaves_later).__code__.co_firstlineno
+    words = rf"Reward '{reward.__name__}' raised SystemExit: 0 \({Path(__file__)}, line {line + 1 + (reward is not leaves)}\)"
+    judges = panel(reward, timeout=timeout)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=words):
+            judges.judge([group("p", "a", "b")])
+
+
+def test_rewards_whose_weighted_sum_is_infinite_in_fp32_are_an_error():
+    with pytest.raises(
+        RewardError, match=r"The weighted sum of the rewards is 6e\+38 for row 0 .*: lower reward_weights"
+    ):
+        judge(lambda completions: [3e38, 0, 0, 0], lambda completions: [3e38, 0, 0, 0])
 
 
 def test_a_missing_column_is_told_by_name():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
 import pytest
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
-from lowpeak.errors import ArgumentError, DataError, LowpeakError, ModelError, RewardError
+from lowpeak.errors import ArgumentError, DataError, EngineError, LowpeakError, ModelError, RewardError
 from lowpeak.rewards.load import load_reward
 from tiny import char_tokenizer, tiny_model
 
@@ -20,6 +23,7 @@ SMALL = {
     "disable_tqdm": True,
     "use_cpu": True,
 }
+INF, NAN = math.inf, math.nan
 ROWS = [{"prompt": f"{i}="} for i in range(8)]
 TABLE = Dataset.from_list(ROWS)
 
@@ -29,7 +33,15 @@ def ones(completions, **columns):
 
 
 def grpo(
-    tmp_path, data=TABLE, model=None, tokenizer=None, rewards=ones, peft_config=None, eval_dataset=None, **changes
+    tmp_path,
+    data=TABLE,
+    model=None,
+    tokenizer=None,
+    rewards=ones,
+    peft_config=None,
+    eval_dataset=None,
+    rollout_func=None,
+    **changes,
 ):
     return GRPOTrainer(
         model=model or tiny_model(),
@@ -39,6 +51,7 @@ def grpo(
         eval_dataset=eval_dataset,
         processing_class=tokenizer or char_tokenizer(),
         peft_config=peft_config,
+        rollout_func=rollout_func,
     )
 
 
@@ -227,6 +240,13 @@ def test_an_unknown_success_reward_is_told(tmp_path):
             {"max_completion_length": 128},
             "max_completion_length=128 leaves no room for a prompt in the model's context of 128 tokens; lower it",
         ),
+        *(({name: INF}, f"{name}=inf must be a finite number") for name in ("temperature", "epsilon_high", "beta")),
+        *(({name: NAN}, f"{name}=nan must be a finite number") for name in ("success_threshold", "delta")),
+        ({"reward_weights": [INF]}, r"reward_weights=\[inf\] must be finite numbers"),
+        (
+            {"generation_kwargs": {"temperature": INF}},
+            r"generation_kwargs\['temperature'\]=inf must be a finite number",
+        ),
         ({"num_generations": 3}, "completions, which num_generations=3 does not divide"),
         (
             {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1},
@@ -237,6 +257,69 @@ def test_an_unknown_success_reward_is_told(tmp_path):
 def test_an_argument_out_of_its_range_is_told(tmp_path, changes, words):
     with told(ArgumentError, words):
         grpo(tmp_path, eval_dataset=TABLE, **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"save_steps": 0, "save_strategy": "steps"}, "save_steps=0 must be above 0; save_strategy='no' turns it off"),
+        ({"save_steps": INF}, "save_steps=inf must be a finite number"),
+        ({"logging_steps": -1}, "logging_steps=-1 must be above 0; logging_strategy='no' turns it off"),
+        ({"logging_steps": NAN}, "logging_steps=nan must be a finite number"),
+        (
+            {"eval_steps": -2, "eval_strategy": "steps"},
+            "eval_steps=-2 must be above 0; eval_strategy='no' turns it off",
+        ),
+        ({"eval_delay": -1}, "eval_delay=-1 must be 0 or more"),
+        ({"save_total_limit": -1}, r"save_total_limit=-1 must be 0 \(all are kept\) or more, or None"),
+        ({"max_grad_norm": -1}, r"max_grad_norm=-1 must be 0 \(gradients are not clipped\) or more"),
+        ({"max_grad_norm": INF}, "max_grad_norm=inf must be a finite number"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must be 0 or more"),
+        ({"adam_beta1": 1.0}, r"adam_beta1=1.0 must be in \[0, 1\)"),
+        ({"adam_beta2": -0.5}, r"adam_beta2=-0.5 must be in \[0, 1\)"),
+        ({"adam_epsilon": NAN}, "adam_epsilon=nan must be 0 or more"),
+        ({"learning_rate": -1e-6}, "learning_rate=-1e-06 must be a finite number of 0 or more"),
+        ({"warmup_steps": INF}, "warmup_steps=inf must be a finite number"),
+        ({"num_train_epochs": 0}, "num_train_epochs=0 must be above 0"),
+        ({"num_train_epochs": INF}, "num_train_epochs=inf must be a finite number"),
+        ({"max_steps": -5}, r"max_steps=-5 must be at least 1 \(or -1, to go by num_train_epochs\)"),
+        ({"data_seed": -1}, r"data_seed=-1 must be from 0 to 2\*\*32 - 1, or None"),
+        ({"ddp_timeout": 0}, "ddp_timeout=0 must be a number of seconds above 0"),
+    ],
+)
+def test_an_argument_of_transformers_out_of_its_range_is_told_by_every_trainer(tmp_path, changes, words):
+    with told(ArgumentError, words):
+        grpo(tmp_path, eval_dataset=TABLE, **changes)
+    small = {"max_steps": 1, "save_strategy": "no", "use_cpu": True, "output_dir": str(tmp_path)}
+    with told(ArgumentError, words):
+        SFTTrainer(
+            tiny_model(),
+            SFTConfig(**{**small, **changes}),
+            train_dataset=TABLE,
+            eval_dataset=TABLE,
+            processing_class=char_tokenizer(),
+        )
+
+
+def leave(*args, **columns):
+    sys.exit(0)
+
+
+def test_user_code_that_exits_ends_the_run_with_an_error_that_names_it(tmp_path):
+    with told(RewardError, r"Reward 'leave' raised SystemExit: 0 \(.*test_training_bad_input.py, line"):
+        grpo(tmp_path, rewards=leave).train()
+    with told(EngineError, r"rollout_func called sys.exit\(0\), which would end the run without a save"):
+        grpo(tmp_path, rollout_func=leave).train()
+    trainer = SFTTrainer(
+        tiny_model(),
+        SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=8),
+        train_dataset=Dataset.from_list([{"prompt": "1=", "completion": "1"}]),
+        processing_class=char_tokenizer(),
+        compute_metrics=leave,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    with told(LowpeakError, r"compute_metrics called sys.exit\(0\), which would end the run without a save"):
+        trainer.evaluate(trainer.train_dataset)
 
 
 def test_a_context_too_short_for_a_supervised_row_cuts_it(tmp_path):

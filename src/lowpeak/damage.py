@@ -1,0 +1,64 @@
+"""The damaged file of a folder, named after reading the folder has failed."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from lowpeak.errors import LowpeakError
+
+
+@contextmanager
+def name_damaged_file(folder: str | Path, kind: type[LowpeakError], remedy: str) -> Iterator[None]:
+    """Raise `kind` with the file's name and the remedy, if the block fails and a file of `folder` is damaged."""
+    try:
+        yield
+    except Exception as error:
+        damaged = None if isinstance(error, LowpeakError) else find_damaged_file(Path(folder))
+        if damaged is None:
+            raise
+        file, reason = damaged
+        raise kind(f"{file} is damaged (cut off or changed: {type(reason).__name__}): {remedy}.") from error
+
+
+def find_damaged_file(folder: Path) -> tuple[Path, Exception] | None:
+    """Return the first file of `folder` that cannot be read, and why; None if all can, or if there is no folder.
+
+    Only headers and structure are read: a changed value inside a tensor is not found.
+    """
+    for file in sorted(folder.iterdir()) if folder.is_dir() else ():
+        read = _READERS.get(file.suffix)
+        if read is None or not file.is_file() or file.name == "training_args.bin":  # a pickle of the run's own classes
+            continue
+        try:
+            read(file)
+        except Exception as error:
+            return file, error
+    return None
+
+
+def _read_json(file: Path) -> None:
+    json.loads(file.read_text(encoding="utf-8"))
+
+
+def _read_header(file: Path) -> None:
+    with safe_open(file, framework="pt"):
+        pass
+
+
+def _read_pickle(file: Path) -> None:
+    torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
+_READERS: dict[str, Callable[[Path], None]] = {
+    ".json": _read_json,
+    ".safetensors": _read_header,
+    ".pt": _read_pickle,
+    ".bin": _read_pickle,
+}
