@@ -6,6 +6,7 @@ with HF_HUB_OFFLINE=1 nothing is looked up at all: a name is then read from the 
 
 from __future__ import annotations
 
+import codecs
 import glob
 import re
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from lowpeak.errors import DataError
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 _KINDS = ", ".join(_BUILDERS)
+_BLOCK = 1 << 20
 _TEXT = (".json", ".jsonl", ".csv", ".tsv", ".txt")
 
 
@@ -102,16 +104,18 @@ def _check_utf8(paths: Sequence[Path]) -> None:
     for path in paths:
         if path.suffix.lower() not in _TEXT or not path.is_file():
             continue
+        decoder, num_lines = codecs.getincrementaldecoder("utf-8")(), 0
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            while block := file.read(_BLOCK):
                 try:
-                    line.decode("utf-8")
+                    decoder.decode(block)
                 except UnicodeDecodeError as error:
-                    byte = f"0x{line[error.start]:02x}"
+                    line = num_lines + error.object.count(b"\n", 0, error.start) + 1
                     raise DataError(
-                        f"The data file {path} is not UTF-8: line {number} has the byte {byte} ({error.reason}); convert the "
-                        "file to UTF-8."
+                        f"The data file {path} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x} "
+                        f"({error.reason}); convert the file to UTF-8."
                     ) from error
+                num_lines += block.count(b"\n")
 
 
 def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
