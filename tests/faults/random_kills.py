@@ -1,4 +1,4 @@
-"""Kill runs by SIGKILL at random moments, resume them, and compare how they end: `random_kills.py [KILLS] [SEED]`.
+"""Kill runs by SIGKILL at random moments, resume them, and compare how they end: `random_kills.py [KILLS SEED [KIND...]]`.
 
 A run trains, saves after each step and exports its model. It is killed at a moment drawn from its whole length (starting, resuming,
 training, saving, exporting), started again, and so on until it ends by itself. Its exported weights and its journal must be those
@@ -84,6 +84,7 @@ def train_and_export(name: str, place: Path) -> None:
     """Go on from the last checkpoint, or start; export the model."""
     started = any((place / "run").glob("checkpoint-*[0-9]"))
     trainer = KINDS[name].build(place / "run")
+    (place / f"built-{os.environ.get('RANK', '0')}").touch()
     trainer.train(resume_from_checkpoint=started)
     trainer.save_model(str(place / "export"))
 
@@ -122,6 +123,14 @@ def kill(processes: list[BaseProcess]) -> None:
         process.join(10)
 
 
+def kill_one(processes: list[BaseProcess], random_: random.Random, place: Path) -> bool:
+    """Kill one rank alone: the other must end by itself. False if they had not met: then it waits for its launcher."""
+    kill([random_.choice(processes)])
+    met = all((place / f"built-{rank}").exists() for rank in range(len(processes)))
+    assert not met or wait(processes, SECONDS), f"a rank does not end: {place}"
+    return met
+
+
 def ending(place: Path) -> dict[str, Any]:
     """Digests of the exported weights, and the journal's steps."""
     return {"export": exported(place), "steps": json.loads(json.dumps(fault_runs.steps(place / "run")))}
@@ -148,12 +157,12 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
         place.mkdir()
         runs += 1
         while True:
+            for mark in place.glob("built-*"):
+                mark.unlink()
             processes = start(name, place)
             if kills < num_kills and not wait(processes, random_.uniform(0.0, 1.1 * length)):
-                if len(processes) > 1 and random_.random() < 0.5:  # one rank alone: the other must end by itself
-                    kill([random_.choice(processes)])
-                    partial += 1
-                    assert wait(processes, 60), f"{name}: a rank does not end: {place}"
+                if len(processes) > 1 and random_.random() < 0.5:
+                    partial += kill_one(processes, random_, place)
                 kill(processes)
                 kills += 1
             else:
@@ -173,13 +182,13 @@ def try_kind(name: str, num_kills: int, random_: random.Random, root: Path) -> N
     )
 
 
-def main(num_kills: int = 300, seed: int = 0) -> None:
-    """Try all kinds; exit with an error at the first difference, and leave its folder."""
+def main(num_kills: str = "300", seed: str = "0", *names: str) -> None:
+    """Try all kinds, or the named ones; exit with an error at the first difference, and leave its folder."""
     root = Path(tempfile.mkdtemp(prefix="kills-"))
-    for name, kind in KINDS.items():
-        try_kind(name, round(num_kills * kind.share), random.Random(f"{seed} {name}"), root)
+    for name in names or KINDS:
+        try_kind(name, round(int(num_kills) * KINDS[name].share), random.Random(f"{seed} {name}"), root)
     shutil.rmtree(root)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(*sys.argv[1:])
