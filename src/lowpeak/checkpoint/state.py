@@ -126,16 +126,16 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
 
     Raises `CheckpointError` when a file is missing or damaged, or the format is newer than this version's.
     """
-    with reading(folder / STATE_FILE):
+    with _reading(folder / STATE_FILE):
         plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         _check_format(folder, plain["format"])
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
         packed, world_size = plain["rollout"], plain.get(_RANKS, 1)
-    with reading(folder / ROLLOUT_FILE):
+    with _reading(folder / ROLLOUT_FILE):
         rollout = _load_rollout(folder, packed)
     random: dict[str, Any] = {}
     if rank < world_size:
-        with reading(_random_file(folder, rank)):
+        with _reading(_random_file(folder, rank)):
             random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
     return RunState(**shared, rollout=rollout, random=random, world_size=world_size)
 
@@ -254,7 +254,7 @@ def _check_format(folder: Path, found: int) -> None:
 
 
 @contextmanager
-def reading(file: Path) -> Iterator[None]:
+def _reading(file: Path) -> Iterator[None]:
     """Say which file is missing or damaged, and what to do."""
     try:
         yield

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from torch import nn
 
-from lowpeak.checkpoint.state import reading
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.outgoing import plain_name
@@ -32,9 +31,8 @@ def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parame
     if not (checkpoint / folder).is_dir():
         raise CheckpointError(f"{checkpoint / folder} is missing: {_WITHOUT[folder]}")
     state = _state(parameters)
-    with reading(checkpoint / folder):
-        saved = read_saved(checkpoint, ranks.processes, folder)
-        load_shards(checkpoint, saved, state.fragments, folder)
+    saved = read_saved(checkpoint, ranks.processes, folder)
+    load_shards(checkpoint, saved, state.fragments, folder)
     state.put_back()
 
 

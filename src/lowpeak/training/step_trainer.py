@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import Trainer
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import staged_files
 from lowpeak.checkpoint.lock import only_run
 from lowpeak.checkpoint.manifest import verify_manifest
 from lowpeak.checkpoint.resume import restore_random
-from lowpeak.checkpoint.state import RunState, check_identity, load_run_state, reading
+from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
 from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
 from lowpeak.memory.phases import Phase
@@ -160,8 +159,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
             with ranks.together():
-                with reading(checkpoint / TRAINER_STATE_NAME):
-                    TrainerState.load_from_json(os.fspath(checkpoint / TRAINER_STATE_NAME))
                 self.run.resumed = load_run_state(checkpoint, self.args.process_index)
                 check_kind(checkpoint, self.run.strategy)
                 check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
@@ -348,7 +345,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         if has_shards(best):
             self.take_weights(best)
         else:
-            super()._load_best_model()
+            with fitting(os.fspath(best), "weights", "the model"):
+                super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The base's way; weights of another shape are told in one sentence. What ranks wrote together is loaded later."""

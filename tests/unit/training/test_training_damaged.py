@@ -1,19 +1,19 @@
-"""A damaged file of a checkpoint or of a model's folder is one sentence that names the file and the remedy."""
+"""A damaged file of a model's folder, or of the best checkpoint, is one sentence that names the file and the remedy."""
 
 from __future__ import annotations
 
-import shutil
+from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from lowpeak.errors import CheckpointError, ModelError
 from tiny import char_tokenizer, tiny_model
 
-TABLE = Dataset.from_list([{"prompt": f"{i}="} for i in range(8)])
+TABLE = Dataset.from_list([{"prompt": f"{i}=", "completion": "1"} for i in range(8)])
 SMALL = {"max_steps": 2, "save_steps": 1, "disable_tqdm": True, "use_cpu": True, "report_to": "none"}
 
 
@@ -21,7 +21,7 @@ def ones(completions, **columns):
     return [float(completion.count("1")) for completion in completions]
 
 
-def build(folder, model=None, rewards=ones, **changes):
+def build(folder, model=None, rewards=ones, eval_dataset=None, **changes):
     moving = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2}
     sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 5}
     return GRPOTrainer(
@@ -29,16 +29,9 @@ def build(folder, model=None, rewards=ones, **changes):
         reward_funcs=rewards,
         args=GRPOConfig(output_dir=str(folder), **{**SMALL, **moving, **sizes, **changes}),
         train_dataset=TABLE,
+        eval_dataset=eval_dataset,
         processing_class=None if isinstance(model, str) else char_tokenizer(),
     )
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of a run that has one checkpoint, in the middle of a rollout, with a reference that moves."""
-    folder = tmp_path_factory.mktemp("run")
-    build(folder, max_steps=1).train()
-    return folder
 
 
 def truncate(file):
@@ -49,24 +42,24 @@ def empty(file):
     file.write_bytes(b"")
 
 
-@pytest.mark.parametrize("damage", [truncate, empty])
-@pytest.mark.parametrize(
-    ("file", "named"),
-    [
-        ("model.safetensors", "model.safetensors"),
-        ("trainer_state.json", "trainer_state.json"),
-        ("optimizer.pt", "optimizer.pt"),
-        ("scheduler.pt", "scheduler.pt"),
-        ("reference/.metadata", "reference"),
-        ("reference/__0_0.distcp", "reference"),
-    ],
-)
-def test_a_damaged_file_of_a_checkpoint_is_named(run, tmp_path, file, named, damage):
-    shutil.copytree(run, tmp_path / "run")
-    checkpoint = tmp_path / "run" / "checkpoint-1"
-    damage(checkpoint / file)
-    with pytest.raises(CheckpointError, match=rf"{checkpoint / named} is damaged \(.*\)[;:] resume from another"):
-        build(tmp_path / "run").train(resume_from_checkpoint=str(checkpoint))
+def test_the_damaged_checkpoint_of_the_best_model_is_named_when_it_is_loaded_at_the_end(tmp_path):
+    class Damaging(TrainerCallback):
+        def on_save(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                truncate(Path(state.best_model_checkpoint) / "model.safetensors")
+
+    best = {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "reward",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+    }
+    trainer = build(tmp_path / "run", eval_dataset=TABLE, **best)
+    trainer.add_callback(Damaging())
+    with pytest.raises(
+        CheckpointError, match=r"checkpoint-\d/model.safetensors is damaged \(.*\): resume from another"
+    ):
+        trainer.train()
 
 
 @pytest.fixture
