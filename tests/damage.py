@@ -1,8 +1,10 @@
-"""Damage to files, as disks and interrupted copies do it."""
+"""Damage to files, as disks and interrupted copies do it; and manifests of checkpoints that a test has changed."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_share, write_manifest
 
 DAMAGES = ("removed", "emptied", "truncated", "flipped", "zeroed")
 
@@ -22,3 +24,9 @@ def harm(file: Path, damage: str) -> bool:
     }[damage]
     file.write_bytes(after)
     return after != before
+
+
+def sign_again(checkpoint: Path) -> None:
+    """Write the manifest of a changed checkpoint, as who can write into the folder can."""
+    (checkpoint / MANIFEST_FILE).unlink()
+    write_manifest(checkpoint, [digest_share(checkpoint)])

@@ -16,8 +16,7 @@ from fault_runs import Case, build, run_alone, weights
 from safetensors.torch import load_file
 
 from children import KILLED, call, succeed
-from damage import DAMAGES, harm
-from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_share, write_manifest
+from damage import DAMAGES, harm, sign_again
 from lowpeak.errors import CheckpointError
 
 # A rollout is in the middle of its use, and the reference's average is in a folder of ranges.
@@ -86,24 +85,18 @@ def test_a_checkpoint_runs_no_code(tmp_path, whole, name):
         torch.save(Payload(tmp_path / "ran"), checkpoint / name)
     else:
         (checkpoint / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    signed(checkpoint)  # whoever can write into the folder can write a manifest
+    sign_again(checkpoint)
     trainer = build(CASE, tmp_path / "run")
     with suppress(CheckpointError, pickle.UnpicklingError):  # files that nothing reads are as good
         trainer.train(resume_from_checkpoint=str(checkpoint))
     assert not (tmp_path / "ran").exists()
 
 
-def signed(checkpoint: Path) -> None:
-    """Write the manifest of a checkpoint that a test has changed."""
-    (checkpoint / MANIFEST_FILE).unlink()
-    write_manifest(checkpoint, [digest_share(checkpoint)])
-
-
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
 def test_a_checkpoint_without_optimizer_states_is_not_resumed(tmp_path, whole, name):
     shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
     (tmp_path / "checkpoint-3" / name).unlink()
-    signed(tmp_path / "checkpoint-3")
+    sign_again(tmp_path / "checkpoint-3")
     with pytest.raises(CheckpointError, match=f"has no {name}.*start a new run from its weights"):
         build(CASE, tmp_path / "run").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 

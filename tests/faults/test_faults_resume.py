@@ -11,6 +11,7 @@ from fault_kills import KILLS, kill_at_event, kill_in_backward, killing_reward, 
 from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, ones, run_alone, run_resumed, short
 
 from children import KILLED, call, succeed
+from damage import sign_again
 from lowpeak.errors import CheckpointError
 
 CASES = {
@@ -186,6 +187,7 @@ def test_a_resumed_run_keeps_the_sizes_that_auto_became_and_takes_those_that_are
     state = json.loads(state_file.read_text())
     state["resolved"] |= {"micro_batch_tokens": 77, "logprob_chunk_size": 5}
     state_file.write_text(json.dumps(state))
+    sign_again(state_file.parent)
     succeed(note_sizes, case, tmp_path)
     assert json.loads((tmp_path / "sizes.json").read_text()) == [77, 5]
     succeed(note_sizes, Case(trainer, {"max_steps": 4, "logprob_chunk_size": 3}), tmp_path)

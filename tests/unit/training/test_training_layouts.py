@@ -11,6 +11,7 @@ from datasets import Dataset
 from transformers import MistralConfig, MistralForCausalLM
 
 from closeness import assert_each_close_to_largest
+from damage import sign_again
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.config.memory import MemorySettings
 from lowpeak.errors import ArgumentError
@@ -138,6 +139,7 @@ def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, saved):
     else:
         state["resolved"]["layout"] = saved
     state_file.write_text(json.dumps(state))
+    sign_again(state_file.parent)
     resumed = grpo(tmp_path, max_steps=2)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert resumed.maker.budget.layout == resumed.run.sizes.choice.layout == (saved or "padded")
