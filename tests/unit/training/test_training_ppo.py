@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers import Qwen2ForSequenceClassification as Classifier
 
+from damage import sign_again
 from lowpeak import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.memory.phases import Phase
@@ -335,6 +336,7 @@ def test_a_checkpoint_without_a_critic_is_told(tmp_path):
     run.train()
     critic = tmp_path / "checkpoint-2" / "critic"
     critic.rename(tmp_path / "elsewhere")
+    sign_again(critic.parent)
     with pytest.raises(CheckpointError, match="holds no critic"):
         ppo(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
