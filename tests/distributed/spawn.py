@@ -20,7 +20,7 @@ def launch(
     script: str,
     arguments: Sequence[str],
     world_size: int = 2,
-    timeout: float = 240,
+    timeout: float = 600,
     env: Mapping[str, str] | None = None,
 ) -> list[str]:
     """Run `tests/distributed/<script>` on so many ranks; what each wrote. AssertionError where one fails or hangs."""

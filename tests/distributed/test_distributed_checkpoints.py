@@ -26,11 +26,11 @@ TOLERANCE = 5e-6
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every phase of the worker, each in one process group for all strategies."""
     out = tmp_path_factory.mktemp("checkpoints")
-    launch("run_checkpoints.py", [str(out), "first", ",".join(ALL)], timeout=280)
+    launch("run_checkpoints.py", [str(out), "first", ",".join(ALL)])
     kill_in_the_middle(out)
-    launch("run_checkpoints.py", [str(out), "one", ",".join(SHARDED)], world_size=1, timeout=200)
-    launch("run_checkpoints.py", [str(out), "two", ",".join(SHARDED)], timeout=200)
-    launch("run_checkpoints.py", [str(out), "four", ",".join(SHARDED)], world_size=4, timeout=250)
+    launch("run_checkpoints.py", [str(out), "one", ",".join(SHARDED)], world_size=1)
+    launch("run_checkpoints.py", [str(out), "two", ",".join(SHARDED)])
+    launch("run_checkpoints.py", [str(out), "four", ",".join(SHARDED)], world_size=4)
     return out
 
 

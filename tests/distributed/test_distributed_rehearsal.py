@@ -14,7 +14,7 @@ MB = 1e6  # what a process has beside tensors is the same in all phases
 
 
 def test_phases_differ_as_on_two_real_ranks(tmp_path: Path) -> None:
-    launch("run_rehearsal.py", [str(tmp_path)], timeout=280)
+    launch("run_rehearsal.py", [str(tmp_path)])
     rehearsed = rehearse(make_model, micro_batches(16, 16, 4, 64), ALGORITHM, CORE, world_size=2)
     for rank in (0, 1):
         real = json.loads((tmp_path / f"{rank}.json").read_text())
