@@ -20,8 +20,9 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,21 +59,22 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """
     first, stage = ranks is None or ranks.rank == 0, stage_of(final)
     together = nullcontext if ranks is None else ranks.together
+    telling = partial(_telling, stage, partial(_failure, final))
     try:
-        with together(), _telling(final):
+        with together(), telling():
             if first:
                 _settle(final)
                 stage.mkdir(parents=True)
-        with together(), _telling(final):
+        with together(), telling():
             yield stage
-        with together(), _telling(final):
+        with together(), telling():
             entries = digest_share(stage) if ranks is None else digest_share(stage, ranks.rank, ranks.world_size)
         shares = [entries] if ranks is None else ranks.gather(entries)
-        with together(), _telling(final):
+        with together(), telling():
             if first:
                 write_manifest(stage, shares)
             _sync_tree(stage)
-        with together(), _telling(final):
+        with together(), telling():
             if first:
                 _give_name(stage, final)
     except BaseException:
@@ -83,43 +85,32 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
 
 @contextmanager
 def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """Yield a fresh folder whose files replace those of `folder` when the block ends, synced to the disk, or not at all.
+    """Yield a fresh folder whose files replace those of `folder` one by one when the block ends, synced to the disk.
 
-    A single file of weights replaces another in one rename. With several, the index goes first and comes last, so that the
-    files of two exports are never read as one model. An error of the operating system is a `CheckpointError` on every rank.
+    A single file of weights replaces another in one rename. With several, the index goes first and comes last: a kill
+    between leaves no model that loads, never the files of two. An error of the operating system is a `CheckpointError` on
+    every rank.
     """
     first, stage = ranks.rank == 0, folder / _EXPORT_STAGE
+    telling = partial(
+        _telling,
+        stage,
+        lambda reason: f"cannot write the model into {folder}: {reason}. Make room, or choose another folder.",
+    )
     try:
-        with ranks.together(), _telling_export(folder, stage):
+        with ranks.together(), telling():
             if first:
                 _delete(stage)
                 stage.mkdir(parents=True)
-        with ranks.together(), _telling_export(folder, stage):
+        with ranks.together(), telling():
             yield stage
-        with ranks.together(), _telling_export(folder, stage):
+        with ranks.together(), telling():
             if first:
                 _sync_tree(stage)
                 _replace_files(stage, folder)
     finally:
         if first:
             _delete(stage)
-
-
-@contextmanager
-def _telling_export(folder: Path, stage: Path) -> Iterator[None]:
-    """What the operating system says while a model is written is a CheckpointError."""
-    try:
-        yield
-    except LowpeakError:
-        raise
-    except Exception as error:
-        reason = _os_reason(error, stage)
-        if reason is None:
-            raise
-        raise CheckpointError(
-            f"cannot write the model into {folder}: {reason}; what was there before is unchanged. Make room, or choose another "
-            "folder."
-        ) from error
 
 
 def _replace_files(stage: Path, folder: Path) -> None:
@@ -141,17 +132,17 @@ def _replace_files(stage: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _telling(final: Path) -> Iterator[None]:
-    """What the operating system says while `final` is written is a CheckpointError, before other ranks hear of it."""
+def _telling(stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
+    """Raise what the operating system says while a stage is written as a CheckpointError, the `failure` of its reason."""
     try:
         yield
     except LowpeakError:
         raise
     except Exception as error:
-        reason = _os_reason(error, stage_of(final))
+        reason = _os_reason(error, stage)
         if reason is None:
             raise
-        raise CheckpointError(_failure(final, reason)) from error
+        raise CheckpointError(failure(reason)) from error
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
@@ -205,6 +196,8 @@ def sweep(run_dir: Path) -> None:
         return
     for name in {match[1] for path in run_dir.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}:
         _settle(run_dir / name)
+    for stage in (run_dir / _EXPORT_STAGE, *run_dir.glob(f"*/{_EXPORT_STAGE}")):
+        _delete(stage)
 
 
 def check_writable(output_dir: Path) -> None:

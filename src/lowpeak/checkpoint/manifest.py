@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 MANIFEST_FILE = "lowpeak_manifest.json"
 _BLOCK = 1 << 20
 _ELSE = "resume from another checkpoint, or start a new run."
-_READ = (".safetensors", ".bin", ".pt", ".pth", ".distcp", ".json")  # what resuming reads wherever it finds it
+_READ = (  # what resuming reads where it finds it
+    *("model*.safetensors*", "pytorch_model*", "adapter_*", "*/adapter_*", "optimizer*", "scheduler.pt", "scaler.pt"),
+    *("rng_state*", "lowpeak_*", "shards/*", "reference/*", "critic/*"),
+)
 
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
 
@@ -64,7 +68,7 @@ def _read(checkpoint: Path) -> Entries:
         raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}); {_ELSE}") from error
-    added = [name for name in _files(checkpoint) if name not in entries and name.endswith(_READ)]
+    added = [name for name in _files(checkpoint) if name not in entries and any(fnmatch(name, read) for read in _READ)]
     if added:
         raise CheckpointError(
             f"{checkpoint / added[0]} is not one of the files that the run saved: remove it, or resume from another checkpoint."

@@ -10,6 +10,8 @@ import codecs
 import glob
 import re
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -106,9 +108,9 @@ def _check_utf8(paths: Sequence[Path]) -> None:
             continue
         decoder, num_lines = codecs.getincrementaldecoder("utf-8")(), 0
         with path.open("rb") as file:
-            while block := file.read(_BLOCK):
+            for block in chain(iter(partial(file.read, _BLOCK), b""), [b""]):
                 try:
-                    decoder.decode(block)
+                    decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
                     line = num_lines + error.object.count(b"\n", 0, error.start) + 1
                     raise DataError(

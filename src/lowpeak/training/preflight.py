@@ -45,6 +45,18 @@ def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
     """Raise ArgumentError for LoRA that does not fit; a model that is named is made without weights to see."""
     if getattr(peft_config, "peft_type", None) != "LORA":
         return
+    _check_adapter_numbers(peft_config)
+    task = peft_config.task_type
+    if auto is AutoModelForCausalLM and task not in (None, "CAUSAL_LM"):
+        raise ArgumentError(
+            f"peft_config has task_type={str(getattr(task, 'value', task))!r}, and the model is trained as CAUSAL_LM: set that, or "
+            "leave it out."
+        )
+    if isinstance(model, str):
+        _check_adapter_fits(peft_config, model, auto, args)
+
+
+def _check_adapter_numbers(peft_config: Any) -> None:
     for name, fits, text in (
         ("r", lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
         ("lora_alpha", lambda x: 0 < x < math.inf, "a finite number above 0"),
@@ -52,14 +64,11 @@ def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
     ):
         if not fits(getattr(peft_config, name)):
             raise ArgumentError(f"peft_config has {name}={getattr(peft_config, name)!r}, which must be {text}.")
-    task = peft_config.task_type
-    if auto is AutoModelForCausalLM and task not in (None, "CAUSAL_LM"):
-        raise ArgumentError(
-            f"peft_config has task_type={str(getattr(task, 'value', task))!r}, and the model is trained as CAUSAL_LM: set that, or "
-            "leave it out."
-        )
-    others = (getattr(peft_config, name, None) for name in ("target_parameters", "trainable_token_indices"))
-    if not isinstance(model, str) or any(others):
+
+
+def _check_adapter_fits(peft_config: Any, model: str, auto: Any, args: Any) -> None:
+    """Add the adapter to a model on the meta device, which raises if a name or a layer in it fits nothing."""
+    if any(getattr(peft_config, name, None) for name in ("target_parameters", "trainable_token_indices")):
         return
     options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
     try:

@@ -64,9 +64,11 @@ def test_a_file_that_resuming_would_read_and_the_run_did_not_save_is_named(tmp_p
         verify_manifest(folder, Ranks())
 
 
-def test_notes_beside_a_checkpoint_do_not_matter(tmp_path):
+def test_files_that_resuming_does_not_read_do_not_matter(tmp_path):
     folder = written(tmp_path)
     (folder / "README.md").write_text("my best run")
+    (folder / "scores.json").write_text("{}")
+    (folder / "ema.pt").write_bytes(b"of a callback")
     (folder / ".cache").mkdir()
     (folder / ".cache/download.json").write_text("{}")
     verify_manifest(folder, Ranks())

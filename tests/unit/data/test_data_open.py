@@ -178,6 +178,13 @@ def test_a_text_file_that_is_not_utf_8_is_named_with_its_line(tmp_path, suffix, 
         open_dataset(path, streaming=streaming)
 
 
+def test_a_text_file_that_ends_within_a_character_is_named(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes('{"prompt": "1+1="}\n{"prompt": "é'.encode()[:-1])
+    with pytest.raises(DataError, match=f"{path} is not UTF-8: line 2 has the byte 0xc3"):
+        open_dataset(path)
+
+
 def test_a_text_file_of_a_folder_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "train.txt").write_bytes("1+1=\ncafé\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"train\.txt is not UTF-8: line 2 has the byte 0xe9"):
