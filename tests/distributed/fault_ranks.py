@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -118,6 +119,15 @@ def failing_reward(place: Path) -> None:
     run_with(place, reward, name="reward").train()
 
 
+def leaving_reward(place: Path) -> None:
+    def reward(completions: list[str], **columns: Any) -> list[float]:
+        if rank() == 1:
+            sys.exit(0)
+        return spread(completions)
+
+    run_with(place, reward, name="exit").train()
+
+
 def failing_function(place: Path) -> None:
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         if rank() == 1:
@@ -197,6 +207,7 @@ def second_run_in_the_folder(place: Path) -> None:
 
 FAILURES = {
     "reward": failing_reward,
+    "exit": leaving_reward,
     "rollout_func": failing_function,
     "data": failing_data,
     "folder": failing_folder,

@@ -28,6 +28,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     ("case", "rank", "kind", "words"),
     [
         ("reward", 1, "RewardError", "Reward 'reward' raised KeyError: 'no such answer'"),
+        ("exit", 1, "RewardError", "Reward 'reward' raised SystemExit: 0"),
         ("rollout_func", 1, "ConnectionError", "the sandbox does not answer"),
         ("data", 1, "DataError", "row 3 has a prompt of type int"),
         ("folder", 0, "ArgumentError", "blocked/run' cannot be written: Not a directory"),

@@ -7,10 +7,12 @@ base under LoRA, stay in the checkpoint's dtype; adapters are fp32.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -145,6 +147,7 @@ def from_pretrained(
     """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere; see `reads_weights`."""
     try:
         with name_damaged_file(name, ModelError, "copy or download the model again"):
+            _check_generation_config(Path(name))
             if cut != WHOLE:
                 return in_parts(auto, name, kwargs, cut)
             if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
@@ -167,6 +170,13 @@ def from_pretrained(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."
         ) from error
+
+
+def _check_generation_config(folder: Path) -> None:
+    """Read a folder's generation_config.json: where it is damaged, transformers takes its defaults, without the end tokens."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        json.loads(file.read_text(encoding="utf-8"))
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:

@@ -71,7 +71,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("damage", [truncate, empty])
-@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"])
 def test_a_damaged_file_of_the_model_is_named(folder, tmp_path, file, damage):
     damage(folder / file)
     with pytest.raises(ModelError, match=rf"{folder / file} is damaged \(.*\): copy or download the model again"):
