@@ -33,14 +33,23 @@ def find_damaged_file(folder: Path) -> tuple[Path, Exception] | None:
     Only headers and structure are read: a changed value inside a tensor is not found.
     """
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
-        read = _READERS.get(file.suffix)
-        if read is None or not file.is_file() or file.name == "training_args.bin":  # a pickle of the run's own classes
+        read = next((read for pattern, read in _READERS.items() if file.match(pattern)), None)
+        if read is None or not file.is_file():
             continue
         try:
             read(file)
+        except PermissionError:
+            continue
         except Exception as error:
             return file, error
     return None
+
+
+def check_generation_config(folder: Path) -> None:
+    """Read a folder's generation_config.json: where it is damaged, transformers takes its defaults, without the end tokens."""
+    file = folder / "generation_config.json"
+    if file.is_file():
+        _read_json(file)
 
 
 def _read_json(file: Path) -> None:
@@ -57,8 +66,9 @@ def _read_pickle(file: Path) -> None:
 
 
 _READERS: dict[str, Callable[[Path], None]] = {
-    ".json": _read_json,
-    ".safetensors": _read_header,
-    ".pt": _read_pickle,
-    ".bin": _read_pickle,
+    "*.json": _read_json,
+    "*.safetensors": _read_header,
+    "*.pt": _read_pickle,
+    "pytorch_model*.bin": _read_pickle,
+    "adapter_model.bin": _read_pickle,
 }

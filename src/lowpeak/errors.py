@@ -16,6 +16,11 @@ def show_controls(text: str) -> str:
     return "".join(f"\\x{ord(each):02x}" if category(each) == "Cc" and each not in "\n\t" else each for each in text)
 
 
+def first_line(error: BaseException | None) -> str:
+    """Return the first line of what an error says, without its full stop; the name of its class if it says nothing."""
+    return next(iter(str(error or "").strip().splitlines()), type(error).__name__).rstrip(".")
+
+
 class LowpeakError(Exception):
     """Base of every error that lowpeak raises on purpose; `rank` is the rank that failed, where it is another one."""
 

@@ -93,10 +93,12 @@ class Journal:
 
     def _warn_of_removal(self, step: int) -> None:
         removed = self.folder if self.folder.parent.exists() else self.folder.parent
+        held = "lines" if removed == self.folder else "lines and checkpoints"
         logger.warning(
-            "%s was removed while the run wrote into it: the lines and checkpoints that it held from before step %d are gone, and "
-            "the run goes on in a new folder.",
+            "%s was removed while the run wrote into it: the %s that it held from before step %d are gone, and the run goes on in "
+            "a new folder.",
             removed,
+            held,
             step,
         )
 

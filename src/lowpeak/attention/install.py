@@ -72,7 +72,7 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
 
 @contextmanager
 def padded_rows() -> Iterator[None]:
-    """Keep transformers from looking for packed sequences in the block: padded rows have none, and looking reads the device."""
+    """Keep transformers from searching position ids for packed sequences: padded rows have none, and a search reads the device."""
     masking_utils.find_packed_sequence_indices = _packed_sequences
     token = _rows_are_padded.set(True)
     try:
@@ -82,7 +82,7 @@ def padded_rows() -> Iterator[None]:
 
 
 def _packed_sequences(position_ids: Tensor) -> Tensor | None:
-    """Return what transformers finds; None without a look where `padded_rows` is open in this thread."""
+    """Return what transformers finds; None without a search where `padded_rows` is open in this thread."""
     return None if _rows_are_padded.get() else _find_packed_sequences(position_ids)
 
 

@@ -68,7 +68,7 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
         with together(), telling():
             yield stage
         with together(), telling():
-            entries = digest_share(stage) if ranks is None else digest_share(stage, ranks.rank, ranks.world_size)
+            entries = digest_share(stage, ranks)
         shares = [entries] if ranks is None else ranks.gather(entries)
         with together(), telling():
             if first:
@@ -88,14 +88,16 @@ def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield a fresh folder whose files replace those of `folder` one by one when the block ends, synced to the disk.
 
     A single file of weights replaces another in one rename. With several, the index goes first and comes last: a kill
-    between leaves no model that loads, never the files of two. An error of the operating system is a `CheckpointError` on
-    every rank.
+    between leaves no model that loads, and never a mixture of two exports. An error of the operating system is a
+    `CheckpointError` on every rank.
     """
     first, stage = ranks.rank == 0, folder / _EXPORT_STAGE
     telling = partial(
         _telling,
         stage,
-        lambda reason: f"cannot write the model into {folder}: {reason}. Make room, or choose another folder.",
+        lambda reason: (
+            f"cannot write the model into {folder}: {reason}. Free disk space, check the permissions, or choose another folder."
+        ),
     )
     try:
         with ranks.together(), telling():
@@ -196,8 +198,6 @@ def sweep(run_dir: Path) -> None:
         return
     for name in {match[1] for path in run_dir.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}:
         _settle(run_dir / name)
-    for stage in (run_dir / _EXPORT_STAGE, *run_dir.glob(f"*/{_EXPORT_STAGE}")):
-        _delete(stage)
 
 
 def check_writable(output_dir: Path) -> None:
@@ -270,7 +270,11 @@ def _delete(folder: Path) -> None:
         if folder.exists():
             shutil.rmtree(folder)
     except OSError as error:
-        logger.warning("%s could not be removed (%s); it is not a checkpoint any more.", folder, error.strerror)
+        logger.warning(
+            "%s could not be removed (%s). It is left over from an unfinished write or removal: delete it by hand.",
+            folder,
+            error.strerror,
+        )
 
 
 def _sync_tree(folder: Path) -> None:

@@ -33,7 +33,7 @@ def only_run(run_dir: Path) -> Iterator[None]:
         if error.errno != errno.ELOOP:
             raise
         raise CheckpointError(
-            f"{path} is a symbolic link, which another file could be written through: remove it."
+            f"{path} is a symbolic link, through which another file could be written: remove the link."
         ) from error
     try:
         _take(file, run_dir)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 MANIFEST_FILE = "lowpeak_manifest.json"
 _BLOCK = 1 << 20
-_ELSE = "resume from another checkpoint, or start a new run."
-_READ = (  # what resuming reads where it finds it
+_REMEDY = "resume from another checkpoint, or start a new run."
+_READ_ON_RESUME = (  # what resuming reads where it finds it
     *("model*.safetensors*", "pytorch_model*", "adapter_*", "*/adapter_*", "optimizer*", "scheduler.pt", "scaler.pt"),
     *("rng_state*", "lowpeak_*", "shards/*", "reference/*", "critic/*"),
 )
@@ -30,9 +30,12 @@ _READ = (  # what resuming reads where it finds it
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
 
 
-def digest_share(folder: Path, rank: int = 0, num_ranks: int = 1) -> Entries:
-    """Return the entries of a rank's share of the files in a folder that all ranks have written."""
-    names = _files(folder)[rank::num_ranks]
+def digest_share(folder: Path, ranks: Ranks | None = None) -> Entries:
+    """Return the entries of this rank's share of the files in a folder that all ranks have written; alone, of all files.
+
+    Rank 0 lists the files: hosts may see a shared disk differently.
+    """
+    names = _files(folder) if ranks is None else ranks.first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
     return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
 
 
@@ -49,7 +52,7 @@ def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
     found = ranks.gathered(lambda: _first_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size]))
     damage = next((each for each in found if each is not None), None)
     if damage is not None:
-        raise CheckpointError(f"{damage}; {_ELSE}")
+        raise CheckpointError(f"{damage}; {_REMEDY}")
 
 
 def _read(checkpoint: Path) -> Entries:
@@ -62,13 +65,18 @@ def _read(checkpoint: Path) -> Entries:
             raise ValueError("the digest of the entries is another one")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{file} is missing, so nothing tells whether the checkpoint is whole; {_ELSE}"
+            f"{file} is missing (checkpoints of earlier versions have none), so nothing tells whether the checkpoint is whole: "
+            "resume from another checkpoint, or start a new run from its weights (model=that folder)."
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}); {_ELSE}") from error
-    added = [name for name in _files(checkpoint) if name not in entries and any(fnmatch(name, read) for read in _READ)]
+        raise CheckpointError(f"{file} is damaged ({type(error).__name__}); {_REMEDY}") from error
+    added = [
+        name
+        for name in _files(checkpoint)
+        if name not in entries and any(fnmatch(name, read) for read in _READ_ON_RESUME)
+    ]
     if added:
         raise CheckpointError(
             f"{checkpoint / added[0]} is not one of the files that the run saved: remove it, or resume from another checkpoint."

@@ -11,7 +11,7 @@ from typing import Any
 
 from lowpeak.config.asked import refuse_axes, require_deepspeed
 from lowpeak.config.fsdp1 import Converted, convert_fsdp1, is_fsdp1
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, first_line
 
 FOLDER = Path(__file__).parent / "presets"
 ORDER = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
@@ -100,7 +100,7 @@ def _parsed(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ArgumentError(f"accelerate_config {path} cannot be read: {str(error).splitlines()[0]}.") from error
+        raise ArgumentError(f"accelerate_config {path} cannot be read: {first_line(error)}.") from error
     if not isinstance(settings, dict) or "distributed_type" not in settings:
         raise ArgumentError(
             f"accelerate_config {path} is no config of accelerate's: it has no distributed_type (`accelerate config` writes "

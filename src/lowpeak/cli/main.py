@@ -42,7 +42,8 @@ Several devices (docs/distributed.md); torchrun and accelerate launch work as we
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0, 2 after an error of the user's, 130 after Ctrl-C; of several ranks, theirs.
+    """Run one command and return its exit status: 0; 1 if a self-test failed; 2 after a user's error; 130 after Ctrl-C; of several
+    ranks, their launcher's.
 
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """

@@ -87,8 +87,10 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if job.config.push_to_hub:
+        from lowpeak.data.open import is_on_hub
+
         name = job.data.dataset
-        trainer.push_to_hub(dataset_name=None if Path(name).exists() else name)
+        trainer.push_to_hub(dataset_name=name if is_on_hub(name) else None)
     return 0
 
 

@@ -77,7 +77,7 @@ def _check_json(value: Any) -> None:
         try:
             _read_dict(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"expects a JSON object, not {value!r} ({error})") from None
+            raise ValueError(f"expects a JSON object ({error})") from None
 
 
 def _convert_list(hint: Any, values: list[Any] | tuple[Any, ...]) -> list[Any]:

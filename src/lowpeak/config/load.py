@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, first_line
 
 
 class _Loader(yaml.SafeLoader):
@@ -65,7 +65,7 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 def _reason(error: Exception) -> str:
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}, {error.problem}"
-    return str(error).splitlines()[0]
+    return first_line(error)
 
 
 def merge(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

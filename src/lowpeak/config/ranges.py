@@ -120,14 +120,21 @@ RANGES: dict[str, Range] = {
 def check_ranges(args: Any) -> None:
     """ArgumentError for the first argument that is out of its range; a configuration's own `ranges` go before ours."""
     names = [field.name for field in fields(args)]
-    for name, (fits, text) in (RANGES | getattr(args, "ranges", {})).items():
-        if name in names and not fits(getattr(args, name)):
-            raise ArgumentError(f"{said_as(args, name)}={getattr(args, name)!r} {text}.")
+    for name, range_ in (RANGES | getattr(args, "ranges", {})).items():
+        if name in names:
+            check_range(args, name, range_)
     check_finite(args, names)
     for cadence in ("logging", "eval", "save"):
         steps = getattr(args, f"{cadence}_steps")
         if getattr(args, f"{cadence}_strategy") == "steps" and not steps > 0:
             raise ArgumentError(f"{cadence}_steps={steps!r} must be above 0; {cadence}_strategy='no' turns it off.")
+
+
+def check_range(args: Any, name: str, range_: Range | None = None) -> None:
+    """Raise ArgumentError for an argument that is out of `range_`, by default the one in RANGES."""
+    fits, text = range_ or RANGES[name]
+    if not fits(getattr(args, name)):
+        raise ArgumentError(f"{said_as(args, name)}={getattr(args, name)!r} {text}.")
 
 
 def check_finite(args: Any, names: Iterable[str]) -> None:

@@ -84,7 +84,7 @@ def _check_packing(args: Any) -> None:
     packing, strategy = getattr(args, "packing", False), getattr(args, "packing_strategy", "bfd")
     if getattr(args, "eval_packing", None) is not None:
         logger.warning(
-            "eval_packing=%s changes nothing: an evaluation's numbers are of tokens, and its rows never see one another.",
+            "eval_packing=%s has no effect: evaluation metrics are averaged over tokens, and rows are kept apart.",
             args.eval_packing,
         )
     refuse_idle(args, ("packing_strategy",), packing or strategy == "bfd", "packing is off; remove it")
@@ -333,8 +333,8 @@ def _resolve_sampling(args: Any) -> Sampling:
     )
     require(
         more.get("do_sample") in (None, True),
-        f"generation_kwargs has do_sample={more.get('do_sample')!r}: greedy completions of a prompt are all the same, and their "
-        "log-probs are of no distribution that is trained; remove it (an evaluation is greedy, too).",
+        f"generation_kwargs has do_sample={more.get('do_sample')!r}: greedy completions of a prompt are all the same, so "
+        "there is nothing to compare; remove it (an evaluation is greedy, too).",
     )
     stop, stop_token_ids = _resolve_stops(more)
     return Sampling(

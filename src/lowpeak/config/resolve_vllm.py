@@ -199,7 +199,7 @@ def engine_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """What vllm_engine_kwargs hands to vLLM; ArgumentError for what another argument says, or lowpeak sets itself."""
     require(
         given is None or isinstance(given, Mapping),
-        f"vllm_engine_kwargs={given!r} is no JSON object: write it as '{{\"name\": value}}'.",
+        "vllm_engine_kwargs is not a JSON object: write it as '{\"name\": value}'.",
     )
     for name in given or {}:
         require(

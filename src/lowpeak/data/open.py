@@ -18,7 +18,7 @@ from typing import Any
 import datasets
 from datasets import Dataset, IterableDataset
 
-from lowpeak.errors import DataError
+from lowpeak.errors import DataError, first_line
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
@@ -51,6 +51,11 @@ def open_dataset(
     # Escaped, because `datasets` takes each of them for a pattern: `rows[1].json` would be looked for as `rows1.json`.
     files = [glob.escape(str(path)) for path in paths]
     return _load(str(source), split, streaming, path=_builder(paths), data_files=files)
+
+
+def is_on_hub(source: str) -> bool:
+    """Return whether a source that `open_dataset` takes names a data set on the hub, not a file or a folder."""
+    return _local_paths(source) is None
 
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:
@@ -104,20 +109,26 @@ def _builder(paths: Sequence[Path]) -> str:
 def _check_utf8(paths: Sequence[Path]) -> None:
     """Raise DataError for the first text file that is not UTF-8: some readers of `datasets` notice when a row is used."""
     for path in paths:
-        if path.suffix.lower() not in _TEXT or not path.is_file():
-            continue
-        decoder, num_lines = codecs.getincrementaldecoder("utf-8")(), 0
-        with path.open("rb") as file:
-            for block in chain(iter(partial(file.read, _BLOCK), b""), [b""]):
-                try:
-                    decoder.decode(block, final=not block)
-                except UnicodeDecodeError as error:
-                    line = num_lines + error.object.count(b"\n", 0, error.start) + 1
-                    raise DataError(
-                        f"The data file {path} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x} "
-                        f"({error.reason}); convert the file to UTF-8."
-                    ) from error
-                num_lines += block.count(b"\n")
+        if path.suffix.lower() in _TEXT and path.is_file():
+            try:
+                _check_text(path)
+            except OSError as error:
+                raise _unreadable(str(path), error) from error
+
+
+def _check_text(path: Path) -> None:
+    decoder, num_lines = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        for block in chain(iter(partial(file.read, _BLOCK), b""), [b""]):
+            try:
+                decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                line = num_lines + error.object.count(b"\n", 0, error.start) + 1
+                raise DataError(
+                    f"The data file {path} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x} "
+                    f"({error.reason}); convert the file to UTF-8."
+                ) from error
+            num_lines += block.count(b"\n")
 
 
 def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
@@ -127,7 +138,8 @@ def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | 
             f"The folder {folder} has one of []*? in its name, which is read as a pattern: rename it, or name its files."
         )
     if not saved:
-        _check_utf8(sorted(folder.rglob("*")))
+        files = sorted(folder.rglob("*"))
+        _check_utf8([file for file in files if file.suffix.lower() in _BUILDERS] or files)
         return _load(str(folder), split, streaming, path=str(folder))
     try:
         found = datasets.load_from_disk(str(folder))
@@ -152,7 +164,7 @@ def _open_hub(source: str, split: str | None, name: str | None, streaming: bool)
                 "(HF_HUB_OFFLINE); check the path, or go online once to download it."
             ) from error
         raise DataError(
-            f"{source} is neither a local path nor a data set that the hub can give ({_first_line(error.__cause__)}); "
+            f"{source} is neither a local path nor a data set that the hub can give ({first_line(error.__cause__)}); "
             "check the path or the name, log in if it is private, and check the network."
         ) from error
 
@@ -179,8 +191,4 @@ def _pick(splits: Mapping[Any, Any], split: str | None, source: str) -> Any:
 
 
 def _unreadable(source: str, error: Exception) -> DataError:
-    return DataError(f"The data set {source} cannot be read: {_first_line(error.__cause__ or error)}; check it.")
-
-
-def _first_line(error: BaseException | None) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    return DataError(f"The data set {source} cannot be read: {first_line(error.__cause__ or error)}; check it.")

@@ -221,15 +221,15 @@ def padding_id(tokenizer: Any) -> int:
     raise ModelError("The tokenizer has neither a pad nor an eos token; set tokenizer.eos_token (or pad_token).")
 
 
-def num_rows(dataset: Dataset | IterableDataset) -> int | None:
+def num_rows(dataset: Dataset | IterableDataset, name: str = "The data set") -> int | None:
     """Rows of a data set with random access; None for a stream. An empty one, or several in one, is a DataError."""
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
-        raise DataError(f"The data set has the splits {_names(dataset)}; pass one of them, as in dataset['train'].")
+        raise DataError(f"{name} has the splits {_names(dataset)}; pass one of them, as in dataset['train'].")
     _refuse_other_tables(dataset)
     if not hasattr(dataset, "__len__"):
         return None
     if len(dataset) == 0:
-        raise DataError("The data set is empty; check its file, its split or the filter that made it.")
+        raise DataError(f"{name} is empty; check its file, its split or the filter that made it.")
     return len(dataset)
 
 

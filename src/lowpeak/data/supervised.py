@@ -48,8 +48,8 @@ def check_columns(row: Mapping[str, Any], text_field: str, where: str) -> None:
         and not {"prompt", "completion"} <= row.keys()
     ):
         raise DataError(
-            f"{where} has the columns {', '.join(map(repr, row))}; supervised training reads 'prompt' with "
-            f"'completion', 'messages', {text_field!r}, or 'input_ids': rename them."
+            f"{where} has the columns {', '.join(map(repr, row))}; supervised training reads 'prompt' with 'completion', "
+            f"'messages', 'conversations', {text_field!r}, or 'input_ids': rename them."
         )
 
 
@@ -101,7 +101,10 @@ class SupervisedReader:
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Token ids of the whole row, and which of them count."""
         if self._formatting_func is not None:
-            return self._text(self._formatting_func(row), where)
+            text = self._formatting_func(row)
+            if not isinstance(text, str):
+                raise DataError(f"{where}: formatting_func returned a {type(text).__name__}; it must return a string.")
+            return self._text(text, where)
         check_columns(row, self._text_field, where)
         if "input_ids" in row:
             return self._tokenized(row, where)

@@ -3,7 +3,8 @@
 `install_head` gives a transformers causal LM one more keyword, `head_request`. With it the backbone runs and `lm_head`
 is called as a module with the hidden states and the request, so that whatever wraps the model (DDP's reducer, FSDP2's
 and ZeRO-3's hooks) sees an ordinary forward with ordinary outputs; beside the model the core would get unaveraged or
-mismatched gradients. Without it both forwards are what they were, but for a mixture of experts' loss, which is left out.
+mismatched gradients. Without it both forwards are unchanged, except that a mixture of experts adds no
+load-balancing loss.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowpeak.errors import MemoryExhaustedError
+from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.memory.devices import with_index
 from lowpeak.memory.exhaustion import is_exhaustion
 
@@ -171,4 +171,4 @@ def _explained(what: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not is_exhaustion(error):
             raise
-        raise MemoryExhaustedError(f"offload_during_rollout: {what}. ({str(error).splitlines()[0]})") from error
+        raise MemoryExhaustedError(f"offload_during_rollout: {what}. ({first_line(error)})") from error

@@ -233,8 +233,8 @@ def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
     if rows:
         total = len(judged.records)
         logger.warning(
-            "%s completions have no reward: %s returned None for each of them. Nothing is learned from them; return a number "
-            "from at least one reward. The first is %.60r to %.60r.",
+            "%s completions have no reward from %s, so nothing is learned from them: return a number from at least one reward. "
+            "The first is %.60r to %.60r.",
             f"All {total}" if len(rows) == total else f"{len(rows)} of {total}",
             ", ".join(names),
             judged.texts[rows[0]],

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.damage import name_damaged_file
-from lowpeak.errors import ArgumentError, LowpeakError, ModelError
+from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
 from lowpeak.loading import reads_weights, without_weights
 from lowpeak.logprobs.verify import evaluated
 from lowpeak.ranks import Ranks
@@ -79,7 +79,7 @@ class ModelReward:
     ) -> list[float | None]:
         """One logit per row; rows of messages are read through the tokenizer's chat template."""
         with self.ranks.together() if self.ranks else nullcontext():
-            ids = self._ids(prompts, completions)
+            ids = self._ids(prompts, completions, columns.get("chat_template_kwargs"))
         rewards: list[float | None] = [None] * len(ids)
         with self._ready(), _judging(self.model, self._pad):
             for batch in batches_by_length([len(row) for row in ids], self.max_tokens):
@@ -88,17 +88,22 @@ class ModelReward:
                     rewards[row] = logit
         return rewards
 
-    def _ids(self, prompts: Sequence[Any], completions: Sequence[Any]) -> list[list[int]]:
-        texts = [self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
+    def _ids(
+        self, prompts: Sequence[Any], completions: Sequence[Any], options: Sequence[Any] | None = None
+    ) -> list[list[int]]:
+        rows = zip(prompts, completions, options or [None] * len(prompts), strict=True)
+        texts = [self._text(*row) for row in rows]
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"] if texts else []
 
-    def _text(self, prompt: Any, completion: Any) -> str:
+    def _text(self, prompt: Any, completion: Any, options: Mapping[str, Any] | None) -> str:
         if isinstance(prompt, str):
             return prompt + completion
         if not getattr(self.tokenizer, "chat_template", None):
             raise ModelError(f"The tokenizer of reward model '{self.name}' has no chat template for rows of messages.")
-        # The completion repeats the message that it continues.
-        begun = self._continues and bool(prompt) and prompt[-1]["role"] == "assistant"
+        # The completion repeats the message that it continues, which a row's options may ask for.
+        continues = (options or {}).get("continue_final_message")
+        continues = self._continues if continues is None else continues
+        begun = continues and bool(prompt) and prompt[-1]["role"] == "assistant"
         messages = [*(prompt[:-1] if begun else prompt), *completion]
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
 
@@ -139,7 +144,7 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
     except LowpeakError:
         raise
     except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"Reward model '{name}' cannot be loaded: {_first_line(error)}") from error
+        raise ModelError(f"Reward model '{name}' cannot be loaded: {first_line(error)}") from error
     if report["missing_keys"]:
         raise ModelError(
             f"'{name}' is no reward model: its checkpoint lacks {', '.join(sorted(report['missing_keys']))}, "
@@ -166,16 +171,12 @@ def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTra
     except (OSError, ValueError) as error:
         raise ModelError(
             f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes: "
-            f"{_first_line(error)}"
+            f"{first_line(error)}"
         ) from error
     # Where a folder has none, transformers makes up one of the model's type that knows no words.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(f"Reward model '{origin}' has no tokenizer: pass one in reward_processing_classes.")
     return tokenizer
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 def _config(model: nn.Module) -> Any:

@@ -107,7 +107,7 @@ def _serve(loop: asyncio.AbstractEventLoop, device: int | None) -> None:
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> bool:
-    """Run the loop; False if a task has called sys.exit, which stops a loop before those that wait for the task hear of it."""
+    """Run the loop; False if a task called sys.exit: its waiters get the exception only if the loop runs again."""
     try:
         loop.run_forever()
     except SystemExit:

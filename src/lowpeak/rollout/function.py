@@ -27,6 +27,7 @@ from lowpeak.rollout.engine import RolloutEngine, SliceForm
 from lowpeak.wrapped import num_embeddings
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+_PER_ROW = (*_REQUIRED, "env_mask")
 # vLLM's names of sampling parameters, which TRL's helper takes, and the fields of Sampling that they are.
 _OVERRIDES = {
     "max_tokens": "max_new_tokens",
@@ -212,7 +213,7 @@ def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence
         raise EngineError(f"rollout_func's answer lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
     fields = {name: values if _is_list(values) else [values] * rows for name, values in output.items()}
     for name, values in fields.items():
-        if name in ("prompt_ids", "completion_ids") and values is not output[name]:
+        if name in _PER_ROW and output[name] is not None and values is not output[name]:
             raise EngineError(
                 f"rollout_func's {name!r} is {output[name]!r:.40}; it must be a list with one entry for each of {rows} prompts."
             )

@@ -35,6 +35,7 @@ LIMIT_SECONDS = 600.0
 _LOG_LINES = 15
 _say = partial(print, flush=True)
 _CHILD = "import sys; from lowpeak.selftest.table import answer; answer(*sys.argv[1:])"
+_OVER = "the self-test's time was over"
 _MODULES = tuple(f"lowpeak.selftest.{name}" for name in ("kernels", "memory", "engines", "runs"))
 
 _NEEDS: dict[str, Callable[[], bool]] = {
@@ -153,12 +154,14 @@ def _run(each: Row, device: str, seconds_left: float) -> Outcome:
     lacking = each.lacks()
     if lacking is not None:
         return Outcome("not run", f"needs {lacking}")
+    if seconds_left <= 0:
+        return Outcome("not run", _OVER)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="lowpeak-selftest-", ignore_cleanup_errors=True) as folder:
         log = Path(folder, "output.txt")
         status = _end_of(each, device, log, max(0.0, min(each.seconds, seconds_left)))
         if status is None and seconds_left < each.seconds:
-            return Outcome("not run", "the self-test's time was over")
+            return Outcome("not run", _OVER)
         outcome = _outcome(status, log)
     return Outcome(outcome.result, f"{outcome.numbers}; {time.monotonic() - began:.0f} s", outcome.log)
 

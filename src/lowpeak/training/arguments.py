@@ -30,7 +30,7 @@ from lowpeak.config.asked import (
     take_fsdp_over,
 )
 from lowpeak.config.fsdp1 import convert_environment
-from lowpeak.config.ranges import Range, check_finite, one_of
+from lowpeak.config.ranges import Range, check_finite, check_range, one_of
 from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.config.secrets import hide_secrets
 from lowpeak.errors import ArgumentError
@@ -54,7 +54,7 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
     except json.JSONDecodeError:
         found = None
     if not isinstance(found, dict):
-        raise ArgumentError(f"{name}={text!r} is no JSON object: write it as '{{\"name\": value}}'.")
+        raise ArgumentError(f"{name} is not a JSON object: write it as '{{\"name\": value}}'.")
     return found
 
 
@@ -117,6 +117,7 @@ class CommonConfig(TrainingArguments):
         self._default_checkpointing()
         self._settle_sharding()
         meet_anew()
+        check_range(self, "ddp_timeout")  # used at once, by transformers too
         if self.use_cpu or is_on(os.environ, "ACCELERATE_USE_CPU"):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
         check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers makes them whole

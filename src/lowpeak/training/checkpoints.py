@@ -23,7 +23,9 @@ from lowpeak.checkpoint.atomic import prune, staged
 from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
 from lowpeak.checkpoint.state import RunState, save_run_state
 from lowpeak.damage import name_damaged_file
-from lowpeak.errors import CheckpointError
+from lowpeak.errors import CheckpointError, LowpeakError, first_line
+from lowpeak.memory.exhaustion import is_exhaustion
+from lowpeak.ranks import is_lost_connection
 from lowpeak.strategies.outgoing import active_adapters, adapter_state
 from lowpeak.strategies.shards import has_shards
 from lowpeak.strategies.strategy import Strategy
@@ -113,12 +115,16 @@ def fitting(checkpoint: str, what: str, remedy: str) -> Iterator[None]:
     try:
         with name_damaged_file(checkpoint, CheckpointError, "resume from another checkpoint"):
             yield
+    except LowpeakError:
+        raise
     except (EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
             f"the {what} in {checkpoint} are damaged (cut off or changed): resume from another checkpoint."
         ) from error
     except (KeyError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
+        if is_exhaustion(error) or is_lost_connection(error):
+            raise
+        reason = first_line(error)
         raise CheckpointError(
             f"the {what} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
         ) from error

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -104,7 +104,7 @@ def make_engine(
         if rollout_func is None:
             return vllm
         check_function(parts.settings.vllm)
-        return function_engine(trainer, parts, rollout_func, vllm, lambda: nullcontext(parts.policy))
+        return function_engine(trainer, parts, rollout_func, vllm, lambda: strategy.hold(trainer.model_wrapped, 0))
     native = NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, device)
     if rollout_func is None:
         return native

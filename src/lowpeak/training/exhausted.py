@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lowpeak.errors import MemoryExhaustedError
+from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.phases import Phase
 
@@ -31,5 +31,5 @@ def explained(phase: Phase, trainer: Any) -> Iterator[None]:
             raise
         sizes = trainer.run.sizes.as_dict()
         remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**sizes)
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
+        words = first_line(error)
         raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({words})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import sys
@@ -116,6 +117,16 @@ def _dataset_id(dataset: Any) -> str | None:
     return next((found[1] for found in map(_HUB_DATASET.match, sources) if found), None)
 
 
+def _without_secrets(word: str) -> str:
+    """A word of a command without the tokens in its JSON, if it has any: `--name={...}` or `{...}`."""
+    start = word.find("{")
+    try:
+        given = json.loads(word[start:]) if start >= 0 else None
+    except json.JSONDecodeError:
+        return word
+    return word[:start] + json.dumps(hide_secrets(given)) if isinstance(given, dict) else word
+
+
 def _command(argv: Sequence[str]) -> str:
     """The command that the process was started with, without folders of its program and without tokens."""
     program = Path(argv[0])
@@ -125,6 +136,6 @@ def _command(argv: Sequence[str]) -> str:
     for word in argv[1:]:
         name, equals, _ = word.partition("=")
         secret = name.startswith("-") and is_secret(name.lstrip("-").replace("-", "_"))
-        words.append(HIDDEN if hidden else f"{name}={HIDDEN}" if secret and equals else word)
+        words.append(HIDDEN if hidden else f"{name}={HIDDEN}" if secret and equals else _without_secrets(word))
         hidden = secret and not equals
     return shlex.join(words)

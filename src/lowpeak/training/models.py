@@ -7,7 +7,6 @@ base under LoRA, stay in the checkpoint's dtype; adapters are fp32.
 from __future__ import annotations
 
 import copy
-import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.config.asked import WHOLE, Cut
 from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
-from lowpeak.damage import name_damaged_file
+from lowpeak.damage import check_generation_config, name_damaged_file
 from lowpeak.data.prompts import check_tokenizer
-from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError
+from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
 from lowpeak.loading import in_parts, reads_weights, straight_to, without_weights
 from lowpeak.ranks import Ranks
 
@@ -147,7 +146,7 @@ def from_pretrained(
     """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere; see `reads_weights`."""
     try:
         with name_damaged_file(name, ModelError, "copy or download the model again"):
-            _check_generation_config(Path(name))
+            check_generation_config(Path(name))
             if cut != WHOLE:
                 return in_parts(auto, name, kwargs, cut)
             if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
@@ -158,7 +157,7 @@ def from_pretrained(
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
     except (OSError, ValueError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         if "trust_remote_code" in str(error):
             raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
         if "Unrecognized configuration class" in reason:
@@ -170,13 +169,6 @@ def from_pretrained(
             f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
             f"from the hub ({reason}). Check the path, or fetch it once while online."
         ) from error
-
-
-def _check_generation_config(folder: Path) -> None:
-    """Read a folder's generation_config.json: where it is damaged, transformers takes its defaults, without the end tokens."""
-    file = folder / "generation_config.json"
-    if file.is_file():
-        json.loads(file.read_text(encoding="utf-8"))
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:
@@ -309,7 +301,7 @@ def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
     try:
         return get_peft_model(model, peft_config, **options)
     except ValueError as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = first_line(error)
         raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
 
 

@@ -33,12 +33,15 @@ def check_data(
             f"eval_strategy={str(args.eval_strategy.value)!r} has no data: pass eval_dataset (--eval_dataset or --eval_split), or "
             "set eval_strategy='no'."
         )
-    named = {"": train_dataset, "eval_dataset: ": eval_dataset}
+    named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
     if isinstance(eval_dataset, dict):
-        named = {"": train_dataset, **{f"eval_dataset[{name!r}]: ": data for name, data in eval_dataset.items()}}
+        named = {
+            "train_dataset": train_dataset,
+            **{f"eval_dataset[{name!r}]": each for name, each in eval_dataset.items()},
+        }
     for name, dataset in named.items():
-        if dataset is not None and num_rows(dataset) is not None:
-            check_row(dataset[0], f"{name}row 0")
+        if dataset is not None and num_rows(dataset, name) is not None:
+            check_row(dataset[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
 
 
 def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:

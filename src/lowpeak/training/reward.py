@@ -17,7 +17,7 @@ from lowpeak.algorithms.reward_model import make_reward_model
 from lowpeak.config.asked import WHOLE
 from lowpeak.config.reward_model import resolve_reward_model
 from lowpeak.data.preference import PreferenceReader, check_columns, flat, read_pairs
-from lowpeak.errors import ArgumentError, ModelError
+from lowpeak.errors import ArgumentError, ModelError, first_line
 from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig
@@ -140,7 +140,7 @@ def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:
             AutoModelForSequenceClassification, name, num_labels=1, output_loading_info=True, **given
         )
     except RuntimeError as error:  # a head of another size
-        reason = str(error).strip().splitlines()[0]
+        reason = first_line(error)
         raise ModelError(f"{name!r} cannot be loaded as a classifier with one label ({reason}).") from error
     model, report = found if isinstance(found, tuple) else (found, {"missing_keys": ()})
     is_new = any(key.startswith("score.") for key in report["missing_keys"])

@@ -40,7 +40,7 @@ class SFTTrainer(OfflineTrainer):
     """
 
     config_class: ClassVar[type[CommonConfig]] = SFTConfig
-    columns: ClassVar[str] = "prompt and completion, messages, text, or input_ids"
+    columns: ClassVar[str] = "prompt and completion, messages, conversations, text, or input_ids"
 
     def __init__(
         self,
@@ -135,7 +135,9 @@ class SFTTrainer(OfflineTrainer):
                 own[row] = nested_numpify((preprocess(logits, labels_1L), labels_1L))
         found = reduce(lambda merged, part: {**merged, **part}, ranks.gather(own))
         rows = [found[row] for row in range(len(records))]
-        return EvalPrediction(*reduce(partial(nested_concat, padding_index=-100), rows))
+        while len(rows) > 1:  # in pairs, so that no row is copied for each that follows
+            rows = [reduce(partial(nested_concat, padding_index=-100), rows[i : i + 2]) for i in range(0, len(rows), 2)]
+        return EvalPrediction(*rows[0])
 
 
 def _ids_and_labels(record: Record) -> tuple[Tensor, Tensor]:

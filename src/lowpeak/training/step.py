@@ -20,6 +20,7 @@ from lowpeak.algorithms.measure import measure_top1
 from lowpeak.attention.install import forward_arguments, padded_rows
 from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.logprobs.head import HeadRequest
+from lowpeak.logprobs.verify import evaluated
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 from lowpeak.strategies.strategy import Strategy
@@ -169,15 +170,12 @@ def _choices_of_step(model: nn.Module, micro_batches: Sequence[MicroBatch], core
     """How often the step's tokens choose each expert, by a pass without gradients: [E]; None where one micro-batch is all."""
     if core.load_balance is None or len(micro_batches) * ranks.world_size == 1:
         return None
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with evaluated(model):
         answers = (
             _forward(model, batch.to(core.device), core, logprobs=False, routing=_routing_request(batch, core))
             for batch in micro_batches
         )
         choices_E = reduce(torch.add, (answer["routing"][0] for answer in answers))
-    model.train(was_training)
     return ranks.sum_tensor(choices_E)
 
 

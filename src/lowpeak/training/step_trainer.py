@@ -282,7 +282,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.run.noted = merge_metrics(self.run.noted, metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; with a training loss, and with a run's last entry, come the metrics of the steps that none has told of yet."""
+        """Log; a training log, and a run's last one, have the metrics of all steps since the log before."""
         if "loss" in logs or "train_runtime" in logs:
             metrics, self.run.metrics = self.run.metrics, {}
             values = {name: metric.value() for name, metric in metrics.items()}
@@ -365,7 +365,7 @@ class StepTrainer(ModelCardMixin, Trainer):
                 key for group in self.optimizer.param_groups for key in self.optimizer.defaults if key not in group
             ]
             if missing:  # torch takes another optimizer's groups and fails at its first step
-                raise KeyError(f"they have no {missing[0]}")
+                raise ValueError(f"they have no {missing[0]}")
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""

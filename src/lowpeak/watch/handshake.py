@@ -21,7 +21,13 @@ def accept_known(
     Ends at the monotonic time `until`, or when another thread closes the server. Callers are read together, so none waits for
     another. Of more than MAX_STRANGERS that have not shown the token, the one that has waited longest is dropped.
     """
-    with _Strangers(server, len(token) + num_more) as strangers:
+    try:
+        callers = _Strangers(server, len(token) + num_more)
+    except (OSError, ValueError):
+        if server.fileno() < 0:
+            return
+        raise
+    with callers as strangers:
         while server.fileno() >= 0 and (left := until - time.monotonic()) > 0:
             for connection, greeting in strangers.read(min(_TICK, left)):
                 if hmac.compare_digest(greeting[: len(token)], token):

@@ -138,6 +138,8 @@ def _answer(server: socket.socket, token: str, number: int) -> list[Line]:
         lines.append(Line(connection, int.from_bytes(rank)))
         if len(lines) == number:
             return lines
+    for line in lines:
+        line.close()
     raise TimeoutError(f"{len(lines)} of {number} ranks called within {CONNECT_SECONDS:.0f} s")
 
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lowpeak.errors import LowpeakError, RankError
+from lowpeak.errors import LowpeakError, RankError, first_line
 from lowpeak.ranks import Ranks, is_lost_connection, leave_at_exit
 from lowpeak.watch.lines import Line, connect
 from lowpeak.watch.verdict import GONE, Verdict, places, told
@@ -118,7 +118,7 @@ class Watch:
             return found
         if not lost:
             return None
-        words = str(error).strip().splitlines()[0]
+        words = first_line(error)
         return RankError(
             f"no answer from the other ranks in {self._phase()}, though all are alive or stopped ({self._everybody()}): {words}. "
             "Where one only takes long, raise ddp_timeout."

@@ -133,15 +133,12 @@ def test_a_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path):
         "checkpoint-5.staged",
         "notes.staged",
         "final.removing",
-        ".lowpeak.export",
-        "critic/.lowpeak.export",
     ):
-        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("x")
     sweep(tmp_path)
     sweep(tmp_path / "nowhere")
-    assert names(tmp_path) == ["checkpoint-5", "critic", "final.removing", "notes.staged"]
-    assert names(tmp_path / "critic") == []
+    assert names(tmp_path) == ["checkpoint-5", "final.removing", "notes.staged"]
     assert (whole / "inner" / "weights").read_text() == "whole"
 
 

@@ -53,7 +53,10 @@ def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
     target = tmp_path / "target"
     target.write_text("precious")
     (tmp_path / LOCK_FILE).symlink_to(target)
-    with pytest.raises(CheckpointError, match=r"\.lowpeak\.lock is a symbolic link.*remove it"), only_run(tmp_path):
+    with (
+        pytest.raises(CheckpointError, match=r"\.lowpeak\.lock is a symbolic link.*remove the link"),
+        only_run(tmp_path),
+    ):
         pass
     assert target.read_text() == "precious"
 

@@ -76,7 +76,7 @@ def test_files_that_resuming_does_not_read_do_not_matter(tmp_path):
 
 def test_ranks_read_a_share_each_and_all_raise(tmp_path):
     def work(ranks):
-        shares = ranks.gather(digest_share(tmp_path, ranks.rank, ranks.world_size))
+        shares = ranks.gather(digest_share(tmp_path, ranks))
         if ranks.rank == 0:
             write_manifest(tmp_path, shares)
         ranks.max([0.0])

@@ -85,7 +85,7 @@ def test_without_devices_of_its_own_a_machine_has_a_server_on_its_cpus():
         ({"vllm_devices": ""}, "'' is no device"),
         ({"vllm_devices": "cpu", "vllm_tensor_parallel_size": 0}, "the tensor parallel size 0 must be at least 1"),
         ({"vllm_devices": "1", "vllm_engine_kwargs": {"model": "x"}}, "has model, which lowpeak sets itself"),
-        ({"vllm_devices": "1", "vllm_engine_kwargs": "x"}, "vllm_engine_kwargs='x' is no JSON object"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": "x"}, "vllm_engine_kwargs is not a JSON object"),
         (
             {"vllm_devices": "1", "kv_cache_bytes": 1, "vllm_gpu_memory_utilization": 0.8},
             "0.8 has no effect: --kv_cache_bytes is",

@@ -135,9 +135,17 @@ def test_a_servers_token_is_written_through_no_link(tmp_path, monkeypatch):
         pass
     (tmp_path / "mine").write_text("precious")
     path.symlink_to(tmp_path / "mine")
-    with saved_token(8000, "second"):
-        assert not path.is_symlink()
+    with pytest.raises(ArgumentError, match=r"cannot be written"), saved_token(8000, "second"):
+        pass
     assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_a_second_server_for_a_port_neither_replaces_nor_removes_the_firsts_token(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with saved_token(8000, "first"):
+        with pytest.raises(ArgumentError, match="uses port 8000"), saved_token(8000, "second"):
+            pass
+        assert find_token("127.0.0.1", 8000) == "first"
 
 
 def test_a_token_that_cannot_be_saved_is_told(tmp_path, monkeypatch):

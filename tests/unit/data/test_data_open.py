@@ -191,6 +191,23 @@ def test_a_text_file_of_a_folder_that_is_not_utf_8_is_named(tmp_path):
         open_dataset(tmp_path)
 
 
+def test_text_beside_the_data_of_a_folder_may_be_in_any_encoding(tmp_path):
+    write(tmp_path / "train.jsonl", ROWS)
+    (tmp_path / "LICENSE.txt").write_bytes("© café".encode("latin-1"))
+    assert len(open_dataset(tmp_path)) == len(ROWS)
+
+
+def test_a_text_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
+    path = write(tmp_path / "rows.jsonl", ROWS)
+
+    def refuse(*of, **more):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(type(path), "open", refuse)
+    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: .*Permission denied"):
+        open_dataset(path)
+
+
 def test_a_broken_saved_folder_cannot_be_read(tmp_path):
     (tmp_path / "state.json").write_text("{}")
     (tmp_path / "dataset_info.json").write_text("{}")

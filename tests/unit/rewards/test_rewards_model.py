@@ -94,12 +94,16 @@ def test_a_message_that_is_continued_is_read_once():
     prompt = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
     texts = {"": "<user>1<eos><assistant>2<eos><assistant>34<eos>", "2": "<user>1<eos><assistant>234<eos>"}
     for begun, text in texts.items():
-        options = {"continue_final_message": True} if begun else {}
-        model = ModelReward(classifier(), tokenizer(chat=True), chat_template_kwargs=options)
-        panel, one = RewardPanel([model], RewardSettings((1.0,)), lambda ids: "34"), group(prompt, "x")
-        judged = panel.judge([replace(one, prompt=replace(one.prompt, begun=begun))])
         whole = one_by_one(classifier(), tokenizer(chat=True), [text])
-        assert judged.records[0].rewards == pytest.approx(whole, abs=1e-5)
+        options = {"continue_final_message": bool(begun)}
+        for of_run, of_row in (
+            (options, {}),
+            ({"continue_final_message": not begun}, {"chat_template_kwargs": options}),
+        ):
+            model = ModelReward(classifier(), tokenizer(chat=True), chat_template_kwargs=of_run)
+            panel, one = RewardPanel([model], RewardSettings((1.0,)), lambda ids: "34"), group(prompt, "x", **of_row)
+            judged = panel.judge([replace(one, prompt=replace(one.prompt, begun=begun))])
+            assert judged.records[0].rewards == pytest.approx(whole, abs=1e-5)
 
 
 def test_chat_template_kwargs_reach_the_template():

@@ -57,6 +57,7 @@ def main(folder):
     saved = {
         "save_steps": 1,
         "push_to_hub": True,
+        "hub_always_push": True,  # by default transformers leaves a push out while the one before is under way
         "hub_model_id": "adapter",
         "hub_token": "secret",
         "hub_strategy": "every_save",

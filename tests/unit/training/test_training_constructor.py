@@ -25,7 +25,7 @@ from lowpeak import (
     SFTConfig,
     SFTTrainer,
 )
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, DataError
 from lowpeak.training.step import run_step
 from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
@@ -183,6 +183,11 @@ def test_a_model_with_virtual_tokens_is_refused(tmp_path, trainer):
 
 
 # supervised training
+
+
+def test_a_formatting_func_that_gives_no_text_is_named(tmp_path):
+    with pytest.raises(DataError, match="row 0: formatting_func returned a list; it must return a string"):
+        made(SFTTrainer, tmp_path, data=Dataset.from_list([{"a": "1"}]), formatting_func=lambda row: [row["a"]]).train()
 
 
 def test_a_formatting_func_makes_the_text_that_is_trained_on(tmp_path):

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from hub import serve_hub
 from tiny import tiny_model
 
+KWARGS = ["--model_init_kwargs", '{"token": "secret"}']
 SCRIPT = Path(__file__).with_name("push_runs.py")
 KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward", "adapter")
 
@@ -26,7 +27,16 @@ def hub(tmp_path_factory):
     with serve_hub() as hub:
         hub_variables = {"HF_ENDPOINT": hub.url, "HF_HUB_OFFLINE": "0", "HF_TOKEN": "secret", "HF_HOME": str(folder)}
         paths = os.pathsep.join([str(SCRIPT.parents[2]), *sys.path])
-        command = [sys.executable, str(SCRIPT), str(folder), "--hub_token", "secret", "--seed=3", "hf_abcdefghijkl"]
+        command = [
+            sys.executable,
+            str(SCRIPT),
+            str(folder),
+            "--hub_token",
+            "secret",
+            "--seed=3",
+            "hf_abcdefghijkl",
+            *KWARGS,
+        ]
         done = subprocess.run(
             command,
             env={**os.environ, **hub_variables, "PYTHONPATH": paths},
@@ -96,7 +106,7 @@ def test_a_card_tells_no_token_and_no_folder(hub):
         assert "secret" not in text
         assert "hf_abc" not in text
         assert "hub_model_id" not in text
-        assert "--hub_token '<hidden>' --seed=3 <hidden>" in text
+        assert "--hub_token '<hidden>' --seed=3 <hidden> --model_init_kwargs '{\"token\": \"<hidden>\"}'" in text
 
 
 def test_no_file_that_is_pushed_or_saved_holds_a_token(hub):

@@ -358,7 +358,7 @@ def test_a_rollout_that_nobody_scored_is_told_once(tmp_path, caplog):
     messages = unscored(caplog)
     assert len(messages) == 2
     assert messages[0].startswith(
-        "All 16 completions have no reward: <lambda>, <lambda>_2 returned None for each of them. Nothing is learned from them"
+        "All 16 completions have no reward from <lambda>, <lambda>_2, so nothing is learned from them"
     )
 
 
@@ -370,7 +370,7 @@ def test_completions_that_nobody_scored_are_counted_and_the_first_is_shown(tmp_p
     run.train()
     row = run.rollout.rows[3]
     (message,) = unscored(caplog)
-    assert message.startswith("2 of 8 completions have no reward: reward returned None for each of them.")
+    assert message.startswith("2 of 8 completions have no reward from reward, so nothing")
     assert f"The first is {row['completion']!r} to {row['prompt']!r}" in message
     caplog.clear()
     grpo(tmp_path / "scored", max_steps=1).train()

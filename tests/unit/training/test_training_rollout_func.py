@@ -213,6 +213,8 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
             "'prompt_ids' has 4 entries for 2 prompts; it must have one for each, and each prompt comes 2 times",
         ),
         (answer(score=[1.0]), "'score' has 1 entries for 2 prompts"),
+        (answer(logprobs=0.0), "'logprobs' is 0.0; it must be a list with one entry for each of 2 prompts"),
+        (answer(env_mask=1), "'env_mask' is 1; it must be a list with one entry for each of 2 prompts"),
         (answer(completion_ids=5), "'completion_ids' is 5; it must be a list with one entry for each of 2 prompts"),
         (
             answer(logprobs=[[-1.0] * 4, [-1.0] * 4]),

@@ -6,8 +6,6 @@ that is asked by the number of a row.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from datasets import Dataset
@@ -269,12 +267,20 @@ def test_a_service_is_asked_by_the_number_of_a_row_of_the_data_set_that_is_used(
 
 def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):
     told = {"use_vllm": True, "vllm_mode": "server", "max_completion_length": 3, "num_generations": 4}
-    run = trainer_of(tmp_path, echo, reward_from_env, **told)
+    modes = []
+
+    def asking(prompts, trainer):
+        modes.append([module.training for module in trainer.model.modules()])
+        return echo(prompts, trainer)
+
+    run = trainer_of(tmp_path, asking, reward_from_env, **told)
     assert isinstance(run.maker.engine, FunctionEngine)
     vllm = scripted()
-    run.maker.engine = function_engine(run, run.parts, echo, engine_over(vllm), lambda: nullcontext(run.model))
+    run.maker.engine = function_engine(run, run.parts, asking, engine_over(vllm), run.maker.engine._hold)
     run.maker.engine.close()
     run.train()
+    # The flag of the model alone is on, as TRL's functions read it.
+    assert all(mode == [True] + [False] * (len(mode) - 1) for mode in modes)
     assert vllm.policy_version == 1
     asked = [request for wave in vllm.waves for request in wave]
     assert len(asked) == 16

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from lowpeak.watch.handshake import accept_known
 from lowpeak.watch.lines import Line, _answer, _call
 
 TOKEN = "0123456789abcdef" * 2
@@ -85,6 +86,12 @@ def test_strangers_neither_stop_rank_0_nor_keep_a_late_rank_out(who: str) -> Non
         for line in (early, late):
             line.close()
         del kept
+
+
+def test_a_server_that_was_closed_before_lets_nobody_in() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    server.close()
+    assert list(accept_known(server, b"token")) == []
 
 
 def test_what_a_rank_sends_with_its_token_is_its_first_message() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from lowpeak.config.secrets import hide_secrets
 from lowpeak.config.vllm import ColocateSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
 from lowpeak.memory.tracker import free_bytes
@@ -295,7 +296,7 @@ def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Rank
     try:
         return LLM(**{**arguments, **where.engine_kwargs})
     except TypeError as error:
-        raise ArgumentError(f"vllm_engine_kwargs={dict(where.engine_kwargs)!r}: {error}") from error
+        raise ArgumentError(f"vllm_engine_kwargs={hide_secrets(where.engine_kwargs)!r}: {error}") from error
     except Exception as error:
         raise _explained("vLLM could not be built in this process", error, settings) from error
 

@@ -1,7 +1,7 @@
 """The token that a server demands, on every route but `/health`, and where runs on the same host find it.
 
 vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): whoever
-reaches the port could replace the weights through `/collective_rpc`. It is an ASGI middleware for vLLM's `--middleware`.
+reaches the port could replace the weights through `/collective_rpc`. `TokenMiddleware` is for vLLM's `--middleware`.
 """
 
 from __future__ import annotations
@@ -52,22 +52,42 @@ class TokenMiddleware:
 
 @contextmanager
 def saved_token(port: int, token: str) -> Iterator[Path]:
-    """Keep the token of the server at `port` in a file that its user alone can read, during the block."""
+    """Keep the token of the server at `port` in a file that its user alone can read, during the block.
+
+    The file is locked meanwhile: vLLM takes the port a minute later, and another server could be started for it until then.
+    """
+    import fcntl  # of Unix alone, as vLLM
+
     path = _token_file(port)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)  # of a server that was killed
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(token)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
-        raise ArgumentError(
-            f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {TOKEN} to it, for the "
-            "server and for the run."
-        ) from error
-    try:
-        yield path
-    finally:
-        path.unlink(missing_ok=True)
+        raise _not_written(path, error) from error
+    with os.fdopen(descriptor, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(descriptor, 0o600)
+            file.truncate(0)
+            file.write(token)
+            file.flush()
+        except BlockingIOError as error:
+            raise ArgumentError(
+                f"another lowpeak serve on this host uses port {port}: choose another --port."
+            ) from error
+        except OSError as error:
+            raise _not_written(path, error) from error
+        try:
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _not_written(path: Path, error: OSError) -> ArgumentError:
+    return ArgumentError(
+        f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {TOKEN} to it, for the server "
+        "and for the run."
+    )
 
 
 def find_token(host: str | None, port: int | None) -> str | None:
