@@ -15,6 +15,7 @@ An exported model (`save_model`) shares its folder with other files, so its file
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -39,6 +40,7 @@ _LEFTOVER = re.compile(r"(checkpoint-\d+)\.(staged|replaced|removing)")
 _EXPORT_STAGE = ".lowpeak.export"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
 _OS_ERROR = re.compile(r"os error (\d+)")  # how safetensors reports errno
 _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  # how torch.save fails, without errno
 
@@ -116,21 +118,37 @@ def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
 
 
 def _replace_files(stage: Path, folder: Path) -> None:
-    """Give a stage's files their places, the index of weights last; weights of an earlier export that are none of them go."""
+    """Give a stage's files their places, the index of weights last; an earlier export's weights and adapter go."""
     names = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
     names.sort(key=lambda name: name.name == _INDEX)
+    whole = any(name.match("model*.safetensors") for name in names)
+    stale = [folder / name for name in _ADAPTER if whole and Path(name) not in names]  # from_pretrained would apply it
     if Path(_INDEX) in names:  # without an index nothing loads until the new one is there
-        for stale in (folder / _INDEX, folder / _WEIGHTS):
-            stale.unlink(missing_ok=True)
-        _sync(folder)
+        stale += [folder / _INDEX, folder / _WEIGHTS]
+    for path in stale:
+        path.unlink(missing_ok=True)
+    _sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
-    if any(name.match("model*.safetensors") for name in names):
+    if whole:
         for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
             if path.relative_to(folder) not in names:
                 path.unlink(missing_ok=True)
     _sync(folder)
+    if not whole and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
+        _warn_of_base(folder)
+
+
+def _warn_of_base(folder: Path) -> None:
+    base = json.loads((folder / _ADAPTER[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if base is None or Path(base).resolve() != folder.resolve():
+        logger.warning(
+            "%s also holds a whole model, which from_pretrained takes as the base of the adapter saved there now, in place of "
+            "%s: remove that model's config.json and weights, or save the adapter into another folder.",
+            folder,
+            base,
+        )
 
 
 @contextmanager

@@ -179,6 +179,28 @@ def test_a_merged_model_whose_adapter_parts_tied_weights_is_written_with_both(tm
     torch.testing.assert_close(merged(ids).logits, run.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_a_merged_model_replaces_an_adapter_that_was_saved_there(tmp_path):
+    run = trainer(tmp_path / "run", tiny_model(), LoraConfig(**LORA), save_strategy="no")
+    run.train()
+    for folder in ("fresh", "used"):
+        if folder == "used":
+            run.save_model(str(tmp_path / folder))
+        run.save_merged_model(str(tmp_path / folder))
+    fresh, used = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("fresh", "used"))
+    assert used.state_dict().keys() == fresh.state_dict().keys()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(used(ids).logits, run.model.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+def test_an_adapter_saved_over_a_whole_model_is_told(tmp_path, caplog):
+    run = trainer(tmp_path / "run", tiny_model(), LoraConfig(**LORA), save_strategy="no")
+    run.save_model(str(tmp_path / "run"))
+    assert "also holds a whole model" not in caplog.text
+    run.save_merged_model(str(tmp_path / "run"))
+    run.save_model(str(tmp_path / "run"))
+    assert f"{tmp_path / 'run'} also holds a whole model" in caplog.text
+
+
 def test_an_adapter_that_parts_what_vllm_keeps_as_one_is_refused(tmp_path):
     vllm = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": "http://127.0.0.1:9"}
     with pytest.raises(ArgumentError, match="different weights of embedding and head, which the model's config ties"):
