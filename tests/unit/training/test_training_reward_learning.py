@@ -36,14 +36,14 @@ def test_a_trained_reward_model_ranks_held_out_pairs_and_grpo_climbs_it(tmp_path
     assert trainer.evaluate()["eval_accuracy"] > 0.9
     trainer.save_model(str(tmp_path / "judge"))
     judged = rewards_of_grpo(tmp_path, tokenizer)
-    assert sum(judged[-3:]) / 3 > sum(judged[:3]) / 3 + 1
+    assert sum(judged[-10:]) / 10 > sum(judged[:5]) / 5 + 1  # three standard errors; steps of 64 rows differ by 0.6
 
 
 def rewards_of_grpo(tmp_path, tokenizer):
     """The judge's mean reward of each of a few steps, of a policy that starts knowing nothing."""
     args = GRPOConfig(
         output_dir=str(tmp_path / "grpo"),
-        max_steps=20,
+        max_steps=40,
         per_device_train_batch_size=64,
         num_generations=8,
         max_completion_length=noisy_sort.MAX_COMPLETION_LENGTH,
@@ -56,7 +56,7 @@ def rewards_of_grpo(tmp_path, tokenizer):
         model=noisy_sort.make_model(0),
         reward_funcs=str(tmp_path / "judge"),
         args=args,
-        train_dataset=noisy_sort.make_prompts(160, seed=0),
+        train_dataset=noisy_sort.make_prompts(320, seed=0),
         processing_class=tokenizer,
     )
     online.train()
