@@ -8,6 +8,7 @@ NaN and infinities become null: JSON has neither.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import logging
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lowpeak.checkpoint.lock import open_no_link
 from lowpeak.errors import CheckpointError
 
 STEPS = "steps"
@@ -26,6 +28,7 @@ ROLLOUTS = "rollouts"
 _INT64 = 2**63
 _AS_THEY_ARE = (bool, str, type(None))
 _BLOCK = 1 << 16
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 logger = logging.getLogger(__name__)
@@ -43,6 +46,14 @@ class Journal:
         self._writes = writes
         self._ours = False  # whether the files below `folder` belong to this run
         self._written = False
+
+    def check(self) -> None:
+        """CheckpointError where something else has the place of the folder, or of a file that is written or replaced."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise CheckpointError(f"{self.folder} is a file, and the journal needs a folder there: move or remove it.")
+        for path in (_path(self.folder, name) for name in (STEPS, ROLLOUTS)):
+            if path.is_symlink() or path.exists():
+                _check_file(path)
 
     def resume_at(self, step: int) -> None:
         """Continue the files as they were after `step`: lines of later steps, and a torn last line, are removed.
@@ -84,7 +95,7 @@ class Journal:
             if not self._ours:
                 _set_aside(self.folder)
                 self._ours = True
-            descriptor = os.open(_path(self.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            descriptor = open_no_link(_path(self.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
             try:
                 for row in rows:
                     _append_line(descriptor, _line({"step": step} | dict(row) | {"step": step}))
@@ -164,11 +175,17 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 logger.warning("%s: line %d is cut off or damaged and is left out.", path, number)
 
 
+def _check_file(path: Path) -> None:
+    if path.is_dir():
+        raise CheckpointError(f"{path} is a folder, and the journal writes a file there: move or remove it.")
+    os.close(open_no_link(path, os.O_RDONLY))
+
+
 def _keep_until(path: Path, step: int) -> None:
     if not path.exists():
         return
     copy = path.with_name(f"{path.name}.new")
-    with copy.open("wb") as file:
+    with os.fdopen(open_no_link(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(line for line, row in _rows(path) if row["step"] <= step)
         file.flush()
         os.fsync(file.fileno())
@@ -187,7 +204,7 @@ def _set_aside(folder: Path) -> None:
 
 
 def _drop_torn_line(path: Path) -> None:
-    with path.open("rb+") as file:
+    with os.fdopen(open_no_link(path, os.O_RDWR), "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - _BLOCK)
@@ -212,6 +229,9 @@ def _sync(path: Path) -> None:
 def _writing(folder: Path) -> Iterator[None]:
     try:
         yield
+    except CheckpointError:
+        raise
     except OSError as error:
         message = f"cannot write the journal in {folder}: {error.strerror}; the lines before are whole"
-        raise CheckpointError(f"{message}. Make room or choose another output_dir, and resume.") from error
+        remedy = "Make room" if error.errno in _FULL else "Make it writable"
+        raise CheckpointError(f"{message}. {remedy} or choose another output_dir, and resume.") from error

@@ -12,14 +12,17 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
 from setups import build, named_models, prepare, spread
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from lowpeak.config.memory import MemorySettings
+from lowpeak.journal import read_steps
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.share import Shares
 from lowpeak.training.layouts import prepare_layout
@@ -167,6 +170,20 @@ def failing_load(place: Path) -> None:
     GRPOTrainer(model=model, reward_funcs=spread, args=args, train_dataset=_rows(), processing_class=_tokenizer())
 
 
+def failing_resume(place: Path) -> None:
+    """One rank alone cannot load: the folder stays as it was."""
+    saved: dict[str, Any] = {"name": "resume", "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    run_with(place, spread, **saved).train()
+    resumed = run_with(place, spread, **saved)
+    broken = KeyError("last_epoch") if rank() == 1 else None
+    try:
+        with patch.object(LambdaLR, "load_state_dict", side_effect=broken):
+            resumed.train(resume_from_checkpoint=str(place / "resume" / "checkpoint-1"))
+    finally:
+        assert (place / "resume" / "checkpoint-2").is_dir()
+        assert len(read_steps(place / "resume" / "journal")) == 2
+
+
 def broken_weight(place: Path) -> None:
     """A NaN in one rank's copy of a weight that no forward reads: only that rank sees it, when the checkpoint is due."""
     trainer = run_with(place, spread, name="weights", save_strategy="steps", save_steps=1)
@@ -212,6 +229,7 @@ FAILURES = {
     "data": failing_data,
     "folder": failing_folder,
     "load": failing_load,
+    "resume": failing_resume,
     "weights": broken_weight,
     "memory": out_of_memory,
     "held": second_run_in_the_folder,

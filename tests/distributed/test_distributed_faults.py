@@ -33,6 +33,7 @@ def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("data", 1, "DataError", "row 3 has a prompt of type int"),
         ("folder", 0, "ArgumentError", "blocked/run' cannot be written: Not a directory"),
         ("load", 1, "ModelError", "no-such-model"),
+        ("resume", 1, "CheckpointError", "do not fit this run ('last_epoch'): resume with the same optim"),
         ("memory", 1, "MemoryExhaustedError", "out of memory in phase score: set micro_batch_tokens below 64"),
         ("held", 0, "CheckpointError", "is writing into"),
     ],

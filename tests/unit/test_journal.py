@@ -230,3 +230,38 @@ def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot write the journal in .*file/run: Not a directory"):
         Journal(tmp_path / "file" / "run").write_step(1, {})
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "rollouts.jsonl", "steps.jsonl.new"])
+def test_no_file_is_written_through_a_link(tmp_path, name):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    write_run(tmp_path / "run", 2)
+    (tmp_path / "run" / name).unlink(missing_ok=True)
+    (tmp_path / "run" / name).symlink_to(target)
+    told = pytest.raises(CheckpointError, match=rf"{name} is a symbolic link.*remove the link\.$")
+    if name == "steps.jsonl.new":
+        with told:
+            Journal(tmp_path / "run").resume_at(1)
+    else:
+        with told:
+            Journal(tmp_path / "run").check()
+        with told:
+            write_run(tmp_path / "run", 1)
+    assert target.read_text() == "precious"
+
+
+def test_what_has_the_place_of_the_journals_files_is_told_with_what_to_do(tmp_path):
+    Journal(tmp_path / "none").check()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"file is a file, and the journal needs a folder there: move or remove it"
+    ):
+        Journal(tmp_path / "file").check()
+    (tmp_path / "run" / "rollouts.jsonl").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match=r"rollouts\.jsonl is a folder, and the journal writes a file there: move"
+    ):
+        Journal(tmp_path / "run").check()
+    with pytest.raises(CheckpointError, match="Make it writable or choose another output_dir"):
+        Journal(tmp_path / "file").write_step(1, {})

@@ -26,20 +26,24 @@ def only_run(run_dir: Path) -> Iterator[None]:
     The lock is the kernel's, on an open file; a system without such locks is used unguarded.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / LOCK_FILE
+    file = open_no_link(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     try:
-        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
+        _take(file, run_dir)
+        yield
+    finally:
+        os.close(file)
+
+
+def open_no_link(path: Path, flags: int) -> int:
+    """`os.open`; CheckpointError for a symbolic link."""
+    try:
+        return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise CheckpointError(
             f"{path} is a symbolic link, through which another file could be written: remove the link."
         ) from error
-    try:
-        _take(file, run_dir)
-        yield
-    finally:
-        os.close(file)
 
 
 def _take(file: int, run_dir: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from datasets import Dataset, IterableDataset
 
+from lowpeak.data.digest import digest_rows
 from lowpeak.data.prompts import PromptReader, RowReader, log_left_out, num_rows, read_rows, usable_rows
 from lowpeak.errors import CheckpointError, DataError
 from lowpeak.records import Prompt
@@ -33,10 +34,17 @@ class PromptCursor(Generic[Item]):
 
     A stream is resumed by reading past the rows that were used. The state that `datasets` keeps of its streams would be
     faster, but loses what is in a shuffle buffer or a batched map, so that the run would go on with other prompts.
+    `digest` tells the data set from others of as many rows (None: of a stream).
     """
 
     def __init__(
-        self, dataset: Dataset | IterableDataset, reader: RowReader[Item], *, shuffle: bool, seed: int
+        self,
+        dataset: Dataset | IterableDataset,
+        reader: RowReader[Item],
+        *,
+        shuffle: bool,
+        seed: int,
+        digest: str | None = None,
     ) -> None:
         self.prompts_per_epoch = num_rows(dataset)
         self.num_dropped = 0
@@ -44,6 +52,7 @@ class PromptCursor(Generic[Item]):
         self._reader = reader
         self._shuffle = shuffle
         self._seed = seed
+        self._digest = digest
         if self.prompts_per_epoch is None and shuffle:
             self._dataset = _shuffled_stream(dataset, seed)
         self._serial = 0
@@ -70,17 +79,29 @@ class PromptCursor(Generic[Item]):
             "serial": self._serial,
             "epoch_serial": self._epoch_serial,
             "num_dropped": self.num_dropped,
+            "digest": self._digest,
             **self._identity(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; another data set size, seed or order is a CheckpointError."""
+        """Go on where `state` was taken; another data set size, seed or order is a CheckpointError.
+
+        Other rows are a warning: a row may have been mended.
+        """
         for name, value in self._identity().items():
             if state[name] != value:
                 raise CheckpointError(
                     f"The checkpoint's data position was taken with {name}={state[name]}, this run has {name}={value}; "
                     "resume with the same data set and settings, or start a new run from the saved model."
                 )
+        saved = state.get("digest")  # former versions saved none
+        if saved is not None and saved != self._digest:
+            logger.warning(
+                "train_dataset has other rows than the checkpoint's, though as many (digest %s, which was %s): the run goes on at "
+                "the same position in them. If that is not meant, resume with the same data set.",
+                self._digest,
+                saved,
+            )
         self._serial = state["serial"]
         self.num_dropped = state["num_dropped"]
         self._start_epoch(state["epoch"], state["position"])
@@ -152,7 +173,11 @@ def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> li
 
 def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
     """A run's cursor over the rows that can be used: all of a data set are read first, those of a stream as they come."""
-    usable = dataset if num_rows(dataset) is None else usable_rows(dataset, reader)
+    is_stream = num_rows(dataset) is None
     return PromptCursor(
-        usable, reader, shuffle=args.shuffle_dataset, seed=args.seed if args.data_seed is None else args.data_seed
+        dataset if is_stream else usable_rows(dataset, reader),
+        reader,
+        shuffle=args.shuffle_dataset,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        digest=None if is_stream else digest_rows(dataset),
     )

@@ -134,7 +134,7 @@ def _check_fit(checkpoint: Path, saved: Saved, fragments: Sequence[Fragment]) ->
             found = "none" if numel is None else f"{numel} values"
             raise CheckpointError(
                 f"{checkpoint} does not fit this run: of {kind} of {name} it holds {found}, and {fragment.numel} are needed; "
-                "resume with the same model, optim and what is trained, or start a new run."
+                "resume with the same model, optim and trained parameters, or start a new run."
             )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from lowpeak.data.digest import digest_row
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.ranks import Ranks
 
@@ -68,15 +67,9 @@ def _traits(data: Any) -> dict[str, str]:
         return {"columns": _columns(getattr(data, "column_names", None))}
     ends = {"first": data[0], "last": data[len(data) - 1]}
     columns = getattr(data, "column_names", None) or list(ends["first"])
-    rows = {name: f"a {name} row with SHA-256 {_digest(row)}" for name, row in ends.items()}
+    rows = {name: f"a {name} row with SHA-256 {digest_row(row)}" for name, row in ends.items()}
     return {"length": f"{len(data)} rows", "columns": _columns(columns), **rows}
 
 
 def _columns(names: Any) -> str:
     return f"the columns {', '.join(sorted(names))}" if names else "columns without names"
-
-
-def _digest(row: Mapping[str, Any]) -> str:
-    """Of a row's values; of what is no plain value (an image), its type alone."""
-    text = json.dumps(dict(sorted(row.items())), default=lambda value: type(value).__name__)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

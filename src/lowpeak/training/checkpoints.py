@@ -109,6 +109,13 @@ def check_kind(checkpoint: Path, strategy: Strategy) -> None:
         )
 
 
+def check_groups(optimizer: Any) -> None:
+    """ValueError for groups of another optimizer: torch loads them, and fails at its first step."""
+    missing = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
+    if missing:
+        raise ValueError(f"they have no {missing[0]}")
+
+
 @contextmanager
 def fitting(checkpoint: str, what: str, remedy: str) -> Iterator[None]:
     """Raise CheckpointError if a checkpoint's tensors are damaged, or belong to something else."""

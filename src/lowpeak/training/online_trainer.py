@@ -302,7 +302,8 @@ class OnlineTrainer(StepTrainer):
         if state.rollout is not None:
             self._check_records(state.rollout.records, checkpoint)
             self.rollout = Rollout(state.rollout.number, state.rollout.records)
-            self.steps_used = state.rollout.steps_used
+            # what was used up stays so, however many steps a rollout serves now
+            self.steps_used = state.rollout.steps_used if state.in_rollout else self.maker.settings.rollout.num_steps
         self.take_apart(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -314,8 +315,9 @@ class OnlineTrainer(StepTrainer):
         super().take_weights(checkpoint)
         self.maker.weights_changed = True
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
+    def take_best(self, best: Path) -> None:
+        """The base's way; the engine hears of it."""
+        super().take_best(best)
         self.maker.weights_changed = True
 
     def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:

@@ -90,9 +90,10 @@ class PPOTrainer(OnlineTrainer):
         critic = {} if with_states else {CRITIC_FOLDER: critic_parameters(self.model)}
         return {**super().apart(with_states), **critic}
 
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        self.take_apart(Path(self.state.best_model_checkpoint))
+    def take_best(self, best: Path) -> None:
+        """The base's way; the critic comes along."""
+        super().take_best(best)
+        self.take_apart(best)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The policy as ever; beside it, in `critic`, a critic that has a backbone of its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import psutil  # type: ignore[import-untyped]
 
 from lowpeak.checkpoint.atomic import last_checkpoint, set_aside, sweep
 from lowpeak.checkpoint.resume import find_resume
+from lowpeak.errors import CheckpointError
+from lowpeak.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +95,25 @@ def _launch() -> str | None:
     return f"{socket.gethostname()} {agent.pid} {agent.create_time()}"
 
 
-def put_others_aside(output_dir: Path, step: int) -> None:
-    """Move checkpoints beyond `step` out of the way; one process calls it, before the journal loses the steps to them."""
-    aside = set_aside(output_dir, step)
+def check_name(checkpoint: Path, output_dir: Path, step: int) -> None:
+    """CheckpointError for a checkpoint of the run's own folder that is named after another step than the one it holds."""
+    path = checkpoint.resolve()
+    is_named = path.parent == output_dir.resolve() and re.fullmatch(r"checkpoint-\d+", path.name)
+    if is_named and path.name != f"checkpoint-{step}":
+        raise CheckpointError(
+            f"{checkpoint} holds step {step}, and the run would take it for another step's: rename it to checkpoint-{step}, or "
+            f"move it out of {output_dir}."
+        )
+
+
+def clear_folder(output_dir: Path, journal: Journal, step: int | None) -> None:
+    """Put aside what of another run, or of later steps than a resumed run's `step`, is in the folder; one process calls it.
+
+    Checkpoints go before the journal loses the steps to them.
+    """
+    aside = set_aside(output_dir, step or 0)
     if aside is not None:
         logger.warning("Checkpoints of another run stood in %s; they are now in %s.", output_dir, aside)
+    if step is not None:
+        journal.resume_at(step)
+    note_launch(output_dir, step or 0)

@@ -37,6 +37,7 @@ from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.alike import require_same_arguments, require_same_data
 from lowpeak.training.checkpoints import (
+    check_groups,
     check_kind,
     export_model,
     fitting,
@@ -44,6 +45,7 @@ from lowpeak.training.checkpoints import (
     policys_adapter_alone,
     save_checkpoint,
 )
+from lowpeak.training.held import telling_of_held
 from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on, saved_where_it_waits
 from lowpeak.training.model_card import ModelCardMixin
 from lowpeak.training.readout import (
@@ -56,7 +58,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import note_launch, put_others_aside, take_up
+from lowpeak.training.start import check_name, clear_folder, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -154,25 +156,18 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.run.noted, self.run.metrics, self.run.readout = {}, {}, None
         self.run.tracker.take()
         ranks = self.run.strategy.ranks
+        ranks.first(self.run.journal.check)
         checkpoint = ranks.first(lambda: take_up(output_dir, resume_from_checkpoint))
         self.run.resumed = None
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
             with ranks.together():
                 self.run.resumed = load_run_state(checkpoint, self.args.process_index)
+                check_name(checkpoint, output_dir, self.run.resumed.policy_version)
                 check_kind(checkpoint, self.run.strategy)
                 check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
                 self.take_run_state(self.run.resumed, checkpoint)
-        ranks.first(lambda: self._clear_folder(output_dir))
         return checkpoint
-
-    def _clear_folder(self, output_dir: Path) -> None:
-        """What of another run, or of later steps, is in the folder goes aside; one process does it."""
-        step = self.run.resumed.policy_version if self.run.resumed else 0
-        put_others_aside(output_dir, step)
-        if self.run.resumed is not None:
-            self.run.journal.resume_at(step)
-        note_launch(output_dir, step)
 
     def get_train_dataloader(self) -> DataLoader:
         """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
@@ -325,47 +320,60 @@ class StepTrainer(ModelCardMixin, Trainer):
             export_model(self, stage, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """The base's way; what ranks wrote together is loaded here, by ranks of any number."""
-        checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        if checkpoint is None or not has_shards(checkpoint):
-            return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
-        prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        with self.run.strategy.ranks.together():
-            self.take_weights(checkpoint)
+        """The base's way; what ranks wrote together is loaded here, by ranks of any number.
+
+        The folder is cleared for the run when all ranks have loaded: a resume that fails leaves it as it was.
+        """
+        ranks, resumed = self.run.strategy.ranks, self.run.resumed
+        if resume_from_checkpoint is None or not has_shards(Path(resume_from_checkpoint)):
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        else:
+            prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
+            with ranks.together(), telling_of_held(self, resume_from_checkpoint):
+                self.take_weights(Path(resume_from_checkpoint))
+        step = None if resumed is None else resumed.policy_version
+        ranks.first(lambda: clear_folder(Path(self.args.output_dir), self.run.journal, step))
         return prepared
 
     def take_weights(self, checkpoint: Path) -> None:
         """Weights, optimizer states and schedule from a checkpoint that ranks wrote together."""
-        with fitting(os.fspath(checkpoint), "states", "the model, optim and what is trained"):
+        with fitting(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
             load_training(self, checkpoint)
 
     def _load_best_model(self) -> None:
-        """The base's way, or the weights that ranks wrote together."""
+        """The base's way; a folder that was removed leaves the run with its last weights, which is said."""
         best = Path(self.state.best_model_checkpoint)
+        if self.run.strategy.ranks.first(best.is_dir):
+            self.take_best(best)
+            return
+        logger.warning(
+            "load_best_model_at_end: the best checkpoint, %s, was removed; the last step's weights stay.", best
+        )
+        self.state.best_model_checkpoint = None  # the base would look for it again
+
+    def take_best(self, best: Path) -> None:
+        """The weights of the best checkpoint."""
         if has_shards(best):
             self.take_weights(best)
         else:
-            with fitting(os.fspath(best), "weights", "the model"):
+            with fitting(os.fspath(best), "weights", "model"):
                 super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         """The base's way; weights of another shape are told in one sentence. What ranks wrote together is loaded later."""
         if self.run.strategy.cuts_states:
             return
-        with fitting(resume_from_checkpoint, "weights", "the model"):
+        with self.run.strategy.ranks.together(), fitting(resume_from_checkpoint, "weights", "model"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """The base's way; states of another optimizer are told in one sentence."""
         if checkpoint is None:
             return
-        with fitting(checkpoint, "optimizer states", "optim, its arguments and what is trained"):
+        fits = fitting(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
+        with self.run.strategy.ranks.together(), fits, telling_of_held(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            missing = [
-                key for group in self.optimizer.param_groups for key in self.optimizer.defaults if key not in group
-            ]
-            if missing:  # torch takes another optimizer's groups and fails at its first step
-                raise ValueError(f"they have no {missing[0]}")
+            check_groups(self.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Staged, synced, renamed; then the oldest goes."""

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from datasets import Dataset
 
-from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
+from damage import sign_again
+from lowpeak import (
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    OnlineDPOTrainer,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from lowpeak.errors import CheckpointError
+from lowpeak.journal import read_steps
 from tiny import char_tokenizer, tiny_model
 
 SMALL = {"max_steps": 2, "save_steps": 1, "use_cpu": True, "disable_tqdm": True, "per_device_train_batch_size": 8}
+ONLINE = {
+    "grpo": (GRPOConfig, GRPOTrainer, {}),
+    "rloo": (RLOOConfig, RLOOTrainer, {}),
+    "ppo": (PPOConfig, PPOTrainer, {"num_iterations": 1, "steps_per_generation": 1}),
+    "online_dpo": (OnlineDPOConfig, OnlineDPOTrainer, {}),
+}
 DATA = Dataset.from_list([{"prompt": f"{i % 10}=", "completion": str(i % 10)} for i in range(32)])
 
 
@@ -21,14 +42,14 @@ def twos(completions, **columns):
     return [float(text.count("2")) for text in completions]
 
 
-def online(tmp_path, config=GRPOConfig, trainer=GRPOTrainer, reward=ones, **changes):
+def online(tmp_path, config=GRPOConfig, trainer=GRPOTrainer, reward=ones, data=DATA, **changes):
     settings = {**SMALL, "num_generations": 4, "max_completion_length": 4, **changes}
     args = config(output_dir=str(tmp_path), **settings)
-    return trainer(tiny_model(), reward, args, DATA, processing_class=char_tokenizer())
+    return trainer(tiny_model(), reward_funcs=reward, args=args, train_dataset=data, processing_class=char_tokenizer())
 
 
-def supervised(tmp_path):
-    args = SFTConfig(output_dir=str(tmp_path), **SMALL)
+def supervised(tmp_path, **changes):
+    args = SFTConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
     return SFTTrainer(tiny_model(), args, train_dataset=DATA, processing_class=char_tokenizer())
 
 
@@ -60,3 +81,120 @@ def test_another_optimizer_or_model_is_told_in_one_sentence(tmp_path):
     wider = GRPOTrainer(tiny_model(hidden=64), ones, args, DATA, processing_class=char_tokenizer())
     with pytest.raises(CheckpointError, match=r"weights in .* do not fit this run"):
         wider.train(resume_from_checkpoint=True)
+
+
+def of_kind(name, tmp_path, **changes):
+    config, trainer, settings = ONLINE[name]
+    return online(tmp_path, config, trainer, **{**settings, **changes})
+
+
+@pytest.mark.parametrize("name", ONLINE)
+@pytest.mark.parametrize("changed", [{"num_iterations": 3}, {"steps_per_generation": 2}])
+def test_a_rollout_that_was_used_up_stays_so_when_more_steps_are_asked_of_one(tmp_path, name, changed):
+    of_kind(name, tmp_path).train()
+    of_kind(name, tmp_path, **changed, max_steps=4).train(resume_from_checkpoint=True)
+    rows = [json.loads(line) for line in (tmp_path / "journal/rollouts.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in rows} == {1, 2, 3}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_another_number_of_steps_does_not_go_on_in_the_middle_of_a_rollout(tmp_path, name):
+    of_kind(name, tmp_path, num_iterations=3).train()
+    with pytest.raises(CheckpointError, match="num_iterations was 3 and is 2"):
+        of_kind(name, tmp_path, num_iterations=2).train(resume_from_checkpoint=True)
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and path.name != ".lowpeak.lock"
+    }
+
+
+def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path):
+    online(tmp_path).train()
+    before = contents(tmp_path)
+    with pytest.raises(
+        CheckpointError, match=r"they have no momentum.*resume with the same optim, optim_args and trained"
+    ):
+        online(tmp_path, optim="sgd").train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert contents(tmp_path) == before
+    args = GRPOConfig(output_dir=str(tmp_path), **SMALL, num_generations=4, max_completion_length=4)
+    wider = GRPOTrainer(tiny_model(hidden=64), ones, args, DATA, processing_class=char_tokenizer())
+    with pytest.raises(CheckpointError, match="resume with the same model, or start"):
+        wider.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert contents(tmp_path) == before
+
+
+def test_a_checkpoint_that_is_named_after_another_step_is_told_and_stays_where_it_is(tmp_path):
+    online(tmp_path).train()
+    (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-7")
+    before = contents(tmp_path)
+    with pytest.raises(CheckpointError, match=r"checkpoint-7 holds step 1.*rename it to checkpoint-1"):
+        online(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-7"))
+    assert contents(tmp_path) == before
+    elsewhere = tmp_path / "kept" / "checkpoint-7"
+    elsewhere.parent.mkdir()
+    (tmp_path / "checkpoint-7").rename(elsewhere)
+    online(tmp_path).train(resume_from_checkpoint=str(elsewhere))
+    assert len(read_steps(tmp_path / "journal")) == 2
+
+
+def of_any_kind(name, tmp_path, **changes):
+    return supervised(tmp_path, **changes) if name == "sft" else of_kind(name, tmp_path, **changes)
+
+
+@pytest.mark.parametrize("name", [*ONLINE, "sft"])
+def test_arguments_that_a_checkpoints_states_overrule_are_named_in_one_warning(tmp_path, name, caplog):
+    changed = {"learning_rate": 0.25, "weight_decay": 0.5, "adam_beta2": 0.75, "adam_epsilon": 0.125}
+    first = {"learning_rate": 0.0625, "weight_decay": 0.0, "adam_beta2": 0.5, "adam_epsilon": 0.25}
+    critics = name == "ppo"
+    of_any_kind(name, tmp_path, **first, **({"value_learning_rate": 0.03125} if critics else {})).train()
+    of_any_kind(name, tmp_path, **first, **({"value_learning_rate": 0.03125} if critics else {}), max_steps=3).train(
+        True
+    )
+    assert "have no effect" not in caplog.text
+    last = of_any_kind(name, tmp_path, **changed, **({"value_learning_rate": 0.5} if critics else {}), max_steps=4)
+    last.train(True)
+    told = [record.getMessage() for record in caplog.records if "have no effect" in record.getMessage()]
+    assert len(told) == 1
+    named = told[0].partition("no effect: ")[2].partition(". To change")[0].split(", ")
+    assert sorted(named) == [
+        "adam_beta2=0.75 (0.5 acts)",
+        "adam_epsilon=0.125 (0.25 acts)",
+        "learning_rate=0.25 (0.0625 acts)",
+        *(["value_learning_rate=0.5 (0.03125 acts)"] if critics else []),
+        "weight_decay=0.5 (0.0 acts)",
+    ]
+    assert last.lr_scheduler.base_lrs[0] == 0.0625
+
+
+def test_numbers_of_other_optimizers_and_schedules_are_named_too(tmp_path, caplog):
+    plateau = {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "steps", "eval_steps": 1}
+    settings = {"optim": "sgd", **plateau, "metric_for_best_model": "loss", "optim_args": "momentum=0.5"}
+
+    def run(**changes):
+        args = SFTConfig(output_dir=str(tmp_path), **{**SMALL, **settings, **changes})
+        trainer = SFTTrainer(tiny_model(), args, None, DATA, DATA, processing_class=char_tokenizer())
+        trainer.train(resume_from_checkpoint=bool(changes))
+
+    run()
+    run(optim_args="momentum=0.75", lr_scheduler_kwargs={"patience": 3}, max_steps=3)
+    assert "optim's momentum=0.75 (0.5 acts), lr_scheduler_kwargs' patience=3 (10 acts)" in caplog.text
+
+
+def test_other_data_of_the_same_size_is_named_and_a_checkpoint_without_a_digest_resumes(tmp_path, caplog):
+    online(tmp_path).train()
+    online(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+    assert "train_dataset has other rows" not in caplog.text
+    others = Dataset.from_list([{"prompt": f"{i % 7}=", "completion": str(i % 10)} for i in range(32)])
+    online(tmp_path, data=others, max_steps=4).train(resume_from_checkpoint=True)
+    assert caplog.text.count("train_dataset has other rows than the checkpoint's, though as many") == 1
+    file = tmp_path / "checkpoint-4/lowpeak_state.json"
+    state = json.loads(file.read_text())
+    del state["cursor"]["digest"]
+    file.write_text(json.dumps(state))
+    sign_again(file.parent)
+    online(tmp_path, max_steps=5).train(resume_from_checkpoint=True)
+    assert caplog.text.count("train_dataset has other rows") == 1
