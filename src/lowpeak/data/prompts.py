@@ -174,6 +174,17 @@ def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> Non
         )
 
 
+def check_embedded(tokenizer: Any, num_embeddings: int | None) -> None:
+    """Raise ModelError where the model does not embed the tokens that end and fill rows."""
+    for name in ("pad_token", "eos_token"):
+        token_id = getattr(tokenizer, f"{name}_id")
+        if num_embeddings is not None and token_id is not None and token_id >= num_embeddings:
+            raise ModelError(
+                f"the tokenizer's {name} {getattr(tokenizer, name)!r} is token {token_id}, and the model embeds {num_embeddings} "
+                f"tokens: use the model's own tokenizer with its tokenizer_config.json, or set another {name}."
+            )
+
+
 def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many tokens, or characters, both begin with."""
     parts = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)

@@ -20,7 +20,7 @@ from lowpeak.checkpoint.state import RunState
 from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import cursor_over
-from lowpeak.data.prompts import RowReader, padding_id
+from lowpeak.data.prompts import RowReader, check_embedded, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
@@ -41,7 +41,7 @@ from lowpeak.training.step import measure_step
 from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
-from lowpeak.wrapped import transformers_model
+from lowpeak.wrapped import num_embeddings, transformers_model
 
 _SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
 
@@ -162,6 +162,7 @@ class OfflineTrainer(StepTrainer):
         policy = self.load_model(model, args, peft_config)
         tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
         tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
+        check_embedded(tokenizer, num_embeddings(policy))
         upcast_trainable(policy)
         if args.disable_dropout:
             disable_dropout(policy)

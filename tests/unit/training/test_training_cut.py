@@ -27,11 +27,11 @@ class Auto:
 
     def from_pretrained(self, name, distributed_config, **options):
         self._model.asked = (name, distributed_config.tp_size, distributed_config.fsdp_size, options)
-        return self._model
+        return self._model, {}
 
 
 def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
-    model = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
+    model, _ = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
     assert model.asked == ("m", 2, 4, {"dtype": "auto"})
     assert not model.is_distributed_loading_by_transformers
 
@@ -63,7 +63,7 @@ def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
     layers = auto._model.model.layers
     for layer in layers:
         layer.input_layernorm.forward = lambda hidden: hidden
-    model = in_parts(auto, "m", {}, Cut(2, 1))
+    model, _ = in_parts(auto, "m", {}, Cut(2, 1))
     assert list(styled(model, IN_PARTS)) == [layer.input_layernorm for layer in layers]
     assert all("forward" not in vars(layer.input_layernorm) for layer in layers)
 
