@@ -30,11 +30,11 @@ def only_run(run_dir: Path) -> Iterator[None]:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise CheckpointError(
-            f"{path} is a symbolic link, through which another file could be written: remove the link."
-        ) from error
+        if error.errno == errno.ELOOP:
+            reason = "is a symbolic link, through which another file could be written: remove the link"
+        else:
+            reason = f"cannot be opened ({error.strerror}): remove it, or choose another output_dir"
+        raise CheckpointError(f"{path} {reason}.") from error
     try:
         _take(file, run_dir)
         yield

@@ -149,6 +149,10 @@ def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | 
         found = _pick(found, split, str(folder))
     elif split is not None and split != str(found.split):
         raise DataError(f"The folder {folder} holds one data set without splits; leave split={split!r} out.")
+    try:
+        found.data.table.validate(full=True)  # else a damaged file is found when one of its rows is used
+    except Exception as error:
+        raise _unreadable(str(folder), error) from error
     return found.to_iterable_dataset() if streaming else found
 
 

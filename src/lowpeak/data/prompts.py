@@ -167,6 +167,8 @@ class PromptReader:
 
 def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> None:
     """Raise DataError where a token has no embedding: a tokenizer that is not the model's crashes the device else."""
+    if ids and min(ids) < 0:
+        raise DataError(f"{where} has the token {min(ids)}; tokens are whole numbers of 0 or more.")
     if num_embeddings is not None and ids and max(ids) >= num_embeddings:
         raise DataError(
             f"{where} has the token {max(ids)}, and the model embeds {num_embeddings} tokens: use the model's own "

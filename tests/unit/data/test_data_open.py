@@ -124,6 +124,16 @@ def test_a_split_of_a_saved_data_set_without_splits_is_an_error(tmp_path):
         open_dataset(tmp_path / "saved", "test")
 
 
+def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_it_is_opened(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    file = next((tmp_path / "saved").glob("*.arrow"))
+    column = Dataset.load_from_disk(tmp_path / "saved").data.column(0).chunk(0)
+    offsets = column.buffers()[1].to_pybytes()[: 4 * (len(ROWS) + 1)]
+    file.write_bytes(file.read_bytes().replace(offsets, b"\xff\xff\xff\x7f" * (len(ROWS) + 1)))
+    with pytest.raises(DataError, match=r"The data set .*saved cannot be read: .*; check it"):
+        open_dataset(tmp_path / "saved")
+
+
 @pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])
 def test_a_missing_path_is_an_error_and_not_a_name_on_the_hub(source):
     with pytest.raises(DataError, match="does not exist; check the path"):

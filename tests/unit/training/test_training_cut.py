@@ -11,8 +11,9 @@ from lowpeak import PPOConfig
 from lowpeak.config.asked import Cut
 from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.resolve import resolve_online
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.loading import IN_PARTS, in_parts, styled
+from lowpeak.pretrained import from_pretrained
 from lowpeak.training.models import load_policy
 from tiny import tiny_model
 
@@ -56,6 +57,18 @@ def test_a_model_that_would_be_cut_wrong_is_refused(auto, cut, message):
 def test_a_weight_that_is_not_tied_or_not_cut_by_rows_may_have_any_number_of_them():
     in_parts(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
     in_parts(Auto(vocab_size=13), "m", {}, Cut(2, 1))
+
+
+def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
+    class Lacking(Auto):
+        from_config = None
+
+        def from_pretrained(self, name, **options):
+            model, _ = super().from_pretrained(name, **options)
+            return model, {"missing_keys": {"lm_head.weight"}, "mismatched_keys": set()}
+
+    with pytest.raises(ModelError, match=r"'m' lacks lm_head\.weight, which would be random"):
+        from_pretrained(Lacking(vocab_size=16), "m", Cut(2, 4))
 
 
 def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
