@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from tokenizers import Tokenizer
 
 from lowpeak.errors import LowpeakError
 
@@ -49,11 +50,20 @@ def check_generation_config(folder: Path) -> None:
     """Read a folder's generation_config.json: where it is damaged, transformers takes its defaults, without the end tokens."""
     file = folder / "generation_config.json"
     if file.is_file():
-        _read_json(file)
+        _read_settings(file)
 
 
 def _read_json(file: Path) -> None:
     json.loads(file.read_text(encoding="utf-8"))
+
+
+def _read_settings(file: Path) -> None:
+    if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
+        raise ValueError("not a JSON object")
+
+
+def _read_tokenizer(file: Path) -> None:
+    Tokenizer.from_file(str(file))
 
 
 def _read_header(file: Path) -> None:
@@ -66,6 +76,8 @@ def _read_pickle(file: Path) -> None:
 
 
 _READERS: dict[str, Callable[[Path], None]] = {
+    "*config.json": _read_settings,
+    "tokenizer.json": _read_tokenizer,
     "*.json": _read_json,
     "*.safetensors": _read_header,
     "*.pt": _read_pickle,

@@ -7,18 +7,31 @@ from contextlib import contextmanager
 from typing import Any
 from unicodedata import category
 
+# Overrides and isolates of the direction of writing: they show what follows in another order than it has.
+_DIRECTIONS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+
 
 def show_controls(text: str) -> str:
-    r"""Return text with control characters other than line ends and tabs written out, as \x1b.
+    r"""Return text with control characters other than line ends and tabs written out, as \x1b or \u202e.
 
     A terminal would obey them, and models and servers write them.
     """
-    return "".join(f"\\x{ord(each):02x}" if category(each) == "Cc" and each not in "\n\t" else each for each in text)
+    return "".join(map(_shown, text))
+
+
+def _shown(each: str) -> str:
+    if each in _DIRECTIONS:
+        return f"\\u{ord(each):04x}"
+    return f"\\x{ord(each):02x}" if category(each) == "Cc" and each not in "\n\t" else each
 
 
 def first_line(error: BaseException | None) -> str:
-    """Return the first line of what an error says, without its full stop; the name of its class if it says nothing."""
-    return next(iter(str(error or "").strip().splitlines()), type(error).__name__).rstrip(".")
+    """Return the first line of what an error says, without its full stop, and the next where it ends in a colon.
+
+    An error that says nothing is the name of its class.
+    """
+    lines = [line.strip() for line in str(error or "").strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 class LowpeakError(Exception):

@@ -106,7 +106,7 @@ _STYLES = ("colwise", *MEETING, IN_PARTS)
 
 
 def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
-    """The model that `auto.from_pretrained(name, **options)` gives, cut by transformers: each process reads its part alone.
+    """What `auto.from_pretrained(name, **options)` gives with its report, cut by transformers: each process reads its part alone.
 
     ArgumentError for a model whose plan does what was not tried here. The model is then told that nobody has cut it:
     transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers
@@ -117,7 +117,7 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
     if not _cuts_both_ways():
         raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
     sizes = DistributedConfig(tp_size=cut.tensor, fsdp_size=cut.data)
-    model = auto.from_pretrained(name, **options, distributed_config=sizes)
+    model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
     unknown = sorted(set(model.tp_plan.values()) - set(_STYLES))
     if unknown:
         raise ArgumentError(
@@ -129,7 +129,7 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
     model._is_distributed_loading_by_transformers = False
     for module in styled(model, IN_PARTS):
         module.__dict__.pop("forward", None)
-    return model
+    return model, report
 
 
 def _cuts_both_ways() -> bool:

@@ -15,9 +15,9 @@ from fault_ranks import note, rank
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lowpeak.pretrained import from_pretrained
 from lowpeak.rewards.make import make_rewards
 from lowpeak.strategies.replicated import Replicated
-from lowpeak.training.models import from_pretrained
 
 
 def own_mb(call: Callable[[], Any]) -> tuple[Any, float]:

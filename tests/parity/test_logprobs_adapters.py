@@ -7,7 +7,7 @@ import copy
 import bitsandbytes
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from test_logprobs_head import NUM_IDS, ask, assert_same_gradients, batch, naive_answer, parameter_gradients, token_loss
 
 from closeness import assert_close_to_largest
@@ -159,9 +159,3 @@ def test_a_head_in_four_bits_is_called_as_it_is():
     answer = model(input_ids=data[0], head_request=ask(data, entropy=True, entropy_grad=True, loss=token_loss))
     assert_close_to_largest(answer["logprobs"], logprobs.detach(), 2e-6)
     assert_same_gradients(parameter_gradients(model, answer["loss"]), expected)
-
-
-def test_virtual_tokens_are_refused():
-    model = get_peft_model(tiny_model(NUM_IDS), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ModelError, match="virtual tokens"):
-        install_head(model)

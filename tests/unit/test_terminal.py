@@ -24,6 +24,9 @@ def controls(text):
 def test_all_controls_but_line_ends_and_tabs_are_shown():
     assert show_controls(EVIL) == SHOWN
     assert show_controls("é\n\t表 \\x1b") == "é\n\t表 \\x1b"
+    assert show_controls("a\u202eb\u2066c\u2069") == r"a\u202eb\u2066c\u2069"  # they reorder what follows
+    family = "\U0001f468\u200d\U0001f469"  # joined by a zero width joiner
+    assert show_controls(family) == family
     assert controls(show_controls("".join(map(chr, range(0x2100))))) == {"\n", "\t"}
 
 

@@ -26,7 +26,15 @@ def only_run(run_dir: Path) -> Iterator[None]:
     The lock is the kernel's, on an open file; a system without such locks is used unguarded.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = open_no_link(run_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    path = run_dir / LOCK_FILE
+    try:
+        file = open_no_link(path, os.O_RDWR | os.O_CREAT)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be opened ({error.strerror}): remove it, or choose another output_dir."
+        ) from error
     try:
         _take(file, run_dir)
         yield

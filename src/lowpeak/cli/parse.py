@@ -15,6 +15,7 @@ from typing import Any, NoReturn, get_origin, get_type_hints
 from lowpeak.cli.groups import ORDER, group_of
 from lowpeak.cli.renamed import RENAMED
 from lowpeak.cli.values import choices, convert, expected, list_item, members
+from lowpeak.config.secrets import HIDDEN, is_secret
 from lowpeak.errors import ArgumentError
 
 
@@ -33,7 +34,8 @@ class Argument:
         try:
             return convert(self.hint, value)
         except ValueError as error:
-            raise ArgumentError(f"{where}{self.name} {error}.") from None
+            said = f"expects {expected(self.hint)}, not {HIDDEN}" if is_secret(self.name) else str(error)
+            raise ArgumentError(f"{where}{self.name} {said}.") from None
         except RecursionError:
             raise ArgumentError(f"{where}{self.name} nests lists or mappings too deeply; correct it.") from None
 
@@ -57,7 +59,7 @@ def arguments_of(kind: type, group: str | None = None) -> list[Argument]:
 def parse(
     arguments: Sequence[Argument], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the user gave, by name and converted: the YAML file of `--config` first, then the command line over it.
+    """What the user gave, by name and converted: the YAML files of `--config` in their order, then the command line over them.
 
     `rejected` are names that the command does not take, each with what to do instead, beside those that no command takes.
 
@@ -70,11 +72,20 @@ def parse(
     namespace, rest = _make_parser(arguments, program).parse_known_args([_with_underscores(token) for token in argv])
     _check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], known, rejected)
     if rest:
-        raise ArgumentError(f"{rest[0]!r} belongs to no argument; values follow their --argument.")
+        raise ArgumentError(f"{_stray(rest[0], argv)} belongs to no argument; values follow their --argument.")
     given = vars(namespace)
-    path = given.pop("config", None)
-    over = {name: known[name].read(_unwrap(known[name].hint, value), "--") for name, value in given.items()}
-    return merge(_read_file(path, known, rejected) if path else {}, over)
+    settings: dict[str, Any] = {}
+    for path in given.pop("config", ()):
+        settings = merge(settings, _read_file(path, known, rejected))
+    return merge(
+        settings, {name: known[name].read(_unwrap(known[name].hint, value), "--") for name, value in given.items()}
+    )
+
+
+def _stray(word: str, argv: Sequence[str]) -> str:
+    """A word that follows no argument, as an error shows it: what stands behind an access token may be the rest of it."""
+    before = [_with_underscores(each)[2:].split("=")[0] for each in argv[: argv.index(word)] if each.startswith("--")]
+    return f"A word behind --{before[-1]}" if before and is_secret(before[-1]) else repr(word)
 
 
 def _read_file(path: str, known: Mapping[str, Argument], rejected: Mapping[str, str]) -> dict[str, Any]:
@@ -123,7 +134,12 @@ def _make_parser(arguments: Sequence[Argument], program: str) -> Parser:
         argument_default=argparse.SUPPRESS,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file with defaults for any of the arguments below")
+    parser.add_argument(
+        "--config",
+        action="append",
+        metavar="FILE",
+        help="YAML file with defaults for any of the arguments below; of several files a later one goes over those before",
+    )
     groups = {title: parser.add_argument_group(title) for title in ORDER}
     for argument in arguments:
         _add(groups[argument.group], argument)

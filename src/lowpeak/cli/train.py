@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from lowpeak.cli.launch import is_first, launch_or_join
 from lowpeak.cli.parse import arguments_of, parse
 from lowpeak.cli.show import dump
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
+
+logger = logging.getLogger(__name__)
 
 Part = TypeVar("Part")
 NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO", "sft": "SFT", "reward": "Reward"}
@@ -187,6 +190,7 @@ def load_data(job: Job) -> tuple[Any, Any]:
 
     def open_one(source: str, split: str | None, config: str | None) -> Any:
         if Path(source).exists():  # the file takes the place of the hub's name that a configuration file gave
+            _warn_idle(source, split, config)
             split, config = local_split(Path(source), split), None
         return shape(open_dataset(source, split, config), data, ANSWERS.get(job.kind, ()))
 
@@ -195,6 +199,17 @@ def load_data(job: Job) -> tuple[Any, Any]:
         return train, None
     same = data.eval_dataset in (None, data.dataset)
     return train, open_one(data.eval_dataset or data.dataset, data.eval_split, data.dataset_config if same else None)
+
+
+def _warn_idle(source: str, split: str | None, config: str | None) -> None:
+    """Say which words about a hub's data set do nothing for a local file or folder."""
+    named = None if split is None or Path(source).is_dir() else split.partition("[")[0]
+    idle = {"split": named if named != "train" else None, "dataset_config": config}
+    for name, value in idle.items():
+        if value is not None and is_first(os.environ):
+            logger.warning(
+                "The %s %r has no effect: %s is a local file or folder, which has none.", name, value, source
+            )
 
 
 def local_split(source: Path, split: str | None) -> str | None:

@@ -41,7 +41,8 @@ def _is_port(number: int) -> bool:
 
 
 RANGES: dict[str, Range] = {
-    "temperature": (lambda x: x > 0, "must be above 0 in training (evaluation is greedy as well)"),
+    "output_dir": (lambda x: str(x).strip() != "", "must name a folder"),
+    "temperature": (lambda x: not x < 1e-6, "must be at least 1e-6 in training (evaluation is greedy as well)"),
     "top_p": (lambda x: 0 < x <= 1, "must be in (0, 1]"),
     "top_k": (lambda x: x >= 0, "must be 0 (all tokens) or more"),
     "min_p": (lambda x: x is None or 0 <= x <= 1, "must be in [0, 1]"),

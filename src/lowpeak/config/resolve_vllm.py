@@ -251,6 +251,11 @@ def _base_urls(args: Any) -> tuple[str, ...]:
     urls = tuple(str(url).strip().rstrip("/") for url in listed)
     for url in urls:
         require(
+            "@" not in url,
+            "vllm_server_base_url has a user or a password before its host, which are not sent: remove what ends in @, and set "
+            "vllm_server_token where the server demands a token.",
+        )
+        require(
             _is_url(url),
             f"vllm_server_base_url={given!r} has {url!r}, which is no URL of a server: write it as http://127.0.0.1:8000.",
         )

@@ -26,7 +26,7 @@ from lowpeak.data.chat import (
     prompt_options,
     template_options,
 )
-from lowpeak.errors import ArgumentError, DataError, ModelError
+from lowpeak.errors import ArgumentError, DataError, ModelError, first_line
 from lowpeak.records import Prompt
 
 logger = logging.getLogger(__name__)
@@ -167,11 +167,24 @@ class PromptReader:
 
 def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> None:
     """Raise DataError where a token has no embedding: a tokenizer that is not the model's crashes the device else."""
+    if ids and min(ids) < 0:
+        raise DataError(f"{where} has the token {min(ids)}; tokens are whole numbers of 0 or more.")
     if num_embeddings is not None and ids and max(ids) >= num_embeddings:
         raise DataError(
             f"{where} has the token {max(ids)}, and the model embeds {num_embeddings} tokens: use the model's own "
             "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
         )
+
+
+def check_embedded(tokenizer: Any, num_embeddings: int | None) -> None:
+    """Raise ModelError where the model does not embed the tokens that end and fill rows."""
+    for name in ("pad_token", "eos_token"):
+        token_id = getattr(tokenizer, f"{name}_id")
+        if num_embeddings is not None and token_id is not None and token_id >= num_embeddings:
+            raise ModelError(
+                f"the tokenizer's {name} {getattr(tokenizer, name)!r} is token {token_id}, and the model embeds {num_embeddings} "
+                f"tokens: use the model's own tokenizer with its tokenizer_config.json, or set another {name}."
+            )
 
 
 def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
@@ -266,9 +279,19 @@ def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[Mapping[str, A
     quiet = size < _SHOW_PROGRESS_FROM
     console = Console(stderr=True)
     for start in track(starts, "Checking rows", console=console, transient=True, disable=quiet):
-        indices = list(range(start, min(start + _BATCH, size)))
-        many = getattr(dataset, "__getitems__", None)  # one look-up for all, where the data set knows how
-        yield many(indices) if many else [dataset[i] for i in indices]
+        yield rows_at(dataset, list(range(start, min(start + _BATCH, size))))
+
+
+def rows_at(dataset: Any, indices: list[int]) -> list[Mapping[str, Any]]:
+    """Return rows of a data set with random access; DataError where they cannot be read."""
+    many = getattr(dataset, "__getitems__", None)  # one look-up for all, where the data set knows how
+    try:
+        return many(indices) if many else [dataset[i] for i in indices]
+    except Exception as error:  # Arrow's about a damaged file, or a transform's
+        raise DataError(
+            f"Rows {indices[0]} to {indices[-1]} of the data set cannot be read ({type(error).__name__}: {first_line(error)}): "
+            "check its files and its transform."
+        ) from error
 
 
 def check_rows(dataset: Dataset, reader: RowReader[Any]) -> Sequence[int]:

@@ -29,7 +29,7 @@ from datasets import Dataset, IterableDataset
 from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.data.chat import TEMPLATE_ERRORS, check_messages, check_template, encode_chat, template_options
 from lowpeak.data.prompts import check_ids, log_left_out, num_shared, read_rows
-from lowpeak.errors import DataError
+from lowpeak.errors import DataError, fail_on_exit
 from lowpeak.records import Completion, Record
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,8 @@ class SupervisedReader:
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
         """Token ids of the whole row, and which of them count."""
         if self._formatting_func is not None:
-            text = self._formatting_func(row)
+            with fail_on_exit(DataError, "formatting_func"):
+                text = self._formatting_func(row)
             if not isinstance(text, str):
                 raise DataError(f"{where}: formatting_func returned a {type(text).__name__}; it must return a string.")
             return self._text(text, where)
@@ -250,12 +251,18 @@ class SupervisedReader:
 def _numbers(row: Mapping[str, Any], name: str, where: str, length: int | None = None) -> list[int]:
     """Return a column of whole numbers, one for each token: a list, or a tensor or an array of the data set's format."""
     try:
-        numbers = [int(number) for number in row[name]]
-    except (TypeError, ValueError) as error:
+        numbers = [_whole(number) for number in row[name]]
+    except (OverflowError, TypeError, ValueError) as error:
         raise DataError(f"{where} has {name!r} {row[name]!r:.40}; it must be a list of whole numbers.") from error
     if length is not None and len(numbers) != length:
         raise DataError(f"{where} has {len(numbers)} {name!r} for {length} 'input_ids'; give one for each.")
     return numbers
+
+
+def _whole(number: Any) -> int:
+    if isinstance(number, str) or int(number) != number:
+        raise ValueError("not a whole number")
+    return int(number)
 
 
 def _with_role_and_content(turn: Any) -> Any:

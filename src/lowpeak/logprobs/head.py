@@ -114,11 +114,6 @@ def causal_lm(model: Any) -> Any:
     """The transformers causal LM itself, taken out of DDP's and peft's wrappers where there are any."""
     while not hasattr(model, "get_output_embeddings") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise ModelError(
-            "prompt tuning, prefix tuning and other adapters made of virtual tokens shift a row's positions and are "
-            "not supported; use LoRA or train the whole model"
-        )
     inner = transformers_model(model)
     if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
         raise ModelError(f"{type(inner).__name__} is not a transformers causal language model; load one for causal LM")

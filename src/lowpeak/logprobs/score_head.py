@@ -25,7 +25,7 @@ from lowpeak.logprobs.head import (
     replace_forward,
 )
 from lowpeak.logprobs.hidden import at_positions, fp32_product
-from lowpeak.logprobs.verify import evaluated
+from lowpeak.logprobs.verify import check_finite_weights, evaluated
 
 
 def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
@@ -116,6 +116,7 @@ def _scores(model: nn.Module, ids_1L: Tensor, positions: list[int]) -> Tensor:
 
 def _check(classifier: nn.Module, difference: float, allowed: float, what: str) -> None:
     if not difference <= allowed:
+        check_finite_weights(classifier)
         raise HeadMismatchError(
             f"{type(classifier).__name__} {what}: two of its scores that should be equal differ by {difference:.3g}, where "
             f"rounding explains {allowed:.3g}; train a reward model on a causal language model's backbone"

@@ -55,12 +55,23 @@ def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device |
     largest = float((values - torch.stack(expected)).abs().max())
     allowed = 1e-4 + 3 * rounding(logits_TV.dtype, logits_TV.device) * float(logits_TV.abs().max())
     if not largest <= allowed:
+        check_finite_weights(causal)
         raise HeadMismatchError(
             f"the log-probs of {type(causal).__name__} formed from its hidden states differ from those of its own "
             f"logits by up to {largest:.3g}, where rounding explains {allowed:.3g}: it changes its logits in a way "
             "that lowpeak does not know; report the model, and use another one until it is supported"
         )
     return largest
+
+
+def check_finite_weights(causal: nn.Module) -> None:
+    """Raise ModelError for the first weight that has NaN or infinities."""
+    for name, parameter in causal.named_parameters():
+        if parameter.is_floating_point() and not parameter.isfinite().all():
+            raise ModelError(
+                f"the model's weights are not finite: {name} has NaN or infinite numbers; load a checkpoint without them, or in a "
+                "wider dtype."
+            )
 
 
 def verify_load_balance(model: nn.Module, balance: LoadBalance, *, num_tokens: int = 8) -> None:

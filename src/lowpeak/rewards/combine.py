@@ -190,8 +190,8 @@ class RewardPanel:
         reward = weighted_sum(rewards, self.settings.weights)
         if abs(reward) > MOST:
             raise RewardError(
-                f"The weighted sum of the rewards is {reward} for {where}, which is infinite in fp32: lower reward_weights, or the "
-                "rewards."
+                f"The weighted sum of the rewards is {reward} for {where}, whose square is infinite in fp32: lower reward_weights, "
+                "or the rewards."
             )
         return reward
 

@@ -18,7 +18,10 @@ from lowpeak.damage import name_damaged_file
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
 from lowpeak.loading import reads_weights, without_weights
 from lowpeak.logprobs.verify import evaluated
+from lowpeak.memory.exhaustion import is_exhaustion
+from lowpeak.pretrained import check_dtype, check_shapes
 from lowpeak.ranks import Ranks
+from lowpeak.wrapped import num_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +65,7 @@ class ModelReward:
         self.ranks: Ranks | None = None
         self._template_kwargs = dict(chat_template_kwargs or {})
         self._continues = bool(self._template_kwargs.pop("continue_final_message", False))
-        self._pad = _pad_id(self.tokenizer, self.name)
+        self._pad = _pad_id(self.tokenizer, self.name, num_embeddings(self.model))
         self._ready: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._device: torch.device | None = None
 
@@ -134,17 +137,22 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
     """The one-label sequence classifier of a name or path, in its dtype; without weights where rank 0 hands them out."""
     from transformers import AutoModelForSequenceClassification
 
+    check_dtype(options)
     try:
         with name_damaged_file(name, ModelError, "copy or download the reward model again"):
             if device is not None and not reads_weights(device):
                 return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+            reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, output_loading_info=True, **{"dtype": "auto", **options}
+                name, num_labels=1, **reporting, **{"dtype": "auto", **options}
             )
     except LowpeakError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # transformers raises whatever a file leads it to
+        if is_exhaustion(error):
+            raise
         raise ModelError(f"Reward model '{name}' cannot be loaded: {first_line(error)}") from error
+    check_shapes(name, report)
     if report["missing_keys"]:
         raise ModelError(
             f"'{name}' is no reward model: its checkpoint lacks {', '.join(sorted(report['missing_keys']))}, "
@@ -168,7 +176,7 @@ def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTra
             tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
     except LowpeakError:
         raise
-    except (OSError, ValueError) as error:
+    except Exception as error:  # tokenizers raises bare ones
         raise ModelError(
             f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes: "
             f"{first_line(error)}"
@@ -186,10 +194,15 @@ def _config(model: nn.Module) -> Any:
     return config
 
 
-def _pad_id(tokenizer: PreTrainedTokenizerBase, name: str) -> int:
+def _pad_id(tokenizer: PreTrainedTokenizerBase, name: str, num_tokens: int | None) -> int:
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     if pad is None:
         raise ModelError(f"The tokenizer of reward model '{name}' has neither a padding nor an end-of-sequence token.")
+    if num_tokens is not None and pad >= num_tokens:
+        raise ModelError(
+            f"The tokenizer of reward model '{name}' pads with token {pad}, and the model embeds {num_tokens} tokens: use the "
+            "model's own tokenizer with its tokenizer_config.json."
+        )
     return int(pad)
 
 

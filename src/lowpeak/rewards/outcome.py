@@ -20,7 +20,9 @@ from lowpeak.rewards.rows import Rows
 
 NONE = float("nan")  # what None is in records
 _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
-MOST = torch.finfo(torch.float32).max  # advantages are fp32
+MOST = math.sqrt(
+    torch.finfo(torch.float32).max
+)  # advantages are fp32, and so are sums, differences and squares of rewards
 
 
 @dataclass
@@ -147,7 +149,7 @@ def _number(value: Any) -> tuple[float, str]:
     except OverflowError:
         return NONE, "a number too large for a float"
     if math.isfinite(number) and abs(number) > MOST:
-        return NONE, f"{number}, which is infinite in fp32,"
+        return NONE, f"{number}, whose square is infinite in fp32,"
     return (number, "") if math.isfinite(number) else (NONE, str(number))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -20,13 +21,14 @@ from typing import Any
 import torch
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.data.prompts import PromptReader
+from lowpeak.data.prompts import REWARD_KEYWORDS, PromptReader
 from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
 from lowpeak.wrapped import num_embeddings
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
+_ROUNDED = 1e-2  # a log-prob that half precision rounds may be a little above 0
 _PER_ROW = (*_REQUIRED, "env_mask")
 # vLLM's names of sampling parameters, which TRL's helper takes, and the fields of Sampling that they are.
 _OVERRIDES = {
@@ -211,6 +213,12 @@ def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence
     missing = [name for name in _REQUIRED if name not in output]
     if missing:
         raise EngineError(f"rollout_func's answer lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
+    taken = sorted(REWARD_KEYWORDS & output.keys() - {*_REQUIRED})
+    if taken:
+        raise EngineError(
+            f"rollout_func's answer has {', '.join(map(repr, taken))}, keywords of every reward, which are made of its ids: rename "
+            "the fields."
+        )
     fields = {name: values if _is_list(values) else [values] * rows for name, values in output.items()}
     for name, values in fields.items():
         if name in _PER_ROW and output[name] is not None and values is not output[name]:
@@ -247,15 +255,25 @@ def _completion(
             "env_mask; the three must be equally long and not empty."
         )
     flat = [value[0] if isinstance(value, list | tuple) else value for value in logprobs]
+    wrong = [value for value, kept in zip(flat, mask, strict=True) if kept and not _is_logprob(value)]
+    if wrong:
+        raise EngineError(
+            f"rollout_func: row {row}: logprobs has {wrong[0]}; a log-prob is a finite number of at most 0, or None where it is "
+            "not known."
+        )
     cut = ids[-1] not in ends and len(ids) >= max_new_tokens
     return Completion(
         ids=torch.tensor(ids, dtype=torch.int32),
-        logprobs=torch.tensor([float("nan") if value is None else value for value in flat], dtype=torch.float32),
+        logprobs=torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32),
         loss_mask=torch.tensor(mask).bool(),
         finish_reason="length" if cut else "stop",
         prompt_ids=tuple(prompt_ids),
         extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
     )
+
+
+def _is_logprob(value: Any) -> bool:
+    return value is None or -math.inf < value < _ROUNDED
 
 
 def _or_else(values: Any, default: list[Any]) -> list[Any]:

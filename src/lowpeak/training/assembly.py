@@ -23,7 +23,7 @@ from lowpeak.config.memory import MemorySettings
 from lowpeak.config.resolve import OnlineSettings, resolve_online
 from lowpeak.critic import critics_model
 from lowpeak.data.cursor import PromptCursor, cursor_over
-from lowpeak.data.prompts import PromptReader, padding_id
+from lowpeak.data.prompts import PromptReader, check_embedded, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.experts import load_balance_of
 from lowpeak.journal import Journal
@@ -115,6 +115,7 @@ def prepare_online(
             "policy without it: remove sync_ref_model, or train without an adapter."
         )
     tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+    check_embedded(tokenizer, num_embeddings(policy))
     reference = _load_reference(policy, model, ref_model, args)
     complete(policy, model, args)
     upcast_trainable(policy)

@@ -27,11 +27,12 @@ from lowpeak.critic import (
 from lowpeak.errors import ArgumentError
 from lowpeak.loading import whole_again, without_weights
 from lowpeak.logprobs.head import causal_lm
+from lowpeak.pretrained import from_pretrained
 from lowpeak.rewards.model import load_classifier
 from lowpeak.strategies.gathered import layers_of
 from lowpeak.strategies.outgoing import outgoing
 from lowpeak.strategies.tensor import cut_alike
-from lowpeak.training.models import from_pretrained, is_peft
+from lowpeak.training.models import is_peft
 from lowpeak.wrapped import num_embeddings
 
 EXPORT_FOLDER = "critic"
@@ -82,7 +83,9 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, a
         )
     if isinstance(origin, str):
         options = {"dtype": "auto", **trusted, **(args.model_init_kwargs or {})}
-        classifier = from_pretrained(AutoModelForSequenceClassification, origin, num_labels=1, **options)
+        classifier = from_pretrained(
+            AutoModelForSequenceClassification, origin, may_lack="score.", num_labels=1, **options
+        )
     else:
         classifier = _on_same_backbone(policy, causal)
     classifier.score = _score(causal)
@@ -171,7 +174,7 @@ def _vocabulary_beside(critic: nn.Module, policy: nn.Module) -> dict[str, int]:
         return {}
     try:
         return dict(AutoTokenizer.from_pretrained(origin).get_vocab())
-    except (OSError, ValueError):
+    except Exception:  # whatever transformers and tokenizers raise where there is none
         return {}
 
 

@@ -11,20 +11,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowpeak.config.asked import WHOLE, Cut
 from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
-from lowpeak.damage import check_generation_config, name_damaged_file
 from lowpeak.data.prompts import check_tokenizer
-from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
-from lowpeak.loading import in_parts, reads_weights, straight_to, without_weights
+from lowpeak.errors import ArgumentError, MissingPackageError, ModelError, first_line
+from lowpeak.loading import straight_to
+from lowpeak.pretrained import from_pretrained
 from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -138,37 +136,6 @@ def _ties_lora(policy: Any) -> bool:
         return False
     base = policy.get_base_model()
     return all(hasattr(part, "lora_A") for part in (base.get_input_embeddings(), base.get_output_embeddings()))
-
-
-def from_pretrained(
-    auto: Any, name: str, cut: Cut = WHOLE, frozen_on: torch.device | None = None, **kwargs: Any
-) -> Any:
-    """`auto.from_pretrained`, with one clear sentence when the name or path leads nowhere; see `reads_weights`."""
-    try:
-        with name_damaged_file(name, ModelError, "copy or download the model again"):
-            check_generation_config(Path(name))
-            if cut != WHOLE:
-                return in_parts(auto, name, kwargs, cut)
-            if hasattr(auto, "from_config") and "quantization_config" not in kwargs and not reads_weights(frozen_on):
-                return without_weights(auto, name, kwargs)
-            return auto.from_pretrained(name, **kwargs)
-    except LowpeakError:
-        raise
-    except ImportError as error:
-        raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
-    except (OSError, ValueError, SafetensorError) as error:
-        reason = first_line(error)
-        if "trust_remote_code" in str(error):
-            raise ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.") from error
-        if "Unrecognized configuration class" in reason:
-            raise ModelError(
-                f"transformers has no {auto.__name__} for {name!r} ({reason.partition(' for this')[0]}): choose a model of "
-                "another family."
-            ) from error
-        raise ModelError(
-            f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
-            f"from the hub ({reason}). Check the path, or fetch it once while online."
-        ) from error
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:

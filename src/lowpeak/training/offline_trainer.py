@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from lowpeak.checkpoint.state import RunState
 from lowpeak.config.inapplicable import refuse_idle
 from lowpeak.config.resolve import resolve_common
 from lowpeak.data.cursor import cursor_over
-from lowpeak.data.prompts import RowReader, padding_id
+from lowpeak.data.prompts import RowReader, check_embedded, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory.phases import Phase
 from lowpeak.ranks import Ranks
@@ -33,7 +33,7 @@ from lowpeak.training.describe import describe_offline
 from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.models import context_length, disable_dropout, load_tokenizer, upcast_trainable
-from lowpeak.training.preflight import check_adapter, check_data
+from lowpeak.training.preflight import check_adapter, check_data, check_hub
 from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
@@ -41,7 +41,7 @@ from lowpeak.training.step import measure_step
 from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
-from lowpeak.wrapped import transformers_model
+from lowpeak.wrapped import num_embeddings, transformers_model
 
 _SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
 
@@ -134,6 +134,7 @@ class OfflineTrainer(StepTrainer):
             if args.process_index == 0:
                 check_writable(Path(args.output_dir))
             check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, args))
+            check_hub(args)
             check_adapter(peft_config, model, self.auto, args)
             policy, tokenizer = self.load(model, args, processing_class, peft_config)
         super().__init__(
@@ -162,6 +163,7 @@ class OfflineTrainer(StepTrainer):
         policy = self.load_model(model, args, peft_config)
         tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
         tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
+        check_embedded(tokenizer, num_embeddings(policy))
         upcast_trainable(policy)
         if args.disable_dropout:
             disable_dropout(policy)
@@ -209,7 +211,7 @@ class OfflineTrainer(StepTrainer):
             predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
                 with ranks.together(), fail_on_exit(LowpeakError, "compute_metrics"):
-                    measured = {**measured, **self.compute_metrics(predictions)}
+                    measured = {**measured, **_named_numbers(self.compute_metrics(predictions))}
             measured["runtime"] = time.perf_counter() - start
             metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
             return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
@@ -242,6 +244,15 @@ class OfflineTrainer(StepTrainer):
         """Run every pass within these sizes."""
         super().use_sizes(sizes)
         self.budget = sizes.within(self.budget)
+
+
+def _named_numbers(computed: Any) -> Mapping[str, float]:
+    """What compute_metrics returned; ArgumentError if it is no mapping."""
+    if not isinstance(computed, Mapping):
+        raise ArgumentError(
+            f"compute_metrics returned {computed!r:.80}, a {type(computed).__name__}; it must return a dict of names and numbers."
+        )
+    return computed
 
 
 def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:

@@ -31,7 +31,7 @@ from lowpeak.training.constructor import base_arguments, make_arguments, refuse_
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
-from lowpeak.training.preflight import check_adapter, check_data
+from lowpeak.training.preflight import check_adapter, check_data, check_hub
 from lowpeak.training.reuse import Rollout, rows_of_step
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
@@ -100,6 +100,7 @@ class OnlineTrainer(StepTrainer):
         quiet_replicas(args)
         with Ranks(args.device).together():
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_columns)
+            check_hub(args)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             parts = prepare_online(
                 model,

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
 
-from lowpeak.data.prompts import check_end, num_rows
+from lowpeak.data.prompts import check_end, num_rows, rows_at
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.loading import find_config
 from lowpeak.training.models import add_adapter
@@ -41,11 +42,25 @@ def check_data(
         }
     for name, dataset in named.items():
         if dataset is not None and num_rows(dataset, name) is not None:
-            check_row(dataset[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
+            check_row(rows_at(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
+
+
+def check_hub(args: Any) -> None:
+    """Raise ArgumentError for an upload while the hub is switched off."""
+    if args.push_to_hub and is_offline_mode():
+        raise ArgumentError(
+            "push_to_hub=True cannot act: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "
+            "push_to_hub=False and upload output_dir later."
+        )
 
 
 def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
     """Raise ArgumentError for LoRA that does not fit; a model that is named is made without weights to see."""
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        raise ArgumentError(
+            f"peft_config is {peft_config!r:.80}, a {type(peft_config).__name__}; pass a configuration of peft's, as "
+            "LoraConfig(...)."
+        )
     if getattr(peft_config, "peft_type", None) != "LORA":
         return
     _check_adapter_numbers(peft_config)

@@ -17,12 +17,13 @@ from lowpeak.algorithms.reward_model import make_reward_model
 from lowpeak.config.asked import WHOLE
 from lowpeak.config.reward_model import resolve_reward_model
 from lowpeak.data.preference import PreferenceReader, check_columns, flat, read_pairs
-from lowpeak.errors import ArgumentError, ModelError, first_line
+from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs.score_head import classifier_of
+from lowpeak.pretrained import from_pretrained
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.heads import SCORES, Head
-from lowpeak.training.models import from_pretrained, load_policy
+from lowpeak.training.models import load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
 from lowpeak.training.reward_arguments import RewardConfig
 from lowpeak.training.step import score
@@ -30,6 +31,8 @@ from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings
 
 logger = logging.getLogger(__name__)
+
+_HEAD = "score."  # how names of a score head's tensors begin
 
 
 class RewardTrainer(OfflineTrainer):
@@ -135,15 +138,17 @@ def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
 def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:
     """The classifier of a name or path, and whether its head is new, which the log says."""
     given = {"dtype": "auto", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-    try:
-        found = from_pretrained(
-            AutoModelForSequenceClassification, name, num_labels=1, output_loading_info=True, **given
+    found = from_pretrained(
+        AutoModelForSequenceClassification, name, may_lack=_HEAD, num_labels=1, output_loading_info=True, **given
+    )
+    model, report = found if isinstance(found, tuple) else (found, {"missing_keys": (), "mismatched_keys": ()})
+    others = [there[0] for key, there, _ in report["mismatched_keys"] if key.startswith(_HEAD)]
+    if others and not given.get("ignore_mismatched_sizes", False):
+        raise ModelError(
+            f"{name!r} cannot be loaded as a classifier with one label: its score head gives {others[0]} numbers; choose a model "
+            "with one label, or one without a head."
         )
-    except RuntimeError as error:  # a head of another size
-        reason = first_line(error)
-        raise ModelError(f"{name!r} cannot be loaded as a classifier with one label ({reason}).") from error
-    model, report = found if isinstance(found, tuple) else (found, {"missing_keys": ()})
-    is_new = any(key.startswith("score.") for key in report["missing_keys"])
+    is_new = bool(others) or any(key.startswith(_HEAD) for key in report["missing_keys"])
     if is_new:
         logger.warning("%r has no score head: it starts with a new one, drawn from seed %d.", name, args.seed)
     return model, is_new

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.data.supervised import SupervisedReader, check_columns, read_records
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
 from lowpeak.training.models import load_policy
@@ -132,12 +132,25 @@ class SFTTrainer(OfflineTrainer):
             ids_1L, labels_1L = (each.to(device) for each in _ids_and_labels(records[row]))
             with torch.no_grad():
                 logits = self.model_wrapped(input_ids=ids_1L).logits
-                own[row] = nested_numpify((preprocess(logits, labels_1L), labels_1L))
+                with fail_on_exit(LowpeakError, "preprocess_logits_for_metrics"):
+                    preprocessed = preprocess(logits, labels_1L)
+                own[row] = (_arrays(preprocessed), nested_numpify(labels_1L))
         found = reduce(lambda merged, part: {**merged, **part}, ranks.gather(own))
         rows = [found[row] for row in range(len(records))]
         while len(rows) > 1:  # in pairs, so that no row is copied for each that follows
             rows = [reduce(partial(nested_concat, padding_index=-100), rows[i : i + 2]) for i in range(0, len(rows), 2)]
         return EvalPrediction(*rows[0])
+
+
+def _arrays(preprocessed: Any) -> Any:
+    """What preprocess_logits_for_metrics returned, as arrays; ArgumentError where it is no tensor, nor any of them."""
+    try:
+        return nested_numpify(preprocessed)
+    except (AttributeError, TypeError) as error:
+        raise ArgumentError(
+            f"preprocess_logits_for_metrics returned {preprocessed!r:.80}, a {type(preprocessed).__name__}; return a tensor, "
+            "or a tuple or a dict of tensors."
+        ) from error
 
 
 def _ids_and_labels(record: Record) -> tuple[Tensor, Tensor]:

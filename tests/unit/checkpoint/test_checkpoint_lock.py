@@ -49,6 +49,15 @@ def test_a_run_that_raised_leaves_the_folder_free(tmp_path):
         pass
 
 
+def test_a_lock_that_is_a_folder_is_told(tmp_path):
+    (tmp_path / LOCK_FILE).mkdir()
+    with (
+        pytest.raises(CheckpointError, match=r"\.lowpeak\.lock cannot be opened \(Is a directory\)"),
+        only_run(tmp_path),
+    ):
+        pass
+
+
 def test_a_lock_that_is_a_link_is_refused_and_its_target_left_alone(tmp_path):
     target = tmp_path / "target"
     target.write_text("precious")

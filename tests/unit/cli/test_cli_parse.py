@@ -31,6 +31,27 @@ def test_the_command_line_overrides_the_file(tmp_path):
     assert given("--config", path, "--learning_rate", "2e-5") == {"learning_rate": 2e-5, "num_generations": 4}
 
 
+def test_of_several_files_a_later_one_overrides_those_before(tmp_path):
+    first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
+    first.write_text("learning_rate: 1e-5\nnum_generations: 4\n")
+    second.write_text("learning_rate: 2e-5\nbeta: 0\n")
+    files = given("--config", str(first), "--config", str(second))
+    assert files == {"learning_rate": 2e-5, "num_generations": 4, "beta": 0}
+
+
+@pytest.mark.parametrize("argv", [("--hub_token", "X", "S3CRET"), ("--hub-token=X", "S3CRET")])
+def test_a_word_behind_a_token_is_not_repeated(argv):
+    with pytest.raises(ArgumentError, match="A word behind --hub_token belongs to no argument") as refused:
+        given(*argv)
+    assert "S3CRET" not in str(refused.value)
+
+
+def test_a_token_of_the_wrong_kind_is_not_repeated(tmp_path):
+    with pytest.raises(ArgumentError, match="hub_token expects a string, not <hidden>") as refused:
+        given("--config", write(tmp_path, "hub_token: {a: S3CRET}"))
+    assert "S3CRET" not in str(refused.value)
+
+
 def test_a_number_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
     path = write(tmp_path, "learning_rate: 1e-6\neval_strategy: no\nreward_weights: [1, 0.5]\nbeta: 0\n")
     line = given("--learning_rate", "1e-6", "--eval_strategy", "no", "--reward_weights", "1", "0.5", "--beta", "0")

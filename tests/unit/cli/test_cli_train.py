@@ -140,6 +140,15 @@ def test_the_evaluation_set_has_its_own_file_and_slice(library, folder):
     assert library.made[0].keywords["eval_dataset"]["prompt"] == ["0+1?", "1+1?", "2+1?"]
 
 
+def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library, folder, caplog):
+    run("grpo", argv(folder, "--dataset_split", "nope", "--dataset_config", "main"), library)
+    assert "The split 'nope' has no effect" in caplog.text
+    assert "The dataset_config 'main' has no effect" in caplog.text
+    caplog.clear()
+    run("grpo", argv(folder, "--dataset_split", "train[:8]"), library)
+    assert "has no effect" not in caplog.text
+
+
 def test_a_split_alone_evaluates_on_the_training_data_set_s_own(library, folder):
     run("grpo", argv(folder, "--eval_split", "train[8:]"), library)
     assert library.made[0].keywords["eval_dataset"]["prompt"] == ["8+1?", "9+1?"]

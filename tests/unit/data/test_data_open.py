@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from lowpeak.data.open import open_dataset
+from lowpeak.data.prompts import check_rows
 from lowpeak.errors import DataError
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
@@ -122,6 +123,17 @@ def test_a_split_of_a_saved_data_set_without_splits_is_an_error(tmp_path):
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
     with pytest.raises(DataError, match="without splits; leave split='test' out"):
         open_dataset(tmp_path / "saved", "test")
+
+
+def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_they_are_read(tmp_path):
+    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    file = next((tmp_path / "saved").glob("*.arrow"))
+    column = Dataset.load_from_disk(tmp_path / "saved").data.column(0).chunk(0)
+    offsets = column.buffers()[1].to_pybytes()[: 4 * (len(ROWS) + 1)]
+    backwards = b"".join(i.to_bytes(4, "little") for i in range(len(ROWS), -1, -1))
+    file.write_bytes(file.read_bytes().replace(offsets, backwards))
+    with pytest.raises(DataError, match=r"Rows 0 to \d+ of the data set cannot be read \(.*\): check its files"):
+        check_rows(open_dataset(tmp_path / "saved"), None)
 
 
 @pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])

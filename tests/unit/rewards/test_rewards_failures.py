@@ -53,7 +53,8 @@ def bad(returned):
         ([[INF], 0, 0, 0], r"'bad' returned inf for row 0"),
         ([["1"], 0, 0, 0], r"'bad' returned '1' of type str for row 0"),
         ([10**400, 0, 0, 0], "a number too large for a float for row 0"),
-        ([0, 1e308, 0, 0], r"'bad' returned 1e\+308, which is infinite in fp32, for row 1"),
+        ([0, 3e38, 0, -3e38], r"'bad' returned 3e\+38, whose square is infinite in fp32, for row 1"),
+        ([0, 1e308, 0, 0], r"'bad' returned 1e\+308, whose square is infinite in fp32, for row 1"),
     ],
 )
 def test_what_is_not_one_number_or_none_per_completion_is_an_error(returned, words):
@@ -109,9 +110,9 @@ def test_a_reward_that_exits_is_a_failure_of_the_reward(reward, timeout):
 
 def test_rewards_whose_weighted_sum_is_infinite_in_fp32_are_an_error():
     with pytest.raises(
-        RewardError, match=r"The weighted sum of the rewards is 6e\+38 for row 0 .*: lower reward_weights"
+        RewardError, match=r"The weighted sum of the rewards is 2e\+19 for row 0 .*: lower reward_weights"
     ):
-        judge(lambda completions: [3e38, 0, 0, 0], lambda completions: [3e38, 0, 0, 0])
+        judge(lambda completions: [1e19, 0, 0, 0], lambda completions: [1e19, 0, 0, 0])
 
 
 def test_a_missing_column_is_told_by_name():

@@ -46,7 +46,7 @@ def grpo(
     return GRPOTrainer(
         model=model or tiny_model(),
         reward_funcs=rewards,
-        args=GRPOConfig(output_dir=str(tmp_path / "run"), **{**SMALL, **changes}),
+        args=GRPOConfig(**{"output_dir": str(tmp_path / "run"), **SMALL, **changes}),
         train_dataset=data,
         eval_dataset=eval_dataset,
         processing_class=tokenizer or char_tokenizer(),
@@ -233,8 +233,10 @@ def test_an_unknown_success_reward_is_told(tmp_path):
         ({"epsilon": -0.1, "num_iterations": 2}, r"epsilon=-0.1 must be in \[0, 1\)"),
         ({"epsilon": 1.0, "num_iterations": 2}, r"epsilon=1.0 must be in \[0, 1\)"),
         ({"epsilon_high": -1.0, "num_iterations": 2}, "epsilon_high=-1.0 must be 0 or more"),
-        ({"temperature": 0.0}, "temperature=0.0 must be above 0 in training"),
-        ({"temperature": -1.0}, "temperature=-1.0 must be above 0 in training"),
+        ({"temperature": 0.0}, r"temperature=0.0 must be at least 1e-6 in training"),
+        ({"output_dir": ""}, "output_dir='' must name a folder"),
+        ({"temperature": 1e-300}, "temperature=1e-300 must be at least 1e-6"),
+        ({"temperature": -1.0}, r"temperature=-1.0 must be at least 1e-6 in training"),
         ({"max_completion_length": 0}, "max_completion_length=0 must be at least 1 token"),
         (
             {"max_completion_length": 128},
@@ -320,6 +322,59 @@ def test_user_code_that_exits_ends_the_run_with_an_error_that_names_it(tmp_path)
     )
     with told(LowpeakError, r"compute_metrics called sys.exit\(0\), which would end the run without a save"):
         trainer.evaluate(trainer.train_dataset)
+    trainer.preprocess_logits_for_metrics = leave
+    with told(LowpeakError, r"preprocess_logits_for_metrics called sys.exit\(0\), which would end the run"):
+        trainer.evaluate(trainer.train_dataset)
+    with told(DataError, r"formatting_func called sys.exit\(0\), which would end the run without a save"):
+        SFTTrainer(
+            tiny_model(),
+            SFTConfig(output_dir=str(tmp_path), use_cpu=True),
+            train_dataset=TABLE,
+            processing_class=char_tokenizer(),
+            formatting_func=leave,
+        )
+
+
+def test_functions_of_an_evaluation_that_return_nothing_are_told(tmp_path):
+    trainer = SFTTrainer(
+        tiny_model(),
+        SFTConfig(output_dir=str(tmp_path), use_cpu=True, max_length=8),
+        train_dataset=Dataset.from_list([{"prompt": "1=", "completion": "1"}]),
+        processing_class=char_tokenizer(),
+        compute_metrics=lambda found: None,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    with told(ArgumentError, "compute_metrics returned None, a NoneType; it must return a dict of names and numbers"):
+        trainer.evaluate(trainer.train_dataset)
+    trainer.preprocess_logits_for_metrics = lambda logits, labels: None
+    with told(ArgumentError, "preprocess_logits_for_metrics returned None, a NoneType; return a tensor"):
+        trainer.evaluate(trainer.train_dataset)
+
+
+@pytest.mark.parametrize(
+    ("ids", "words"),
+    [
+        ([3, 4, -5, 1], "row 0 has the token -5; tokens are whole numbers of 0 or more"),
+        ([3, 4.5, 1], r"row 0 has 'input_ids' \[3.0, 4.5, 1.0\]; it must be a list of whole numbers"),
+        (["3", "4"], r"row 0 has 'input_ids' \['3', '4'\]; it must be a list of whole numbers"),
+    ],
+)
+def test_token_ids_that_are_none_are_told(tmp_path, ids, words):
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True)
+    data = Dataset.from_list([{"input_ids": ids}])
+    with told(DataError, words):
+        SFTTrainer(tiny_model(), args, train_dataset=data, processing_class=char_tokenizer())
+
+
+def test_a_peft_config_that_is_none_is_told(tmp_path):
+    with told(ArgumentError, r"peft_config is {'r': 4}, a dict; pass a configuration of peft's, as LoraConfig\("):
+        grpo(tmp_path, peft_config={"r": 4})
+
+
+def test_an_upload_while_the_hub_is_switched_off_is_told_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with told(ArgumentError, r"push_to_hub=True cannot act: the hub is switched off \(HF_HUB_OFFLINE\)"):
+        grpo(tmp_path, push_to_hub=True)
 
 
 def test_a_context_too_short_for_a_supervised_row_cuts_it(tmp_path):

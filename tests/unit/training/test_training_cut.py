@@ -11,8 +11,9 @@ from lowpeak import PPOConfig
 from lowpeak.config.asked import Cut
 from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.resolve import resolve_online
-from lowpeak.errors import ArgumentError
+from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.loading import IN_PARTS, in_parts, styled
+from lowpeak.pretrained import from_pretrained
 from lowpeak.training.models import load_policy
 from tiny import tiny_model
 
@@ -27,11 +28,11 @@ class Auto:
 
     def from_pretrained(self, name, distributed_config, **options):
         self._model.asked = (name, distributed_config.tp_size, distributed_config.fsdp_size, options)
-        return self._model
+        return self._model, {}
 
 
 def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
-    model = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
+    model, _ = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
     assert model.asked == ("m", 2, 4, {"dtype": "auto"})
     assert not model.is_distributed_loading_by_transformers
 
@@ -58,12 +59,24 @@ def test_a_weight_that_is_not_tied_or_not_cut_by_rows_may_have_any_number_of_the
     in_parts(Auto(vocab_size=13), "m", {}, Cut(2, 1))
 
 
+def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
+    class Lacking(Auto):
+        from_config = None
+
+        def from_pretrained(self, name, **options):
+            model, _ = super().from_pretrained(name, **options)
+            return model, {"missing_keys": {"lm_head.weight"}, "mismatched_keys": set()}
+
+    with pytest.raises(ModelError, match=r"'m' lacks lm_head\.weight, which would be random"):
+        from_pretrained(Lacking(vocab_size=16), "m", Cut(2, 4))
+
+
 def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
     auto = Auto({"model.layers.*.input_layernorm": IN_PARTS})
     layers = auto._model.model.layers
     for layer in layers:
         layer.input_layernorm.forward = lambda hidden: hidden
-    model = in_parts(auto, "m", {}, Cut(2, 1))
+    model, _ = in_parts(auto, "m", {}, Cut(2, 1))
     assert list(styled(model, IN_PARTS)) == [layer.input_layernorm for layer in layers]
     assert all("forward" not in vars(layer.input_layernorm) for layer in layers)
 

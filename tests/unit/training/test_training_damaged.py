@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
-from lowpeak import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from lowpeak.errors import CheckpointError, ModelError
+from lowpeak import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from lowpeak.critic import critics_model
+from lowpeak.errors import ArgumentError, CheckpointError, ModelError
+from lowpeak.training.models import load_policy, load_reference
 from tiny import char_tokenizer, tiny_model
 
 TABLE = Dataset.from_list([{"prompt": f"{i}=", "completion": "1"} for i in range(8)])
@@ -97,3 +101,121 @@ def test_a_damaged_file_of_a_reward_model_is_named(tmp_path):
         ModelError, match=r"judge/model.safetensors is damaged \(.*\): copy or download the reward model"
     ):
         build(tmp_path / "run", rewards=str(tmp_path / "judge"))
+
+
+# a checkpoint that is not all of the model
+
+
+def without(folder, tensor):
+    """Take a tensor out of the folder's weights."""
+    weights = load_file(folder / "model.safetensors")
+    del weights[tensor]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def configure(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+LACKS = rf"model' lacks {UP}, which would be random: copy or download the model again"
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_named(folder, tmp_path):
+    without(folder, UP)
+    with pytest.raises(ModelError, match=LACKS):
+        build(tmp_path / "run", str(folder))
+    with pytest.raises(ModelError, match=LACKS):
+        SFTTrainer(str(folder), args=SFTConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=TABLE)
+    pairs = Dataset.from_list([{"prompt": "1=", "chosen": "1", "rejected": "2"}] * 8)
+    with pytest.raises(ModelError, match=LACKS):
+        RewardTrainer(str(folder), args=RewardConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=pairs)
+    with pytest.raises(ModelError, match=LACKS):
+        load_reference(tiny_model(), tiny_model(), None, str(folder), trust_remote_code=False)
+
+
+def test_a_tensor_that_the_checkpoint_of_a_quantised_model_lacks_is_named(folder):
+    without(folder, UP)
+    loading = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    with pytest.raises(ModelError, match=LACKS):
+        load_policy(str(folder), loading, trust_remote_code=False)
+
+
+def test_a_head_that_is_not_tied_and_not_there_is_named(folder):
+    configure(folder, tie_word_embeddings=False)
+    with pytest.raises(ModelError, match=r"model' lacks lm_head\.weight, which would be random"):
+        load_policy(str(folder), None, trust_remote_code=False)
+
+
+def test_the_critic_starts_from_the_policy_s_backbone_and_a_head_of_its_own(folder, tmp_path):
+    args = {"per_device_train_batch_size": 4, "max_completion_length": 5, "critic": "model"}
+    critic = PPOTrainer(str(folder), ones, PPOConfig(output_dir=str(tmp_path / "run"), **SMALL, **args), TABLE)
+    assert not critics_model(critic.model).score.weight.any()
+
+
+def test_a_mismatch_of_shapes_names_the_tensor(folder):
+    configure(folder, vocab_size=20)
+    with pytest.raises(
+        ModelError, match=r"model.embed_tokens.weight has the shape 13x32 in the file, and 20x32 in the"
+    ):
+        load_policy(str(folder), None, trust_remote_code=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\) must be equal to"),
+        ({"hidden_size": None}, "Field 'hidden_size' expected int"),
+        ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError: integer division"),
+    ],
+)
+def test_a_number_of_the_config_that_makes_no_model_is_one_sentence(folder, changes, words):
+    configure(folder, **changes)
+    with pytest.raises(ModelError, match=rf"cannot load '.*model' \(.*{words}.*\): correct its config.json"):
+        load_policy(str(folder), None, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_a_config_that_is_no_object_is_named(folder, tmp_path, file):
+    (folder / file).write_text("null")
+    with pytest.raises(ModelError, match=rf"{folder / file} is damaged"):
+        build(tmp_path / "run", str(folder))
+
+
+def test_a_changed_byte_of_the_tokenizer_names_its_file(folder, tmp_path):
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(text.replace('"WordLevel"', '"WordLevek"'))
+    with pytest.raises(ModelError, match=rf"{folder / 'tokenizer.json'} is damaged"):
+        build(tmp_path / "run", str(folder))
+
+
+def test_ends_that_the_model_does_not_embed_are_told(folder, tmp_path):
+    (folder / "tokenizer_config.json").unlink()
+    words = "the tokenizer's pad_token '<|endoftext|>' is token 13, and the model embeds 13 tokens"
+    with pytest.raises(ModelError, match=words.replace("|", r"\|")):
+        build(tmp_path / "run", str(folder))
+    with pytest.raises(ModelError, match="the model embeds 13 tokens"):
+        SFTTrainer(str(folder), args=SFTConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=TABLE)
+
+
+@pytest.mark.parametrize(
+    ("loading", "error", "words"),
+    [
+        ({"foo": 4}, ModelError, "unexpected keyword argument 'foo'.* or model_init_kwargs"),
+        ({"dtype": "foo"}, ArgumentError, "dtype='foo' is no dtype of torch"),
+        ({"attn_implementation": "foo"}, ModelError, r"cannot load .*\(Specified `attn_implementation=\"foo\"`"),
+    ],
+)
+def test_arguments_of_loading_that_fail_are_one_sentence(folder, loading, error, words):
+    with pytest.raises(error, match=words):
+        load_policy(str(folder), loading, trust_remote_code=False)
+
+
+def test_weights_that_are_not_finite_are_named(folder, tmp_path):
+    weights = load_file(folder / "model.safetensors")
+    weights[UP][0, 0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=f"weights are not finite: {UP} has NaN or infinite numbers"):
+        build(tmp_path / "run", str(folder))

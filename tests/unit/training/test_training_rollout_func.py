@@ -233,6 +233,14 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
             answer(completion_ids=[[4, 7, 13, 1], ROWS[1]["ids"]]),
             "row 0: completion_ids has 13, which is no token of the model: they are whole numbers from 0 to 12",
         ),
+        *(
+            (
+                answer(logprobs=[[number, -1.0, -1.0, -1.0], [-1.0] * 5]),
+                rf"row 0: logprobs has {number}; a log-prob is a",
+            )
+            for number in (float("nan"), float("-inf"), float("inf"), 5.0)
+        ),
+        (answer(completions=["a", "b"]), "has 'completions', keywords of every reward, .*: rename the fields"),
         (answer(prompt_ids=[[-1], PROMPT]), "row 0: prompt_ids has -1, which is no token of the model"),
         (answer(prompt_ids=[["1"], PROMPT]), "row 0: prompt_ids has '1', which is no token of the model"),
         (
