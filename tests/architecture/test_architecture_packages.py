@@ -7,6 +7,7 @@ import sys
 import tomllib
 from importlib.metadata import packages_distributions, requires
 
+import pytest
 from packaging.requirements import Requirement
 
 from architecture.sources import ROOT, all_imports
@@ -34,12 +35,15 @@ def test_every_imported_package_is_declared():
     assert missing == set()
 
 
-def test_every_package_that_the_tests_environment_takes_is_pinned():
-    """Transitive ones too; what torch brings along for CUDA follows torch."""
-    text = (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    pinned = {normalised(name) for name in re.findall(r"^[\w.-]+(?===)", text, re.MULTILINE)}
+@pytest.mark.parametrize(("lock", "extra"), [("requirements.txt", ""), ("requirements-test.txt", "test")])
+def test_every_package_that_is_installed_is_locked_by_its_hashes(lock, extra):
+    """Transitive ones too. torch is pinned without: indexes have several builds. What it brings along for GPUs follows it."""
+    text = (ROOT / lock).read_text(encoding="utf-8")
+    locked = {normalised(name) for name in re.findall(r"^[\w.-]+(?===.*\n +--hash=sha256:)", text, re.MULTILINE)}
+    assert "\ntorch==" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    brought = {"torch"} if extra else {"torch", "triton"}
     found: set[str] = set()
-    wanted = [("lowpeak", {"test"})]
+    wanted = [("lowpeak", {extra})]
     while wanted:
         name, extras = wanted.pop()
         for needed in map(Requirement, requires(name) or ()):
@@ -48,7 +52,7 @@ def test_every_package_that_the_tests_environment_takes_is_pinned():
             if applies and key not in found and not key.startswith(("nvidia-", "cuda-")):
                 found.add(key)
                 wanted.append((key, needed.extras))
-    assert found - pinned == set()
+    assert found - locked == brought
 
 
 def test_no_folder_of_tests_has_the_name_of_a_package():
