@@ -41,7 +41,7 @@ def test_every_package_that_is_installed_is_locked_by_its_hashes(lock, extra):
     text = (ROOT / lock).read_text(encoding="utf-8")
     locked = {normalised(name) for name in re.findall(r"^[\w.-]+(?===.*\n +--hash=sha256:)", text, re.MULTILINE)}
     assert "\ntorch==" in (ROOT / "constraints.txt").read_text(encoding="utf-8")
-    brought = {"torch"} if extra else {"torch", "triton"}
+    brought = {"torch"} if extra else {"torch", "triton"}  # triton by builds for GPUs
     found: set[str] = set()
     wanted = [("lowpeak", {extra})]
     while wanted:
@@ -52,7 +52,7 @@ def test_every_package_that_is_installed_is_locked_by_its_hashes(lock, extra):
             if applies and key not in found and not key.startswith(("nvidia-", "cuda-")):
                 found.add(key)
                 wanted.append((key, needed.extras))
-    assert found - locked == brought
+    assert found - locked <= brought
 
 
 def test_no_folder_of_tests_has_the_name_of_a_package():
