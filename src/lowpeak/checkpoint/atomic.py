@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -121,23 +121,25 @@ def _replace_files(stage: Path, folder: Path) -> None:
     """Give a stage's files their places, the index of weights last; an earlier export's weights and adapter go."""
     names = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
     names.sort(key=lambda name: name.name == _INDEX)
-    whole = any(name.match("model*.safetensors") for name in names)
-    stale = [folder / name for name in _ADAPTER if whole and Path(name) not in names]  # from_pretrained would apply it
-    if Path(_INDEX) in names:  # without an index nothing loads until the new one is there
-        stale += [folder / _INDEX, folder / _WEIGHTS]
-    for path in stale:
-        path.unlink(missing_ok=True)
+    is_whole = any(name.match("model*.safetensors") for name in names)
+    # from_pretrained would put an old adapter on the new weights; without an index nothing loads until the new one is there.
+    before = [*(_ADAPTER if is_whole else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())]
+    _remove(folder / name for name in before)
     _sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
-    if whole:
-        for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
-            if path.relative_to(folder) not in names:
-                path.unlink(missing_ok=True)
+    if is_whole:
+        old = (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX)
+        _remove(path for path in old if path.relative_to(folder) not in names)
     _sync(folder)
-    if not whole and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
+    if not is_whole and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
         _warn_of_base(folder)
+
+
+def _remove(paths: Iterable[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
 
 
 def _warn_of_base(folder: Path) -> None:

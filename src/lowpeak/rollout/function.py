@@ -206,8 +206,8 @@ def _seed_of(question: _Question) -> int:
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
 
 
-def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence[Any]]:
-    """The answer as lists with one entry per row; EngineError if it cannot be that."""
+def _check_names(output: Any) -> None:
+    """Raise EngineError for an answer that is no dict, lacks a field, or has one under a reward's keyword."""
     if not isinstance(output, Mapping):
         raise EngineError(f"rollout_func returned {type(output).__name__}; it must return a dict of lists.")
     missing = [name for name in _REQUIRED if name not in output]
@@ -219,6 +219,11 @@ def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence
             f"rollout_func's answer has {', '.join(map(repr, taken))}, keywords of every reward, which are made of its ids: rename "
             "the fields."
         )
+
+
+def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence[Any]]:
+    """The answer as lists with one entry per row; EngineError if it cannot be that."""
+    _check_names(output)
     fields = {name: values if _is_list(values) else [values] * rows for name, values in output.items()}
     for name, values in fields.items():
         if name in _PER_ROW and output[name] is not None and values is not output[name]:
@@ -254,22 +259,27 @@ def _completion(
             f"rollout_func: row {row} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
             "env_mask; the three must be equally long and not empty."
         )
-    flat = [value[0] if isinstance(value, list | tuple) else value for value in logprobs]
+    cut = ids[-1] not in ends and len(ids) >= max_new_tokens
+    return Completion(
+        ids=torch.tensor(ids, dtype=torch.int32),
+        logprobs=_logprobs(logprobs, mask, row),
+        loss_mask=torch.tensor(mask).bool(),
+        finish_reason="length" if cut else "stop",
+        prompt_ids=tuple(prompt_ids),
+        extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
+    )
+
+
+def _logprobs(values: Sequence[Any], mask: Sequence[Any], row: int) -> torch.Tensor:
+    """A row's log-probs, NaN where they are not known; EngineError for what is none of a token that the policy wrote."""
+    flat = [value[0] if isinstance(value, list | tuple) else value for value in values]
     wrong = [value for value, kept in zip(flat, mask, strict=True) if kept and not _is_logprob(value)]
     if wrong:
         raise EngineError(
             f"rollout_func: row {row}: logprobs has {wrong[0]}; a log-prob is a finite number of at most 0, or None where it is "
             "not known."
         )
-    cut = ids[-1] not in ends and len(ids) >= max_new_tokens
-    return Completion(
-        ids=torch.tensor(ids, dtype=torch.int32),
-        logprobs=torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32),
-        loss_mask=torch.tensor(mask).bool(),
-        finish_reason="length" if cut else "stop",
-        prompt_ids=tuple(prompt_ids),
-        extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
-    )
+    return torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32)
 
 
 def _is_logprob(value: Any) -> bool:
