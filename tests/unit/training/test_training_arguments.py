@@ -48,7 +48,7 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"generation_batch_size": 12}, "not a multiple of per_device_train_batch_size"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "say the same thing"),
         ({"num_generations": 1, "per_device_train_batch_size": 1}, "at least 2"),
-        ({"temperature": 0.0}, "above 0"),
+        ({"temperature": 0.0}, "at least 1e-6"),
         ({"epsilon": 1.5}, r"\[0, 1\)"),
         ({"max_completion_length": 0}, "at least 1 token"),
         ({"loss_type": "ppo"}, "must be one of 'grpo', 'bnpo'"),
@@ -103,7 +103,7 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ),
         ({"generation_kwargs": {"eos_token_id": "<eos>"}}, "must be a token id, or a list of token ids"),
         ({"generation_kwargs": {"top_p": 1.5}}, r"generation_kwargs\['top_p'\]=1.5 must be in \(0, 1\]"),
-        ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 must be above 0"),
+        ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 must be at least 1e-6"),
     ],
 )
 def test_what_cannot_act_raises_with_the_remedy(tmp_path, changes, words):

@@ -358,7 +358,7 @@ def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, cap
     changes = {"reward": None, "reward_failures": "none", "max_steps": 1}
     online_dpo(tmp_path, judge=ScriptedJudge(absent), **changes).train()
     (message,) = [record.message for record in caplog.records if "no reward" in record.message]
-    assert message.startswith("All 16 completions have no reward: ScriptedJudge returned None for each of them.")
+    assert message.startswith("All 16 completions have no reward from ScriptedJudge, so nothing")
 
 
 def test_a_rollout_func_writes_the_pairs(tmp_path):
