@@ -18,7 +18,7 @@ JUDGE_STEPS = 700
 WAYS = {
     "function": {"max_steps": 80, "learning_rate": 5e-4, "value_learning_rate": 1e-2, "beta": 0.0},
     "reward model": {
-        "max_steps": 100,
+        "max_steps": 160,
         "learning_rate": 3e-4,
         "value_learning_rate": 5e-4,
         "beta": 0.2,
@@ -81,6 +81,4 @@ def test_held_out_accuracy_rises(tmp_path, start, judge, by):
     after = accuracy(model, tokenizer)
     print(f"{by}: {before} -> {after}")
     assert before["sampled"] < 0.1
-    # 0.06 are three standard errors of 512 rows. How far so few steps get by a reward model depends on what was trained before
-    # them, and so on the processor's kernels: +0.11 with those of the oldest.
-    assert after["sampled"] > before["sampled"] + (0.12 if by == "function" else 0.06)
+    assert after["sampled"] > before["sampled"] + 0.12

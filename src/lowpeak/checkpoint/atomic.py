@@ -121,7 +121,7 @@ def _replace_files(stage: Path, folder: Path) -> None:
     """Give a stage's files their places, the index of weights last; an earlier export's weights and adapter go."""
     names = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
     names.sort(key=lambda name: name.name == _INDEX)
-    is_whole = any(name.match("model*.safetensors") for name in names)
+    is_whole = Path(_WEIGHTS) in names or Path(_INDEX) in names
     # from_pretrained would put an old adapter on the new weights; without an index nothing loads until the new one is there.
     before = [*(_ADAPTER if is_whole else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())]
     _remove(folder / name for name in before)

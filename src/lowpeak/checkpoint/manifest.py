@@ -24,7 +24,7 @@ _BLOCK = 1 << 20
 _REMEDY = "resume from another checkpoint, or start a new run."
 _READ_ON_RESUME = (  # what resuming reads where it finds it
     *("model*.safetensors*", "pytorch_model*", "adapter_*", "*/adapter_*", "optimizer*", "scheduler.pt", "scaler.pt"),
-    *("rng_state*", "lowpeak_*", "shards/*", "reference/*", "critic/*"),
+    *("lowpeak_*", "shards/*", "reference/*", "critic/*"),
 )
 
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint

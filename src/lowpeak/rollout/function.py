@@ -45,7 +45,7 @@ _OVERRIDES = {
 
 @dataclass
 class _Question:
-    """What the function is asked for now; the draws of its own calls of the engine follow from it."""
+    """What one call of the function asks for; the seeds of its calls of the engine follow from it."""
 
     first_serial: int
     sampling: Sampling

@@ -166,8 +166,8 @@ class _Reader(dcp.FileSystemReader):
         file = Path(self.path, _RANGES)
         if not file.exists():
             raise CheckpointError(
-                f"{self.path} has no {_RANGES}: an older lowpeak wrote it, as a pickle, which can run code. Resume "
-                "with that version, or start a new run from the checkpoint's weights (model=that folder)."
+                f"{self.path} has no {_RANGES}, so nothing tells where its tensors lie: remove the folder if the run did not write "
+                "it, resume from another checkpoint, or start a new run from the weights (model=that folder)."
             )
         metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
         for name, found in json.loads(file.read_text(encoding="utf-8")).items():
