@@ -19,6 +19,7 @@ from torch import Tensor
 FinishReason = Literal["stop", "length"]
 MetricKind = Literal["mean", "sum", "max", "min"]
 Weights = Literal["merged", "adapter", "base"]  # of a model that leave: see Strategy.slices
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # parameters' names, whole shapes and dtypes, in an order
 Unit = Literal["token", "sequence", "pair"]  # what a loss's weights weigh, and what is never cut
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from lowpeak.checkpoint.tensor_file import TensorFiles
 from safetensors import safe_open
 from safetensors.torch import load_file
 
 from lowpeak.checkpoint.atomic import staged_files
-from lowpeak.checkpoint.tensor_file import TensorFiles
 from lowpeak.ranks import Ranks
 
 TENSORS = {

@@ -13,8 +13,8 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowpeak.cli.accelerate_config import FOLDER
+from lowpeak.strategies.detect import Shares, shares_of
 from lowpeak.strategies.pretended import pretended_ranks
-from lowpeak.strategies.share import Shares, shares_of
 
 RANKS = 8
 
