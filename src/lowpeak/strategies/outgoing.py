@@ -82,7 +82,7 @@ def adapter_name(model: Any, name: str) -> str:
 
 
 def adapter_state(model: Any, left: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return what left as `adapter`, by the names that the model has for it: all of them for a parameter that has several places."""
+    """Return what left as `adapter`, by the names that the model has for it: by each where a parameter has several places."""
     leaving = {id(p): adapter_name(model, name) for name, p in adapter_parameters(model).items()}
     named = model.named_parameters(remove_duplicate=False)
     return {plain_name(name): left[leaving[id(p)]] for name, p in named if id(p) in leaving}
