@@ -104,7 +104,9 @@ _STYLES = ("colwise", *MEETING, IN_PARTS)
 
 
 def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
-    """Return what `auto.from_pretrained(name, **options)` gives with its report, cut by transformers: each process reads its part alone.
+    """Return what `auto.from_pretrained(name, **options)` gives with its report, cut by transformers.
+
+    Each process reads its part alone.
 
     ArgumentError for a model whose plan does what was not tried here. The model is then told that nobody has cut it:
     transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers
