@@ -97,7 +97,6 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def _explained(auto: Any, name: str, error: Exception) -> ModelError:
-    """Return what transformers said, as our error with the remedy."""
     reason = first_line(error)
     if "trust_remote_code" in str(error):
         return ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.")

@@ -99,7 +99,6 @@ class Ranks:
 
     @property
     def is_watched(self) -> bool:
-        """Whether an `alarmed` block runs."""
         return self._alarm is not None
 
     @contextmanager
@@ -217,7 +216,6 @@ def _packed(error: Exception | None) -> Failure | None:
 
 
 def _echo(rank: int, failure: Failure) -> LowpeakError:
-    """The error that the other ranks raise."""
     kind: Any = getattr(errors, failure.kind, None)
     is_ours = isinstance(kind, type) and issubclass(kind, LowpeakError)
     told = failure.text if is_ours else f"{failure.kind}: {failure.text}"

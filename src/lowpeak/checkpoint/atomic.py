@@ -233,7 +233,6 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def _whole_checkpoints(run_dir: Path) -> list[Path]:
-    """Return the whole checkpoints, oldest first."""
     if not run_dir.is_dir():
         return []
     steps = {int(match[1]): path for path in run_dir.iterdir() if (match := _WHOLE.fullmatch(path.name))}

@@ -221,7 +221,6 @@ def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Say which file is missing or damaged, and what to do."""
     try:
         yield
     except CheckpointError:

@@ -93,7 +93,6 @@ class FlatShard:
         return values
 
     def view(self, gathered: Tensor) -> Tensor:
-        """The parameter in a buffer that `gather` filled."""
         values = gathered[: self.numel].view(self.shape)
         return values if self.seen is None else self.seen(values)
 

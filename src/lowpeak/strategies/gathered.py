@@ -55,7 +55,6 @@ class Parts:
 
     @property
     def is_cut(self) -> bool:
-        """Whether any parameter is cut."""
         return bool(self.vocabulary or self.rest or any(places for _, places in self.layers))
 
 

@@ -61,7 +61,6 @@ class Match:
         return counted
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Return a context that computes as the last step did."""
         dtype = self._autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 

@@ -185,5 +185,4 @@ def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
 
 
 def _kinds(options: list[dict[str, Any]]) -> list[int]:
-    """Return for each group how many times options have changed from one group to the next."""
     return list(accumulate((int(before != after) for before, after in pairwise(options)), initial=0))

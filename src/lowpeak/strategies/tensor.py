@@ -66,7 +66,6 @@ class TensorParallel(Fsdp2):
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Around a micro-batch's forward and backward, as FSDP2 has it; after the step's `last`, peers add up what is in parts."""
         with super().accumulate(model, last):
             yield
         if last:
@@ -134,7 +133,6 @@ def cut_alike(module: nn.Module, model: nn.Module) -> None:
 
 
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of the mesh axes along which a parameter is cut, or copied."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 

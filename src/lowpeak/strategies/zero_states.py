@@ -43,7 +43,6 @@ class Master:
     place: int
 
     def cut(self, flat: Tensor) -> Fragment:
-        """Return this range of the parameter in a tensor that is laid out as `flat`."""
         return Fragment(self.name, self.numel, self.start, flat.detach().narrow(0, self.place, self.count))
 
 
