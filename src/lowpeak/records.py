@@ -134,7 +134,9 @@ class TokenBatch:
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""
         assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never cut"
-        cut = {name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        cut: dict[str, Any] = {
+            name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
         return replace(self, **cut)
 
     def to(self, device: torch.device | str) -> TokenBatch:
