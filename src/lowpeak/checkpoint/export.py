@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,9 +96,12 @@ class TensorFiles:
     def write(self, name: str, start: int, values: Tensor) -> None:
         """Write values [start, start + len(values)) of the tensor laid out flat."""
         file, offset = self._places[name]
+        data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        offset += start * values.element_size()
         with file.open("r+b") as stream:
-            stream.seek(offset + start * values.element_size())
-            stream.write(values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            while data:
+                written = os.pwrite(stream.fileno(), data, offset)
+                data, offset = data[written:], offset + written
 
     def _begin(self, file: Path, layout: Layout, names: Sequence[str]) -> None:
         """Write a file's header and reserve its tensors' places: wide dtypes come first, so that each is aligned.
