@@ -29,7 +29,7 @@ from lowpeak.rollout.vllm.requests import Row, parameters
 from lowpeak.rollout.vllm.vllm import Request
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit
 from lowpeak.rollout.vllm.weights.push import push
-from lowpeak.strategies.replicated import Replicated
+from lowpeak.strategies.accelerated import Replicated
 
 SETTINGS = VllmSettings(ColocateSettings(engine_kwargs={"skip_tokenizer_init": True}))
 

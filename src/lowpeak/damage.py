@@ -53,33 +53,20 @@ def check_generation_config(folder: Path) -> None:
         _read_settings(file)
 
 
-def _read_json(file: Path) -> None:
-    json.loads(file.read_text(encoding="utf-8"))
-
-
 def _read_settings(file: Path) -> None:
     if not isinstance(json.loads(file.read_text(encoding="utf-8")), dict):
         raise ValueError("not a JSON object")
-
-
-def _read_tokenizer(file: Path) -> None:
-    Tokenizer.from_file(str(file))
-
-
-def _read_header(file: Path) -> None:
-    with safe_open(file, framework="pt"):
-        pass
 
 
 def _read_pickle(file: Path) -> None:
     torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
 
 
-_READERS: dict[str, Callable[[Path], None]] = {
+_READERS: dict[str, Callable[[Path], object]] = {
     "*config.json": _read_settings,
-    "tokenizer.json": _read_tokenizer,
-    "*.json": _read_json,
-    "*.safetensors": _read_header,
+    "tokenizer.json": lambda file: Tokenizer.from_file(str(file)),
+    "*.json": lambda file: json.loads(file.read_text(encoding="utf-8")),
+    "*.safetensors": lambda file: safe_open(file, framework="pt"),
     "*.pt": _read_pickle,
     "pytorch_model*.bin": _read_pickle,
     "adapter_model.bin": _read_pickle,

@@ -31,8 +31,9 @@ def reads_weights(frozen_on: torch.device | None = None) -> bool:
 
 
 def straight_to(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """More keywords of `from_pretrained`, for a policy: one that trains whole is read into the memory of its device, a tensor at a
-    time. Empty where the device's memory is the host's, and where FSDP or DeepSpeed will cut the model or a quantiser places it.
+    """Return more keywords of `from_pretrained`: a policy that trains whole is read into its device's memory, a tensor at a time.
+
+    None where that memory is the host's, and where FSDP or DeepSpeed will cut the model or a quantiser places it.
     """
     placed_else = is_on(os.environ, _ASKED[0]) or {"device_map", "quantization_config"} & options.keys()
     return {} if device is None or placed_else or not _apart(device) else {"device_map": {"": device}}
@@ -46,19 +47,16 @@ def _apart(device: torch.device) -> bool:
 
 
 def whole_again(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
-    """A block in which parameters are whole that were cut as they were made, as ZeRO-3 has transformers do it; what rank 0 writes
-    into them stays. Nothing where none was cut.
-    """
+    """Gather parameters that ZeRO-3 cut as they were made, for a block; what rank 0 writes into them stays."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     import deepspeed
 
-    cut: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
-    return cut
+    return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
 
 
 def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """The model that `auto.from_pretrained(name, **options)` gives, its parameters on the meta device.
+    """Return the model that `auto.from_pretrained(name, **options)` gives, its parameters on the meta device.
 
     A checkpoint that is quantised is read after all: its quantiser has put it on the device when it is loaded.
     """
@@ -86,7 +84,7 @@ def find_config(name: str, options: Mapping[str, Any]) -> Any:
 
 
 def give_room(module: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Room in a device's memory, which nobody has touched yet, for parameters on the meta device; for a tied one once.
+    """Make room in a device's memory, untouched, for parameters on the meta device; for a tied one once.
 
     Whoever hands out rank 0's weights finds an optimizer's parameters by where they lie.
     """
@@ -106,15 +104,19 @@ _STYLES = ("colwise", *MEETING, IN_PARTS)
 
 
 def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
-    """What `auto.from_pretrained(name, **options)` gives with its report, cut by transformers: each process reads its part alone.
+    """Return what `auto.from_pretrained(name, **options)` gives with its report, cut by transformers.
+
+    Each process reads its part alone.
 
     ArgumentError for a model whose plan does what was not tried here. The model is then told that nobody has cut it:
     transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers
     go: they do so after each micro-batch, with the sums of those before in it (transformers 5.23); the strategy does it once.
     """
+    from transformers import PreTrainedModel
     from transformers.distributed import DistributedConfig
 
-    if not _cuts_both_ways():
+    # Accelerate's way of cutting over tensors and data ranks together needs one of transformers' older names.
+    if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
         raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
     sizes = DistributedConfig(tp_size=cut.tensor, fsdp_size=cut.data)
     model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
@@ -130,13 +132,6 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
     for module in styled(model, IN_PARTS):
         module.__dict__.pop("forward", None)
     return model, report
-
-
-def _cuts_both_ways() -> bool:
-    """Whether transformers itself cuts over tensors and data ranks together: accelerate's way needs one of its older names."""
-    from transformers import PreTrainedModel
-
-    return hasattr(PreTrainedModel, "is_distributed_loading_by_transformers")
 
 
 def _check_heads(model: Any, cut: Cut) -> None:
@@ -162,7 +157,7 @@ def _check_tied(model: Any, cut: Cut) -> None:
 
 
 def styled(model: Any, style: str) -> Iterator[nn.Module]:
-    """The modules to which a model's tensor parallel plan gives this style."""
+    """Yield the modules to which a model's tensor parallel plan gives this style."""
     for name, module in model.named_modules():
         if model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) == style:
             yield module

@@ -63,11 +63,11 @@ def _read_model(
     }
     if not options.get("ignore_mismatched_sizes", False):
         check_shapes(name, own)
-    missing = sorted(own["missing_keys"])
-    if missing:
+    if missing := sorted(own["missing_keys"]):
+        more = len(missing) - _SHOWN
+        shown = ", ".join(missing[:_SHOWN]) + (f" and {more} more tensors" if more > 0 else "")
         raise ModelError(
-            f"{name!r} lacks {_listed(missing)}, which would be random: copy or download the model again, or correct its "
-            "config.json."
+            f"{name!r} lacks {shown}, which would be random: copy or download the model again, or correct its config.json."
         )
     return (model, report) if with_report else model
 
@@ -96,13 +96,7 @@ def _shape(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "()"
 
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more tensors" if more > 0 else "")
-
-
 def _explained(auto: Any, name: str, error: Exception) -> ModelError:
-    """What transformers said, as our error with the remedy."""
     reason = first_line(error)
     if "trust_remote_code" in str(error):
         return ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.")

@@ -57,7 +57,7 @@ class Ranks:
         self._device = device if device is not None else torch.device("cpu")
 
     def teams(self, size: int) -> Ranks:
-        """The team of this rank: ranks 0 to size-1 are the first one, and so on; all ranks call it together.
+        """Return the team of this rank: ranks 0 to size-1 are the first one, and so on; all ranks call it together.
 
         A team's `rank` counts within it. `size` divides the world size.
         """
@@ -77,11 +77,10 @@ class Ranks:
         return self.processes.rank % self._num_peers == 0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Elementwise sum over ranks."""
         return self._reduce(numbers if self.speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
 
     def sum_tensor(self, values: Tensor) -> Tensor:
-        """The sum over ranks of a tensor on the run's device, which the host does not read."""
+        """Return the sum over ranks of a tensor on the run's device, which the host does not read."""
         if self._is_alone:
             return values
         total = values.clone() if self.speaks else torch.zeros_like(values)
@@ -89,22 +88,17 @@ class Ranks:
         return total
 
     def max(self, numbers: Sequence[float]) -> list[float]:
-        """Elementwise maximum over ranks."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def min(self, numbers: Sequence[float]) -> list[float]:
-        """Elementwise minimum over ranks."""
         return self._reduce(numbers, dist.ReduceOp.MIN)
 
     def gather(self, item: Item) -> list[Item]:
-        """Every rank's item, in rank order, on every rank."""
+        """Return every rank's item, in rank order, on every rank."""
         return self._everybodys(item)[:: self._num_peers]
-
-    # failing together
 
     @property
     def is_watched(self) -> bool:
-        """Whether an `alarmed` block runs."""
         return self._alarm is not None
 
     @contextmanager
@@ -152,16 +146,16 @@ class Ranks:
         return [answer for _, answer in answers[:: self._num_peers]]
 
     def first(self, call: Callable[[], Item]) -> Item:
-        """What `call()` gives on the first process, which alone makes it; none returns before, its error is everybody's."""
-        nothing: Any = None
-        return self.gathered(call if self.processes.rank == 0 else lambda: nothing)[0]
+        """Return what `call()` gives on the first process, which alone makes it; none returns before, its error is everybody's."""
+        makes: Callable[[], Any] = call if self.processes.rank == 0 else lambda: None
+        return self.gathered(makes)[0]
 
     @property
     def _is_alone(self) -> bool:
         return self.processes.world_size == 1
 
     def _everybodys(self, item: Item) -> list[Item]:
-        """Every process's item, peers' too."""
+        """Return every process's item, peers' too."""
         if self._is_alone:
             return [item]
         items: list[Any] = [None] * self.processes.world_size
@@ -222,7 +216,6 @@ def _packed(error: Exception | None) -> Failure | None:
 
 
 def _echo(rank: int, failure: Failure) -> LowpeakError:
-    """The error that the other ranks raise."""
     kind: Any = getattr(errors, failure.kind, None)
     is_ours = isinstance(kind, type) and issubclass(kind, LowpeakError)
     told = failure.text if is_ours else f"{failure.kind}: {failure.text}"

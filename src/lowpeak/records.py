@@ -1,7 +1,7 @@
 """What travels along the straight line: prompts, completions, groups, records, micro-batches, slices, metrics.
 
-Everything is ragged and immutable: a completion is as long as it is, nothing is padded before a micro-batch is built,
-and a later station makes a new record with `dataclasses.replace`. Tensors in records live on the CPU.
+Everything is ragged and immutable: nothing is padded before a micro-batch is built, and a later station makes a new record with
+`dataclasses.replace`. Tensors in records live on the CPU.
 
 Shapes are suffixes: C tokens of one completion, T counted tokens of a micro-batch, B rows and L padded length of a
 micro-batch, N rows of a rollout.
@@ -10,7 +10,7 @@ micro-batch, N rows of a rollout.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 FinishReason = Literal["stop", "length"]
 MetricKind = Literal["mean", "sum", "max", "min"]
 Weights = Literal["merged", "adapter", "base"]  # of a model that leave: see Strategy.slices
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # parameters' names, whole shapes and dtypes, in an order
 Unit = Literal["token", "sequence", "pair"]  # what a loss's weights weigh, and what is never cut
 
 
@@ -39,7 +40,6 @@ class Prompt:
 
     @property
     def conversational(self) -> bool:
-        """Whether the prompt is a list of messages."""
         return not isinstance(self.source, str)
 
 
@@ -64,7 +64,6 @@ class Completion:
 
     @property
     def num_written(self) -> int:
-        """Tokens that the policy wrote, by the completion's own mask."""
         return int(self.loss_mask.count_nonzero())
 
 
@@ -101,7 +100,6 @@ class Record:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens the forward pass sees: prompt and completion."""
         return len(self.prompt_ids) + len(self.completion)
 
 
@@ -136,15 +134,13 @@ class TokenBatch:
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""
         assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never cut"
-        return self._map(lambda x: x[start:stop])
+        cut: dict[str, Any] = {
+            name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **cut)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """The same batch with its tensors on `device`, without waiting for the copies."""
-        return self._map(lambda x: x.to(device, non_blocking=True))
-
-    def _map(self, change: Any) -> TokenBatch:
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TokenBatch(**{k: change(v) if isinstance(v, Tensor) else v for k, v in values.items()})
+        return _moved(self, device)
 
 
 @dataclass(frozen=True)
@@ -162,7 +158,6 @@ class Tree:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the row that the tree takes."""
         return self.prompt + sum(self.completions)
 
 
@@ -197,17 +192,16 @@ class MicroBatch:
     forest: Forest | None = None  # None: padded rows
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """The same micro-batch on `device`, without waiting for the copies."""
-        return MicroBatch(
-            self.input_ids_BL.to(device, non_blocking=True),
-            self.positions_T.to(device, non_blocking=True),
-            self.targets_T.to(device, non_blocking=True),
-            self.tokens.to(device),
-            self.record_indices,
-            self.num_useful,
-            self.forest
-            and replace(self.forest, position_ids_1L=self.forest.position_ids_1L.to(device, non_blocking=True)),
-        )
+        return _moved(self, device)
+
+
+def _moved(value: Any, device: torch.device | str) -> Any:
+    """Return a record with its tensors on `device`, without waiting for the copies."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, MicroBatch | TokenBatch | Forest):
+        return replace(value, **{name: _moved(each, device) for name, each in vars(value).items()})
+    return value
 
 
 @dataclass(frozen=True)
@@ -236,7 +230,6 @@ class Metric:
     kind: MetricKind = "mean"
 
     def merge(self, other: Metric) -> Metric:
-        """This metric and another of the same kind as one."""
         assert self.kind == other.kind, f"cannot merge {self.kind} with {other.kind}"
         if self.kind in ("mean", "sum"):
             return Metric(self.total + other.total, self.count + other.count, self.kind)
@@ -257,8 +250,6 @@ Metrics = Mapping[str, Metric]
 
 
 def merge_metrics(first: Metrics, second: Metrics) -> dict[str, Metric]:
-    """Both mappings as one, merging the metrics that stand in both."""
-    merged = dict(first)
-    for name, metric in second.items():
-        merged[name] = merged[name].merge(metric) if name in merged else metric
-    return merged
+    """Return both mappings as one, merging the metrics that stand in both."""
+    both = {name: first[name].merge(second[name]) for name in first.keys() & second.keys()}
+    return {**first, **second, **both}

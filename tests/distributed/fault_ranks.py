@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 from lowpeak.config.memory import MemorySettings
 from lowpeak.journal import read_steps
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.share import Shares
+from lowpeak.strategies.detect import Shares
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.sizes import Sizes
 

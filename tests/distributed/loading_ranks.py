@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from lowpeak.pretrained import from_pretrained
 from lowpeak.rewards.make import make_rewards
-from lowpeak.strategies.replicated import Replicated
+from lowpeak.strategies.accelerated import Replicated
 
 
 def own_mb(call: Callable[[], Any]) -> tuple[Any, float]:

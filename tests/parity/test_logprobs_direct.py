@@ -15,7 +15,7 @@ from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
 from lowpeak.logprobs.definition import ChunkSettings
 from lowpeak.logprobs.direct import takes_direct
 from lowpeak.logprobs.head import HeadRequest, install_head
-from lowpeak.strategies.replicated import Replicated
+from lowpeak.strategies.accelerated import Replicated
 from tiny import tiny_model
 
 NUM_IDS, PADDING = 37, 0

@@ -15,13 +15,14 @@ An exported model (`save_model`) shares its folder with other files, so its file
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -45,11 +46,6 @@ _OS_ERROR = re.compile(r"os error (\d+)")  # how safetensors reports errno
 _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  # how torch.save fails, without errno
 
 
-def stage_of(final: Path) -> Path:
-    """The folder in which `final` is written before it takes its name: `<name>.staged` beside it."""
-    return _beside(final, "staged")
-
-
 @contextmanager
 def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Yield a fresh folder that becomes `final` when the block ends, whole, with a manifest and synced, or not at all.
@@ -59,24 +55,23 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     whether it came through Python, torch or safetensors, is raised as `CheckpointError` on every rank, with its reason and
     what is left.
     """
-    first, stage = ranks is None or ranks.rank == 0, stage_of(final)
-    together = nullcontext if ranks is None else ranks.together
-    telling = partial(_telling, stage, partial(_failure, final))
+    first, stage = ranks is None or ranks.rank == 0, _beside(final, "staged")
+    part = partial(_part, ranks, stage, partial(_failure, final))
     try:
-        with together(), telling():
+        with part():
             if first:
                 _settle(final)
                 stage.mkdir(parents=True)
-        with together(), telling():
+        with part():
             yield stage
-        with together(), telling():
+        with part():
             entries = digest_share(stage, ranks)
         shares = [entries] if ranks is None else ranks.gather(entries)
-        with together(), telling():
+        with part():
             if first:
                 write_manifest(stage, shares)
             _sync_tree(stage)
-        with together(), telling():
+        with part():
             if first:
                 _give_name(stage, final)
     except BaseException:
@@ -94,21 +89,20 @@ def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
     `CheckpointError` on every rank.
     """
     first, stage = ranks.rank == 0, folder / _EXPORT_STAGE
-    telling = partial(
-        _telling,
-        stage,
-        lambda reason: (
-            f"cannot write the model into {folder}: {reason}. Free disk space, check the permissions, or choose another folder."
-        ),
-    )
+
+    def failure(reason: str) -> str:
+        remedy = "Free disk space, check the permissions, or choose another folder."
+        return f"cannot write the model into {folder}: {reason}. {remedy}"
+
+    part = partial(_part, ranks, stage, failure)
     try:
-        with ranks.together(), telling():
+        with part():
             if first:
                 _delete(stage)
                 stage.mkdir(parents=True)
-        with ranks.together(), telling():
+        with part():
             yield stage
-        with ranks.together(), telling():
+        with part():
             if first:
                 _sync_tree(stage)
                 _replace_files(stage, folder)
@@ -123,23 +117,19 @@ def _replace_files(stage: Path, folder: Path) -> None:
     names.sort(key=lambda name: name.name == _INDEX)
     is_whole = Path(_WEIGHTS) in names or Path(_INDEX) in names
     # from_pretrained would put an old adapter on the new weights; without an index nothing loads until the new one is there.
-    before = [*(_ADAPTER if is_whole else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())]
-    _remove(folder / name for name in before)
+    for name in (*(_ADAPTER if is_whole else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())):
+        (folder / name).unlink(missing_ok=True)
     _sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
     if is_whole:
-        old = (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX)
-        _remove(path for path in old if path.relative_to(folder) not in names)
+        for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
+            if path.relative_to(folder) not in names:
+                path.unlink(missing_ok=True)
     _sync(folder)
     if not is_whole and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
         _warn_of_base(folder)
-
-
-def _remove(paths: Iterable[Path]) -> None:
-    for path in paths:
-        path.unlink(missing_ok=True)
 
 
 def _warn_of_base(folder: Path) -> None:
@@ -154,21 +144,22 @@ def _warn_of_base(folder: Path) -> None:
 
 
 @contextmanager
-def _telling(stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
-    """Raise what the operating system says while a stage is written as a CheckpointError, the `failure` of its reason."""
-    try:
-        yield
-    except LowpeakError:
-        raise
-    except Exception as error:
-        reason = _os_reason(error, stage)
-        if reason is None:
+def _part(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
+    """Fail on all ranks together; an error of the operating system is a CheckpointError, the `failure` of its reason."""
+    with nullcontext() if ranks is None else ranks.together():
+        try:
+            yield
+        except LowpeakError:
             raise
-        raise CheckpointError(failure(reason)) from error
+        except Exception as error:
+            reason = _os_reason(error, stage)
+            if reason is None:
+                raise
+            raise CheckpointError(failure(reason)) from error
 
 
 def last_checkpoint(run_dir: Path) -> Path | None:
-    """The whole checkpoint of the highest step in `run_dir`, or None; leftovers of killed runs do not count."""
+    """Return the whole checkpoint of the highest step in `run_dir`, or None; leftovers of killed runs do not count."""
     whole = _whole_checkpoints(run_dir)
     return whole[-1] if whole else None
 
@@ -184,8 +175,12 @@ def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> No
     kept = {path.resolve() for path in protect}
     removable = [path for path in whole[:-1] if path.resolve() not in kept]
     for checkpoint in removable[: max(0, len(whole) - keep)]:
+        removing = _beside(checkpoint, "removing")
         try:
-            _take_name(checkpoint)
+            _delete(removing)
+            os.replace(checkpoint, removing)
+            _sync(run_dir)  # the name is gone from the disk, too, before any file is
+            _delete(removing)
         except OSError as error:
             message = f"cannot remove the old checkpoint {checkpoint}: {error.strerror}; all checkpoints are whole"
             raise CheckpointError(f"{message}. Make the folder writable, or raise save_total_limit.") from error
@@ -199,10 +194,8 @@ def set_aside(run_dir: Path, after: int) -> Path | None:
     others = [path for path in _whole_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
     if not others:
         return None
-    number = 1
-    while (run_dir / f"earlier-{number}").exists():
-        number += 1
-    folder = run_dir / f"earlier-{number}"
+    folders = (run_dir / f"earlier-{number}" for number in itertools.count(1))
+    folder = next(folder for folder in folders if not folder.exists())
     folder.mkdir()
     for path in others:
         path.rename(folder / path.name)
@@ -240,7 +233,6 @@ def _beside(folder: Path, suffix: str) -> Path:
 
 
 def _whole_checkpoints(run_dir: Path) -> list[Path]:
-    """The whole checkpoints, oldest first."""
     if not run_dir.is_dir():
         return []
     steps = {int(match[1]): path for path in run_dir.iterdir() if (match := _WHOLE.fullmatch(path.name))}
@@ -249,15 +241,15 @@ def _whole_checkpoints(run_dir: Path) -> list[Path]:
 
 def _settle(final: Path) -> None:
     """Bring `final` and its leftovers to rest: `final` is whole or absent, and nothing lies beside it."""
-    _delete(stage_of(final))
-    replaced = _beside(final, "replaced")
+    _delete(_beside(final, "staged"))
+    replaced, removing = _beside(final, "replaced"), _beside(final, "removing")
     if replaced.exists() and not final.exists():
         os.replace(replaced, final)
         _sync(final.parent)
     elif replaced.exists():
-        _delete(_beside(final, "removing"))
-        os.replace(replaced, _beside(final, "removing"))
-    _delete(_beside(final, "removing"))
+        _delete(removing)
+        os.replace(replaced, removing)
+    _delete(removing)
 
 
 def _give_name(stage: Path, final: Path) -> None:
@@ -273,15 +265,6 @@ def _give_name(stage: Path, final: Path) -> None:
         raise
     _sync(final.parent)
     _settle(final)
-
-
-def _take_name(checkpoint: Path) -> None:
-    """Delete a checkpoint; its name goes first, and on the disk too, so that it is never half under a whole name."""
-    removing = _beside(checkpoint, "removing")
-    _delete(removing)
-    os.replace(checkpoint, removing)
-    _sync(checkpoint.parent)
-    _delete(removing)
 
 
 def _delete(folder: Path) -> None:
@@ -316,14 +299,13 @@ def _sync(path: Path) -> None:
 def _failure(final: Path, reason: str) -> str:
     last = last_checkpoint(final.parent)
     left = f"the last good checkpoint {last} is whole" if last else "no earlier checkpoint is there"
-    remedy = "make room or choose another output_dir (save_total_limit keeps fewer checkpoints)"
-    return f"cannot save the checkpoint {final}: {reason}; {left}. To go on, {remedy}" + (
-        f" and resume from {last}." if last else "."
-    )
+    resume = f" and resume from {last}" if last else ""
+    remedy = f"make room or choose another output_dir (save_total_limit keeps fewer checkpoints){resume}"
+    return f"cannot save the checkpoint {final}: {reason}; {left}. To go on, {remedy}."
 
 
 def _os_reason(error: BaseException, stage: Path) -> str | None:
-    """What the operating system said when `error` comes from writing, else None.
+    """Return what the operating system said when `error` comes from writing, else None.
 
     torch.save raises RuntimeErrors that may have an OSError behind them, safetensors writes errno into its sentence.
     """
@@ -331,21 +313,17 @@ def _os_reason(error: BaseException, stage: Path) -> str | None:
         return error.strerror or str(error)
     if match := _OS_ERROR.search(str(error)):
         return os.strerror(int(match[1]))
-    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _TORCH_WRITER):
-        return _behind(error) or _provoke(stage) or f"torch could not write a file ({error})"
-    return None
-
-
-def _behind(error: BaseException) -> str | None:
-    """The reason of the OSError that `error` was raised for, if there is one."""
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__cause__ or link.__context__
-    return link.strerror if link is not None else None
+    if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _TORCH_WRITER):
+        return None
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    told = None if behind is None else behind.strerror
+    return told or _provoke(stage) or f"torch could not write a file ({error})"
 
 
 def _provoke(stage: Path) -> str | None:
-    """The reason of a failed write that lost its errno: the largest file of the stage is the one that cannot grow."""
+    """Return the reason of a failed write that lost its errno: the largest file of the stage is the one that cannot grow."""
     sizes = {path: path.stat().st_size for path in stage.rglob("*") if not path.is_dir()}
     if not sizes:
         return None

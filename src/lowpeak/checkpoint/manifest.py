@@ -6,6 +6,7 @@ the folder can write another manifest.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from lowpeak.ranks import Ranks
 
 MANIFEST_FILE = "lowpeak_manifest.json"
-_BLOCK = 1 << 20
 _REMEDY = "resume from another checkpoint, or start a new run."
 _READ_ON_RESUME = (  # what resuming reads where it finds it
     *("model*.safetensors*", "pytorch_model*", "adapter_*", "*/adapter_*", "optimizer*", "scheduler.pt", "scaler.pt"),
@@ -56,7 +56,7 @@ def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _read(checkpoint: Path) -> Entries:
-    """The entries of a manifest, after looking for files that it does not have."""
+    """Return the entries of a manifest, after looking for files that it does not have."""
     file = checkpoint / MANIFEST_FILE
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -72,20 +72,16 @@ def _read(checkpoint: Path) -> Entries:
         raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged ({type(error).__name__}); {_REMEDY}") from error
-    added = [
-        name
-        for name in _files(checkpoint)
-        if name not in entries and any(fnmatch(name, read) for read in _READ_ON_RESUME)
-    ]
-    if added:
-        raise CheckpointError(
-            f"{checkpoint / added[0]} is not one of the files that the run saved: remove it, or resume from another checkpoint."
-        )
+    for name in _files(checkpoint):
+        if name not in entries and any(fnmatch(name, read) for read in _READ_ON_RESUME):
+            raise CheckpointError(
+                f"{checkpoint / name} is not one of the files that the run saved: remove it, or resume from another checkpoint."
+            )
     return entries
 
 
 def _first_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> str | None:
-    """The first file that is missing or changed, as the start of a sentence."""
+    """Return the first file that is missing or changed, as the start of a sentence."""
     for name in names:
         file, (size, digest) = checkpoint / name, entries[name]
         try:
@@ -101,21 +97,16 @@ def _first_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> s
 
 
 def _files(folder: Path) -> list[str]:
-    """The paths of all files in a folder but the manifest and hidden ones, the largest first."""
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    files.sort(key=lambda file: (-file.stat().st_size, file))
+    """Return the paths of all files in a folder but the manifest and hidden ones, the largest first."""
+    files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda file: (-file.stat().st_size, file))
     names = [file.relative_to(folder).as_posix() for file in files]
     return [name for name in names if name != MANIFEST_FILE and not name.startswith(".")]
 
 
 def _digest_of(entries: Entries) -> str:
-    """The manifest's own digest."""
     return xxhash.xxh3_128(json.dumps(entries).encode()).hexdigest()
 
 
 def _digest(file: Path) -> str:
-    state = xxhash.xxh3_128()
     with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            state.update(block)
-    return state.hexdigest()
+        return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 
 from lowpeak.checkpoint.atomic import last_checkpoint
-from lowpeak.checkpoint.state import has_run_state
+from lowpeak.checkpoint.state import STATE_FILE
 from lowpeak.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 
 def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
-    """The checkpoint to go on from: None and False name none, True the last whole one of `run_dir`, a path itself.
+    """Return the checkpoint to go on from: None and False name none, True the last whole one of `run_dir`, a path itself.
 
     `sweep(run_dir)` comes first. Raises `CheckpointError` where there is none, or where it is not lowpeak's.
     """
@@ -37,26 +37,28 @@ def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[
                 f"resume_from_checkpoint=True, but {run_dir} holds no whole checkpoint-N; start without it, "
                 "or name the checkpoint's folder."
             )
-        return _require_run_state(last, None)
-    return _require_run_state(Path(resume_from_checkpoint), last)
+        checkpoint, last = last, None
+    else:
+        checkpoint = Path(resume_from_checkpoint)
+    _check_run_state(checkpoint, last)
+    return checkpoint
 
 
-def _require_run_state(checkpoint: Path, last: Path | None) -> Path:
-    """`checkpoint`, if it is a whole one of lowpeak's; `last` is what to suggest if not."""
+def _check_run_state(checkpoint: Path, last: Path | None) -> None:
+    """Raise CheckpointError unless `checkpoint` is a whole one of lowpeak's; `last` is what to suggest in its place."""
     hint = f"; the last one of this run is {last}." if last else "; name a checkpoint-N folder of a lowpeak run."
     if not checkpoint.is_dir():
         raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is not a folder that exists{hint}")
     if checkpoint.suffix in (".staged", ".removing"):
         raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is what a killed run left half written{hint}")
-    if not has_run_state(checkpoint):
+    if not (checkpoint / STATE_FILE).is_file():
         inside = last_checkpoint(checkpoint)
         hint = f"; did you mean {inside}?" if inside else hint
         raise CheckpointError(f"resume_from_checkpoint: {checkpoint} holds no state of a lowpeak run{hint}")
-    return checkpoint
 
 
 def capture_random() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's global generators, of plain types and tensors only.
+    """Return the states of Python's, numpy's and torch's global generators, of plain types and tensors only.
 
     CUDA's are taken where this process uses CUDA: asking starts no device.
     """

@@ -15,7 +15,7 @@ import logging
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -35,7 +35,6 @@ ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
 _PLAIN = ("cursor", "algorithm_state", "resolved", "identity")
-_RANKS = "world_size"
 _PER_TOKEN = ("old", "reference", "values", "entropy", "advantages", "returns", "token_rewards")
 _OF_COMPLETION = ("completion.ids", "completion.logprobs", "completion.loss_mask", "completion.prompt_ids")
 _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
@@ -71,7 +70,6 @@ class RunState:
 
     @property
     def in_rollout(self) -> bool:
-        """Whether a rollout is in the middle of its use."""
         return self.rollout is not None and bool(self.rollout.records)
 
 
@@ -88,11 +86,6 @@ def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint:
         logger.warning("%s is resumed with other arguments: %s.", checkpoint, told)
 
 
-def has_run_state(folder: Path) -> bool:
-    """Whether `folder` holds the state of a lowpeak run."""
-    return (folder / STATE_FILE).is_file()
-
-
 def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
     """Write `state` into a (staged) checkpoint: this rank's random states, and all the rest on rank 0.
 
@@ -106,7 +99,7 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
     plain: dict[str, Any] = {
         "format": FORMAT,
         "policy_version": state.policy_version,
-        _RANKS: state.world_size,
+        "world_size": state.world_size,
         **{name: _checked(name, getattr(state, name)) for name in _PLAIN},
         "rollout": None,
     }
@@ -122,17 +115,24 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
 
 
 def load_run_state(folder: Path, rank: int = 0) -> RunState:
-    """The state that `save_run_state` wrote, with the random states of `rank` where the run had such a rank.
+    """Return the state that `save_run_state` wrote, with the random states of `rank` where the run had such a rank.
 
     Raises `CheckpointError` when a file is missing or damaged, or the format is newer than this version's.
     """
     with _reading(folder / STATE_FILE):
         plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        _check_format(folder, plain["format"])
+        if plain["format"] > FORMAT:
+            raise CheckpointError(
+                f"checkpoint {folder} has format {plain['format']}, and this version of lowpeak reads up to {FORMAT}; "
+                "upgrade lowpeak to the version that wrote it."
+            )
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
-        packed, world_size = plain["rollout"], plain.get(_RANKS, 1)
-    with _reading(folder / ROLLOUT_FILE):
-        rollout = _load_rollout(folder, packed)
+        packed, world_size = plain["rollout"], plain.get("world_size", 1)
+    rollout = None
+    if packed is not None:
+        with _reading(folder / ROLLOUT_FILE):
+            tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
+            rollout = RolloutInUse(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
     random: dict[str, Any] = {}
     if rank < world_size:
         with _reading(_random_file(folder, rank)):
@@ -141,7 +141,7 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
 
 
 def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Records as named tensors and what only JSON can hold (each completion's `extra`); `unpack_records` inverts it.
+    """Return records as named tensors and what only JSON can hold (each completion's `extra`); `unpack_records` inverts it.
 
     Columns `X.values` and `X.lengths`: 512 completions of 8k tokens are a handful of tensors, not thousands.
     """
@@ -155,63 +155,45 @@ def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dic
     }
     rows = [_ragged(record) for record in records]
     for name in _RAGGED:
-        tensors[f"{name}.values"], tensors[f"{name}.lengths"] = _pack_column([row[name] for row in rows])
+        present = [row[name] for row in rows if row[name] is not None]
+        lengths = [-1 if row[name] is None else row[name].numel() for row in rows]
+        tensors[f"{name}.values"] = torch.cat(present) if present else torch.empty(0)
+        tensors[f"{name}.lengths"] = torch.tensor(lengths, dtype=torch.int64)
     return tensors, [dict(record.completion.extra) for record in records]
 
 
-def _ragged(record: Record) -> dict[str, Tensor | None]:
-    """A record's values of its own length, by the names of `_RAGGED`."""
+def _ragged(record: Record) -> dict[str, Any]:
+    """Return a record's tensors of its own length, or None, by the names of `_RAGGED`."""
     completion = record.completion
     return {
         "prompt_ids": _ids(record.prompt_ids),
         "completion.ids": completion.ids,
         "completion.logprobs": completion.logprobs,
         "completion.loss_mask": completion.loss_mask,
-        "completion.prompt_ids": None if completion.prompt_ids is None else _ids(completion.prompt_ids),
+        "completion.prompt_ids": _ids(completion.prompt_ids),
         "rewards": torch.tensor(record.rewards, dtype=torch.float64),
         **{name: getattr(record, name) for name in _PER_TOKEN},
     }
 
 
 def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
-    """The records that `pack_records` packed, bit for bit; their tensors are views of the columns."""
+    """Return the records that `pack_records` packed, bit for bit; their tensors are views of the columns."""
     columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in _RAGGED}
     groups, rewards = tensors["group"].tolist(), tensors["reward"].tolist()
     reasons = [_FINISH_REASONS[index] for index in tensors["finish_reason"].tolist()]
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-    return tuple(
-        Record(
-            group=group,
-            prompt_ids=tuple(row["prompt_ids"].tolist()),
-            completion=_completion(row, reason, extra),
-            rewards=tuple(row["rewards"].tolist()),
-            reward=reward,
-            **{name: row[name] for name in _PER_TOKEN},
-        )
-        for row, group, reward, reason, extra in zip(rows, groups, rewards, reasons, extras, strict=True)
-    )
+    records = []
+    for row, group, reward, reason, extra in zip(rows, groups, rewards, reasons, extras, strict=True):
+        ids, logprobs, loss_mask, override = (row[name] for name in _OF_COMPLETION)
+        prompt_ids = None if override is None else tuple(override.tolist())
+        completion = Completion(ids, logprobs, loss_mask, reason, prompt_ids, extra)
+        record = Record(group, tuple(row["prompt_ids"].tolist()), completion, tuple(row["rewards"].tolist()), reward)
+        records.append(replace(record, **{name: row[name] for name in _PER_TOKEN}))
+    return tuple(records)
 
 
-def _completion(row: Mapping[str, Any], reason: FinishReason, extra: Mapping[str, Any]) -> Completion:
-    own = row["completion.prompt_ids"]
-    return Completion(
-        ids=row["completion.ids"],
-        logprobs=row["completion.logprobs"],
-        loss_mask=row["completion.loss_mask"],
-        finish_reason=reason,
-        prompt_ids=None if own is None else tuple(own.tolist()),
-        extra=extra,
-    )
-
-
-def _ids(ids: Sequence[int]) -> Tensor:
-    return torch.tensor(ids, dtype=torch.int32)
-
-
-def _pack_column(rows: Sequence[Tensor | None]) -> tuple[Tensor, Tensor]:
-    present = [row for row in rows if row is not None]
-    lengths = torch.tensor([-1 if row is None else row.numel() for row in rows], dtype=torch.int64)
-    return torch.cat(present) if present else torch.empty(0), lengths
+def _ids(ids: Sequence[int] | None) -> Tensor | None:
+    return None if ids is None else torch.tensor(ids, dtype=torch.int32)
 
 
 def _unpack_column(values: Tensor, lengths: Tensor) -> list[Tensor | None]:
@@ -220,20 +202,12 @@ def _unpack_column(values: Tensor, lengths: Tensor) -> list[Tensor | None]:
     return [None if size < 0 else next(pieces) for size in sizes]
 
 
-def _load_rollout(folder: Path, plain: Mapping[str, Any] | None) -> RolloutInUse | None:
-    if plain is None:
-        return None
-    tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
-    records = unpack_records(tensors, plain["extras"])
-    return RolloutInUse(records, plain["number"], plain["steps_used"])
-
-
 def _random_file(folder: Path, rank: int) -> Path:
     return folder / f"lowpeak_random_{rank}.pt"
 
 
 def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """The mapping as a dict, after trying each entry in JSON."""
+    """Return the mapping as a dict; CheckpointError for an entry that JSON cannot hold."""
     for key, value in mapping.items():
         try:
             json.dumps(value)
@@ -245,17 +219,8 @@ def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
     return dict(mapping)
 
 
-def _check_format(folder: Path, found: int) -> None:
-    if found > FORMAT:
-        raise CheckpointError(
-            f"checkpoint {folder} has format {found}, and this version of lowpeak reads up to {FORMAT}; "
-            "upgrade lowpeak to the version that wrote it."
-        )
-
-
 @contextmanager
 def _reading(file: Path) -> Iterator[None]:
-    """Say which file is missing or damaged, and what to do."""
     try:
         yield
     except CheckpointError:

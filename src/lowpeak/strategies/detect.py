@@ -1,8 +1,12 @@
-"""Which strategy a run has: what the user asked of accelerate, and an error when that is not in force."""
+"""Which strategy a run has: what the user asked of accelerate, and an error when that is not in force.
+
+And what of a model that strategy puts on each device, known before anything is cut or moved.
+"""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.config.asked import is_on
 from lowpeak.errors import ArgumentError
-from lowpeak.strategies.accelerated import num_peers
-from lowpeak.strategies.replicated import Replicated
+from lowpeak.strategies.accelerated import Replicated, fsdp_mesh, num_peers
 from lowpeak.strategies.strategy import Strategy
 
 _REPLICATED = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU, DistributedType.MULTI_XPU)
@@ -26,7 +29,7 @@ _ASKED = (
 
 
 def detect_strategy(accelerator: Accelerator) -> Strategy:
-    """The strategy for an accelerator's distributed type; ArgumentError for one that lowpeak does not run.
+    """Return the strategy for an accelerator's distributed type; ArgumentError for one that lowpeak does not run.
 
     FSDP or DeepSpeed that was asked for and is not in force is an error too: accelerate trains DDP in its place, whose
     memory is not what was planned with.
@@ -34,7 +37,7 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
     kind = accelerator.distributed_type
     for variable, name, wanted in _ASKED:
         if is_on(os.environ, variable) and kind != wanted:
-            raise _not_in_force(name, kind, accelerator.num_processes, accelerator.device)
+            raise _not_in_force(name, accelerator)
     if kind == DistributedType.FSDP:
         from lowpeak.strategies.fsdp2 import Fsdp2
 
@@ -77,10 +80,10 @@ def check_devices(fsdp: bool, tensor: bool = False) -> None:
     """
     state = PartialState()
     _check_each_has_a_device(state)
-    if (fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP")) and state.distributed_type in _UNSHARDED:
-        raise _not_in_force("FSDP", state.distributed_type, state.num_processes, state.device)
-    if tensor and state.distributed_type in _UNSHARDED:
-        raise _not_in_force("tensor parallelism", state.distributed_type, state.num_processes, state.device)
+    asked = {"FSDP": fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP"), "tensor parallelism": tensor}
+    for name in asked:
+        if asked[name] and state.distributed_type in _UNSHARDED:
+            raise _not_in_force(name, state)
 
 
 def _check_each_has_a_device(state: PartialState) -> None:
@@ -91,19 +94,17 @@ def _check_each_has_a_device(state: PartialState) -> None:
             f"{launched} processes were launched and accelerate found no device for them, so that each would train by itself: "
             "run where there are devices, or set use_cpu=True (--use_cpu)."
         )
-    local, devices = int(os.environ.get("LOCAL_WORLD_SIZE") or 1), _num_devices(state.device)
-    if devices is not None and local > devices:
+    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+    devices = local if state.device.type in ("cpu", "mps") else torch.accelerator.device_count()
+    if local > devices:
         raise ArgumentError(f"{local} processes run on this host, and it has {devices} devices: start one for each.")
 
 
-def _num_devices(device: torch.device) -> int | None:
-    return torch.accelerator.device_count() if device.type not in ("cpu", "mps") else None
-
-
-def _not_in_force(name: str, kind: DistributedType, num_processes: int, device: torch.device) -> ArgumentError:
+def _not_in_force(name: str, state: Accelerator | PartialState) -> ArgumentError:
     return ArgumentError(
-        f"{name} was asked for and is not in force: accelerate chose {kind.value} on {num_processes} processes of {device.type}; "
-        f"{name} needs processes that a launcher started, each with a device of its own (docs/distributed.md)."
+        f"{name} was asked for and is not in force: accelerate chose {state.distributed_type.value} on {state.num_processes} "
+        f"processes of {state.device.type}; {name} needs processes that a launcher started, each with a device of its own "
+        "(docs/distributed.md)."
     )
 
 
@@ -121,3 +122,34 @@ def zero_offloads(plugin: Any, section: str) -> bool:
     """Whether a section of ZeRO's settings, `offload_optimizer` or `offload_param`, names a place outside of the device."""
     config = plugin.deepspeed_config.get("zero_optimization", {}).get(section) or {}
     return config.get("device", "none") not in ("none", None)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a rank's device holds of each parameter, of a trained one's gradient and of AdamW's states: 1 is all, 0 none."""
+
+    weights: float = 1.0
+    gradients: float = 1.0
+    states: float = 1.0
+
+
+def shares_of(accelerator: Accelerator) -> Shares:
+    """FSDP2 cuts all three over the ranks that share a copy, ZeRO by its stage; what is kept in host memory is on no device."""
+    state: Any = accelerator.state
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return _zero_shares(state.deepspeed_plugin, 1 / accelerator.num_processes)
+    if accelerator.distributed_type == DistributedType.FSDP:
+        mesh = fsdp_mesh(accelerator)
+        # Where whole copies are kept beside each other (HSDP), each is cut over its own ranks alone.
+        num_ranks = accelerator.num_processes if mesh is None else mesh.size(mesh.ndim - 1)
+        part = 0.0 if states_on_host(state) else 1 / num_ranks
+        return Shares(part, part, part)
+    return Shares()
+
+
+def _zero_shares(plugin: Any, part: float) -> Shares:
+    """From stage 2 on gradients are summed where the optimizer is."""
+    stage = int(plugin.zero_stage)
+    states = 0.0 if zero_offloads(plugin, "offload_optimizer") else part
+    weights = 0.0 if zero_offloads(plugin, "offload_param") else part
+    return Shares(weights if stage == 3 else 1.0, states if stage >= 2 else 1.0, states)

@@ -21,6 +21,8 @@ from lowpeak.records import WeightSlice
 # Renamed in torch 2.13, where the old names warn.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Added = Callable[[int, int], Tensor]  # what is added to values [first, last) of a parameter
+Sharded = Callable[[nn.Parameter], "FlatShard | None"]  # a parameter's shard; None for one that every rank has whole
 
 _EVERYBODY = object()  # the group of a parameter that every rank has whole: nothing travels
 
@@ -43,7 +45,6 @@ class FlatShard:
 
     @property
     def numel(self) -> int:
-        """Values of the whole parameter."""
         return self.shape.numel()
 
     @property
@@ -53,12 +54,11 @@ class FlatShard:
 
     @property
     def padded(self) -> int:
-        """Values that a gather writes: `chunk` of each rank."""
+        """Return the number of values that a gather writes: `chunk` of each rank."""
         return self.chunk * dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """This rank's place among those that hold a range."""
         return dist.get_rank(self.group)
 
     def own(self) -> Tensor:
@@ -93,7 +93,6 @@ class FlatShard:
         return values
 
     def view(self, gathered: Tensor) -> Tensor:
-        """The parameter in a buffer that `gather` filled."""
         values = gathered[: self.numel].view(self.shape)
         return values if self.seen is None else self.seen(values)
 
@@ -113,7 +112,20 @@ def whole(values: Tensor) -> FlatShard:
     return FlatShard(values.shape, values.numel(), values.reshape(-1), values.dtype, values.device, _EVERYBODY)
 
 
-Added = Callable[[int, int], Tensor]  # what is added to values [first, last) of a parameter
+def rows_shard(parameter: nn.Parameter, dtype: torch.dtype | None, device: torch.device) -> FlatShard | None:
+    """Return a parameter's rows on this rank, None for one that is not cut; its replicas across hosts (HSDP) are left alone.
+
+    `dtype` is what the model computes in, None the parameter's own.
+    """
+    if not isinstance(parameter, DTensor):
+        return None
+    dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)]
+    assert len(dims) == 1, "fully_shard cuts rows, along one axis of the mesh"
+    mesh, num_rows = parameter.device_mesh, parameter.shape[0]
+    rows_per_rank = -(-num_rows // mesh.size(dims[0]))
+    local = parameter.to_local().detach().reshape(-1)
+    chunk = rows_per_rank * (parameter.numel() // num_rows)
+    return FlatShard(parameter.shape, chunk, local, dtype or parameter.dtype, device, mesh.get_group(dims[0]))
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,3 @@ def ranges(outgoing: Iterable[Outgoing], max_bytes: int, dtype: torch.dtype | No
             for first in range(start, stop, count):
                 values = shard.broadcast(first, min(first + count, stop), into, added)
                 yield WeightSlice(one.name, tuple(shard.shape), target, first, values)
-
-
-Sharded = Callable[[nn.Parameter], FlatShard | None]  # a parameter's shard; None for one that every rank has whole

@@ -22,15 +22,14 @@ from lowpeak.critic import own_modules
 from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.flat import FlatShard, Sharded
-from lowpeak.strategies.generating import generating
-from lowpeak.strategies.hooks import without_sharding_hooks
-from lowpeak.strategies.matched import Match, matched, replace_forward
-from lowpeak.strategies.peers import Peers
+from lowpeak.strategies.matched import Match, Peers, matched, replace_forward
 from lowpeak.strategies.vocabulary import ShardedRows, is_row_aligned
 from lowpeak.wrapped import transformers_model
 
 logger = logging.getLogger(__name__)
 
+_ENGINES = ("torch.distributed.", "deepspeed.")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # torch's own registries: dicts that handles refer to
 
 Buffers = dict[int, Tensor]  # by the parameter's id
 PeersOf = Callable[[nn.Module], Peers | None]
@@ -55,9 +54,8 @@ class Parts:
     rest: list[Place]
 
     @property
-    def num_places(self) -> int:
-        """Parameters that are cut, tied ones as often as they are used."""
-        return sum(len(places) for _, places in self.layers) + len(self.vocabulary) + len(self.rest)
+    def is_cut(self) -> bool:
+        return bool(self.vocabulary or self.rest or any(places for _, places in self.layers))
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,9 @@ class Gatherer:
         """
         parts, peers = find_parts(model, sharded), self._peers(transformers_model(model))
         with ExitStack() as stack:
-            stack.enter_context(generating(model))
-            if parts.num_places or peers is not None:
-                stack.enter_context(without_sharding_hooks(model))
+            stack.enter_context(_generating(model))
+            if parts.is_cut or peers is not None:
+                stack.enter_context(_without_sharding_hooks(model))
                 kept, buffers = _allocate(parts, _kept(parts, budget), self._ranks, self._allocate)
                 whole = kept == Kept(len(parts.layers), True)
                 match = Match(self._device, peers.group if whole and peers else None)
@@ -125,13 +123,6 @@ class Gatherer:
             )
 
 
-def _whole_vocabulary(parts: Parts, kept: Kept, head: Any) -> list[Place]:
-    """What is gathered of embedding and head: all that is kept, else the weight of a `head` that has to be whole."""
-    if kept.vocabulary:
-        return parts.vocabulary
-    return [] if head is None else _tied_to(head, parts.vocabulary)
-
-
 def _fill_all(
     stack: ExitStack,
     model: nn.Module,
@@ -147,9 +138,10 @@ def _fill_all(
     for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=False):
         _fill(stack, places, own)
     head: Any = transformers_model(model).get_output_embeddings()
-    whole = _whole_vocabulary(parts, kept, head if whole_head else None)
+    heads = {id(place.parameter) for place in parts.vocabulary if place.module is head}
+    whole = [p for p in parts.vocabulary if kept.vocabulary or (whole_head and id(p.parameter) in heads)]
     _fill(stack, whole, buffers[-1] if kept.vocabulary else _buffers(whole))
-    cut = [(place, ShardedRows(place.shard, _in_fp32(place))) for place in parts.vocabulary if place not in whole]
+    cut = [(place, _rows(place)) for place in parts.vocabulary if place not in whole]
     for place, rows in cut:
         if place.module is not head:
             replace_forward(stack, place.module, match.step(rows.look_up, rows.idle_look_up))
@@ -165,18 +157,12 @@ def _fill_all(
             replace_forward(stack, head, match.step(multiply, rows.idle_multiply))
 
 
-def _tied_to(head: nn.Module | None, places: Sequence[Place]) -> list[Place]:
-    """The places of the head's parameter, the embedding's too where it is tied."""
-    heads = {id(place.parameter) for place in places if place.module is head}
-    return [place for place in places if id(place.parameter) in heads]
-
-
-def _in_fp32(place: Place) -> bool:
-    return bool(getattr(place.module, "computes_in_fp32", False))
+def _rows(place: Place) -> ShardedRows:
+    return ShardedRows(place.shard, bool(getattr(place.module, "computes_in_fp32", False)))
 
 
 def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
-    """A model's sharded parameters by what they are part of."""
+    """Return a model's sharded parameters by what they are part of."""
     layers = [(layer, _places(layer, sharded)) for layer in layers_of(model)]
     in_layers = {id(place.parameter) for _, places in layers for place in places}
     others = [place for place in _places(model, sharded) if id(place.parameter) not in in_layers]
@@ -199,7 +185,7 @@ def _is_plain_table(place: Place) -> bool:
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers: modules of the classes that transformers says not to split, else of the longest list."""
+    """Return the decoder layers: modules of the classes that transformers says not to split, else of the longest list."""
     inner = transformers_model(model)
     names = set(getattr(inner, "_no_split_modules", None) or ())
     modules = own_modules(inner)
@@ -211,7 +197,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _places(module: nn.Module, sharded: Sharded) -> list[Place]:
-    """All places of sharded parameters at or below a module; a tied one has several."""
+    """Return all places of sharded parameters at or below a module; a tied one has several."""
     found = []
     for part in own_modules(module):
         for name, parameter in part._parameters.items():
@@ -222,7 +208,7 @@ def _places(module: nn.Module, sharded: Sharded) -> list[Place]:
 
 
 def _kept(parts: Parts, budget: int | None) -> Kept:
-    """What fits into the budget beside the buffers of one layer and the small rest, which are always there."""
+    """Return what fits into the budget beside the buffers of one layer and the small rest, which are always there."""
     if budget is None:
         return Kept(len(parts.layers), True)
     sizes = [_nbytes(places) for _, places in parts.layers]
@@ -241,7 +227,7 @@ def _nbytes(places: Sequence[Place]) -> int:
 
 
 def _buffers(places: Sequence[Place], allocate: Callable[..., Tensor] = torch.empty) -> Buffers:
-    """Room for each parameter whole; a tied one has it once."""
+    """Return room for each parameter whole; a tied one has it once."""
     return {
         id(place.parameter): allocate(place.shard.padded, dtype=place.shard.dtype, device=place.shard.device)
         for place in places
@@ -249,7 +235,7 @@ def _buffers(places: Sequence[Place], allocate: Callable[..., Tensor] = torch.em
 
 
 def _allocate(parts: Parts, kept: Kept, ranks: Ranks, allocate: Callable[..., Tensor]) -> tuple[Kept, list[Buffers]]:
-    """Buffers of what stays, of as much as there is room for on every rank: half as many layers after each failure."""
+    """Return buffers of what stays, of as much as there is room for on every rank: half as many layers after each failure."""
     while True:
         buffers: list[Buffers] = []
         failed: Exception | None = None
@@ -289,6 +275,47 @@ def _gather(places: Sequence[Place], buffers: Buffers) -> None:
 def _put(stack: ExitStack, place: Place, parameter: nn.Parameter) -> None:
     place.module._parameters[place.name] = parameter
     stack.callback(place.module._parameters.__setitem__, place.name, place.parameter)
+
+
+@contextmanager
+def _generating(model: nn.Module) -> Iterator[None]:
+    """Eval mode and no activation checkpointing; each module's own mode and flag come back however the block is left."""
+    before = [(module, module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
+    try:
+        model.eval()
+        for module, _, checkpointing in before:
+            if checkpointing:
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+        yield
+    finally:
+        for module, training, checkpointing in before:
+            module.training = training
+            if checkpointing:
+                module.gradient_checkpointing = checkpointing
+
+
+@contextmanager
+def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
+    """Forwards in the block gather nothing by themselves; the hooks come back in their order however it is left."""
+    registries = [getattr(module, kind) for module in model.modules() for kind in _HOOKS]
+    before = [(registry, list(registry.items())) for registry in registries if registry]
+    try:
+        for registry, hooks in before:
+            for key, hook in hooks:
+                if _is_of_sharding(hook):
+                    del registry[key]
+        yield
+    finally:
+        for registry, hooks in before:
+            added = [(key, hook) for key, hook in registry.items() if key not in dict(hooks)]
+            registry.clear()
+            registry.update(hooks + added)
+
+
+def _is_of_sharding(hook: Callable[..., Any]) -> bool:
+    while hasattr(hook, "func"):  # functools.partial
+        hook = hook.func
+    return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
 
 
 def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], match: Match, peers: Peers) -> None:

@@ -1,15 +1,22 @@
-"""Forwards in step: ranks whose forwards hold collectives run equally many of them, and fail together."""
+"""Forwards in step: ranks whose forwards hold collectives run equally many of them, and fail together.
+
+So do the forwards of peers of tensor parallelism. A module of theirs that ends in a collective is its own idle step: called with
+zeros of the shape that it would have been given, it takes part in the same collective, in the same dtype.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lowpeak.errors import EngineError
 from lowpeak.strategies.flat import all_gather
@@ -44,7 +51,8 @@ class Match:
 
         def counted(*args: P.args, **kwargs: P.kwargs) -> R:
             self._sound = False
-            self._autocast = autocast_dtype(self.device)
+            kind = self.device.type
+            self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             result = run(*args, **kwargs)
             self._sound = True
             self._num_done += 1
@@ -53,12 +61,10 @@ class Match:
         return counted
 
     def computing(self) -> AbstractContextManager[Any]:
-        """A context that computes as the last step did."""
         dtype = self._autocast
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
 
     def begin(self) -> None:
-        """This rank runs a forward now."""
         self._num_done = 0
         self.num_forwards += 1
         self._exchange(_RUNNING)
@@ -104,11 +110,6 @@ class Match:
         return table.tolist()
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast computes in on such a device now; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-
-
 @contextmanager
 def matched(model: nn.Module, match: Match) -> Iterator[None]:
     """Forwards of `model` in the block run in step on all ranks, which leave the block together."""
@@ -147,3 +148,48 @@ def replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., 
         stack.callback(module.__delattr__, "forward")
     else:
         stack.callback(setattr, module, "forward", own)
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The modules whose forwards end in a collective of peers, and the peers' process group; by default there are none."""
+
+    modules: Sequence[nn.Module] = ()
+    group: Any = None
+
+    def meet(self, stack: ExitStack, match: Match, part: nn.Module | None, is_head: bool = False) -> None:
+        """Make those at or below `part` steps of the match, in the order in which they stand, and run."""
+        for module in part.modules() if part is not None else ():
+            if any(module is each for each in self.modules):
+                nothing = _no_positions if is_head else _nothing
+                idle = partial(_idle, match, module, module.forward, nothing)
+                replace_forward(stack, module, match.step(module.forward, idle))
+
+
+def _idle(match: Match, module: nn.Module, forward: Callable[..., Any], nothing: Callable[..., Any]) -> None:
+    values, more = nothing(module, match.arguments)
+    with torch.no_grad(), match.computing():
+        forward(values, **more)
+
+
+def _nothing(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Ids, or hidden states of all positions, as this forward would have given them to the module."""
+    ids_BL = arguments["input_ids"]
+    if isinstance(module, nn.Embedding):
+        return torch.zeros_like(ids_BL), {}
+    return _zeros(module, *ids_BL.shape), {}
+
+
+def _no_positions(head: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Hidden states of the positions whose logits this forward keeps, or of all and what is asked of them."""
+    num_rows, length = arguments["input_ids"].shape
+    if arguments.get("head_request") is not None:
+        return _zeros(head, num_rows, length), {"head_request": arguments["head_request"]}
+    kept = arguments.get("logits_to_keep", 0)
+    return _zeros(head, num_rows, min(kept or length, length) if isinstance(kept, int) else len(kept)), {}
+
+
+def _zeros(module: Any, num_rows: int, length: int) -> Tensor:
+    weight = module.weight
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    return local.new_zeros(num_rows, length, local.shape[1])

@@ -7,7 +7,7 @@ B are gathered for one layer at a time; neither the merged model nor a merged la
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowpeak.critic import is_critics
 from lowpeak.errors import ArgumentError
-from lowpeak.records import Weights
+from lowpeak.records import Layout, Weights
 from lowpeak.strategies.flat import Added, FlatShard, Outgoing, Sharded, whole
 from lowpeak.wrapped import transformers_model
 
@@ -24,11 +24,7 @@ _PREFIX = "base_model.model."
 
 
 def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[Outgoing]:
-    """The parameters that leave, in the same order on every rank; those that are tied once.
-
-    `merged` is the whole model, an adapter added where there is one; `adapter` what training an adapter changes; `base`
-    what it is put on.
-    """
+    """Yield the parameters that leave (see `Strategy.slices`), in the same order on every rank."""
 
     def shard_of(parameter: nn.Parameter) -> FlatShard:
         return sharded(parameter) or whole(parameter.detach())
@@ -43,45 +39,41 @@ def outgoing(model: nn.Module, sharded: Sharded, weights: Weights) -> Iterator[O
         yield from _merged(model, shard_of, merges=weights == "merged")
 
 
-def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Names, whole shapes and dtypes of what leaves, in its order; nothing travels."""
+def layout(model: nn.Module, sharded: Sharded, weights: Weights) -> Layout:
+    """Return the layout of what leaves, in its order; nothing travels."""
     leaving = outgoing(model, sharded, weights)
     return {one.name: (tuple(one.shard.shape), one.shard.local.dtype) for one in leaving}
 
 
 def unchanging(model: nn.Module) -> frozenset[str]:
-    """The names, among those that leave `merged`, of what training leaves as it is: frozen, and without an adapter."""
-    names = set()
-    for raw, parameter in policy_parameters(model):
-        name = plain_name(raw)
-        if hasattr(model, "peft_config"):
-            base = _base_name(name, active_adapters(model))
-            name = "" if base is None or name.endswith(".base_layer.weight") else base
-        if name and not parameter.requires_grad:
-            names.add(name)
-    return frozenset(names)
+    """Return the names, among those that leave `merged`, of what training leaves as it is: frozen, and without an adapter."""
+    frozen = {plain_name(name) for name, parameter in policy_parameters(model) if not parameter.requires_grad}
+    if not hasattr(model, "peft_config"):
+        return frozenset(frozen)
+    plain = (_base_name(name, active_adapters(model)) for name in frozen if not name.endswith(".base_layer.weight"))
+    return frozenset(name for name in plain if name is not None)
 
 
 def policy_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-    """A model's parameters without its critic's, which stays where it is trained."""
+    """Return a model's parameters without its critic's, which stays where it is trained."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
     return ((name, parameter) for name, parameter in named if not is_critics(name))
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers put into it."""
+    """Return a parameter's name without what wrappers put into it."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
-    """What training an adapter changes, by the names that the model has for it."""
+    """Return what training an adapter changes, by the names that the model has for it."""
     return {plain_name(name): p for name, p in policy_parameters(model) if p.requires_grad}
 
 
 def adapter_name(model: Any, name: str) -> str:
-    """The name that a parameter of an adapter has in peft's file: without the adapter's own."""
+    """Return the name that a parameter of an adapter has in peft's file: without the adapter's own."""
     for adapter in active_adapters(model):
         name = (
             name.replace(f".modules_to_save.{adapter}.", ".").replace(f".{adapter}.", ".").removesuffix(f".{adapter}")
@@ -90,7 +82,7 @@ def adapter_name(model: Any, name: str) -> str:
 
 
 def adapter_state(model: Any, left: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What left as `adapter`, by the names that the model has for it: all of them for a parameter that has several places."""
+    """Return what left as `adapter`, by the names that the model has for it: by each where a parameter has several places."""
     leaving = {id(p): adapter_name(model, name) for name, p in adapter_parameters(model).items()}
     named = model.named_parameters(remove_duplicate=False)
     return {plain_name(name): left[leaving[id(p)]] for name, p in named if id(p) in leaving}
@@ -105,7 +97,7 @@ def parts_tied(model: Any, leaving: Collection[str]) -> bool:
 
 
 def active_adapters(model: Any) -> list[str]:
-    """The names of a peft model's adapters that are in use."""
+    """Return the names of a peft model's adapters that are in use."""
     return list(model.active_adapters)
 
 
@@ -174,16 +166,9 @@ def _product(layer: Any, adapter: str, shard_of: Callable[[nn.Parameter], FlatSh
 
 
 def _added(layer: Any, adapters: list[str], shard_of: Callable[[nn.Parameter], FlatShard], base: FlatShard) -> Added:
-    """What the adapters in use add to a weight; A and B are gathered now, and freed with what is returned."""
+    """Return what the adapters in use add to a weight; A and B are gathered now, and freed with what is returned."""
     parts = [_product(layer, adapter, shard_of, base) for adapter in adapters]
-
-    def added(first: int, last: int) -> Tensor:
-        total = parts[0](first, last)
-        for part in parts[1:]:
-            total = total + part(first, last)
-        return total
-
-    return added
+    return lambda first, last: reduce(torch.add, (part(first, last) for part in parts))
 
 
 def _check_mergeable(layer: Any, adapters: list[str], name: str, shape: torch.Size) -> None:

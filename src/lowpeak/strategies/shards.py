@@ -62,17 +62,14 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: st
     """Write a training state into a (staged) checkpoint, on all ranks together; all raise what one of them met."""
     folder = checkpoint / inside
     pieces = {(p.name, p.start): p for fragment in state.fragments for p in _pieces(fragment)}
-    scalars = [found for found in ranks.gather(_plain(state.scalars))]
-    try:
-        with _quietly():
-            dcp.save(
-                dict.fromkeys((name for name, _ in pieces), None),
-                storage_writer=_Writer(folder, sync_files=False),  # the staged folder is synced as a whole
-                planner=_SavePlanner(pieces),
-                no_dist=ranks.world_size == 1,
-            )
-    except CheckpointException as error:
-        raise _first_failure(error) from error
+    scalars = ranks.gather(_on_cpu(state.scalars))
+    with _raising_the_first():
+        dcp.save(
+            dict.fromkeys((name for name, _ in pieces), None),
+            storage_writer=_Writer(folder, sync_files=False),  # the staged folder is synced as a whole
+            planner=_SavePlanner(pieces),
+            no_dist=ranks.world_size == 1,
+        )
     if ranks.rank == 0:
         merged = {name: values for found in scalars for name, values in found.items()}
         numbers = {"options": state.options, "scalars": merged, "engine": state.engine, "ranks": ranks.world_size}
@@ -82,7 +79,7 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: st
 
 
 def read_saved(checkpoint: Path, ranks: Ranks, inside: str = FOLDER) -> Saved:
-    """What a checkpoint's training state consists of."""
+    """Return what a checkpoint's training state consists of."""
     folder = checkpoint / inside
     metadata = _Reader(folder).read_metadata()
     sizes: dict[str, int] = {}
@@ -104,16 +101,13 @@ def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment], insi
     """Fill this rank's ranges from a checkpoint, whatever ranks wrote it; CheckpointError where they do not fit."""
     _check_fit(checkpoint, saved, wanted)
     fragments = {(fragment.name, fragment.start): fragment for fragment in wanted}
-    try:
-        with _quietly():
-            dcp.load(
-                dict.fromkeys((name for name, _ in fragments), None),
-                storage_reader=_Reader(checkpoint / inside),
-                planner=_LoadPlanner(fragments),
-                no_dist=True,
-            )
-    except CheckpointException as error:
-        raise _first_failure(error) from error
+    with _raising_the_first():
+        dcp.load(
+            dict.fromkeys((name for name, _ in fragments), None),
+            storage_reader=_Reader(checkpoint / inside),
+            planner=_LoadPlanner(fragments),
+            no_dist=True,
+        )
 
 
 def load_torch_state(checkpoint: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> None:
@@ -139,7 +133,7 @@ def _check_fit(checkpoint: Path, saved: Saved, fragments: Sequence[Fragment]) ->
 
 
 def _read_opaque(folder: Path, num_ranks: int, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """States that cannot be cut anew, on the ranks that they were of."""
+    """Return states that cannot be cut anew, on the ranks that they were of."""
     if not any(folder.glob("opaque_*.pt")):
         return {}
     if num_ranks != ranks.world_size:
@@ -181,7 +175,6 @@ class _Reader(dcp.FileSystemReader):
 
 
 def _described(name: str, found: Any, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
-    """A tensor's dtype, size and the places of its pieces."""
     assert isinstance(found, TensorStorageMetadata)
     pieces = []
     for chunk in found.chunks:
@@ -227,7 +220,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         return values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: it was read into its place."""
+        pass  # it was read into its place
 
 
 def _pieces(fragment: Fragment) -> Iterator[Fragment]:
@@ -252,8 +245,7 @@ def _place(index: MetadataIndex) -> tuple[str, int]:
     return index.fqn, index.offset[0]
 
 
-def _plain(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Numbers on the CPU, whatever device they are on."""
+def _on_cpu(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in scalars.items()
@@ -272,16 +264,14 @@ def _opaque_file(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Without the warning that a process is alone, where that is meant."""
+def _raising_the_first() -> Iterator[None]:
+    """Raise what the first rank met for which torch failed; without the warning that a process is alone, where that is meant."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to")
-        yield
-
-
-def _first_failure(error: CheckpointException) -> BaseException:
-    """What the first rank met for which torch failed."""
-    rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
-    if isinstance(reason, OSError) and dist.is_initialized() and rank != dist.get_rank():
-        return type(reason)(reason.errno, f"{reason.strerror} (on rank {rank})")
-    return reason
+        try:
+            yield
+        except CheckpointException as error:
+            rank, (reason, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            if isinstance(reason, OSError) and dist.is_initialized() and rank != dist.get_rank():
+                reason = type(reason)(reason.errno, f"{reason.strerror} (on rank {rank})")
+            raise reason from error

@@ -7,8 +7,8 @@ ranks, another may read on others (`shards.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ class TrainingState:
     turned: list[tuple[DTensor, DTensor]] = field(default_factory=list)
 
     def range_of(self, tensor: Any) -> Fragment:
-        """The range that this rank has of a tensor; of one that peers have cut between columns, rows in their place.
+        """Return the range that this rank has of a tensor; of one that peers have cut between columns, rows in their place.
 
         Such rows are a copy, which peers make together, and `put_back` brings back what was read into it.
         """
@@ -88,11 +88,11 @@ class TrainingState:
     def add_range(self, name: str, fragment: Fragment) -> None:
         """Take up a range under a name; ranks may have nothing of a small tensor."""
         if fragment.values.numel():
-            self.fragments.append(Fragment(name, fragment.numel, fragment.start, fragment.values))
+            self.fragments.append(replace(fragment, name=name))
 
 
 def own_range(tensor: Any) -> Fragment:
-    """The range that this rank has of a tensor: rows that `fully_shard` cut, values that ZeRO-3 cut, or all of it."""
+    """Return the range that this rank has of a tensor: rows that `fully_shard` cut, values that ZeRO-3 cut, or all of it."""
     if hasattr(tensor, "ds_tensor"):
         local = tensor.ds_tensor.detach().view(-1)
         start = torch.distributed.get_rank(tensor.ds_process_group) * local.numel()
@@ -107,7 +107,7 @@ def own_range(tensor: Any) -> Fragment:
 
 
 def in_rows(tensor: Any) -> Any:
-    """A tensor cut between rows alone: itself, or a copy of one that tensor parallelism cut between columns."""
+    """Return a tensor cut between rows alone: itself, or a copy of one that tensor parallelism cut between columns."""
     if not isinstance(tensor, DTensor) or all(getattr(cut, "dim", 0) == 0 for cut in tensor.placements):
         return tensor
     placements = [Shard(0) if getattr(cut, "dim", 0) else cut for cut in tensor.placements]
@@ -116,12 +116,12 @@ def in_rows(tensor: Any) -> Any:
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters that training changes, by their names without wrappers'."""
+    """Return the parameters that training changes, by their names without wrappers'."""
     return {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def torch_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> TrainingState:
-    """The training state of parameters that a torch optimizer steps itself; without one, of the parameters alone."""
+    """Return the training state of parameters that a torch optimizer steps itself; without one, of the parameters alone."""
     state = TrainingState(options=[] if optimizer is None else group_options(optimizer))
     for name, parameter in named.items():
         state.add_range(f"{WEIGHT}/{name}", state.range_of(parameter))
@@ -144,19 +144,19 @@ def make_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: S
 
 
 def torch_idle(optimizer: Any) -> list[Tensor]:
-    """What a torch optimizer reads in its step alone: its parameters' gradients, and its states."""
+    """Return what a torch optimizer reads in its step alone: its parameters' gradients, and its states."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return [each for each in [*(p.grad for p in parameters), *states] if isinstance(each, Tensor)]
 
 
 def copied(value: Any) -> Any:
-    """A number that is no longer the checkpoint's own."""
+    """Return a copy of a tensor, else the value."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """What each parameter group is set to."""
+    """Return what each parameter group is set to."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
@@ -185,8 +185,4 @@ def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
 
 
 def _kinds(options: list[dict[str, Any]]) -> list[int]:
-    """For each group, how many times options have changed from one group to the next."""
-    kinds = [0]
-    for before, after in pairwise(options):
-        kinds.append(kinds[-1] + (before != after))
-    return kinds
+    return list(accumulate((int(before != after) for before, after in pairwise(options)), initial=0))

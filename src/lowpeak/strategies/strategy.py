@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
-from lowpeak.records import Weights, WeightSlice
+from lowpeak.records import Layout, Weights, WeightSlice
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,15 @@ class Frozen:
 
 @runtime_checkable
 class Strategy(Protocol):
-    """One device, DDP, FSDP2 or ZeRO: each is one small class."""
+    """One device, DDP, FSDP2 or ZeRO: each is one small class.
 
-    @property
-    def ranks(self) -> Ranks:
-        """The processes of the run."""
-        ...
+    `cuts_parameters` is whether a rank holds a part of the policy's parameters alone, so that forwards hold collectives;
+    `cuts_states` whether ranks have different parts of what is trained or of its states, so that only together they save it.
+    """
+
+    ranks: Ranks
+    cuts_parameters: bool
+    cuts_states: bool
 
     @property
     def promised_scale(self) -> float | None:
@@ -38,11 +41,6 @@ class Strategy(Protocol):
 
         None wherever something must see a gradient on its way: a reduction over ranks, hooks, a loss scale.
         """
-        ...
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """Whether a rank holds a part of the policy's parameters alone, so that forwards hold collectives."""
         ...
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
@@ -54,7 +52,7 @@ class Strategy(Protocol):
         ...
 
     def own_grad_norm(self) -> Tensor | None:
-        """The norm of all ranks' gradients before clipping, where an engine of the strategy keeps them; else None."""
+        """Return the norm of all ranks' gradients before clipping, where an engine of the strategy keeps them; else None."""
         ...
 
     def own_step(self) -> None:
@@ -68,35 +66,26 @@ class Strategy(Protocol):
         ...
 
     def slices(
-        self,
-        model: nn.Module,
-        max_bytes: int,
-        dtype: torch.dtype | None,
-        weights: Weights = "merged",
+        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
     ) -> Iterator[WeightSlice]:
         """The parameters in flat ranges of at most `max_bytes`, cast to `dtype` (None: their own), in one order on every rank.
 
         `merged` is the whole model under the names of its checkpoint, a LoRA adapter added on the way; `adapter` is what
-        training an adapter changes, under peft's names; `base` is what that is put on. Every rank exhausts it: ranges are
-        broadcast.
+        training an adapter changes, under peft's names; `base` is what that is put on. Tied weights leave once. Every rank
+        exhausts it: ranges are broadcast.
         """
         ...
 
-    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, whole shapes and own dtypes of what `slices` gives, in its order; nothing travels."""
+    def layout(self, model: nn.Module, weights: Weights = "merged") -> Layout:
+        """Return the layout of what `slices` gives, in its order; nothing travels."""
         ...
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
-        """This rank's own tensors of the model's parameters, by name: for averages and for offloading."""
+        """Return this rank's flat ranges of the model's parameters, by name: for averages and for offloading."""
         ...
 
     def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
-        """This rank's own tensors that nothing reads between two steps: gradients and the optimizer's states."""
-        ...
-
-    @property
-    def cuts_states(self) -> bool:
-        """Whether ranks have different parts of what is trained or of its states, so that only together they can save it."""
+        """Return this rank's tensors that nothing reads between two steps: gradients and the optimizer's states."""
         ...
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:

@@ -23,15 +23,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from lowpeak.errors import ArgumentError
 from lowpeak.loading import IN_PARTS, MEETING, styled
-from lowpeak.records import Weights, WeightSlice
 from lowpeak.strategies.accelerated import Accelerated
-from lowpeak.strategies.flat import Added, FlatShard, ranges, whole
+from lowpeak.strategies.flat import Added, FlatShard, rows_shard, whole
 from lowpeak.strategies.frozen import freeze
 from lowpeak.strategies.fsdp2 import Fsdp2
 from lowpeak.strategies.gathered import Gatherer
-from lowpeak.strategies.outgoing import layout, outgoing
-from lowpeak.strategies.peers import Peers
-from lowpeak.strategies.rows import rows_shard
+from lowpeak.strategies.matched import Peers
 from lowpeak.strategies.strategy import Frozen
 
 _PEERS, _DATA = "tp", "fsdp"  # transformers' names of the axes
@@ -64,16 +61,11 @@ class TensorParallel(Fsdp2):
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
-        self._gatherer = Gatherer(self._ranks, self._device, peers=self._peers)
-
-    @property
-    def cuts_parameters(self) -> bool:
-        """Over data ranks, where there are several: peers' parts are never gathered."""
-        return self._ranks.world_size > 1
+        self._gatherer = Gatherer(self.ranks, self._device, peers=self._peers)
+        self.cuts_parameters = self.ranks.world_size > 1  # over data ranks: peers' parts are never gathered
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        """Around a micro-batch's forward and backward, as FSDP2 has it; after the step's `last`, peers add up what is in parts."""
         with super().accumulate(model, last):
             yield
         if last:
@@ -83,23 +75,12 @@ class TensorParallel(Fsdp2):
                     if parameter.grad is not None:
                         dist.all_reduce(whole(parameter.grad).local, group=group)
 
-    def slices(
-        self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
-    ) -> Iterator[WeightSlice]:
-        """The whole parameters in flat ranges of at most `max_bytes`, whoever holds which part of a range."""
-        return ranges(outgoing(self._accelerator.unwrap_model(model), self._block, weights), max_bytes, dtype)
-
-    def layout(self, model: nn.Module, weights: Weights = "merged") -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Names, whole shapes and dtypes of what `slices` gives."""
-        return layout(self._accelerator.unwrap_model(model), self._block, weights)
-
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
         """One that was cut as the policy was stays so; another one is a replica where there is `room`, else cut by rows."""
         if on_host:
             raise ArgumentError("offload_frozen_models does not go with tensor parallelism: leave one of the two out.")
         if _is_cut(model):
-            model = freeze(model)
-            return Frozen(model, lambda: self._ready(model))
+            return self._frozen(freeze(model))
         return Accelerated.prepare_frozen(self, model, room, on_host)
 
     def _peers(self, model: nn.Module) -> Peers | None:
@@ -130,7 +111,7 @@ class TensorParallel(Fsdp2):
             partial(_seen, whole=parameter, mesh=mesh[_PEERS], placement=placement),
         )
 
-    def _block(self, parameter: nn.Parameter) -> FlatShard | None:
+    def _leaving(self, parameter: nn.Parameter) -> FlatShard | None:
         """What this process has of a parameter that is cut over peers; of another one, its range."""
         if _PEERS not in _axes(parameter):
             return self._shard(parameter)
@@ -152,7 +133,6 @@ def cut_alike(module: nn.Module, model: nn.Module) -> None:
 
 
 def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
-    """The names of the mesh axes along which a parameter is cut, or copied."""
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 

@@ -35,7 +35,7 @@ class ShardedRows:
         self._rows_vD = local[: held * self._width].view(held, self._width)
 
     def look_up(self, ids: Tensor) -> Tensor:
-        """`embedding(ids)`, [..., D]."""
+        """Return `embedding(ids)`, [..., D]."""
         ids_N = ids.reshape(-1)
         out_ND = self._rows_vD.new_empty(len(ids_N), self._width)
         for start, size in self._rounds(len(ids_N), self._width, ids.device):
@@ -47,7 +47,7 @@ class ShardedRows:
         return out_ND.view(*ids.shape, self._width)
 
     def multiply(self, hidden: Tensor, bias: Tensor | None) -> Tensor:
-        """`hidden @ weight.T + bias`, [..., V]: hidden states of all ranks meet each rank's rows, and products go home."""
+        """Return `hidden @ weight.T + bias`, [..., V]: hidden states of all ranks meet each rank's rows, and products go home."""
         hidden_ND = hidden.reshape(-1, self._width).to(self._rows_vD.dtype)
         out_NV = self._rows_vD.new_empty(len(hidden_ND), self._num_rows)
         for start, size in self._rounds(len(hidden_ND), self._per_rank, hidden.device):
@@ -63,12 +63,12 @@ class ShardedRows:
             out_NV += bias.to(out_NV.dtype)
         return out_NV.view(*hidden.shape[:-1], -1)
 
+    # What a rank without a forward of its own does: it takes part in the others'.
+
     def idle_look_up(self) -> None:
-        """Take part in the others' look-up."""
         self.look_up(torch.zeros(1, dtype=torch.int64, device=self._rows_vD.device))
 
     def idle_multiply(self) -> None:
-        """Take part in the others' product."""
         self.multiply(self._rows_vD.new_zeros(1, self._width), None)
 
     def _rounds(self, number: int, values_per_token: int, device: torch.device) -> list[tuple[int, int]]:

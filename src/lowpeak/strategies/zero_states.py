@@ -43,12 +43,11 @@ class Master:
     place: int
 
     def cut(self, flat: Tensor) -> Fragment:
-        """This range of the parameter in a tensor that is laid out as `flat`."""
         return Fragment(self.name, self.numel, self.start, flat.detach().narrow(0, self.place, self.count))
 
 
 def zero_state(engine: Any, stage: int, named: Mapping[str, nn.Parameter]) -> TrainingState:
-    """This rank's part: fp32 weights, the optimizer's states, loss scale and counts."""
+    """Return this rank's part: fp32 weights, the optimizer's states, loss scale and counts."""
     inner = engine.optimizer.optimizer
     state = TrainingState(options=group_options(inner), engine=_engine_numbers(engine))
     for master in _masters(engine.optimizer, stage, named):
@@ -66,7 +65,13 @@ def load_zero_state(checkpoint: Path, engine: Any, stage: int, named: Mapping[st
     for master in _masters(optimizer, stage, named):
         _make_states(inner.state[master.flat], master, saved)
     load_shards(checkpoint, saved, zero_state(engine, stage, named).fragments)
-    _put_engine_numbers(engine, saved.engine)
+    for name in _COUNTED:
+        if name in saved.engine:
+            setattr(engine, name, saved.engine[name])
+    for key, value in saved.engine.get("loss_scaler", {}).items():
+        setattr(optimizer.loss_scaler, key, value)
+    if engine.lr_scheduler is not None and "schedule" in saved.engine:
+        engine.lr_scheduler.load_state_dict(saved.engine["schedule"])
     if stage < 3:
         optimizer.update_lp_params()
     else:
@@ -74,7 +79,7 @@ def load_zero_state(checkpoint: Path, engine: Any, stage: int, named: Mapping[st
 
 
 def zero_idle(engine: Any) -> list[Tensor]:
-    """What the optimizer reads in its step alone: fp32 weights, their states, gradients of which it keeps flat ranges."""
+    """Return what the optimizer reads in its step alone: fp32 weights, their states, gradients of which it keeps flat ranges."""
     optimizer = engine.optimizer
     stage3 = getattr(optimizer, "fp32_partitioned_groups_flat", None)
     masters = optimizer.single_partition_of_fp32_groups if stage3 is None else stage3
@@ -146,13 +151,3 @@ def _engine_numbers(engine: Any) -> dict[str, Any]:
     if engine.lr_scheduler is not None:
         numbers["schedule"] = engine.lr_scheduler.state_dict()
     return numbers
-
-
-def _put_engine_numbers(engine: Any, saved: Mapping[str, Any]) -> None:
-    for name in _COUNTED:
-        if name in saved:
-            setattr(engine, name, saved[name])
-    for key, value in saved.get("loss_scaler", {}).items():
-        setattr(engine.optimizer.loss_scaler, key, value)
-    if engine.lr_scheduler is not None and "schedule" in saved:
-        engine.lr_scheduler.load_state_dict(saved["schedule"])

@@ -39,8 +39,7 @@ from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
-from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
-from lowpeak.strategies.share import shares_of
+from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded, shares_of
 from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.critics import check_reads
 from lowpeak.training.engines import check_adapters, check_engine, make_engine

@@ -15,7 +15,7 @@ from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.share import Shares
+from lowpeak.strategies.detect import Shares
 from lowpeak.training.layouts import LayoutChoice
 
 

@@ -1,13 +1,25 @@
-"""A checkpoint has its whole name only while it is whole, whatever fails in between."""
+"""A checkpoint has its whole name only while it is whole, whatever fails or is killed in between."""
 
+from __future__ import annotations
+
+import os
+import random
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
+import pandas
+import polars
 import pytest
 import torch
 
-from lowpeak.checkpoint.atomic import check_writable, last_checkpoint, prune, stage_of, staged, sweep
+from lowpeak.checkpoint.atomic import check_writable, last_checkpoint, prune, set_aside, staged, sweep
+from lowpeak.checkpoint.lock import LOCK_FILE, only_run
 from lowpeak.errors import ArgumentError, CheckpointError
+from lowpeak.journal import Journal, read_steps
 
 
 def write_checkpoint(run_dir, step, text="whole"):
@@ -15,6 +27,11 @@ def write_checkpoint(run_dir, step, text="whole"):
         (stage / "inner").mkdir()
         (stage / "inner" / "weights").write_text(text)
     return run_dir / f"checkpoint-{step}"
+
+
+def folders(run_dir, *steps):
+    for step in steps:
+        (run_dir / f"checkpoint-{step}").mkdir()
 
 
 def names(run_dir):
@@ -25,27 +42,25 @@ def test_a_checkpoint_takes_its_name_only_when_the_block_ends(tmp_path):
     final = tmp_path / "run" / "checkpoint-7"
     with staged(final) as stage:
         (stage / "weights").write_text("x")
-        assert stage == stage_of(final)
         assert names(tmp_path / "run") == ["checkpoint-7.staged"]
         assert last_checkpoint(tmp_path / "run") is None
     assert names(tmp_path / "run") == ["checkpoint-7"]
     assert (final / "weights").read_text() == "x"
 
 
-def test_saving_the_same_step_again_replaces_the_checkpoint(tmp_path):
+def test_saving_the_same_step_again_replaces_the_checkpoint_and_a_killed_runs_stage(tmp_path):
     write_checkpoint(tmp_path, 3, "first")
+    (tmp_path / "checkpoint-3.staged").mkdir()
+    (tmp_path / "checkpoint-3.staged" / "stale").write_text("")
     final = write_checkpoint(tmp_path, 3, "second")
     assert (final / "inner" / "weights").read_text() == "second"
+    assert not (final / "stale").exists()
     assert names(tmp_path) == ["checkpoint-3"]
 
 
-def test_a_stage_left_by_a_killed_run_does_not_leak_into_the_next(tmp_path):
-    (tmp_path / "checkpoint-1.staged").mkdir()
-    (tmp_path / "checkpoint-1.staged" / "stale").write_text("")
-    assert not (write_checkpoint(tmp_path, 1) / "stale").exists()
-
-
-@pytest.mark.parametrize("error", [ValueError("mine"), KeyboardInterrupt(), CheckpointError("mine")])
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), KeyboardInterrupt(), CheckpointError("mine"), RuntimeError("CUDA out of memory")]
+)
 def test_an_error_in_the_block_removes_the_stage_and_comes_out_as_it_is(tmp_path, error):
     def fail():
         with staged(tmp_path / "checkpoint-2") as stage:
@@ -60,47 +75,33 @@ def test_an_error_in_the_block_removes_the_stage_and_comes_out_as_it_is(tmp_path
     assert (old / "inner" / "weights").read_text() == "whole"
 
 
-def test_a_runtime_error_that_is_not_about_writing_is_not_called_a_checkpoint_error(tmp_path):
-    with pytest.raises(RuntimeError, match="out of memory") as caught, staged(tmp_path / "checkpoint-1"):
-        raise RuntimeError("CUDA out of memory")
-    assert not isinstance(caught.value, CheckpointError)
-
-
-def write_with_python(path):
-    path.write_bytes(b"x")
-
-
 def write_with_torch(path):
     torch.save({"a": torch.zeros(10_000)}, path)
 
 
 def write_with_torch_through_python(path):
     with path.open("wb") as file:
-        torch.save({"a": torch.zeros(10_000)}, file)
+        write_with_torch(file)
 
 
-@pytest.mark.parametrize("write", [write_with_python, write_with_torch, write_with_torch_through_python])
+@pytest.mark.parametrize(
+    "write", [lambda path: path.write_bytes(b"x"), write_with_torch, write_with_torch_through_python]
+)
 def test_a_full_disk_is_one_clear_sentence_however_the_file_is_written(tmp_path, write):
     def save():
         with staged(tmp_path / "checkpoint-5") as stage:
             (stage / "weights").symlink_to("/dev/full")
             write(stage / "weights")
 
-    write_checkpoint(tmp_path, 4)
-    with pytest.raises(CheckpointError) as caught:
+    last = write_checkpoint(tmp_path, 4)
+    with pytest.raises(CheckpointError, match=f"checkpoint-5: {os.strerror(28)}.* {last} ") as caught:
         save()
-    message = str(caught.value)
-    assert "No space left on device" in message
-    assert str(tmp_path / "checkpoint-5") in message
-    assert f"the last good checkpoint {tmp_path / 'checkpoint-4'} is whole" in message
+    assert caught.value.__cause__ is not None
     assert names(tmp_path) == ["checkpoint-4"]
 
 
 def test_the_last_checkpoint_is_the_highest_step_and_never_a_leftover(tmp_path):
-    for step in (9, 10, 2):
-        write_checkpoint(tmp_path, step)
-    for leftover in ("checkpoint-11.staged", "checkpoint-12.removing", "checkpoint-13-old"):
-        (tmp_path / leftover).mkdir()
+    folders(tmp_path, 9, 10, 2, "11.staged", "12.removing", "13-old")
     (tmp_path / "checkpoint-99").write_text("a file")
     assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-10"
     assert last_checkpoint(tmp_path / "nowhere") is None
@@ -119,10 +120,18 @@ def test_the_last_checkpoint_is_the_highest_step_and_never_a_leftover(tmp_path):
     ],
 )
 def test_pruning_removes_the_oldest_but_neither_the_newest_nor_the_protected(tmp_path, keep, protected, left):
-    for step in (1, 2, 3, 10):
-        write_checkpoint(tmp_path, step)
+    folders(tmp_path, 1, 2, 3, 10)
     prune(tmp_path, keep, [tmp_path / f"checkpoint-{step}" for step in protected])
     assert names(tmp_path) == sorted(f"checkpoint-{step}" for step in left)
+
+
+def test_checkpoints_beyond_where_a_run_goes_on_are_moved_each_time_to_a_new_folder(tmp_path):
+    folders(tmp_path, 2, 4, 6)
+    assert set_aside(tmp_path, 4) == tmp_path / "earlier-1"
+    assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-4"
+    assert (tmp_path / "earlier-1" / "checkpoint-6").is_dir()
+    assert set_aside(tmp_path, 0) == tmp_path / "earlier-2"
+    assert set_aside(tmp_path, 0) is None
 
 
 def test_a_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path):
@@ -142,21 +151,17 @@ def test_a_sweep_removes_what_killed_runs_left_and_nothing_else(tmp_path):
     assert (whole / "inner" / "weights").read_text() == "whole"
 
 
-def test_a_run_killed_while_it_replaces_a_checkpoint_gets_the_old_one_back(tmp_path):
-    final = write_checkpoint(tmp_path, 5, "old")
-    final.rename(tmp_path / "checkpoint-5.replaced")
-    (tmp_path / "checkpoint-5.staged").mkdir()
-    sweep(tmp_path)
-    assert names(tmp_path) == ["checkpoint-5"]
-    assert (final / "inner" / "weights").read_text() == "old"
-
-
-def test_a_run_killed_after_it_replaced_a_checkpoint_keeps_the_new_one(tmp_path):
-    final = write_checkpoint(tmp_path, 5, "new")
+@pytest.mark.parametrize("moment", ["while", "after"])
+def test_a_run_killed_around_a_replacement_keeps_the_one_checkpoint_that_is_whole(tmp_path, moment):
+    final = write_checkpoint(tmp_path, 5)
     shutil.copytree(final, tmp_path / "checkpoint-5.replaced")
+    if moment == "while":
+        final.rename(tmp_path / "checkpoint-5.staged")
+    (tmp_path / "checkpoint-5.replaced" / "old").write_text("")
     sweep(tmp_path)
     assert names(tmp_path) == ["checkpoint-5"]
-    assert (final / "inner" / "weights").read_text() == "new"
+    assert (final / "inner" / "weights").read_text() == "whole"
+    assert (final / "old").exists() == (moment == "while")
 
 
 def test_an_output_folder_that_can_be_written_is_made_and_left_empty(tmp_path):
@@ -164,17 +169,170 @@ def test_an_output_folder_that_can_be_written_is_made_and_left_empty(tmp_path):
     assert names(tmp_path / "a" / "b") == []
 
 
-def test_an_output_folder_that_cannot_be_written_is_named_with_the_reason(tmp_path):
+def test_an_output_folder_that_cannot_be_written_is_named_with_the_reason_to_root_too(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ArgumentError, match=r"output_dir '.*file/run' cannot be written: Not a directory; name a folder"
-    ):
-        check_writable(tmp_path / "file" / "run")
-    with pytest.raises(ArgumentError, match=r"output_dir '.*file' cannot be written: File exists"):
-        check_writable(tmp_path / "file")
+    cases = {tmp_path / "file/run": "Not a directory", tmp_path / "file": "File exists"}
+    for folder, reason in cases.items():
+        with pytest.raises(ArgumentError, match=f"output_dir '{folder}' .*: {reason};"):
+            check_writable(folder)
+    for folder in ("/proc/lowpeak", "/proc/self/task"):
+        with pytest.raises(ArgumentError, match=folder):
+            check_writable(Path(folder))
 
 
-@pytest.mark.parametrize("folder", ["/proc/lowpeak", "/proc/self/task"])
-def test_root_too_is_told_that_a_folder_cannot_be_made_or_written(folder):
-    with pytest.raises(ArgumentError, match=folder):
-        check_writable(Path(folder))
+NUM_KILLS = 20
+NUM_FILES = 3
+
+# Saving needs no torch, so a process is up in a tenth of a second. Each step is saved twice: the second replaces the first.
+SAVE_IN_A_LOOP = f"""
+import sys
+from pathlib import Path
+from lowpeak.checkpoint.atomic import last_checkpoint, prune, staged, sweep
+from lowpeak.journal import Journal
+
+run_dir = Path(sys.argv[1])
+sweep(run_dir)
+last = last_checkpoint(run_dir)
+step = int(last.name.removeprefix("checkpoint-")) if last else 0
+journal = Journal(run_dir)
+if last:
+    journal.resume_at(step)
+while True:
+    step += 1
+    journal.write_step(step, {{"reward": step / 7, "loss": float("nan")}})
+    journal.write_rollout(step, [{{"prompt": "p" * 50, "completion": "c" * 900, "reward": 1.0}}] * 4)
+    journal.sync()
+    for _ in range(2):
+        with staged(run_dir / f"checkpoint-{{step}}") as stage:
+            for number in range({NUM_FILES}):
+                (stage / f"part-{{number}}").write_text(f"{{step}}" * 2000 + "end")
+    prune(run_dir, keep=2)
+    print("saved", flush=True)
+"""
+
+
+def whole(checkpoint: Path) -> bool:
+    step = checkpoint.stem.removeprefix("checkpoint-")
+    parts = [checkpoint / f"part-{number}" for number in range(NUM_FILES)]
+    return all(part.is_file() and part.read_text() == step * 2000 + "end" for part in parts)
+
+
+def kill_while_saving(run_dir: Path, seconds: float) -> None:
+    command = [sys.executable, "-c", SAVE_IN_A_LOOP, str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "saved\n"
+        time.sleep(seconds)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(10) == -signal.SIGKILL
+
+
+def test_a_process_killed_at_random_moments_never_leaves_half_a_checkpoint_under_a_whole_name(tmp_path):
+    moments = random.Random(0)
+    reached = 0
+    leftovers: set[str] = set()
+    for _ in range(NUM_KILLS):
+        kill_while_saving(tmp_path, moments.uniform(0.0, 0.1))
+        found = [path for path in tmp_path.iterdir() if path.is_dir()]
+        leftovers |= {path.suffix for path in found}
+        assert all(whole(path) for path in found if path.suffix in ("", ".replaced"))
+        sweep(tmp_path)
+        last = last_checkpoint(tmp_path)
+        assert last is not None
+        step = int(last.name.removeprefix("checkpoint-"))
+        assert step > reached  # it went on where it was, and saved
+        reached = step
+        check_journal(tmp_path, step)
+    assert len(leftovers) > 1  # some kills did hit a save or a removal
+
+
+def check_journal(run_dir: Path, step: int) -> None:
+    pandas.read_json(run_dir / "steps.jsonl", lines=True)  # as the kill left it, before anybody repairs it
+    pandas.read_json(run_dir / "rollouts.jsonl", lines=True)
+    Journal(run_dir).resume_at(step)
+    assert [row["step"] for row in read_steps(run_dir)] == list(range(1, step + 1))
+    for name, lines_per_step in (("steps", 1), ("rollouts", 4)):
+        assert len(pandas.read_json(run_dir / f"{name}.jsonl", lines=True)) == step * lines_per_step
+        frame = polars.read_ndjson(run_dir / f"{name}.jsonl", infer_schema_length=None)
+        assert frame["step"].n_unique() == step
+
+
+SAVE_UNDER_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+import torch
+from safetensors.torch import save_file
+from lowpeak.checkpoint.atomic import staged
+from lowpeak.errors import CheckpointError
+
+writers = {
+    "python": lambda path: path.write_bytes(bytes(400_000)),
+    "torch": lambda path: torch.save({"weights": torch.zeros(100_000)}, path),
+    "safetensors": lambda path: save_file({"weights": torch.zeros(100_000)}, path),
+}
+_, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+for how, write in writers.items():
+    for step, limit in ((1, hard), (2, 100_000)):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with staged(Path(sys.argv[1], how, f"checkpoint-{step}")) as stage:
+                write(stage / "weights")
+        except CheckpointError as error:
+            print(how, error, sep=": ")
+"""
+
+
+def test_a_file_size_limit_while_saving_is_a_clear_error_and_the_last_checkpoint_stays_whole(tmp_path):
+    command = [sys.executable, "-c", SAVE_UNDER_A_LIMIT, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
+    assert list(said) == ["python", "torch", "safetensors"]
+    for how, message in said.items():
+        run_dir = tmp_path / how
+        assert f" {run_dir / 'checkpoint-2'}: File too large;" in message
+        assert f" {run_dir / 'checkpoint-1'} " in message
+        assert names(run_dir) == ["checkpoint-1"]
+        assert (run_dir / "checkpoint-1" / "weights").stat().st_size >= 400_000
+
+
+HOLD = """
+import sys, pathlib
+from lowpeak.checkpoint.lock import only_run
+with only_run(pathlib.Path(sys.argv[1])):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_is_refused_by_the_process_that_holds_the_folder_until_it_is_killed(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            with pytest.raises(CheckpointError, match=f"process {holder.pid}"), only_run(tmp_path):
+                pass
+        finally:
+            holder.kill()
+    with only_run(tmp_path):
+        pass
+
+
+def test_a_run_that_raised_leaves_the_folder_free_and_a_lock_with_other_content_is_not_truncated(tmp_path):
+    (tmp_path / LOCK_FILE).write_text("1234567" + "x" * 100)
+    with pytest.raises(ZeroDivisionError), only_run(tmp_path):
+        raise ZeroDivisionError
+    with only_run(tmp_path), pytest.raises(CheckpointError, match=rf"\(process {os.getpid()}\)"), only_run(tmp_path):
+        pass
+    assert (tmp_path / LOCK_FILE).stat().st_size == 107
+
+
+def test_a_lock_that_is_a_folder_or_a_link_is_refused_and_a_links_target_left_alone(tmp_path):
+    target = tmp_path / "target"
+    target.write_text("precious")
+    for kind, make in {"folder": Path.mkdir, "link": lambda path: path.symlink_to(target)}.items():
+        run_dir = tmp_path / kind
+        run_dir.mkdir()
+        make(run_dir / LOCK_FILE)
+        with pytest.raises(CheckpointError, match=r"\.lowpeak\.lock"), only_run(run_dir):
+            pass
+    assert target.read_text() == "precious"

@@ -3,49 +3,52 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
+import random
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lowpeak.checkpoint.export import write_settings, write_weights
-from lowpeak.records import WeightSlice
+from lowpeak.checkpoint.atomic import staged_files
+from lowpeak.checkpoint.export import TensorFiles, write_settings, write_weights
+from lowpeak.ranks import Ranks
 from lowpeak.strategies.flat import ranges
 from lowpeak.strategies.outgoing import layout, outgoing
-from tiny import tiny_model
+from tiny import tiny_experts, tiny_model
 
-SMALL = {
-    "vocab_size": 13,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+TENSORS = {
+    "half": torch.randn(5, 3).bfloat16(),
+    "scalar": torch.tensor(2.5),
+    "wide": torch.randn(7, 11),
+    "ids": torch.arange(6).view(2, 3),
+    "flags": torch.tensor([True, False, True]),
+    "empty": torch.zeros(0, 4),
 }
+LAYOUT = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in TENSORS.items()}
 
 
-def moe() -> torch.nn.Module:
+def mixtral():
     torch.manual_seed(0)
-    experts = {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SMALL, intermediate_size=32, **experts))
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"vocab_size": 13, "hidden_size": 16, "intermediate_size": 32, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**heads, **sizes))
 
 
-def mixtral() -> torch.nn.Module:
-    torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SMALL, intermediate_size=32, num_local_experts=4))
-
-
-def slices(model: torch.nn.Module) -> Iterator[WeightSlice]:
+def slices(model):
     return ranges(outgoing(model, lambda parameter: None, "merged"), 100, None)
 
 
-def export(model: torch.nn.Module, folder: Path, file_bytes: int = 10**9) -> None:
+def layout_of(model):
+    return layout(model, lambda parameter: None, "merged")
+
+
+def export(model, folder, file_bytes=10**9):
     folder.mkdir()
-    leaving = layout(model, lambda parameter: None, "merged")
-    write_settings(folder, model, leaving)
-    write_weights(folder, model, leaving, slices(model), file_bytes)
+    write_settings(folder, model, layout_of(model))
+    write_weights(folder, model, layout_of(model), slices(model), file_bytes)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -54,25 +57,24 @@ def export(model: torch.nn.Module, folder: Path, file_bytes: int = 10**9) -> Non
         tiny_model,
         lambda: tiny_model(tied=False),
         lambda: tiny_model(dtype=torch.bfloat16),
-        moe,
+        tiny_experts,
         mixtral,
     ],
     ids=["tied", "untied", "bf16", "experts", "renamed experts"],
 )
 def test_an_export_is_what_transformers_saves(tmp_path, make):
     model = make()
-    export(model, tmp_path / "ours")
     model.save_pretrained(tmp_path / "theirs")
-    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    folders = (export(model, tmp_path / "ours"), tmp_path / "theirs")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in folders)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     for name in ("config.json", "generation_config.json"):
-        assert json.loads((tmp_path / "ours" / name).read_text()) == json.loads(
-            (tmp_path / "theirs" / name).read_text()
-        )
+        one, other = (json.loads((folder / name).read_text()) for folder in folders)
+        assert one == other
 
 
-@pytest.mark.parametrize("make", [tiny_model, moe])
+@pytest.mark.parametrize("make", [tiny_model, tiny_experts])
 def test_an_export_of_several_files_gives_the_same_logits(tmp_path, make):
     model = make().eval()
     export(model, tmp_path / "out", file_bytes=4000)
@@ -87,22 +89,57 @@ def test_a_buffer_that_checkpoints_hold_is_written(tmp_path):
     model = tiny_model()
     model.model.register_buffer("scale", torch.tensor([3.0]))
     model.model.register_buffer("passing", torch.tensor([4.0]), persistent=False)
-    export(model, tmp_path / "out")
-    saved = load_file(tmp_path / "out" / "model.safetensors")
+    saved = load_file(export(model, tmp_path / "out") / "model.safetensors")
     assert torch.equal(saved["model.scale"], torch.tensor([3.0]))
     assert "model.passing" not in saved
 
 
-def test_a_rank_that_does_not_write_takes_every_slice():
+def test_every_slice_is_taken_by_a_rank_that_does_not_write_and_before_an_error_in_writing_is_raised(tmp_path):
     model = tiny_model()
     left = slices(model)
-    write_weights(None, model, layout(model, lambda parameter: None, "merged"), left)
+    write_weights(None, model, layout_of(model), left)
     assert next(left, None) is None
-
-
-def test_an_error_in_writing_is_raised_after_the_last_slice(tmp_path):
-    model = tiny_model()
     left = slices(model)
     with pytest.raises(FileNotFoundError):
-        write_weights(tmp_path / "missing", model, layout(model, lambda parameter: None, "merged"), left)
+        write_weights(tmp_path / "missing", model, layout_of(model), left)
     assert next(left, None) is None
+
+
+def write(folder, max_bytes, count=4):
+    """Every tensor in ranges of `count` values, all of them in a random order."""
+    pieces = [
+        (name, first, tensor.reshape(-1)[first : first + count])
+        for name, tensor in TENSORS.items()
+        for first in range(0, tensor.numel(), count)
+    ]
+    random.Random(0).shuffle(pieces)
+    files = TensorFiles(folder, LAYOUT, max_bytes)
+    for piece in pieces:
+        files.write(*piece)
+
+
+@pytest.mark.parametrize(("first", "second"), [(320, 1 << 30), (1 << 30, 320)])
+def test_ranges_in_any_order_are_the_tensors_and_no_earlier_save_is_read_again(tmp_path, first, second):
+    for max_bytes in (first, second):
+        with staged_files(tmp_path, Ranks()) as stage:
+            write(stage, max_bytes)
+    files = sorted(path.name for path in tmp_path.glob("model*.safetensors"))
+    index = tmp_path / "model.safetensors.index.json"
+    if second == 320:
+        found = json.loads(index.read_text())
+        assert found["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in TENSORS.values())
+        assert found["metadata"]["total_parameters"] == sum(t.numel() for t in TENSORS.values())
+        assert set(found["weight_map"].values()) == set(files)
+        assert files == [f"model-0000{n}-of-0000{len(files)}.safetensors" for n in range(1, len(files) + 1)]
+        place = found["weight_map"]
+    else:
+        assert files == ["model.safetensors"]
+        assert not index.exists()
+        place = dict.fromkeys(TENSORS, "model.safetensors")
+    assert place.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        with safe_open(tmp_path / place[name], "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            loaded = file.get_tensor(name)
+        assert loaded.dtype == tensor.dtype
+        assert torch.equal(loaded, tensor)

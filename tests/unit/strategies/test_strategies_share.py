@@ -13,8 +13,8 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowpeak.cli.accelerate_config import FOLDER
+from lowpeak.strategies.detect import Shares, shares_of
 from lowpeak.strategies.pretended import pretended_ranks
-from lowpeak.strategies.share import Shares, shares_of
 
 RANKS = 8
 
@@ -25,32 +25,28 @@ def told(kind: DistributedType, **more: Any) -> Any:
     return SimpleNamespace(state=SimpleNamespace(**plugins), distributed_type=kind, num_processes=RANKS, **more)
 
 
+def stage(number: int, section: str) -> dict[str, Any]:
+    return {"train_batch_size": "auto", "zero_optimization": {"stage": number, section: {"device": "cpu"}}}
+
+
 @pytest.mark.parametrize(
-    ("preset", "expected"),
+    ("config", "expected"),
     [
         ("zero1", Shares(1.0, 1.0, 1 / 8)),
         ("zero2", Shares(1.0, 1 / 8, 1 / 8)),
         ("zero3", Shares(1 / 8, 1 / 8, 1 / 8)),
         ("zero3-offload", Shares(0.0, 0.0, 0.0)),
+        (stage(1, "offload_optimizer"), Shares(1.0, 1.0, 0.0)),
+        (stage(2, "offload_optimizer"), Shares(1.0, 0.0, 0.0)),
+        (stage(3, "offload_optimizer"), Shares(1 / 8, 0.0, 0.0)),
+        (stage(3, "offload_param"), Shares(0.0, 1 / 8, 1 / 8)),
     ],
 )
-def test_zero_cuts_by_its_stage_and_offloads_what_its_sections_name(preset, expected):
-    plugin = DeepSpeedPlugin(hf_ds_config=json.loads((FOLDER / f"{preset}.json").read_text()))
-    assert shares_of(told(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
-
-
-@pytest.mark.parametrize(
-    ("stage", "section", "expected"),
-    [
-        (1, "offload_optimizer", Shares(1.0, 1.0, 0.0)),
-        (2, "offload_optimizer", Shares(1.0, 0.0, 0.0)),
-        (3, "offload_optimizer", Shares(1 / 8, 0.0, 0.0)),
-        (3, "offload_param", Shares(0.0, 1 / 8, 1 / 8)),
-    ],
-)
-def test_gradients_are_summed_where_zero_keeps_the_optimizer(stage, section, expected):
-    zero = {"stage": stage, section: {"device": "cpu"}}
-    plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": "auto", "zero_optimization": zero})
+def test_zero_cuts_by_its_stage_sums_gradients_where_its_optimizer_is_and_offloads_what_its_sections_name(
+    config, expected
+):
+    preset = json.loads((FOLDER / f"{config}.json").read_text()) if isinstance(config, str) else config
+    plugin = DeepSpeedPlugin(hf_ds_config=preset)
     assert shares_of(told(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
 
 

@@ -7,7 +7,7 @@ import torch
 from lowpeak.config.memory import MemorySettings
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.share import Shares
+from lowpeak.strategies.detect import Shares
 from lowpeak.training.layouts import choose_layout
 from lowpeak.training.sizes import Sizes, training_bytes
 from tiny import tiny_model
