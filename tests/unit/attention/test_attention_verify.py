@@ -9,9 +9,8 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from forests import MODELS, model_of
-from lowpeak.attention.agreement import kernel_differs
 from lowpeak.attention.install import install_attention
-from lowpeak.attention.verify import forests_agree
+from lowpeak.attention.verify import forests_agree, kernel_differs
 from lowpeak.logprobs.head import install_head
 from tiny import tiny_model
 
