@@ -15,7 +15,7 @@ from lowpeak.batching.assign import assign
 Layout = Literal["shared", "rows", "padded"]
 
 # Multiply-adds in the time that a tree costs by itself in one layer (more calls of the attention), and that attending to
-# the prompt apart and merging costs per token and unit of width. Fitted on a CPU core to where trees begin to win: widths
+# a prompt elsewhere in the row costs per token and unit of width. Fitted on a CPU core to where trees begin to win: widths
 # 64 to 512, prompts of 2 to 16 tokens, completions of 8 and 64. What is near that point costs the same either way.
 _TREE = 2e6
 _MERGE = 200.0
