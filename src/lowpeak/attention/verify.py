@@ -159,8 +159,9 @@ def kernel_differs(dtype: torch.dtype, device: torch.device, width: int = 64, sh
         fast = [x.clone().requires_grad_() for x in (query, key, value)]
         out = attend_forest(fast[0], fast[1], fast[2], layout, scale)
         exact = [x.double().requires_grad_() for x in (query, key, value)]
-        sees_LL = seen_LL | ~real_L[:, None]
-        meant = scaled_dot_product_attention(*exact, attn_mask=sees_LL, scale=scale, enable_gqa=True).transpose(1, 2)
+        meant = scaled_dot_product_attention(
+            exact[0], exact[1], exact[2], attn_mask=seen_LL | ~real_L[:, None], scale=scale, enable_gqa=True
+        ).transpose(1, 2)
     found = [out.detach()[:, real_L], *torch.autograd.grad(out, fast, grad)]
     expected = [meant.detach()[:, real_L], *torch.autograd.grad(meant, exact, grad.double())]
     allowed = min(0.1, 32 * rounding(dtype, device))
