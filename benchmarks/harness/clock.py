@@ -67,22 +67,6 @@ class PhaseClock:
         self._since = now
 
 
-def watch_phases(trainer: Any, library: str, clock: PhaseClock) -> None:
-    """Time generation (`rollout`), rewards (`reward`), and forward with backward (`train`) of either trainer.
-
-    What remains of a run is the optimizer, advantages, logs and the loop itself.
-    """
-    if library == "lowpeak":
-        clock.watch(trainer.maker.engine, "generate", "rollout")
-        clock.watch(trainer.maker.panel, "judge", "reward")
-        clock.watch(trainer, "training_step", "train")
-    else:
-        clock.watch(trainer, "_generate", "rollout")
-        clock.watch(trainer, "_calculate_rewards", "reward")
-        clock.watch(trainer, "compute_loss", "train")
-        clock.watch(trainer.accelerator, "backward", "train")
-
-
 def watch_step(trainer: Any, library: str, clock: PhaseClock) -> None:
     """Time all phases of a step: `rollout`, `reward`, `score` (no-grad log-probs), `train`, `optimizer` (ours alone).
 

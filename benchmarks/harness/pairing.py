@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from benchmarks.harness import shapes
 from benchmarks.harness.clock import PhaseClock, watch_step
-from benchmarks.harness.counting import Counting, CountingRequest
+from benchmarks.harness.counting import Counting
 from benchmarks.harness.report import OURS, print_result
 from benchmarks.harness.stepping import trained
 
@@ -105,7 +105,7 @@ def make_trainer(request: PairRequest, seen: list[list[int]]) -> Any:
     if not ours:
         steer_peer(trainer, request, portions(request))
     elif not request.canned:
-        trainer.model.register_forward_hook(counting_hook(request), with_kwargs=True)
+        trainer.model.register_forward_hook(Counting(), with_kwargs=True)
     return trainer
 
 
@@ -130,37 +130,16 @@ def our_countdowns(prompts: Sequence[str], trainer: Any, lengths: Sequence[int])
     }
 
 
-def counting_hook(request: PairRequest, counting: Counting | None = None) -> Callable[..., None]:
-    """A forward hook under which the model counts down wherever it gives logits."""
-    counting = counting or make_counting(request)
-
-    def hook(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if getattr(output, "logits", None) is not None:
-            counting(model, args, kwargs, output)
-
-    return hook
-
-
-def make_counting(request: PairRequest) -> Counting:
-    """W2's lengths, exponential with a mean of a quarter of the longest."""
-    return Counting(
-        CountingRequest(
-            request.library, True, 0, shapes.HIDDEN, shapes.LAYERS, shapes.VOCABULARY, request.num_prompts, PAIR,
-            request.prompt_length, shapes.LONGEST, 0,
-        )
-    )  # fmt: skip
-
-
 def steer_peer(trainer: Any, request: PairRequest, given: Iterator[list[int]]) -> None:
     """The peer's completions: canned, or counted down while it generates, since its training passes give logits too."""
-    inner, counting = trainer._generate, make_counting(request)
+    inner, counting = trainer._generate, Counting()
 
     def generate(model: Any, prompts: Sequence[str], images: Any = None) -> Any:
         lengths = next(given)
         if request.canned:
             return canned_batch(trainer, prompts, lengths)
         counting.lengths = torch.tensor(lengths)
-        handle = trainer.model.register_forward_hook(counting_hook(request, counting), with_kwargs=True)
+        handle = trainer.model.register_forward_hook(counting, with_kwargs=True)
         try:
             return inner(model, prompts, images)
         finally:

@@ -10,27 +10,23 @@ import json
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks.harness.canned import can_peer, our_rollouts
-from benchmarks.harness.clock import PhaseClock, watch_phases
 from benchmarks.harness.process import resident_bytes
 from benchmarks.harness.report import OURS, mean, print_result
-from benchmarks.harness.task import NUM_PROMPTS, load_example, noisy_sort, trainer_settings
-
-NAMES = {"grpo": "GRPO", "rloo": "RLOO", "ppo": "PPO", "online-dpo": "OnlineDPO"}
+from benchmarks.harness.task import NUM_PROMPTS, noisy_sort, trainer_settings
 
 
 @dataclass(frozen=True)
 class SideRequest:
-    """What one side is to do. `start` holds the weights to train; `phases` asks for CPU seconds by phase.
+    """What one side is to do. `start` holds the weights to train.
 
     `canned` puts fixed completions in place of sampled ones, asked for in the data's order, and logs every step.
-    `arguments` are more of the trainer's; `judge` has pairs judged in place of the reward, or is the folder of a reward model.
     """
 
     library: str
@@ -40,10 +36,7 @@ class SideRequest:
     start: str
     folder: str
     snapshots: tuple[int, ...] = ()
-    phases: bool = False
     canned: bool = False
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    judge: str = ""
 
 
 class Snapshots(TrainerCallback):
@@ -61,16 +54,15 @@ class Snapshots(TrainerCallback):
 
 def make_trainer(request: SideRequest) -> Any:
     """The trainer of either library: the two constructors take the same arguments."""
-    package, name = importlib.import_module(request.library), NAMES[request.algorithm]
+    package, name = importlib.import_module(request.library), request.algorithm.upper()
     settings = trainer_settings(request.algorithm, request.seed, request.steps, Path(request.folder))
-    settings |= request.arguments
     more: dict[str, Any] = {}
     if request.canned:
         settings |= {"shuffle_dataset": False, "logging_steps": 1}
         more = {"rollout_func": our_rollouts} if request.library == OURS else {}
     trainer = getattr(package, f"{name}Trainer")(
         model=AutoModelForCausalLM.from_pretrained(request.start),
-        **judging(request.judge),
+        reward_funcs=noisy_sort.sorted_exactly,
         args=getattr(package, f"{name}Config")(**settings),
         train_dataset=noisy_sort.make_prompts(request.steps * NUM_PROMPTS, request.seed),
         processing_class=AutoTokenizer.from_pretrained(request.start),
@@ -82,19 +74,9 @@ def make_trainer(request: SideRequest) -> Any:
     return trainer
 
 
-def judging(judge: str) -> dict[str, Any]:
-    """What judges completions, as the trainer's arguments."""
-    if judge == "judge":
-        return {"judge": load_example("noisy_sort_judge").judge}
-    return {"reward_funcs": judge or noisy_sort.sorted_exactly}
-
-
 def run_side(request: SideRequest) -> dict[str, Any]:
-    """Train, and tell CPU seconds, CPU seconds by phase, and what was resident before."""
+    """Train, and tell CPU seconds and what was resident before."""
     trainer = make_trainer(request)
-    clock = PhaseClock()
-    if request.phases:
-        watch_phases(trainer, request.library, clock)
     resident = resident_bytes()
     start = time.process_time()
     trainer.train()
@@ -102,32 +84,16 @@ def run_side(request: SideRequest) -> dict[str, Any]:
     logs = step_logs(trainer.state.log_history)
     return {
         "cpu_seconds": round(seconds, 3),
-        "cpu_seconds_by_phase": {name: round(used, 4) for name, used in clock.seconds.items()},
         "start_rss_mb": None if resident is None else round(resident / 2**20, 1),
         "frac_reward_zero_std": round(mean([log["frac_reward_zero_std"] for log in logs]), 4),
         "loss": [log["loss"] for log in logs],
         "grad_norm": [log["grad_norm"] for log in logs],
-        "journal_seconds": journal_seconds(Path(request.folder)) if request.library == OURS else {},
     }
 
 
 def step_logs(history: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """The logs of training steps: TRL adds the metrics of the last few to its summary, which has no loss of its own."""
     return [log for log in history if "loss" in log and "frac_reward_zero_std" in log]
-
-
-def journal_seconds(output_dir: Path) -> dict[str, float]:
-    """Seconds a step by phase, by the clock on the wall, from the journal that lowpeak wrote."""
-    from lowpeak.journal import read_steps
-
-    steps = read_steps(output_dir / "journal")
-    seconds: dict[str, float] = {}
-    for row in steps:
-        for name, value in row.items():
-            if name.startswith("time/"):
-                phase = name.removeprefix("time/")
-                seconds[phase] = seconds.get(phase, 0.0) + value / len(steps)
-    return {phase: round(value, 4) for phase, value in seconds.items()}
 
 
 if __name__ == "__main__":

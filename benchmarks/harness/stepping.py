@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 from benchmarks.harness import shapes, task
 from benchmarks.harness.canned import can_peer, our_rollouts
 from benchmarks.harness.clock import PhaseClock, watch_step
-from benchmarks.harness.counting import Counting, CountingRequest
+from benchmarks.harness.counting import Counting
 from benchmarks.harness.process import in_mb, resident_bytes
 from benchmarks.harness.report import OURS, print_result
 
@@ -131,7 +131,7 @@ def make_trainer(request: StepRequest, lengths: list[list[int]]) -> Any:
         else:
             trainer._generate_single_turn = lambda *_, **__: (list(map(shapes.countdown, next(given))), None)
     elif not request.canned and request.shape == "w2":
-        force_lengths(trainer, request, None if ours else given)
+        force_lengths(trainer, None if ours else given)
     return trainer
 
 
@@ -146,20 +146,10 @@ def our_countdowns(prompts: Sequence[str], trainer: Any, given: Any) -> dict[str
     }
 
 
-def force_lengths(trainer: Any, request: StepRequest, given: Any) -> None:
+def force_lengths(trainer: Any, given: Any) -> None:
     """Let the model count down; the peer from the lengths that it is `given`."""
-    counting = Counting(
-        CountingRequest(
-            request.library, True, 0, shapes.HIDDEN, shapes.LAYERS, shapes.VOCABULARY, request.num_prompts,
-            shapes.NUM_GENERATIONS, request.prompt_length, shapes.LONGEST, 0,
-        )
-    )  # fmt: skip
-
-    def hook(model: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        if getattr(output, "logits", None) is not None:
-            counting(model, args, kwargs, output)
-
-    trainer.model.register_forward_hook(hook, with_kwargs=True)
+    counting = Counting()
+    trainer.model.register_forward_hook(counting, with_kwargs=True)
     if given is None:
         return
     inner = trainer._generate_single_turn

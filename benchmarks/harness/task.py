@@ -23,6 +23,10 @@ NUM_STEPS = 160
 WARM_STEPS = 32
 WARM_ROWS = 128  # a step, each row seen once
 HELD_OUT_SEED = 1_000_000  # one held-out set for all seeds
+OF_ALGORITHM: dict[str, dict[str, Any]] = {
+    "grpo": {"loss_type": "dapo", "scale_rewards": "group"},
+    "rloo": {"normalize_advantages": False},
+}
 IGNORED = -100  # transformers' label of a token without loss
 
 
@@ -121,10 +125,4 @@ def trainer_settings(algorithm: str, seed: int, steps: int, output_dir: Path) ->
         "disable_tqdm": True,
         "seed": seed,
     }
-    own: dict[str, dict[str, Any]] = {
-        "grpo": {"loss_type": "dapo", "scale_rewards": "group"},
-        "rloo": {"normalize_advantages": False},
-        "online-dpo": {"beta": 0.1},
-        "ppo": {"num_iterations": 2, "value_learning_rate": 1e-2, "vf_coef": 0.5, "cliprange_value": None},
-    }
-    return settings | own[algorithm]
+    return settings | OF_ALGORITHM[algorithm]

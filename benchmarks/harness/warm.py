@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.report import print_result
-from benchmarks.harness.task import train_judge, warm_start
+from benchmarks.harness.task import warm_start
 
 
 def main(request: dict[str, Any]) -> None:
-    """Train from `seed` and save into `folder`; below it, in `judge`, a reward model that began there, where it is asked for."""
-    folder = Path(request["folder"])
-    warm_start(folder, request["seed"])
-    if request.get("judge_steps"):
-        train_judge(folder, folder / "judge", request["seed"], request["judge_steps"])
+    """Train from `seed` and save into `folder`."""
+    warm_start(Path(request["folder"]), request["seed"])
     print_result({"folder": request["folder"]})
 
 

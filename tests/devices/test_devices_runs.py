@@ -13,7 +13,7 @@ SECONDS = 140.0  # for a process on a busy machine; alone it takes 2 to 8
 
 
 # Attention's on the CPU's way are none on a GPU. accelerate uploads each layer of a model that waits on the host.
-WAITS = ("attention/calls.py", "accelerate/utils/modeling.py")
+WAITS = ("attention/layout.py", "accelerate/utils/modeling.py")
 
 
 def waits_in_passes(waits):

@@ -58,6 +58,11 @@ def backward(model, run):
     return loss.detach(), logits, gradients(model)
 
 
+def assert_same(grads, meant, tolerance=IN_FP32_NORMS, slack=0.0):
+    for name, grad in meant.items():
+        assert (grads[name] - grad).norm() <= tolerance * grad.norm() + slack, name
+
+
 def check(model, other, tolerance, gradient_tolerance):
     """A forest on `model` against plain rows on `other`."""
     loss, logits, grads = backward(model, together)
@@ -66,24 +71,17 @@ def check(model, other, tolerance, gradient_tolerance):
     for row, meant in zip(rows_of(FOREST), each, strict=True):
         assert_close_to_largest(logits[:, row], meant, tolerance)
     assert grads.keys() == plain_grads.keys()
-    for name, grad in grads.items():
-        assert (grad - plain_grads[name]).norm() <= gradient_tolerance * plain_grads[name].norm() + 1e-9, name
+    assert_same(grads, plain_grads, gradient_tolerance, 1e-9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_in_float64_a_forest_gives_the_values_and_gradients_of_plain_rows(name):
-    model = model_of(name, torch.float64)
+def test_a_forest_gives_the_values_and_gradients_of_plain_rows(name, dtype):
+    model = model_of(name, dtype)
     other = copy.deepcopy(model)
     install_attention(model)
-    check(model, other, 1e-9, 1e-10 if name == "GPT-2" else IN_FP32_NORMS)
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_in_fp32_a_forest_gives_the_values_and_gradients_of_plain_rows(name):
-    model = model_of(name)
-    other = copy.deepcopy(model)
-    install_attention(model)
-    check(model, other, 3e-5, 1e-5)
+    exact = (1e-9, 1e-10 if name == "GPT-2" else IN_FP32_NORMS)
+    check(model, other, *(exact if dtype == torch.float64 else (3e-5, 1e-5)))
 
 
 @torch.no_grad()
@@ -99,13 +97,21 @@ def test_the_definitions_mask_gives_the_same_on_an_untouched_model(name):
     torch.testing.assert_close(forest_logits(model)[:, real], meant[:, real], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_recomputes_the_same(reentrant):
+def adapted(model):
+    torch.manual_seed(0)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    return get_peft_model(model, config).to(torch.float64)
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_activation_checkpointing_and_adapters_change_nothing(reentrant, adapter):
     model = tiny_model(NUM_IDS, dtype=torch.float64).train()
+    model = adapted(model) if adapter else model
     other = copy.deepcopy(model)
     install_attention(model)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    if reentrant:
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
     check(model, other, 1e-9, IN_FP32_NORMS)
 
@@ -120,21 +126,7 @@ def test_a_checkpointed_backward_in_another_thread_recomputes_the_same():
     thread.start()
     thread.join(timeout=60)
     _, _, meant = backward(other, alone)
-    for name, grad in gradients(model).items():
-        assert (grad - meant[name]).norm() <= IN_FP32_NORMS * meant[name].norm(), name
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_adapters_get_the_gradients_of_plain_rows(checkpointing):
-    torch.manual_seed(0)
-    base = tiny_model(NUM_IDS, dtype=torch.float64)
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
-    model = get_peft_model(base, config).to(torch.float64).train()
-    other = copy.deepcopy(model)
-    install_attention(model)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    check(model, other, 1e-9, IN_FP32_NORMS)
+    assert_same(gradients(model), meant)
 
 
 def test_under_autocast_a_forest_is_as_close_to_plain_rows_as_bf16_is():
@@ -153,11 +145,10 @@ def test_under_autocast_a_forest_is_as_close_to_plain_rows_as_bf16_is():
 @pytest.mark.parametrize("one_visit", [False, True])
 def test_the_log_prob_core_takes_a_forest(one_visit):
     """Several targets of one position: the first tokens of completions that share a prompt."""
-    positions, targets = [], []
-    for row in rows_of(FOREST):
-        prompt = next((tree.prompt for tree in FOREST.trees if tree.prompt and tree.start == row[0]), 1)
-        positions += row[prompt - 1 : -1]
-        targets += row[prompt:]
+    prompts = [next((t.prompt for t in FOREST.trees if t.prompt and t.start == row[0]), 1) for row in rows_of(FOREST)]
+    rows = list(zip(rows_of(FOREST), prompts, strict=True))
+    positions = [place for row, prompt in rows for place in row[prompt - 1 : -1]]
+    targets = [place for row, prompt in rows for place in row[prompt:]]
     assert len(set(positions)) < len(positions)
 
     def token_loss(logprobs, entropy, start, stop):
@@ -174,8 +165,7 @@ def test_the_log_prob_core_takes_a_forest(one_visit):
 
     def naive(model):
         found = []
-        for row in rows_of(FOREST):
-            prompt = next((tree.prompt for tree in FOREST.trees if tree.prompt and tree.start == row[0]), 1)
+        for row, prompt in rows:
             ids = ids_1L()[:, row]
             logprobs = (model(ids).logits[0, prompt - 1 : -1] / 0.9).log_softmax(-1)
             found.append(logprobs.gather(-1, ids[0, prompt:, None])[:, 0])
@@ -189,8 +179,7 @@ def test_the_log_prob_core_takes_a_forest(one_visit):
     (loss, logprobs, grads), (meant_loss, meant, meant_grads) = backward(model, answer), backward(other, naive)
     torch.testing.assert_close(loss, meant_loss, rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(logprobs, meant, rtol=1e-9, atol=1e-10)
-    for name, grad in meant_grads.items():
-        assert (grads[name] - grad).norm() <= IN_FP32_NORMS * grad.norm(), name
+    assert_same(grads, meant_grads)
 
 
 def test_a_step_runs_on_tensors_without_numbers():

@@ -16,6 +16,7 @@ from step_cases import (
     ragged_records,
 )
 
+from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
@@ -85,22 +86,30 @@ def streamed(algorithm, model, records, max_tokens, chunk_size):
     return loss, {name: metric.value() for name, metric in metrics.items()}
 
 
-@pytest.mark.parametrize(("max_tokens", "chunk_size"), [(12, 4), (1000, 4), (1000, 7), (1000, 64)])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
-def test_a_corrected_step_equals_the_plain_padded_way(loss_type, level, mode, max_tokens, chunk_size):
+SIZES = {"cut": (12, 4), "whole, chunks of 4": (1000, 4), "chunks of 7": (1000, 7), "one chunk": (1000, 64)}
+# Every pair of two settings' values once.
+GRPO_CASES = all_pairs(
+    {
+        "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"],
+        "level": ["token", "sequence"],
+        "mode": list(MODES),
+        "sizes": list(SIZES),
+    }
+)
+
+
+@pytest.mark.parametrize("case", GRPO_CASES, ids=lambda case: "-".join(case.values()))
+def test_a_corrected_step_equals_the_plain_padded_way(case):
     model = tiny_model()
     records = drifted(model)
     install_head(model)
-    clip_low = None if loss_type == "cispo" else 0.2
-    settings = replace(BASE, loss_type=loss_type, importance_level=level, clip_low=clip_low, score_old=False, beta=0.04)
-    settings = replace(settings, correction=MODES[mode])
-    per_row = "mean" if level == "sequence" else ""
+    clip_low = None if case["loss_type"] == "cispo" else 0.2
+    settings = replace(BASE, loss_type=case["loss_type"], importance_level=case["level"], clip_low=clip_low)
+    settings = replace(settings, correction=MODES[case["mode"]], score_old=False, beta=0.04)
     assert_same_gradients(
         model,
-        lambda m: plain_loss(settings, m, records, per_row),
-        lambda m: streamed(make_grpo(settings), m, records, max_tokens, chunk_size)[0],
+        lambda m: plain_loss(settings, m, records, "mean" if case["level"] == "sequence" else ""),
+        lambda m: streamed(make_grpo(settings), m, records, *SIZES[case["sizes"]])[0],
     )
 
 

@@ -171,5 +171,5 @@ def test_what_the_argument_says_goes_before_the_config():
     assert load_balance_of(model, 0.0) is None
     assert load_balance_of(mixture(router_aux_loss_coef=0.0), None) is None
     assert load_balance_of(tiny_model(), None) is None
-    with pytest.raises(ArgumentError, match=r"router_aux_loss_coef=0\.1 has no effect: Qwen2ForCausalLM"):
+    with pytest.raises(ArgumentError, match=r"router_aux_loss_coef=0\.1.*Qwen2ForCausalLM"):
         load_balance_of(tiny_model(), 0.1)

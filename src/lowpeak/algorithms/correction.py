@@ -36,14 +36,10 @@ class Corrected(Protocol):
     """Settings that say whether a correction is fixed for the rollout, and which tokens it counts."""
 
     @property
-    def rollout_correction(self) -> Correction | None:
-        """The correction, or None."""
-        ...
+    def rollout_correction(self) -> Correction | None: ...
 
     @property
-    def mask_truncated(self) -> bool:
-        """Whether completions that were cut count no token."""
-        ...
+    def mask_truncated(self) -> bool: ...
 
 
 def correction_weight(correction: Correction, drift: Tensor) -> Tensor:

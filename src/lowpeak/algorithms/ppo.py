@@ -1,7 +1,7 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347) as it is used on language models (Ziegler et al. 2019, arXiv 1909.08593).
 
     r_t = -beta * KL_t + (the reward at the last token)      fixed for the rollout
-    A   = GAE(r, V), whitened over the rollout               gae.py
+    A   = GAE(r, V), whitened over the rollout
     L   = -min(ratio * A, clip(ratio) * A) + vf_coef * 1/2 * max((V - R)^2, (clip(V) - R)^2)
 
 per token, mean over the step's tokens. Different from the paper:
@@ -20,11 +20,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from lowpeak.algorithms.advantages import reward_metrics
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Advantages, Algorithm, Need, ValueTerm
 from lowpeak.algorithms.correction import corrected_advantages
-from lowpeak.algorithms.gae import gae
 from lowpeak.algorithms.importance import importance_ratio
 from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.losses import clipped_surrogate
@@ -87,6 +87,36 @@ def ppo_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapp
     if settings.whiten_advantages:
         advantages = _where_scored(whitened(advantages, scored), scored)
     return Advantages(_in_place(advantages, masks), metrics, _in_place(returns, masks))
+
+
+def gae(
+    rewards: Sequence[Tensor], values: Sequence[Tensor], gamma: float, gae_lambda: float
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """Advantages, and returns `A_t + V_t`, of each completion's rewards and values per token, in float64.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = delta_t + gamma * lambda * A_{t+1}
+
+    Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, equation 16). A completion is an episode: after
+    its last token the value and the advantage are 0, whether it ended by itself or was cut. N completions, C tokens of the
+    longest, all at once from the end to the beginning.
+    """
+    lengths = [len(reward) for reward in rewards]
+    rewards_NC, values_NC = _padded(rewards), _padded(values)
+    # A pad's reward and value are 0, so that its advantage is 0 and adds nothing to the last token's.
+    next_values_NC = torch.cat([values_NC[:, 1:], values_NC.new_zeros(len(lengths), 1)], dim=1)
+    deltas_NC = rewards_NC + gamma * next_values_NC - values_NC
+    advantages_NC = torch.zeros_like(deltas_NC)
+    running_N = deltas_NC.new_zeros(len(lengths))
+    for t in reversed(range(deltas_NC.shape[1])):
+        running_N = deltas_NC[:, t] + gamma * gae_lambda * running_N
+        advantages_NC[:, t] = running_N
+    advantages = tuple(row[:length] for row, length in zip(advantages_NC, lengths, strict=True))
+    return advantages, tuple(a + v.double() for a, v in zip(advantages, values, strict=True))
+
+
+def _padded(rows: Sequence[Tensor]) -> Tensor:
+    """Rows side by side, 0 behind them: float64 [N, C], C at least 1."""
+    return pad_sequence([*(row.double() for row in rows), torch.zeros(1, dtype=torch.float64)], batch_first=True)[:-1]
 
 
 def whitened(rows: Sequence[Tensor], counts: Sequence[bool], shift_mean: bool = True) -> tuple[Tensor, ...]:

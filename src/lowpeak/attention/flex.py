@@ -29,7 +29,7 @@ BLOCK = 128
 def flex_attention_row(
     query_1HLE: Tensor, key_1KLE: Tensor, value_1KLF: Tensor, mask: Any, scale: float, *, compiled: bool = True
 ) -> Tensor:
-    """[1, L, H, F]: the same as `merged_attention`, of a `block_mask`."""
+    """[1, L, H, F]: the same as `Calls.attend`, of a `block_mask`."""
     attend = _compiled() if compiled else _flex()
     # The decoding kernel, which short rows would take, knows neither this mask's shape nor every ratio of heads.
     options = {"FORCE_USE_FLEX_ATTENTION": True} if compiled else None

@@ -24,7 +24,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowpeak.attention.flex import flex_attention_row
 from lowpeak.attention.layout import ForestLayout
-from lowpeak.attention.merged import merged_attention
 from lowpeak.attention.support import NAME, REPLACED, why_not
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.head import causal_lm
@@ -108,14 +107,20 @@ def _attend(
 def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scale: float) -> Tensor:
     """[1, L, H, F]: attention as the forest says, the way of the tensors' device.
 
-    Tensors without numbers take the CPU's way on every device: nothing can be compiled for them.
+    Nothing can be compiled for tensors without numbers: on CUDA plain causal attention stands in, which takes as much memory.
     """
     if forest.block_mask is not None and not isinstance(query, FakeTensor):
         return flex_attention_row(query, key, value, forest.block_mask, scale)
     width = value.shape[-1]
-    # The CPU kernel takes one width for queries and values; latent attention has narrower values.
-    padded = F.pad(value, (0, query.shape[-1] - width))
-    return merged_attention(query, key, padded, forest.trees, scale, forest.calls(query))[..., :width]
+    # The kernel takes one width for queries and values; latent attention has narrower values.
+    value = F.pad(value, (0, query.shape[-1] - width))
+    if forest.block_mask is None:
+        out = forest.calls(query).attend(query, key, value, scale)
+    else:
+        out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True).transpose(
+            1, 2
+        )
+    return out[..., :width]
 
 
 def _unknown(kwargs: dict[str, Any]) -> list[str]:

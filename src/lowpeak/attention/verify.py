@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
-from lowpeak.attention.agreement import kernel_differs
-from lowpeak.attention.install import forward_arguments
+from lowpeak.attention.definition import forest_mask
+from lowpeak.attention.install import attend_forest, forward_arguments
+from lowpeak.attention.layout import ForestLayout
 from lowpeak.errors import ModelError
 from lowpeak.logprobs.head import backbone_of, causal_lm
 from lowpeak.logprobs.verify import evaluated, rounding
@@ -134,3 +136,58 @@ def _rounding(eps: float, num_layers: int) -> float:
     bf16, where tokens that see what they should not are off by 0.6 to 1.6.
     """
     return min(0.25, 256 * eps * num_layers**0.5)
+
+
+# Longer than two of FlexAttention's blocks, no multiple of them, and with padding at the end.
+_KERNEL_LENGTH = 300
+_KERNEL_TREES = (Tree(0, 70, (90, 40)), Tree(200, 0, (30,)), Tree(230, 3, (30, 27)))
+
+
+def kernel_differs(dtype: torch.dtype, device: torch.device, width: int = 64, share: int = 2) -> str | None:
+    """What is wrong with the kernel of a device in a dtype, as a sentence; None where it agrees with the definition.
+
+    Two key heads of `width` numbers, each with `share` query heads, against `forest_mask` in float64.
+    """
+    forest = Forest(_KERNEL_TREES, torch.zeros(1, _KERNEL_LENGTH, dtype=torch.int64))
+    query, key, value, grad = _random_heads(dtype, device, width, share)
+    scale = width**-0.5
+    seen_LL = forest_mask(forest, _KERNEL_LENGTH, device)
+    real_L = seen_LL.any(1)
+    grad = grad * real_L[:, None, None]
+    layout = ForestLayout(forest, device)
+    with torch.enable_grad():
+        fast = [x.clone().requires_grad_() for x in (query, key, value)]
+        out = attend_forest(fast[0], fast[1], fast[2], layout, scale)
+        exact = [x.double().requires_grad_() for x in (query, key, value)]
+        meant = scaled_dot_product_attention(
+            exact[0], exact[1], exact[2], attn_mask=seen_LL | ~real_L[:, None], scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+    found = [out.detach()[:, real_L], *torch.autograd.grad(out, fast, grad)]
+    expected = [meant.detach()[:, real_L], *torch.autograd.grad(meant, exact, grad.double())]
+    allowed = min(0.1, 32 * rounding(dtype, device))
+    for name, a, b in zip(("values", "query", "key", "value"), found, expected, strict=True):
+        off = float((a - b).norm() / b.norm())
+        if not off <= allowed:
+            what = name if name == "values" else f"gradient of the {name}"
+            return (
+                f"attention over several sequences in {dtype} on {device.type} is wrong: its {what} differs by {off:.2g} of "
+                f"its size, where rounding explains {allowed:.2g}"
+            )
+    return None
+
+
+def _random_heads(
+    dtype: torch.dtype, device: torch.device, width: int, share: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    keys = (1, 2, _KERNEL_LENGTH, width)
+    return (
+        draw(1, 2 * share, _KERNEL_LENGTH, width),
+        draw(*keys),
+        draw(*keys),
+        draw(1, _KERNEL_LENGTH, 2 * share, width),
+    )

@@ -16,12 +16,12 @@ from lowpeak.records import Forest, Record, Tree
 
 
 @dataclass(frozen=True)
-class Planted:
-    """A row of trees: ids [1, L], positions [T] that predict the counted tokens, and what the attention is told."""
+class Laid:
+    """Rows as a model takes them: ids, positions that predict the counted tokens, the forest if they are one."""
 
-    input_ids_1L: Tensor
+    input_ids_BL: Tensor
     positions_T: Tensor
-    forest: Forest
+    forest: Forest | None
     num_tokens: int  # that are no padding
 
 
@@ -31,7 +31,7 @@ def plant(
     part_sizes: Sequence[int],
     padded: Callable[[int], int],
     pad_id: int,
-) -> Planted:
+) -> Laid:
     """Trees one after another, then padding up to a length of `padded`; rows of a part share its first row's prompt.
 
     The parts are the first rows, the next ones and so on, `part_sizes` each. The first token of every completion is
@@ -40,9 +40,7 @@ def plant(
     remaining = iter(zip(rows, counted.needed(), strict=True))
     ids: list[Tensor] = []
     position_ids: list[int] = []
-    before: list[
-        tuple[int, int]
-    ] = []  # of each row: the last position of its prompt, and the one before its completion
+    before: list[tuple[int, int]] = []  # of each row: its prompt's last position, and the one before its completion
     trees: list[Tree] = []
     for size in part_sizes:
         part = [next(remaining) for _ in range(size)]
@@ -62,7 +60,7 @@ def plant(
     ends_T, starts_T = torch.tensor(before)[counted.rows_T].unbind(-1)
     positions_T = torch.where(counted.columns_T > 0, starts_T + counted.columns_T, ends_T)
     forest = Forest(tuple(trees), torch.tensor([position_ids + padding]))
-    return Planted(torch.cat(ids)[None], positions_T, forest, num_tokens)
+    return Laid(torch.cat(ids)[None], positions_T, forest, num_tokens)
 
 
 def _tree(start: int, prompt: int, completions: Sequence[int]) -> Tree:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lowpeak.batching.assign import assign
 from lowpeak.batching.counted import CountedTokens
-from lowpeak.batching.forest import plant
-from lowpeak.batching.prefix import Costs, Layout, Part, assign_rows, fill, shared_parts, single_parts
+from lowpeak.batching.forest import Laid, plant
+from lowpeak.batching.prefix import Costs, Layout, Part, assign_rows, fill, grouped, shared_parts
 from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree, Unit
 
 _FAR_BELOW = -1e3  # in nats
@@ -50,7 +50,7 @@ def cut(lengths: Sequence[int], budget: Budget, bound: Sequence[int] | None = No
     A unit longer than the budget is a micro-batch of its own: units are never cut. Rows are units, or those of one number in
     `bound` together.
     """
-    units = _units(range(len(lengths)) if bound is None else bound)
+    units = grouped(range(len(lengths)) if bound is None else bound)
     batches: list[list[int]] = []
     room = 0
     for unit in sorted(units, key=lambda rows: (-max(lengths[i] for i in rows), rows)):
@@ -106,34 +106,22 @@ def arrange(
 def _blocks(
     prompts: Sequence[tuple[int, ...]], completions: Sequence[int], budget: Budget, bound: Sequence[int] | None
 ) -> list[list[Part]]:
-    """Parts that stay together: each by itself, or those of the rows of one number in `bound`."""
+    """Parts that stay together: each by itself, or those of the rows of one number in `bound`, whatever room they take."""
     if bound is None:
         return [[part] for part in _parts(prompts, completions, budget, budget.capacity)]
-    return [_unit_parts(prompts, completions, rows, budget) for rows in _units(bound)]
+    blocks = []
+    for rows in grouped(bound):
+        own_prompts, lengths = [prompts[i] for i in rows], [completions[i] for i in rows]
+        parts = _parts(own_prompts, lengths, budget, sum(map(len, own_prompts)) + sum(lengths))
+        blocks.append([Part(tuple(rows[j] for j in part.rows), part.prompt, part.completions) for part in parts])
+    return blocks
 
 
 def _parts(prompts: Sequence[tuple[int, ...]], completions: Sequence[int], budget: Budget, capacity: int) -> list[Part]:
     if budget.layout == "shared":
         return shared_parts(prompts, completions, capacity, budget.costs)
-    return single_parts(prompts, completions)
-
-
-def _unit_parts(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], rows: Sequence[int], budget: Budget
-) -> list[Part]:
-    """The parts of rows that stay together, whatever room they take."""
-    own_prompts, lengths = [prompts[i] for i in rows], [completions[i] for i in rows]
-    capacity = sum(map(len, own_prompts)) + sum(lengths)
-    parts = _parts(own_prompts, lengths, budget, capacity)
-    return [Part(tuple(rows[j] for j in part.rows), part.prompt, part.completions) for part in parts]
-
-
-def _units(bound: Sequence[int]) -> list[list[int]]:
-    """Rows of the same number, in the order of their first row."""
-    units: dict[int, list[int]] = {}
-    for row, number in enumerate(bound):
-        units.setdefault(number, []).append(row)
-    return list(units.values())
+    rows = enumerate(zip(prompts, completions, strict=True))
+    return [Part((row,), len(prompt), (length,)) for row, (prompt, length) in rows]
 
 
 def _bound(records: Sequence[Record], indices: Sequence[int], unit: Unit) -> list[int] | None:
@@ -160,24 +148,14 @@ def share(
     bound = _bound(records, indices, unit)
     shares: Sequence[Sequence[int]]
     if bound is not None:
-        shares = _assign_units(prompts, completions, budget, _units(bound), num_ranks)
+        loads = [sum(part.num_tokens for part in block) for block in _blocks(prompts, completions, budget, bound)]
+        units = grouped(bound)
+        shares = [[row for unit in mine for row in units[unit]] for mine in assign(loads, num_ranks)]
     elif budget.layout == "shared":
         shares = assign_rows(prompts, completions, num_ranks, budget.costs)
     else:
         shares = assign([len(p) + length for p, length in zip(prompts, completions, strict=True)], num_ranks)
     return [tuple(indices[j] for j in mine) for mine in shares]
-
-
-def _assign_units(
-    prompts: Sequence[tuple[int, ...]],
-    completions: Sequence[int],
-    budget: Budget,
-    units: Sequence[Sequence[int]],
-    num_ranks: int,
-) -> list[list[int]]:
-    """Rows for each rank, where those of a unit stay together."""
-    loads = [sum(part.num_tokens for part in _unit_parts(prompts, completions, rows, budget)) for rows in units]
-    return [[row for unit in mine for row in units[unit]] for mine in assign(loads, num_ranks)]
 
 
 def masked(budget: Budget) -> MicroBatch:
@@ -218,65 +196,53 @@ def _build(
     counted = CountedTokens.of(rows)
     targets = torch.cat([row.completion.ids for row in rows])[counted.places_T]
     tokens = _constants_of(rows, counted, unit_weight, unit)
-    ids, positions, forest, num_tokens = _laid(rows, counted, [len(part) for part in parts], budget)
-    useful = num_tokens - _forwarded_again([records[part[0]].prompt_ids for part in parts], seen)
-    return MicroBatch(ids, positions, targets.to(torch.int64), tokens, tuple(indices), useful, forest)
-
-
-def _forwarded_again(prompts: Sequence[tuple[int, ...]], seen: set[tuple[int, ...]]) -> int:
-    """Tokens of prompts that the pass has forwarded before: they change no result."""
-    again = 0
-    for prompt in prompts:
-        again += len(prompt) if prompt in seen else 0
-        seen.add(prompt)
-    return again
-
-
-def _laid(
-    rows: Sequence[Record], counted: CountedTokens, part_sizes: Sequence[int], budget: Budget
-) -> tuple[Tensor, Tensor, Forest | None, int]:
-    """Ids, positions that predict the counted tokens, the forest if it is one, and tokens that are no padding."""
     if budget.layout == "padded":
-        return *_layout(rows, counted, budget), None, sum(row.num_tokens for row in rows)
-    planted = plant(rows, counted, part_sizes, budget.padded, budget.pad_id)
-    return planted.input_ids_1L, planted.positions_T, planted.forest, planted.num_tokens
+        laid = _side_by_side(rows, counted, budget)
+    else:
+        laid = plant(rows, counted, [len(part) for part in parts], budget.padded, budget.pad_id)
+    useful = laid.num_tokens
+    for prompt in (records[part[0]].prompt_ids for part in parts):  # one that was forwarded before changes no result
+        useful -= len(prompt) if prompt in seen else 0
+        seen.add(prompt)
+    return MicroBatch(
+        laid.input_ids_BL, laid.positions_T, targets.to(torch.int64), tokens, tuple(indices), useful, laid.forest
+    )
 
 
-def _layout(rows: Sequence[Record], counted: CountedTokens, budget: Budget) -> tuple[Tensor, Tensor]:
-    """Padded ids [B, L], and the flat positions [T] whose hidden states predict the counted tokens."""
+def _side_by_side(rows: Sequence[Record], counted: CountedTokens, budget: Budget) -> Laid:
+    """Rows padded to one length."""
     width = budget.padded(max(row.num_tokens for row in rows))
-    ids = torch.full((len(rows), width), budget.pad_id, dtype=torch.int64)
+    ids_BL = torch.full((len(rows), width), budget.pad_id, dtype=torch.int64)
     before = []  # of each row: the position before its completion
     for b, row in enumerate(rows):
         prompt_length = len(row.prompt_ids)
-        ids[b, :prompt_length] = torch.tensor(row.prompt_ids, dtype=torch.int64)
-        ids[b, prompt_length : row.num_tokens] = row.completion.ids
+        ids_BL[b, :prompt_length] = torch.tensor(row.prompt_ids, dtype=torch.int64)
+        ids_BL[b, prompt_length : row.num_tokens] = row.completion.ids
         before.append(b * width + prompt_length - 1)
-    return ids, torch.tensor(before)[counted.rows_T] + counted.columns_T
+    positions_T = torch.tensor(before)[counted.rows_T] + counted.columns_T
+    return Laid(ids_BL, positions_T, None, sum(row.num_tokens for row in rows))
 
 
 def _constants_of(
     rows: Sequence[Record], counted: CountedTokens, unit_weight: Callable[[int], float] | None, unit: Unit
 ) -> TokenBatch:
-    pairs_B = None if unit != "pair" else _pairs([row.group for row in rows])
+    pairs_B = None
+    if unit == "pair":  # numbered in the order of their first row
+        numbers: dict[int, int] = {}
+        pairs_B = torch.tensor([numbers.setdefault(row.group, len(numbers)) for row in rows])
+    advantages_T = _counted_values(counted, [row.advantages for row in rows])
     return TokenBatch(
         rows_T=counted.rows_T,
         num_rows=len(rows),
         weights_U=_weights(counted, unit_weight, unit, pairs_B),
-        advantages_T=_advantages(rows, counted),
-        sampling_T=_optional(counted, [row.completion.logprobs for row in rows]),
-        old_T=_optional(counted, [row.old for row in rows]),
-        reference_T=_optional(counted, [row.reference for row in rows]),
-        values_T=_optional(counted, [row.values for row in rows]),
-        returns_T=_optional(counted, [row.returns for row in rows]),
+        advantages_T=torch.zeros(len(counted.rows_T)) if advantages_T is None else advantages_T,
+        sampling_T=_counted_values(counted, [row.completion.logprobs for row in rows]),
+        old_T=_counted_values(counted, [row.old for row in rows]),
+        reference_T=_counted_values(counted, [row.reference for row in rows]),
+        values_T=_counted_values(counted, [row.values for row in rows]),
+        returns_T=_counted_values(counted, [row.returns for row in rows]),
         pairs_B=pairs_B,
     )
-
-
-def _advantages(rows: Sequence[Record], counted: CountedTokens) -> Tensor:
-    """The counted tokens' advantages, zeros before there are any: float32 [T]."""
-    advantages_T = _optional(counted, [row.advantages for row in rows])
-    return torch.zeros(len(counted.rows_T)) if advantages_T is None else advantages_T
 
 
 def _weights(
@@ -290,14 +256,8 @@ def _weights(
     return weights[counted.rows_T] if unit == "token" else weights
 
 
-def _pairs(groups: Sequence[int]) -> Tensor:
-    """Which pair each row is of, pairs numbered in the order of their first row: int64 [B]."""
-    numbers: dict[int, int] = {}
-    return torch.tensor([numbers.setdefault(group, len(numbers)) for group in groups])
-
-
-def _optional(counted: CountedTokens, values: Sequence[Tensor | None]) -> Tensor | None:
-    """The counted entries of per-completion values, one after another; None where the rollout has none."""
+def _counted_values(counted: CountedTokens, values: Sequence[Tensor | None]) -> Tensor | None:
+    """The counted entries of per-completion values, one after another: float32 [T]; None where the rollout has none."""
     present = [value for value in values if value is not None]
     if not present:
         return None

@@ -6,7 +6,7 @@ prompt become a tree where that is cheaper than forwarding the prompt once a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from lowpeak.batching.assign import assign
 Layout = Literal["shared", "rows", "padded"]
 
 # Multiply-adds in the time that a tree costs by itself in one layer (more calls of the attention), and that attending to
-# the prompt apart and merging costs per token and unit of width. Fitted on a CPU core to where trees begin to win: widths
+# a prompt elsewhere in the row costs per token and unit of width. Fitted on a CPU core to where trees begin to win: widths
 # 64 to 512, prompts of 2 to 16 tokens, completions of 8 and 64. What is near that point costs the same either way.
 _TREE = 2e6
 _MERGE = 200.0
@@ -60,18 +60,12 @@ class Part:
         return self.prompt + sum(self.completions)
 
 
-def rows_by_prompt(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Rows whose prompts have the same ids, in the order of their first row."""
-    rows: dict[tuple[int, ...], list[int]] = {}
-    for row, prompt in enumerate(prompts):
-        rows.setdefault(prompt, []).append(row)
+def grouped(keys: Sequence[Hashable]) -> list[list[int]]:
+    """Rows of the same key (prompts of the same ids, a pair's number), in the order of their first row."""
+    rows: dict[Hashable, list[int]] = {}
+    for row, key in enumerate(keys):
+        rows.setdefault(key, []).append(row)
     return list(rows.values())
-
-
-def single_parts(prompts: Sequence[tuple[int, ...]], completions: Sequence[int]) -> list[Part]:
-    """Each row by itself."""
-    rows = enumerate(zip(prompts, completions, strict=True))
-    return [Part((row,), len(prompt), (length,)) for row, (prompt, length) in rows]
 
 
 def shared_parts(
@@ -82,7 +76,7 @@ def shared_parts(
     `costs` None shares whatever can be shared. Each row is in exactly one part.
     """
     parts: list[Part] = []
-    for group in rows_by_prompt(prompts):
+    for group in grouped(prompts):
         prompt, lengths = len(prompts[group[0]]), [completions[row] for row in group]
         for cut in cut_group(prompt, lengths, capacity):
             parts += _together(prompt, [group[i] for i in cut], [lengths[i] for i in cut], costs)
@@ -154,7 +148,7 @@ def assign_rows(
     Groups are cut into 1, 2, 4, ... pieces as long as that lowers the largest rank's tokens, shared prompts counted
     once, by more than a twentieth.
     """
-    groups = rows_by_prompt(prompts)
+    groups = grouped(prompts)
     largest_group = max((len(group) for group in groups), default=0)
     best: tuple[tuple[int, ...], ...] = ((),) * world_size
     least, pieces = float("inf"), 1
@@ -164,13 +158,9 @@ def assign_rows(
         shares = assign(loads, world_size)
         largest = max(sum(loads[c] for c in share) for share in shares)
         if largest < least * (1 - _WORTH):
-            best, least = _rows_of(shares, cuts), largest
+            best, least = tuple(tuple(sorted(row for c in share for row in cuts[c])) for share in shares), largest
         pieces *= 2
     return best
-
-
-def _rows_of(shares: Sequence[Sequence[int]], cuts: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(sorted(row for c in share for row in cuts[c])) for share in shares)
 
 
 def _pieces(group: Sequence[int], completions: Sequence[int], number: int) -> list[list[int]]:

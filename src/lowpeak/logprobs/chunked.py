@@ -3,6 +3,10 @@
 Naive equivalent of everything here: `definition.naive_logprobs`. `chunked_logprobs` visits the head again in backward
 (four head products); `one_visit` forms a per-token loss and all gradients where the logits are (three). Both hold one
 chunk's logits. Sums over the vocabulary and over tokens are fp32; sizes are numbers, so nothing waits for the device.
+
+With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum(p log p) and targets t:
+
+    d logprob / dz_v = [v = t] - p_v          d H / dz_v = -p_v (log p_v + H)
 """
 
 from __future__ import annotations
@@ -13,13 +17,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
+from lowpeak.logprobs import rows as torch_rows
+from lowpeak.logprobs.agreement import cuda_passes
 from lowpeak.logprobs.definition import ChunkSettings
 from lowpeak.logprobs.direct import takes_direct
-from lowpeak.logprobs.products import HeadGradients, wide_dtype
-from lowpeak.logprobs.striped import StripedGradients, StripedHead, pays
-from lowpeak.logprobs.visit import HeadVisit
+from lowpeak.logprobs.products import HeadGradients, has_wide_product, project, wide_dtype
+from lowpeak.logprobs.rows import RowDerivatives
 
 # (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop)
 TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]
@@ -112,11 +118,15 @@ class _Recomputed(torch.autograd.Function):
             if grad_entropy_T is None:
                 return None, None, None, None, None
             grad_logprobs_T = torch.zeros_like(grad_entropy_T)
-        direct = ctx.settings.promised_scale is not None and takes_direct(weight_VD)
-        head, wanted = (hidden_TD, weight_VD, bias_V, targets_T, ctx.settings), ctx.needs_input_grad[:3]
+        settings, wanted = ctx.settings, ctx.needs_input_grad[:3]
+        direct = settings.promised_scale is not None and takes_direct(weight_VD)
         with no_autocast(hidden_TD.device):
-            revisit = _revisit_stripes if pays(hidden_TD, ctx.settings) else _revisit_chunks
-            sums = revisit(head, grad_logprobs_T, grad_entropy_T, wanted, direct)
+            sums = HeadGradients(hidden_TD, weight_VD, wanted, direct)
+            visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
+            for start, stop in settings.spans(len(targets_T)):
+                visit.values(hidden_TD[start:stop], targets_T[start:stop])
+                derivatives = grad_logprobs_T[start:stop], _cut(grad_entropy_T, start, stop)
+                visit.gradients(*derivatives, sums, slice(start, stop))
         return *sums.scaled(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
 
 
@@ -134,11 +144,18 @@ class _Visited(torch.autograd.Function):
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         scale = settings.promised_scale if takes_direct(weight_VD) else None
-        head, wanted = (hidden_TD, weight_VD, bias_V, targets_T, settings), ctx.needs_input_grad[:3]
-        # A finished stripe of a bf16 gradient would be rounded again by a scale that is known only in backward.
-        exact = scale is not None or weight_VD.dtype == torch.float32 or not wanted[1]
-        visit = _visit_stripes if exact and pays(hidden_TD, settings) else _visit_chunks
-        (total, logprobs_T, entropy_T), sums = visit(head, loss, wanted, scale)
+        sums = HeadGradients(hidden_TD, weight_VD, ctx.needs_input_grad[:3], direct=scale is not None)
+        visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
+        logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
+        total = logprobs_T.new_zeros(())
+        for start, stop in settings.spans(len(targets_T)):
+            values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
+            loss_C, derivatives = _loss_derivatives(loss, values, (start, stop), settings, scale)
+            visit.gradients(*derivatives, sums, slice(start, stop))
+            total += loss_C
+            _keep(logprobs_T, entropy_T, *values, start, stop)
+            if settings.is_top1_T is not None:
+                settings.is_top1_T[start:stop] = visit.is_top1()
         # Kept on ctx, not as saved tensors: they are used next, so nothing should offload them or check their versions.
         ctx.sums, ctx.dtypes, ctx.scale = sums, _dtypes(hidden_TD, weight_VD, bias_V), scale
         if scale is not None:
@@ -159,64 +176,56 @@ class _Visited(torch.autograd.Function):
         return *sums.scaled(None, ctx.dtypes), None, None, None
 
 
-Head = tuple[Tensor, Tensor, Tensor | None, Tensor, ChunkSettings]  # hidden, weight, bias, targets, settings
-Wanted = tuple[bool, bool, bool]  # gradients of hidden, weight, bias
-Seen = tuple[Tensor, Tensor, Tensor | None]  # the summed loss, log-probs and entropies [T]
+class HeadVisit:
+    """Visits chunk after chunk: `values`, and then `gradients` of that same chunk, which uses its logits up.
+
+    There is one [C, V] buffer, made once and reused (two where the tensor cores want the gradient in bf16).
+    """
+
+    def __init__(
+        self, weight_VD: Tensor, bias_V: Tensor | None, settings: ChunkSettings, hidden_TD: Tensor, for_gradients: bool
+    ) -> None:
+        # For tensor cores the head is cast once per pass; elsewhere a stripe at a time, in the products.
+        casts = has_wide_product(hidden_TD)
+        self._weight_VD = weight_VD.to(hidden_TD.dtype) if casts else weight_VD
+        self._bias_V, self._settings = bias_V, settings
+        shape = (min(settings.chunk_size, len(hidden_TD)), weight_VD.shape[0])
+        self._logits = hidden_TD.new_empty(shape, dtype=wide_dtype(hidden_TD.dtype))
+        self._narrow = hidden_TD.new_empty(shape) if casts and for_gradients else None
+        self._passes = passes_for(self._logits)
+
+    def values(self, hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Log-probs and entropies of a chunk, [C] and [C] or None."""
+        self._hidden_CD, self._targets_C = hidden_CD, targets_C
+        logits_CV = self._logits[: len(hidden_CD)]
+        project(logits_CV, hidden_CD, self._weight_VD)
+        self._chosen_C = self._passes.chosen_logits(logits_CV, self._bias_V, targets_C, self._settings)
+        self._statistics = self._passes.row_statistics(logits_CV, self._bias_V, self._settings)
+        self._entropy_C = self._statistics.entropy()
+        return self._statistics.logprobs(self._chosen_C), self._entropy_C
+
+    def is_top1(self) -> Tensor:
+        """Whether the visited chunk's targets are their rows' greatest logits: bool [C]."""
+        return self._statistics.is_top1(self._chosen_C)
+
+    def gradients(self, by_logprobs_C: Tensor, by_entropy_C: Tensor | None, sums: HeadGradients, chunk: slice) -> None:
+        """Add the visited chunk's part to `sums`, given the loss's derivative by its log-probs and entropies."""
+        logits_CV = self._logits[: len(self._hidden_CD)]
+        derivatives = RowDerivatives(by_logprobs_C, by_entropy_C, self._entropy_C)
+        narrow_CV = None if self._narrow is None else self._narrow[: len(logits_CV)]
+        inputs = (self._bias_V, self._settings, self._targets_C, self._statistics, derivatives)
+        grad_CV = self._passes.row_gradient_(logits_CV, *inputs, narrow_CV)
+        sums.add(chunk, grad_CV, narrow_CV, self._hidden_CD, self._weight_VD)
 
 
-def _visit_chunks(head: Head, loss: TokenLoss, wanted: Wanted, scale: float | None) -> tuple[Seen, HeadGradients]:
-    hidden_TD, weight_VD, bias_V, targets_T, settings = head
-    sums = HeadGradients(hidden_TD, weight_VD, wanted, direct=scale is not None)
-    visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
-    logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
-    total = logprobs_T.new_zeros(())
-    for start, stop in settings.spans(len(targets_T)):
-        values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
-        loss_C, derivatives = _loss_derivatives(loss, values, (start, stop), settings, scale)
-        visit.gradients(*derivatives, sums, slice(start, stop))
-        total += loss_C
-        _keep(logprobs_T, entropy_T, *values, start, stop)
-        if settings.is_top1_T is not None:
-            settings.is_top1_T[start:stop] = visit.is_top1()
-    return (total, logprobs_T, entropy_T), sums
-
-
-def _visit_stripes(head: Head, loss: TokenLoss, wanted: Wanted, scale: float | None) -> tuple[Seen, StripedGradients]:
-    hidden_TD, weight_VD, _, targets_T, settings = head
-    sums = StripedGradients(hidden_TD, weight_VD, wanted, direct=scale is not None)
-    visit = StripedHead(*head)
-    logprobs_T, entropy_T = visit.values()
-    total, by_logprobs_T = logprobs_T.new_zeros(()), torch.empty_like(logprobs_T)
-    by_entropy_T = torch.zeros_like(logprobs_T) if settings.entropy_grad else None
-    for start, stop in settings.spans(len(targets_T)):
-        values = logprobs_T[start:stop], _cut(entropy_T, start, stop)
-        loss_C, derivatives = _loss_derivatives(loss, values, (start, stop), settings, scale)
-        total += loss_C
-        _keep(by_logprobs_T, by_entropy_T, *derivatives, start, stop)
-    visit.gradients(by_logprobs_T, by_entropy_T, sums)
-    return (total, logprobs_T, entropy_T), sums
-
-
-def _revisit_chunks(
-    head: Head, by_logprobs_T: Tensor, by_entropy_T: Tensor | None, wanted: Wanted, direct: bool
-) -> HeadGradients:
-    hidden_TD, weight_VD, bias_V, targets_T, settings = head
-    sums = HeadGradients(hidden_TD, weight_VD, wanted, direct)
-    visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
-    for start, stop in settings.spans(len(targets_T)):
-        visit.values(hidden_TD[start:stop], targets_T[start:stop])
-        visit.gradients(by_logprobs_T[start:stop], _cut(by_entropy_T, start, stop), sums, slice(start, stop))
-    return sums
-
-
-def _revisit_stripes(
-    head: Head, by_logprobs_T: Tensor, by_entropy_T: Tensor | None, wanted: Wanted, direct: bool
-) -> StripedGradients:
-    sums = StripedGradients(head[0], head[1], wanted, direct)
-    visit = StripedHead(*head)
-    visit.values()
-    visit.gradients(by_logprobs_T, by_entropy_T, sums)
-    return sums
+def passes_for(logits_CV: Tensor) -> Any:
+    """The module of passes over the logits: Triton's on CUDA where they agree with torch's, else torch's."""
+    fake = isinstance(logits_CV, FakeTensor)
+    return (
+        cuda_passes(logits_CV.device)
+        if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and not fake
+        else torch_rows
+    )
 
 
 def _loss_derivatives(
@@ -244,8 +253,6 @@ def _loss_derivatives(
 def _values(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
 ) -> tuple[Tensor, Tensor | None]:
-    if pays(hidden_TD, settings):
-        return StripedHead(hidden_TD, weight_VD, bias_V, targets_T, settings).values()
     visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=False)
     logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
     for start, stop in settings.spans(len(targets_T)):

@@ -25,9 +25,8 @@ from lowpeak.experts import RoutingRequest, routing_sums
 from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, head_scale
 from lowpeak.logprobs.direct import direct_lookups, looks_up_directly, lookup
-from lowpeak.logprobs.few_rows import linear
 from lowpeak.logprobs.general import module_logprobs, module_loss
-from lowpeak.logprobs.hidden import at_positions, fp32_product
+from lowpeak.logprobs.hidden import at_positions, fp32_product, linear
 from lowpeak.wrapped import transformers_model
 
 # What a causal LM's forward takes and its backbone does not, or what a request decides.

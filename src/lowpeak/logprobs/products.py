@@ -2,15 +2,12 @@
 
 fp32 and fp64 operands multiply as they are. bf16 on CUDA goes through the tensor cores with fp32 results. Elsewhere
 (bf16 on a CPU, whose products would be rounded to bf16; fp16, whose range is too small for gradients that no loss scale
-has touched yet) the head is widened a stripe of its rows at a time, never whole. A CPU with bf16 units multiplies the
-widened values in them: what was bf16 loses nothing, the logits' gradients round as on CUDA, and the results are fp32.
+has touched yet) the head is widened a stripe of its rows at a time, never whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,9 +28,8 @@ def project(out_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
         torch.mm(hidden_CD, weight_VD.T, out_dtype=out_CV.dtype, out=out_CV)
     else:
         wide_CD = hidden_CD.to(out_CV.dtype)
-        with bf16_units(hidden_CD.device, hidden_CD.dtype):
-            for rows, wide_SD in _widened(weight_VD, hidden_CD.dtype, out_CV.dtype):
-                torch.mm(wide_CD, wide_SD.T, out=out_CV[:, rows])
+        for rows, wide_SD in _widened(weight_VD, hidden_CD.dtype, out_CV.dtype):
+            torch.mm(wide_CD, wide_SD.T, out=out_CV[:, rows])
 
 
 class HeadGradients:
@@ -71,8 +67,7 @@ class HeadGradients:
         if self.hidden_TD is not None:
             self.hidden_TD[chunk] = _to_hidden(factor_CV, weight_VD, hidden_CD.dtype, grad_CV.dtype)
         if self.weight is not None:
-            with bf16_units(hidden_CD.device, hidden_CD.dtype):
-                self.weight.add(factor_CV, hidden_CD)
+            self.weight.add(factor_CV, hidden_CD)
 
 
 class WeightSum:
@@ -140,9 +135,8 @@ def _to_hidden(grad_CV: Tensor, weight_VD: Tensor, dtype: torch.dtype, wide: tor
     if has_wide_product(weight_VD) and grad_CV.dtype == weight_VD.dtype:
         return torch.mm(grad_CV, weight_VD, out_dtype=wide)
     sum_CD = grad_CV.new_zeros(grad_CV.shape[0], weight_VD.shape[1])
-    with bf16_units(weight_VD.device, dtype):
-        for rows, wide_SD in _widened(weight_VD, dtype, wide):
-            sum_CD.addmm_(grad_CV[:, rows], wide_SD)
+    for rows, wide_SD in _widened(weight_VD, dtype, wide):
+        sum_CD.addmm_(grad_CV[:, rows], wide_SD)
     return sum_CD
 
 
@@ -151,38 +145,8 @@ def has_wide_product(matrix: Tensor) -> bool:
     return matrix.is_cuda and matrix.dtype == torch.bfloat16
 
 
-@contextmanager
-def bf16_units(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Products of fp32 matrices in a CPU's bf16 units while the context is open, if `dtype` is bf16 on such a CPU."""
-    if not runs_in_bf16_units(device, dtype):
-        yield
-        return
-    # The setting is the process's, so it is held for these products alone.
-    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = settings.fp32_precision
-    settings.fp32_precision = "bf16"
-    try:
-        yield
-    finally:
-        settings.fp32_precision = before
-
-
-def runs_in_bf16_units(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this is bf16 on a CPU that multiplies it in units of its own."""
-    if dtype != torch.bfloat16 or device.type != "cpu":
-        return False
-    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def _widened(weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Stripes of a [V, D] matrix rounded to `dtype` and then widened, each in the buffer of the one before.
-
-    A wide matrix whose products run in bf16 units (all but tiny ones do) is one stripe as it is: they round it.
-    """
-    large = weight_VD.numel() > _STRIPE
-    if large and weight_VD.dtype == wide and runs_in_bf16_units(weight_VD.device, dtype):
-        yield slice(0, len(weight_VD)), weight_VD
-        return
+    """Stripes of a [V, D] matrix rounded to `dtype` and then widened, each in the buffer of the one before."""
     buffer_SD: Tensor | None = None
     for rows in _stripes(weight_VD):
         if buffer_SD is None:

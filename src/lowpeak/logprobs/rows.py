@@ -39,19 +39,6 @@ class RowStatistics:
         """Whether no id of the row has a greater finished logit than `chosen`: bool [C]."""
         return chosen_C >= self.max_C
 
-    def joined(self, other: RowStatistics) -> RowStatistics:
-        """The statistics of rows made of these and the other's ids."""
-        max_C = torch.maximum(self.max_C, other.max_C)
-        (sum_C, dot_C), (sum_two_C, dot_two_C) = self._relative_to(max_C), other._relative_to(max_C)
-        dots_C = None if dot_C is None or dot_two_C is None else dot_C + dot_two_C
-        return RowStatistics(max_C, sum_C + sum_two_C, dots_C)
-
-    def _relative_to(self, max_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        moved_C = self.max_C - max_C
-        kept_C = moved_C.exp()
-        dot_C = None if self.dot_C is None else kept_C * (self.dot_C + moved_C * self.sum_C)
-        return kept_C * self.sum_C, dot_C
-
     def entropy(self) -> Tensor | None:
         """`-sum(p log p)` of each row."""
         return None if self.dot_C is None else self.sum_C.log() - self.dot_C / self.sum_C
@@ -111,10 +98,7 @@ def row_gradient_(
     derivatives: RowDerivatives,
     narrow_CV: Tensor | None = None,
 ) -> Tensor:
-    """Turn raw logits into the loss's derivative by them, in place, and into `narrow` where it is given; returns them.
-
-    A target of -1 is not among these ids.
-    """
+    """Turn raw logits into the loss's derivative by them, in place, and into `narrow` where it is given; returns them."""
     softcap = settings.scale.softcap
     a_C, b_C, k_C = derivatives.coefficients(statistics, settings.gain)
     num_scratch = (softcap is not None) + (k_C is not None)
@@ -129,8 +113,7 @@ def row_gradient_(
         else:
             torch.exp(grad_RV, out=exp_RV)
             grad_RV.mul_(k_C[rows, None]).add_(b_C[rows, None]).mul_(exp_RV)
-        columns_R1 = targets_C[rows, None]
-        grad_RV.scatter_add_(-1, columns_R1.clamp(min=0), a_C[rows, None].masked_fill(columns_R1 < 0, 0))
+        grad_RV.scatter_add_(-1, targets_C[rows, None], a_C[rows, None])
         if softcap is not None:
             grad_RV *= slope_RV
         if narrow_CV is not None:

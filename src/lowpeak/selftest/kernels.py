@@ -10,16 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowpeak.attention.agreement import kernel_differs
 from lowpeak.attention.install import attend_forest
 from lowpeak.attention.layout import ForestLayout
+from lowpeak.attention.verify import kernel_differs
 from lowpeak.logprobs import rows as torch_rows
 from lowpeak.logprobs.agreement import passes_differ
-from lowpeak.logprobs.chunked import one_visit
+from lowpeak.logprobs.chunked import one_visit, passes_for
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
 from lowpeak.logprobs.products import project
 from lowpeak.logprobs.rows import RowDerivatives
-from lowpeak.logprobs.visit import passes_for
 from lowpeak.records import Forest, Tree
 from lowpeak.selftest.measure import distance, mib, milliseconds, peak_of
 from lowpeak.selftest.table import Bench, require, row

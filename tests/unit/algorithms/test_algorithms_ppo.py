@@ -11,8 +11,7 @@ from algorithm_cases import record
 
 import steps
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT
-from lowpeak.algorithms.gae import gae
-from lowpeak.algorithms.ppo import make_ppo, ppo_advantages, whitened
+from lowpeak.algorithms.ppo import gae, make_ppo, ppo_advantages, whitened
 from lowpeak.config.ppo import AdaptiveKL
 from lowpeak.records import TokenBatch
 

@@ -94,7 +94,7 @@ def test_a_model_that_shares_its_config_is_not_disturbed():
 def test_a_model_that_was_loaded_with_another_attention_keeps_it():
     model = model_of("Llama")
     model.set_attn_implementation("eager")
-    with pytest.raises(ModelError, match="'eager'; load it with 'sdpa'"):
+    with pytest.raises(ModelError, match=r"'eager'.*'sdpa'"):
         install_attention(model)
     assert model.config._attn_implementation == "eager"
 
@@ -102,8 +102,8 @@ def test_a_model_that_was_loaded_with_another_attention_keeps_it():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (lambda layer: setattr(layer, "attention_dropout", 0.1) or layer.train(), "attention dropout"),
-        (lambda layer: setattr(layer, "is_causal", False), "not causal"),
+        (lambda layer: setattr(layer, "attention_dropout", 0.1) or layer.train(), "dropout"),
+        (lambda layer: setattr(layer, "is_causal", False), "causal"),
     ],
     ids=["dropout", "not causal"],
 )
@@ -119,7 +119,7 @@ def test_what_a_layer_asks_for_in_vain_is_an_error(change, reason):
 def test_an_argument_that_attention_does_not_know_is_an_error(name, value):
     model = model_of("Llama")
     install_attention(model)
-    with pytest.raises(ModelError, match=f"passes {name} to its attention"):
+    with pytest.raises(ModelError, match=rf"LlamaAttention .*\b{name}\b"):
         model(ids_of(1, length_of(FOREST)), **forward_arguments(FOREST, "cpu"), **{name: value})
 
 
@@ -127,7 +127,7 @@ def test_a_mask_of_the_callers_own_is_an_error():
     model = model_of("Llama")
     install_attention(model)
     arguments = forward_arguments(FOREST, "cpu") | {"attention_mask": torch.ones(1, length_of(FOREST))}
-    with pytest.raises(ModelError, match="changes its attention mask"):
+    with pytest.raises(ModelError, match=r"LlamaAttention .*\bmask\b"):
         model(ids_of(1, length_of(FOREST)), **arguments)
 
 

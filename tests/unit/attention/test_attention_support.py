@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import transformers as hf
@@ -45,7 +47,7 @@ def eager():
 
 
 REFUSED = {
-    "Mistral": (lambda: made("Mistral", **GROUPED, sliding_window=8), "sliding window"),
+    "Mistral": (lambda: made("Mistral", **GROUPED, sliding_window=8), "sliding"),
     "Qwen2 with windows": (
         lambda: made("Qwen2", **GROUPED, use_sliding_window=True, sliding_window=8, max_window_layers=1),
         "sliding_attention",
@@ -63,17 +65,17 @@ REFUSED = {
         lambda: made("Qwen3Next", **GROUPED, head_dim=16, num_experts=2, layer_types=["linear_attention"] * 2),
         "state",
     ),
-    "Qwen2-VL": (qwen2_vl, "several parts"),
-    "Bloom": (lambda: made("Bloom", vocab_size=NUM_IDS, hidden_size=32, n_layer=1, n_head=4), "attention of its own"),
+    "Qwen2-VL": (qwen2_vl, "images"),
+    "Bloom": (lambda: made("Bloom", vocab_size=NUM_IDS, hidden_size=32, n_layer=1, n_head=4), "interface"),
     "Falcon with ALiBi": (lambda: made("Falcon", **SMALL, num_attention_heads=4, alibi=True), "ALiBi"),
-    "several positions a token": (lambda: with_rope(rope_type="default", mrope_section=[1, 1]), "multimodal rotary"),
-    "dynamic rotation": (lambda: with_rope(rope_type="dynamic", factor=2.0), "longest sequence"),
-    "attention dropout": (with_dropout, "attention dropout"),
+    "several positions a token": (lambda: with_rope(rope_type="default", mrope_section=[1, 1]), "multimodal"),
+    "dynamic rotation": (lambda: with_rope(rope_type="dynamic", factor=2.0), "(dynamic)"),
+    "attention dropout": (with_dropout, "dropout"),
     "encoder-decoder": (
         lambda: hf.T5ForConditionalGeneration(hf.T5Config(vocab_size=NUM_IDS, d_model=32, d_ff=32, num_layers=1)),
         "encoder-decoder",
     ),
-    "no causal LM": (lambda: nn.Linear(2, 2), "not a transformers causal"),
+    "no causal LM": (lambda: nn.Linear(2, 2), "Linear "),
     "eager": (eager, "'eager'"),
 }
 
@@ -88,7 +90,7 @@ def test_other_models_are_refused_with_the_reason(name):
     make, reason = REFUSED[name]
     model = make()
     assert reason in why_not(model)
-    with pytest.raises(ModelError, match="cannot run several sequences in one row"):
+    with pytest.raises(ModelError, match=re.escape(reason)):
         install_attention(model)
 
 
@@ -107,14 +109,14 @@ def test_wrapped_models_are_looked_into():
             self.module = module
 
     assert why_not(Wrapped(tiny_model())) is None
-    assert "sliding window" in why_not(Wrapped(made("Mistral", **GROUPED, sliding_window=8)))
+    assert "sliding" in why_not(Wrapped(made("Mistral", **GROUPED, sliding_window=8)))
 
 
 def test_adapters_are_looked_into():
     config = LoraConfig(target_modules=["q_proj"])
     assert why_not(get_peft_model(tiny_model(), config)) is None
     windows = get_peft_model(made("Mistral", **GROUPED, sliding_window=8), config)
-    assert "sliding window" in why_not(windows)
+    assert "sliding" in why_not(windows)
 
 
 def test_a_full_window_setting_without_layers_that_use_it_is_no_reason():

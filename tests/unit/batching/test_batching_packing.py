@@ -1,20 +1,26 @@
-"""Cutting rows into micro-batches never loses, doubles or moves anything."""
+"""Cutting rows into micro-batches and sharing them among ranks never loses, doubles or moves anything."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from batching_rows import row
 
-from lowpeak.batching.assign import assign
-from lowpeak.batching.packing import Budget, cut, masked, pack, scatter
-from lowpeak.records import Completion, Record
+from lowpeak.batching.assign import assign, cut_groups
+from lowpeak.batching.counted import CountedTokens
+from lowpeak.batching.packing import Budget, cut, pack, scatter
 
 
-def row(prompt, ids, mask=None, **values):
-    ids = torch.tensor(ids, dtype=torch.int32)
-    mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
-    logprobs = -torch.arange(1.0, len(ids) + 1)
-    return Record(0, tuple(prompt), Completion(ids, logprobs, mask, "stop"), (0.0,), 0.0, **values)
+def test_counted_tokens_know_their_row_their_place_and_their_column():
+    masks = [(1, 0, 1), (0, 0), (0, 1, 0, 0), (1,)]
+    counted = CountedTokens.of([row([7], range(len(mask)), mask) for mask in masks])
+    assert counted.rows_T.tolist() == [0, 0, 2, 3]
+    assert counted.places_T.tolist() == [0, 2, 6, 9]
+    assert counted.columns_T.tolist() == [0, 2, 1, 0]
+    assert counted.counts() == [2, 0, 1, 1]
+    assert counted.needed() == [2, 0, 1, 0]  # of a forest: what comes before the last counted token
+    nothing = CountedTokens.of([])
+    assert nothing.counts() == nothing.needed() == nothing.rows_T.tolist() == []
 
 
 def test_every_row_is_in_exactly_one_micro_batch_and_within_the_budget():
@@ -63,13 +69,6 @@ def test_rows_without_a_counted_token_are_left_out():
     assert pack([row([1], [2], mask=[0])], [0], Budget(8)) == []
 
 
-def test_a_masked_micro_batch_weighs_nothing():
-    batch = masked(Budget(8, pad_id=5))
-    assert batch.tokens.weights_U.sum() == 0
-    assert batch.input_ids_BL.tolist() == [[5, 5]]
-    assert batch.record_indices == ()
-
-
 def test_scattering_puts_counted_values_back_and_zeros_elsewhere():
     record = row([1], [2, 3, 4], mask=[0, 1, 1])
     assert scatter(record, torch.tensor([5.0, 6.0])).tolist() == [0.0, 5.0, 6.0]
@@ -86,3 +85,14 @@ def test_assignment_covers_every_row_once_and_balances_cost(world_size):
 
 def test_more_ranks_than_rows_leaves_some_with_none():
     assert assign([4], 3) == ((0,), (), ())
+
+
+@pytest.mark.parametrize(("num_groups", "size", "world_size"), [(1, 8, 8), (1, 8, 3), (2, 5, 7), (3, 2, 8), (1, 1, 4)])
+def test_each_completion_of_each_group_is_one_ranks(num_groups, size, world_size):
+    pieces = cut_groups(num_groups, size, world_size)
+    assert len(pieces) == world_size
+    found = sorted((group, completion) for group, part in pieces for completion in part)
+    assert found == [(group, completion) for group in range(num_groups) for completion in range(size)]
+    for group in range(num_groups):
+        sizes = [len(part) for each, part in pieces if each == group]
+        assert max(sizes) - min(sizes) <= 1

@@ -6,24 +6,18 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batching_rows import row
 
 from lowpeak.algorithms.rows import pair_sums
 from lowpeak.batching.packing import Budget, pack, share
-from lowpeak.records import Completion, Record
 
 LAYOUTS = ["padded", "rows", "shared"]
 
 
-def row(group, prompt, length, counted=True):
-    ids = torch.arange(length, dtype=torch.int32)
-    mask = torch.full((length,), counted)
-    return Record(group, tuple(prompt), Completion(ids, -ids.float(), mask, "stop"), (0.0,), 0.0)
-
-
 def pairs():
     """Six pairs of two lengths, the rows of a pair apart from each other."""
-    first = [row(g, [1, 2, g], 2 + g) for g in range(6)]
-    second = [row(g, [1, 2, g], 9 - g) for g in reversed(range(6))]
+    first = [row([1, 2, g], range(2 + g), group=g) for g in range(6)]
+    second = [row([1, 2, g], range(9 - g), group=g) for g in reversed(range(6))]
     return [*first, *second]
 
 
@@ -52,7 +46,7 @@ def test_a_pair_weighs_by_the_counted_tokens_of_both_rows(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pair_of_which_one_row_counts_no_token_is_left_out(layout):
-    records = [row(0, [1], 3), row(0, [1], 2, counted=False), row(1, [1], 2), row(1, [1], 4)]
+    records = [row([1], range(n), mask, g) for g, n, mask in ((0, 3, None), (0, 2, [0, 0]), (1, 2, None), (1, 4, None))]
     (batch,) = pack(records, range(4), Budget(64, layout=layout), float, unit="pair")
     assert sorted(batch.record_indices) == [2, 3]
 

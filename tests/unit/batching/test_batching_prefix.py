@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowpeak.batching.prefix import Costs, assign_rows, cut_group, fill, rows_by_prompt, shared_parts
+from lowpeak.batching.prefix import Costs, assign_rows, cut_group, fill, grouped, shared_parts
 
 SMALL = Costs.of(hidden=64, intermediate=256)
 HALF_A_BILLION = Costs.of(hidden=896, intermediate=4864)
@@ -47,7 +47,7 @@ def test_a_wider_model_shares_shorter_prompts():
 
 
 def test_rows_share_a_prompt_by_its_ids():
-    assert rows_by_prompt([(1, 2), (3,), (1, 2), (1,)]) == [[0, 2], [1], [3]]
+    assert grouped([(1, 2), (3,), (1, 2), (1,)]) == [[0, 2], [1], [3]]
 
 
 def test_a_group_is_cut_into_the_fewest_balanced_parts():
@@ -91,10 +91,7 @@ def test_filling_loses_nothing_keeps_the_budget_and_opens_few(seed):
 
 
 def test_micro_batches_are_of_even_size_where_as_many_fit():
-    assert [sum((30, 30, 30, 30)[i] for i in batch) for batch in fill([30, 30, 30, 30], 90)] == [60, 60]
-
-
-def test_nothing_fills_nothing():
+    assert [len(batch) for batch in fill([30, 30, 30, 30], 90)] == [2, 2]
     assert fill([], 10) == []
 
 

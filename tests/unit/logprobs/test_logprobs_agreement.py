@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -51,17 +52,19 @@ def test_the_same_passes_agree():
     assert passes_differ(rows, CPU) is None
 
 
-@pytest.mark.parametrize("gradient", [off_by_little, off_in_bf16, no_numbers])
-def test_another_gradient_is_found(gradient):
-    assert "differ from torch's operations" in passes_differ(passes(gradient=gradient), CPU)
-
-
-def test_other_statistics_are_found():
-    assert "differ from torch's operations" in passes_differ(passes(forgets_the_cap), CPU)
-
-
-def test_targets_that_miss_the_maximum_by_a_rounding_are_found():
-    assert "differ from torch's operations" in passes_differ(passes(chosen=short_of_the_maximum), CPU)
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gradient": off_by_little},
+        {"gradient": off_in_bf16},
+        {"gradient": no_numbers},
+        {"statistics": forgets_the_cap},
+        {"chosen": short_of_the_maximum},
+    ],
+    ids=lambda other: next(iter(other.values())).__name__,
+)
+def test_passes_that_compute_something_else_are_found(other):
+    assert re.search(r"\b(\d\S*|nan) ", passes_differ(passes(**other), CPU))
 
 
 def test_a_failure_is_a_reason():

@@ -79,9 +79,9 @@ def test_chunks_cover_all_tokens_once_and_no_tokens_are_one_empty_chunk():
 
 
 def test_settings_that_mean_nothing_are_refused():
-    with pytest.raises(AssertionError, match="at least one token"):
+    with pytest.raises(AssertionError, match="got 0"):
         ChunkSettings(0)
-    with pytest.raises(AssertionError, match="temperature above 0"):
+    with pytest.raises(AssertionError, match=r"temperature.*got 0\.0"):
         ChunkSettings(4, temperature=0.0)
-    with pytest.raises(AssertionError, match="needs the entropy"):
+    with pytest.raises(AssertionError, match="entropy"):
         ChunkSettings(4, entropy_grad=True)

@@ -74,7 +74,7 @@ def test_an_adapter_on_the_head_has_no_product_of_its_own_precision():
         model.get_base_model().score.lora_B["default"].weight.add_(1.0)
     install_score_head(model)
     torch.testing.assert_close(scores_of(model), model.eval()(input_ids=IDS).logits[:, 0])
-    with pytest.raises(ModelError, match="cast_lm_head_to_fp32 needs a plain linear score"):
+    with pytest.raises(ModelError, match=r"^cast_lm_head_to_fp32 .*peft\.tuners\.lora"):
         install_score_head(model, cast_head_to_fp32=True)
 
 
@@ -99,7 +99,7 @@ def test_a_causal_classifier_passes_the_check_whatever_pads_its_rows(dtype, pad)
 def test_a_classifier_that_reads_elsewhere_is_told():
     model = FirstToken(tiny_classifier().config)
     install_score_head(model)
-    with pytest.raises(HeadMismatchError, match="reads its score elsewhere than at a row's last token"):
+    with pytest.raises(HeadMismatchError, match=r"^FirstToken .*\d"):
         verify_score_head(model)
 
 
@@ -110,9 +110,7 @@ def test_a_classifier_that_looks_ahead_is_told():
     model.config._attn_implementation = "eager"  # with which a mask that lets everything through is what counts
     install_score_head(model)
     model.model.register_forward_pre_hook(see_everything, with_kwargs=True)
-    with pytest.raises(
-        HeadMismatchError, match="changes a score with the tokens that come after it, so it is not causal"
-    ):
+    with pytest.raises(HeadMismatchError, match=r"^Qwen2ForSequenceClassification .*causal.*\d"):
         verify_score_head(model)
 
 
@@ -125,5 +123,5 @@ def test_a_model_without_a_score_head_of_one_number_is_told():
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
     bert = BertForSequenceClassification(BertConfig(vocab_size=13, num_labels=1, **sizes))
     for model in (tiny_model(), bert, tiny_classifier(num_labels=2)):
-        with pytest.raises(ModelError, match="has no `score` head that gives one number"):
+        with pytest.raises(ModelError, match=r"`score`.*num_labels=1"):
             install_score_head(model)

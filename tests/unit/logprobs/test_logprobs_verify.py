@@ -12,33 +12,31 @@ from lowpeak.logprobs.verify import rounding, verify_head
 from tiny import tiny_model
 
 
-class ScaledQwen2(Qwen2ForCausalLM):
+class OtherQwen2(Qwen2ForCausalLM):
     """A model that changes its logits in a way that its config does not tell."""
 
-    factor = 1.1
+    def change(self, logits):
+        raise NotImplementedError
 
     def forward(self, *args, **kwargs):
         output = super().forward(*args, **kwargs)
-        output.logits = output.logits * self.factor
+        self.change(output.logits)
         return output
 
 
-class PaddedQwen2(Qwen2ForCausalLM):
-    """A model that never gives its last ids any probability."""
-
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits[..., -3:] = -torch.inf
-        return output
+class ScaledQwen2(OtherQwen2):
+    def change(self, logits):
+        logits.mul_(1.1)
 
 
-class BrokenQwen2(Qwen2ForCausalLM):
-    """A model whose logits are not numbers."""
+class PaddedQwen2(OtherQwen2):
+    def change(self, logits):
+        logits[..., -3:] = -torch.inf  # the last ids never get any probability
 
-    def forward(self, *args, **kwargs):
-        output = super().forward(*args, **kwargs)
-        output.logits = output.logits * torch.nan
-        return output
+
+class BrokenQwen2(OtherQwen2):
+    def change(self, logits):
+        logits.fill_(torch.nan)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -47,7 +45,7 @@ def test_a_model_that_changes_its_logits_unsaid_is_refused_by_name_and_differenc
     base = tiny_model(37, dtype=dtype)
     model = kind(base.config).to(dtype)
     model.load_state_dict(base.state_dict())
-    with pytest.raises(HeadMismatchError, match=rf"{kind.__name__}.*own logits by up to (\d|nan|inf)"):
+    with pytest.raises(HeadMismatchError, match=rf"{kind.__name__} .*\b(\d\S*|nan|inf), .*\b(\d\S*|nan|inf):"):
         verify_head(install_head(model))
 
 
@@ -72,21 +70,15 @@ def test_dropout_does_not_act_in_the_check():
     assert verify_head(install_head(model.train())) < 1e-5
 
 
-def test_a_model_without_a_head_is_refused():
-    backbone = Qwen2Model(tiny_model().config)
-    with pytest.raises(ModelError, match="Qwen2Model"):
-        install_head(backbone)
+def t5():
+    return T5ForConditionalGeneration(T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
 
 
-def test_something_that_is_no_transformers_model_is_refused():
-    with pytest.raises(ModelError, match="Linear is not a transformers causal language model"):
-        install_head(torch.nn.Linear(2, 2))
-
-
-def test_an_encoder_decoder_is_refused():
-    config = T5Config(vocab_size=11, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    with pytest.raises(ModelError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        install_head(T5ForConditionalGeneration(config))
+@pytest.mark.parametrize("make", [lambda: Qwen2Model(tiny_model().config), lambda: torch.nn.Linear(2, 2), t5])
+def test_what_is_no_causal_language_model_with_a_head_is_refused_by_name(make):
+    model = make()
+    with pytest.raises(ModelError, match=f"{type(model).__name__} "):
+        install_head(model)
 
 
 def test_a_head_behind_another_transform_is_found_out():

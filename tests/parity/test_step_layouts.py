@@ -1,4 +1,4 @@
-"""A step over forests, prompts shared or not, has the loss and gradients of the plain padded way; so have scores."""
+"""A step in every layout, however it is cut, has the loss and gradients of the plain padded way; so have scores."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from step_cases import (
 )
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
@@ -36,9 +37,11 @@ from tiny import tiny_model
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
 SOME = Budget(1000, layout="shared", costs=Costs(token=1.0, pair=0.0, merge=0.0, tree=4.0))
 # The group of prompt 7 does not fit 28, nor a row of 15 tokens 12.
-CUT = [SHARED, replace(SHARED, max_tokens=28), replace(SHARED, max_tokens=12, multiple=4)]
-CUT += [ROWS, replace(ROWS, max_tokens=28, multiple=8), SOME]
+FORESTS = [SHARED, replace(SHARED, max_tokens=28), replace(SHARED, max_tokens=12, multiple=4)]
+FORESTS += [ROWS, replace(ROWS, max_tokens=28, multiple=8), SOME]
+CUT = [*FORESTS, Budget(12), Budget(30), Budget(1000)]
 # The step's weights and its sum are fp32 whatever the model is; gradients are as exact as their weights are the same.
+CORE = Core(TEMPERATURE, 5, torch.device("cpu"))
 FLOAT64 = {"loss_close": 1e-6, "gradients_close": 1e-9}
 
 
@@ -52,25 +55,34 @@ def name_of(budget):
     return f"{budget.layout}-{budget.max_tokens}-{budget.multiple}" + ("-where-it-pays" if budget.costs else "")
 
 
-def algorithm_of(loss_type, level, beta):
-    clip_low = None if loss_type == "cispo" else 0.2
-    settings = replace(BASE, loss_type=loss_type, importance_level=level, beta=beta, clip_low=clip_low)
-    return settings, make_grpo(settings)
+BY_NAME = {name_of(budget): budget for budget in CUT}
+# Every pair of two settings' values once.
+GRPO_CASES = all_pairs(
+    {
+        "loss_type": ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"],
+        "level": ["token", "sequence"],
+        "beta": ["0", "0.04"],
+        "budget": list(BY_NAME),
+        "tied": ["tied", "untied"],
+        "checkpointing": ["", "checkpointing"],
+    }
+)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("budget", CUT, ids=name_of)
-@pytest.mark.parametrize("beta", [0.0, 0.04])
-@pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
-def test_a_grpo_step_over_forests_equals_the_plain_padded_way(loss_type, level, beta, budget, tied):
-    model = ready(tiny_model(tied=tied))
+@pytest.mark.parametrize("case", GRPO_CASES, ids=lambda case: "-".join(case.values()))
+def test_a_grpo_step_equals_the_plain_padded_way(case):
+    model = ready(tiny_model(tied=case["tied"] == "tied"))
     records = grouped_records(model)
-    settings, algorithm = algorithm_of(loss_type, level, beta)
+    clip_low = None if case["loss_type"] == "cispo" else 0.2
+    settings = replace(BASE, loss_type=case["loss_type"], importance_level=case["level"], clip_low=clip_low)
+    settings = replace(settings, beta=float(case["beta"]))
+    if case["checkpointing"]:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_same_gradients(
         model,
         lambda m: plain_grpo_loss(settings, m, records),
-        lambda m: streamed_loss(algorithm, m, records, budget)[0],
+        lambda m: streamed_loss(make_grpo(settings), m, records, BY_NAME[case["budget"]])[0],
     )
 
 
@@ -89,13 +101,20 @@ def padded(algorithm, records):
     return lambda model: streamed_loss(algorithm, model, records, 1000)[0].requires_grad_()
 
 
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("level", ["token", "sequence"])
-def test_in_float64_a_forests_gradients_are_those_of_padded_rows_to_nine_digits(level, seed):
-    model = ready(double_model(seed, layers=1 + seed % 3))
-    records = grouped_records(model, seed)
-    _, algorithm = algorithm_of("dapo", level, 0.04)
-    for budget in CUT:
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        replace(BASE, loss_type="dapo", beta=0.04),
+        replace(BASE, loss_type="dapo", beta=0.04, importance_level="sequence"),
+        replace(BASE, entropy_bonus=EntropyBonus(0.05)),
+    ],
+    ids=["token", "sequence", "entropy bonus"],
+)
+def test_in_float64_a_forests_gradients_are_those_of_padded_rows_to_nine_digits(settings, seed):
+    model = ready(double_model(seed, layers=1 + seed))
+    records, algorithm = grouped_records(model, seed), make_grpo(settings)
+    for budget in FORESTS:
         model.zero_grad(set_to_none=True)
         assert_same_gradients(
             model,
@@ -106,7 +125,8 @@ def test_in_float64_a_forests_gradients_are_those_of_padded_rows_to_nine_digits(
 
 
 @pytest.mark.parametrize("budget", CUT, ids=name_of)
-def test_an_rloo_step_over_forests_equals_the_plain_padded_way(budget):
+def test_an_rloo_step_equals_the_plain_padded_way(budget):
+    """In float64: a sequence's ratio multiplies its gradients, so that fp32's rounding alone comes to more than 1e-6."""
     model = ready(double_model())
     records = grouped_records(model)
     algorithm = make_rloo(RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True))
@@ -120,7 +140,7 @@ def test_an_rloo_step_over_forests_equals_the_plain_padded_way(budget):
 
 
 @pytest.mark.parametrize("budget", CUT, ids=name_of)
-def test_a_supervised_step_over_forests_is_the_mean_of_all_counted_tokens(budget):
+def test_a_supervised_step_is_the_mean_of_all_counted_tokens(budget):
     model = ready(tiny_model())
     records = grouped_records(model)
     scaled = [replace(record, advantages=None) for record in records]
@@ -134,24 +154,14 @@ def test_a_supervised_step_over_forests_is_the_mean_of_all_counted_tokens(budget
 
 
 @pytest.mark.parametrize("budget", CUT, ids=name_of)
-def test_an_entropy_bonus_has_the_gradients_of_padded_rows(budget):
-    model = ready(double_model())
-    records = grouped_records(model)
-    algorithm = make_grpo(replace(BASE, entropy_bonus=EntropyBonus(0.05)))
-    assert_same_gradients(
-        model, padded(algorithm, records), lambda m: streamed_loss(algorithm, m, records, budget)[0], **FLOAT64
-    )
-
-
-@pytest.mark.parametrize("budget", CUT, ids=name_of)
-def test_scores_of_forests_are_those_of_the_plain_padded_way(budget):
+def test_scores_are_those_of_the_plain_padded_way(budget):
     model = ready(tiny_model())
     records = grouped_records(model)
     with torch.no_grad():
         expected = plain_logprobs(model, records)
     batches = pack(records, range(len(records)), budget)
     seen = []
-    for batch, scored in zip(batches, score(model, batches, core(), entropy=True), strict=True):
+    for batch, scored in zip(batches, score(model, batches, CORE, entropy=True), strict=True):
         for row, index in enumerate(batch.record_indices):
             mine = batch.tokens.rows_T == row
             where = records[index].completion.loss_mask
@@ -160,25 +170,7 @@ def test_scores_of_forests_are_those_of_the_plain_padded_way(budget):
     assert sorted(seen) == list(range(len(records)))
 
 
-def core():
-    return Core(TEMPERATURE, 5, torch.device("cpu"))
-
-
-@pytest.mark.parametrize("budget", CUT, ids=name_of)
-def test_activation_checkpointing_changes_no_gradient_of_a_forest(budget):
-    model = ready(tiny_model())
-    records = grouped_records(model)
-    algorithm = make_grpo(BASE)
-    streamed_loss(algorithm, model, records, budget)
-    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad(set_to_none=True)
-    model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    streamed_loss(algorithm, model, records, budget)
-    assert_each_close_to_largest({name: p.grad for name, p in model.named_parameters()}, expected, 1e-6)
-
-
-@pytest.mark.parametrize("budget", CUT, ids=name_of)
+@pytest.mark.parametrize("budget", FORESTS, ids=name_of)
 def test_an_adapters_gradients_are_those_of_padded_rows(budget):
     torch.manual_seed(0)
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
@@ -200,7 +192,7 @@ def test_these_budgets_share_cut_and_decline_to_share():
     records = grouped_records(model)
     trees = [
         [tree for batch in micro_batches(make_grpo(BASE), records, budget) for tree in batch.forest.trees]
-        for budget in CUT
+        for budget in FORESTS
     ]
     prompts = [sorted(tree.prompt for tree in each if tree.prompt) for each in trees]
     assert prompts[0] == [3, 7]
@@ -209,3 +201,5 @@ def test_these_budgets_share_cut_and_decline_to_share():
     assert prompts[3] == prompts[4] == []
     assert prompts[5] == [3, 7]
     assert len(trees[2]) > len(trees[0])
+    cut, whole = (len(micro_batches(make_grpo(BASE), records, Budget(size))) for size in (12, 1000))
+    assert cut > whole == 1

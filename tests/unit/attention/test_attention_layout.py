@@ -1,0 +1,139 @@
+"""Attention over a forest off CUDA: values and gradients are the definition's, in few calls of the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from attending import HEADS, SCALE, dense, heads, values_and_gradients
+from forests import forest_of, length_of
+from lowpeak.attention.definition import forest_mask
+from lowpeak.attention.install import attend_forest
+from lowpeak.attention.layout import ForestLayout
+
+CPU = torch.device("cpu")
+FORESTS = {
+    "one plain sequence": forest_of((0, (9,))),
+    "plain sequences of mixed lengths": forest_of(*[(0, (tokens,)) for tokens in (9, 8, 1, 7, 1, 8, 9, 1, 1)]),
+    "one prompt": forest_of((5, (3, 1, 4))),
+    "a prompt with one completion": forest_of((1, (1,))),
+    "equal lengths": forest_of(*[(4, (3, 3))] * 6),
+    "prompts of unequal length": forest_of(*[(prompt, (5, 1, 4, 6, 5)) for prompt in (7, 7, 3, 7, 7, 3, 3, 3, 2)]),
+    "one-token completions": forest_of(*[(3, (1, 1, 1))] * 5),
+    "mixed, with padding": forest_of(*[(5, (3, 1, 4, 4)), (5, (2, 4))] * 4, (0, (6,)), (2, (4, 3)), padding=5),
+    "longer than the kernel's blocks": forest_of((70, (600, 33)), (530, (2, 40)), padding=3),
+    "short beside long": forest_of((600, (3, 4, 4, 5, 540, 3)), *[(6, (530, 4))] * 4, padding=2),
+}
+PADDED = FORESTS["mixed, with padding"]
+
+
+def fast(forest, kept=False):
+    """Attention by the fast way, the layout made once; `kept` recomputes it in backward."""
+    layout = ForestLayout(forest, CPU)
+    if kept:
+        return lambda q, k, v: checkpoint(attend_forest, q, k, v, layout, SCALE, use_reentrant=False)
+    return lambda q, k, v: attend_forest(q, k, v, layout, SCALE)
+
+
+def assert_the_definitions(forest, tensors, **how):
+    found = values_and_gradients(fast(forest, **how), tensors)
+    expected = values_and_gradients(lambda q, k, v: dense(q, k, v, forest), tensors)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", HEADS)
+@pytest.mark.parametrize("name", FORESTS)
+def test_values_and_gradients_are_the_definitions_to_the_last_digits(name, shape):
+    assert_the_definitions(FORESTS[name], heads(FORESTS[name], *HEADS[shape]))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (4, 2)])
+def test_values_may_be_narrower_than_queries_and_layers_may_be_checkpointed(shape):
+    assert_the_definitions(PADDED, heads(PADDED, *shape, value_width=12), kept=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["prompts of unequal length", "longer than the kernel's blocks"])
+def test_rounding_is_no_worse_than_a_dense_masks(name, dtype):
+    forest = FORESTS[name]
+    tensors = heads(forest, 6, 2, dtype)
+    exact = [x.detach().double().requires_grad_() for x in tensors]
+    meant = values_and_gradients(lambda q, k, v: dense(q, k, v, forest), exact)
+    found = values_and_gradients(fast(forest), tensors)
+    plain = values_and_gradients(lambda q, k, v: dense(q, k, v, forest), tensors)
+    for a, b, c in zip(found, plain, meant, strict=True):
+        assert (a - c).norm() <= 2 * (b - c).norm()
+
+
+def test_the_mask_says_who_sees_whom():
+    rows = ["100000", "110000", "111000", "110100", "110110", "000000"]
+    assert ["".join(str(int(x)) for x in row) for row in forest_mask(forest_of((2, (1, 2)), padding=1), 6)] == rows
+
+
+def test_padding_gets_zeros_and_gives_no_gradient():
+    out, *grads = values_and_gradients(fast(PADDED), heads(PADDED, 4, 2))
+    assert not out[:, -5:].any()
+    assert not any(grad[:, :, -5:].any() for grad in grads)
+
+
+def test_what_another_completion_says_changes_no_bit():
+    forest = forest_of((4, (3, 3)), (0, (5,)))
+    tensors = heads(forest, 4, 2, torch.float32)
+    before = fast(forest)(*tensors)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor[:, :, 7:10] += 1
+    after = fast(forest)(*tensors)
+    others = [*range(7), *range(10, 15)]
+    assert torch.equal(before[:, others], after[:, others])
+    assert not torch.equal(before[:, 7:10], after[:, 7:10])
+
+
+def summary(forest):
+    """Each call's number of segments, queries and keys of each, the layout's of all layers."""
+    layout, query = ForestLayout(forest, CPU), heads(forest, 4, 4)[0]
+    assert layout.calls(query) is layout.calls(query)
+    each = layout.calls(query).calls
+    return [(c.num_segments, len(c.rows) // c.num_segments, len(c.columns) // c.num_segments) for c in each]
+
+
+@pytest.mark.parametrize(
+    ("forest", "expected"),
+    [
+        (
+            forest_of(*[(7, (8, 7, 6, 5, 4, 3, 2, 1))] * 32),
+            [(86, 15, 15), (10, 7, 7), (103, 6, 13), (60, 3, 10), (29, 1, 8)],
+        ),
+        (forest_of((64, (200, 64, 63, 1))), [(1, 264, 264), (1, 128, 128), (1, 64, 64), (1, 63, 127), (1, 1, 65)]),
+        (forest_of(*[(0, (2100,))] * 2), [(1, 2100, 2100)] * 2),
+        (forest_of(*[(0, (2048,))] * 2), [(2, 2048, 2048)]),
+    ],
+    ids=["short answers", "a mask only below the prompt's length", "too long for one call", "just short enough"],
+)
+def test_segments_of_similar_size_are_one_call(forest, expected):
+    assert summary(forest) == expected
+
+
+def test_padding_is_at_most_a_quarter_of_a_calls_scores_and_a_call_at_most_4096_keys():
+    lengths = torch.randint(1, 129, (600,), generator=torch.Generator().manual_seed(0)).tolist()
+    calls = summary(forest_of(*[(0, (tokens,)) for tokens in lengths]))
+    assert 2 < len(calls) < 60
+    assert all(number * columns <= 4096 for number, _, columns in calls)
+    assert sum(length**2 for length in lengths) >= 0.75 * sum(
+        number * rows * columns for number, rows, columns in calls
+    )
+
+
+@pytest.mark.parametrize("on_cuda", [False, True])
+def test_it_runs_on_tensors_without_numbers(on_cuda):
+    with FakeTensorMode():
+        layout = ForestLayout(PADDED, CPU)
+        layout.block_mask = "of CUDA, and not used" if on_cuda else None
+        tensors = [torch.empty(1, h, length_of(PADDED), 16, requires_grad=True) for h in (6, 2, 2)]
+        out = attend_forest(*tensors, layout, SCALE)
+        out.sum().backward()
+        assert out.shape == (1, length_of(PADDED), 6, 16)
+        assert [x.grad.shape for x in tensors] == [x.shape for x in tensors]

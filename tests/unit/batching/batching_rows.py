@@ -1,0 +1,15 @@
+"""Rows for the tests of batching."""
+
+from __future__ import annotations
+
+import torch
+
+from lowpeak.records import Completion, Record
+
+
+def row(prompt, ids, mask=None, group=0, **values):
+    """A row of these prompt and completion ids, all of which count unless `mask` says otherwise."""
+    ids = torch.tensor(ids, dtype=torch.int32)
+    mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
+    logprobs = -torch.arange(1.0, len(ids) + 1)
+    return Record(group, tuple(prompt), Completion(ids, logprobs, mask, "stop"), (0.0,), 0.0, **values)
