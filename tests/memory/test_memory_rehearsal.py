@@ -93,7 +93,7 @@ def test_connected_ranks_cannot_rehearse():
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(ArgumentError, match="process of its own"):
+        with pytest.raises(ArgumentError):
             rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=2)
     finally:
         dist.destroy_process_group()

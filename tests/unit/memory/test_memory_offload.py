@@ -176,9 +176,9 @@ def grpo(tmp_path):
 
 @pytest.mark.parametrize("make", [sft, grpo])
 def test_activation_offloading_is_refused_where_activations_are_in_host_memory_already(make, tmp_path):
-    with pytest.raises(ArgumentError, match="activations are in host memory already"):
+    with pytest.raises(ArgumentError, match=r"activation_offloading=True .* cpu"):
         make(tmp_path)
-    with pytest.raises(ArgumentError, match="trains on mps"):
+    with pytest.raises(ArgumentError, match="mps"):
         activation_offload(tiny_model(), torch.device("mps"))
 
 
