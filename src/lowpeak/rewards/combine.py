@@ -27,9 +27,8 @@ from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.model import ModelReward
-from lowpeak.rewards.outcome import MOST, NONE, Outcome, RewardLog, Verdict, check
+from lowpeak.rewards.outcome import MOST, NONE, Outcome, RewardLog, Rows, Verdict, check, read_rows
 from lowpeak.rewards.reward import Reward
-from lowpeak.rewards.rows import Rows, read_rows
 from lowpeak.rewards.waiting import BackgroundLoop, Late
 
 logger = logging.getLogger(__name__)
@@ -181,19 +180,15 @@ class RewardPanel:
             rewards = tuple(verdict.values[row] for verdict in verdicts)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = rows.places[row][0]
-            reward = self._weighted_sum(rewards, rows.describe(row))
+            reward = weighted_sum(rewards, self.settings.weights)
+            if abs(reward) > MOST:
+                raise RewardError(
+                    f"The weighted sum of the rewards is {reward} for {rows.describe(row)}, whose square is infinite in fp32: "
+                    "lower reward_weights, or the rewards."
+                )
             tokens = self._token_rewards([verdict.tokens.get(row) for verdict in verdicts])
             records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
         return tuple(records)
-
-    def _weighted_sum(self, rewards: Sequence[float], where: str) -> float:
-        reward = weighted_sum(rewards, self.settings.weights)
-        if abs(reward) > MOST:
-            raise RewardError(
-                f"The weighted sum of the rewards is {reward} for {where}, whose square is infinite in fp32: lower reward_weights, "
-                "or the rewards."
-            )
-        return reward
 
     def _token_rewards(self, given: Sequence[tuple[float, ...] | None]) -> torch.Tensor | None:
         """The weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""

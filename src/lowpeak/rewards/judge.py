@@ -14,9 +14,9 @@ from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
 from lowpeak.errors import ArgumentError, RewardError
+from lowpeak.rewards.answers import text_of
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.make import listed
-from lowpeak.rewards.messages import text_of
 
 NO_PREFERENCE = -1
 
@@ -66,8 +66,7 @@ class JudgeReward(FunctionReward):
                 f"judge is {judge!r:.80}: pass an object with a method judge(prompts, completions), which says of each pair 0, 1 "
                 "or -1."
             )
-        asks = _asks_async if inspect.iscoroutinefunction(judge.judge) else _asks
-        super().__init__(asks(judge.judge), name or type(judge).__name__, timeout)
+        super().__init__(_asks(judge.judge), name or type(judge).__name__, timeout)
 
 
 def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
@@ -78,40 +77,20 @@ def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
     return reward_funcs if judge is None else [JudgeReward(judge)]
 
 
-def _asks(ask: Callable[..., Sequence[int]]) -> Callable[..., list[float | None]]:
-    keywords = _order_is_settled(ask)
+def _asks(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reward function of a judge's method, async if the method is."""
+    takes_order = "shuffle_order" in inspect.signature(ask).parameters
+    keywords = {"shuffle_order": False} if takes_order else {}  # the order is settled
 
-    def compare(
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        groups: Sequence[int],
-        log_metric: Callable[[str, float], None],
-    ) -> list[float | None]:
+    def compare(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
         contest = Contest.of(prompts, completions, groups)
-        verdicts = ask(*contest.questions(), **keywords) if contest.asked else []
-        return contest.shares(verdicts, log_metric)
+        return contest.shares(ask(*contest.questions(), **keywords) if contest.asked else [], log_metric)
 
-    return compare
-
-
-def _asks_async(ask: Callable[..., Any]) -> Callable[..., Any]:
-    keywords = _order_is_settled(ask)
-
-    async def compare(
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        groups: Sequence[int],
-        log_metric: Callable[[str, float], None],
-    ) -> list[float | None]:
+    async def compare_async(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
         contest = Contest.of(prompts, completions, groups)
-        verdicts = await ask(*contest.questions(), **keywords) if contest.asked else []
-        return contest.shares(verdicts, log_metric)
+        return contest.shares(await ask(*contest.questions(), **keywords) if contest.asked else [], log_metric)
 
-    return compare
-
-
-def _order_is_settled(ask: Callable[..., Any]) -> dict[str, bool]:
-    return {"shuffle_order": False} if "shuffle_order" in inspect.signature(ask).parameters else {}
+    return compare_async if inspect.iscoroutinefunction(ask) else compare
 
 
 @dataclass(frozen=True)

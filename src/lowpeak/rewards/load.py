@@ -21,12 +21,12 @@ SHIPPED: dict[str, str] = {
     "numeric_match": "lowpeak.rewards.answers.numeric_match",
     "think_answer_format": "lowpeak.rewards.format.think_answer_format",
     "hash_answer_format": "lowpeak.rewards.format.hash_answer_format",
-    "length_penalty": "lowpeak.rewards.length.length_penalty",
+    "length_penalty": "lowpeak.rewards.format.length_penalty",
 }
 FACTORIES: dict[str, str] = {
     "format_reward": "lowpeak.rewards.format.format_reward",
-    "linear_length": "lowpeak.rewards.length.LinearLength",
-    "soft_overlong": "lowpeak.rewards.length.SoftOverlong",
+    "linear_length": "lowpeak.rewards.format.LinearLength",
+    "soft_overlong": "lowpeak.rewards.format.SoftOverlong",
 }
 
 
