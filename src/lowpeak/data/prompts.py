@@ -46,7 +46,7 @@ class RowReader(Protocol[Item_co]):
 
     @property
     def left_out(self) -> str:
-        """Completes the sentence "3 of 10 rows are left out: ..."."""
+        """Complete the sentence "3 of 10 rows are left out: ..."."""
         ...
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
@@ -102,7 +102,7 @@ class PromptReader(RowReader[Prompt]):
         ]
 
     def _encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
-        """Token ids of consecutive rows; checks them all before it tokenizes any."""
+        """Return token ids of consecutive rows; checks them all before it tokenizes any."""
         for i, row in enumerate(rows, first):
             check_columns(row, f"row {i}")
             self._check_format(row["prompt"], f"row {i}")
@@ -125,7 +125,7 @@ class PromptReader(RowReader[Prompt]):
             raise DataError(f"{where} has {kinds[0]} as its prompt, earlier rows have {kinds[1]}; use one format.")
 
     def _encode_chats(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
-        """Consecutive rows whose template is called with the same arguments share one call."""
+        """Return token ids; consecutive rows whose template has the same arguments share one call."""
         chats: list[tuple[str, Messages, dict[str, Any]]] = []
         for i, row in enumerate(rows, first):
             chat = checked_chat(self._tokenizer, row, row["prompt"], self._template_defaults, f"row {i}", "the prompt")

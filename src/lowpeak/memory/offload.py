@@ -137,7 +137,7 @@ class _Session:
         return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Plain dense tensors on the device, of a size that is worth it, that are no part of a parameter."""
+        """Return whether a tensor leaves: plain, dense, on the device, large enough and no part of a parameter."""
         # A tensor made of others (distributed, quantized) has a storage that says nothing.
         plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
         if not plain or tensor.device != self._mover.device:

@@ -59,7 +59,7 @@ class Gauge(Protocol):
         ...
 
     def peak(self) -> tuple[int, int | None]:
-        """Most bytes alive, and reserved if the device has that, since `reset`."""
+        """Return the most bytes alive, and reserved if the device has that, since `reset`."""
         ...
 
 
@@ -79,12 +79,12 @@ class MemoryTracker:
 
     @property
     def how(self) -> str:
-        """What the peaks are, in words: they differ by device and system."""
+        """Return what the peaks are, in words: they differ by device and system."""
         return self._gauge.how
 
     @property
     def where(self) -> str:
-        """The innermost phase that runs, or that an error has left since, in words; any thread may ask."""
+        """Return the innermost phase that runs, or that an error has left since, in words; any thread may ask."""
         name = next(iter(self._names[-1:]), self._broken)
         if name:
             return f"phase {name}"

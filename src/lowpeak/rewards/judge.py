@@ -41,7 +41,6 @@ class ScriptedJudge:
     asked: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def judge(self, prompts: list[str], completions: list[list[str]]) -> list[int]:
-        """0 or 1 by the values, -1 where they are equal."""
         self.asked += zip(prompts, completions, strict=True)
         values = [
             [self.value(prompt, text) for text in pair] for prompt, pair in zip(prompts, completions, strict=True)
@@ -70,7 +69,7 @@ class JudgeReward(FunctionReward):
 
 
 def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
-    """`reward_funcs` as they are, or the judge as the only reward; ArgumentError for both or neither."""
+    """Return `reward_funcs` as they are, or the judge as the only reward; ArgumentError for both or neither."""
     if (judge is None) == (not listed(reward_funcs)):
         given = "neither was" if judge is None else "both were"
         raise ArgumentError(f"pairs are chosen by reward_funcs or by a judge, and {given} given: pass one of the two.")
@@ -103,7 +102,7 @@ class Contest:
 
     @classmethod
     def of(cls, prompts: Sequence[Any], completions: Sequence[Any], groups: Sequence[int]) -> Contest:
-        """All pairs of each group, in an order that the texts alone tell."""
+        """Return all pairs of each group, in an order that the texts alone tell."""
         asked, texts = tuple(transcript(prompt) for prompt in prompts), tuple(text_of(each) for each in completions)
         rows: dict[int, list[int]] = {}
         for row, group in enumerate(groups):
@@ -113,16 +112,15 @@ class Contest:
 
     @property
     def asked(self) -> tuple[tuple[int, int], ...]:
-        """The pairs whose texts differ."""
         return tuple(pair for pair in self.pairs if self.texts[pair[0]] != self.texts[pair[1]])
 
     def questions(self) -> tuple[list[str], list[list[str]]]:
-        """What the judge is asked: prompts, and two completions for each."""
+        """Return what the judge is asked: prompts, and two completions for each."""
         pairs = self.asked
         return [self.prompts[first] for first, _ in pairs], [[self.texts[row] for row in pair] for pair in pairs]
 
     def shares(self, verdicts: Any, log_metric: Callable[[str, float], None]) -> list[float | None]:
-        """The share of its comparisons that each row wins, by the judge's verdicts on `asked`; None for a row without one."""
+        """Return the share of its comparisons that each row wins, by the verdicts on `asked`; None for a row without one."""
         found = dict(zip(self.asked, _checked(verdicts, len(self.asked)), strict=True))
         wins, games = [0.0] * len(self.texts), [0] * len(self.texts)
         for pair in self.pairs:
@@ -137,14 +135,14 @@ class Contest:
 
 
 def transcript(prompt: Any) -> str:
-    """A prompt as a judge reads it: a string as it is, messages as `role: content`, with an empty line between."""
+    """Return a prompt as a judge reads it: a string as it is, messages as `role: content`, with an empty line between."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message.get('role', '?')}: {text_of([message])}" for message in prompt)
 
 
 def _ordered(prompt: str, texts: Sequence[str], pair: tuple[int, int]) -> tuple[int, int]:
-    """Which of two is shown first."""
+    """Return the pair, the one that is shown first before the other."""
     first, second = pair
     checksum = zlib.crc32("\0".join((prompt, texts[first], texts[second])).encode())
     return (second, first) if checksum & 1 else pair

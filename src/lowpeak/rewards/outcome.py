@@ -40,7 +40,7 @@ class Rows:
         return len(self.texts)
 
     def keywords(self) -> dict[str, Any]:
-        """The keywords of one call: new lists each time, so that a function that sorts or pops harms no other."""
+        """Return the keywords of one call: new lists each time, so that a function that sorts or pops harms no other."""
         return {
             **{name: list(values) for name, values in self.columns.items()},
             "prompts": list(self.prompts),
@@ -49,13 +49,13 @@ class Rows:
         }
 
     def describe(self, row: int) -> str:
-        """Which row an error is about."""
+        """Return which row an error is about."""
         group, completion = self.places[row]
         return f"row {row} (completion {completion} of group {group}: {_shown(self.texts[row])})"
 
 
 def read_rows(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> Rows:
-    """The rows of whole groups.
+    """Return the rows of whole groups.
 
     A column has one value per row, the prompt's or, where a `rollout_func` gave one, the completion's; None where a
     row has neither. Prompts are as the data set gave them, completions strings or lists of one message.
@@ -94,11 +94,11 @@ class RewardLog:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column for the table of completions: one value per row, in one call or in several."""
+        """Log a column for the table of completions: one value per row, in one call or in several."""
         self.columns.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for the log; several of one name are averaged."""
+        """Log a number; several of one name are averaged."""
         self.metrics = merge_metrics(self.metrics, {name: Metric(float(value))})
 
 

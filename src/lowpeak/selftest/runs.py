@@ -80,11 +80,11 @@ class _Run:
         self.told = f"{line['step_time']:.2f} s and {mib(line['peak_memory/train'])} a step"
 
     def apart(self, other: _Run) -> float:
-        """How far the other's weights are, over the way that these have moved."""
+        """Return how far the other's weights are, over the way that these have moved."""
         return float((other.weights - self.weights).norm()) / self.moved
 
     def _reward(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        """A number from the tokens, so that rewards differ within a group."""
+        """Return a number from the tokens, so that rewards differ within a group."""
         self.generating_bytes = self._device_bytes() - self._before
         return [float(sum(ids) % 5) for ids in completion_ids]
 

@@ -74,7 +74,6 @@ class Row:
 
     @property
     def module(self) -> str:
-        """The module that registers the row."""
         return str(getattr(self.run, "func", self.run).__module__)
 
     def lacks(self) -> str | None:

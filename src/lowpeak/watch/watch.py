@@ -113,7 +113,7 @@ class Watch:
         self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._agreed))
 
     def withdraw(self) -> None:
-        """The ranks have agreed on a failure, and all raise it: what was announced of it ends nobody who catches it."""
+        """Take back what was announced of a failure that the ranks have agreed on: it ends nobody who catches it."""
         with self._lock:
             self._agreed += 1
             self._verdicts = [each for each in self._verdicts if each.agreed >= self._agreed]
@@ -124,7 +124,7 @@ class Watch:
                 self._concluded.clear()
 
     def explain(self, error: Exception) -> RankError | None:
-        """What a broken collective means; None for an error that has nothing to do with other ranks."""
+        """Return what a broken collective means; None for an error that has nothing to do with other ranks."""
         lost = is_lost_connection(error)
         self._concluded.wait(0.8 * self._grace if lost else 0.0)
         verdict = next(iter(self._verdicts), None)
@@ -167,7 +167,7 @@ class Watch:
             self._to_first("phase", now)
 
     def _listen(self, line: Line) -> bool:
-        """Take a line's messages; whether there may come more."""
+        """Take a line's messages; return whether there may come more."""
         try:
             messages = line.receive()
         except EOFError:
@@ -178,7 +178,7 @@ class Watch:
         return all([self._take(line, *message) for message in messages])
 
     def _take(self, line: Line, kind: str, *values: Any) -> bool:
-        """Act on a message; whether there may come more."""
+        """Act on a message; return whether there may come more."""
         if kind == "bye":
             self._lines.pop(line.rank, None)
             return False
