@@ -110,7 +110,8 @@ def two_splits(request, tmp_path):
 
 @pytest.mark.parametrize("split", ["other", None])
 def test_a_missing_split_is_an_error_that_names_those_there(two_splits, split):
-    with pytest.raises(DataError, match=rf"'{split or 'train'}'.* (dev|validation|test), (dev|validation|test)\b"):
+    wanted = split or "train"
+    with pytest.raises(DataError, match=rf"'{wanted}'.* (dev|validation|test), (dev|validation|test)\b"):
         open_dataset(two_splits, split)
 
 
