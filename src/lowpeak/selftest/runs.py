@@ -101,7 +101,10 @@ def same_run(bench: Bench, changes: Mapping[str, Any], **settings: Any) -> str:
 
     MismatchError where the weights are more than ten times further apart than those of the two equal runs.
     """
-    run = partial(_Run, bench, **{"max_steps": 3, **settings})
+
+    def run(name: str, **more: Any) -> _Run:
+        return _Run(bench, name, **{"max_steps": 3, **settings, **more})
+
     plain, again, changed = run("plain"), run("again"), run("changed", **changes)
     noise, apart = plain.apart(again), plain.apart(changed)
     require(apart <= 10 * noise, f"weights are {apart:.1e} of their way apart, where the same run gives {noise:.1e}")
@@ -112,11 +115,12 @@ def same_run(bench: Bench, changes: Mapping[str, Any], **settings: Any) -> str:
     )
 
 
-for _flag, _settings in {
+_OFFLOADS: dict[str, dict[str, Any]] = {
     "activation_offloading": {"gradient_checkpointing": True},
     "offload_during_rollout": {},
     "offload_frozen_models": {"beta": 0.1},
-}.items():
+}
+for _flag, _settings in _OFFLOADS.items():
     row(_flag, "a GPU", seconds=90)(partial(same_run, changes={_flag: True}, **_settings))
 
 
