@@ -13,6 +13,7 @@ import itertools
 import json
 import logging
 import math
+import mmap
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,8 +27,6 @@ STEPS = "steps"
 ROLLOUTS = "rollouts"
 
 _INT64 = 2**63
-_AS_THEY_ARE = (bool, str, type(None))
-_BLOCK = 1 << 16
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
@@ -48,12 +47,14 @@ class Journal:
         self._written = False
 
     def check(self) -> None:
-        """CheckpointError where something else has the place of the folder, or of a file that is written or replaced."""
+        """Raise CheckpointError if something else has the place of the folder or of a file."""
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file, and the journal needs a folder there: move or remove it.")
-        for path in (_path(self.folder, name) for name in (STEPS, ROLLOUTS)):
+        for path in _paths(self.folder):
+            if path.is_dir():
+                raise CheckpointError(f"{path} is a folder, and the journal writes a file there: move or remove it.")
             if path.is_symlink() or path.exists():
-                _check_file(path)
+                os.close(open_no_link(path, os.O_RDONLY))
 
     def resume_at(self, step: int) -> None:
         """Continue the files as they were after `step`: lines of later steps, and a torn last line, are removed.
@@ -63,8 +64,9 @@ class Journal:
         if not self._writes:
             return
         with _writing(self.folder):
-            for name in (STEPS, ROLLOUTS):
-                _keep_until(_path(self.folder, name), step)
+            for path in _paths(self.folder):
+                if path.exists():
+                    _keep_until(path, step)
         self._ours = True
 
     def write_step(self, step: int, row: Mapping[str, Any]) -> None:
@@ -80,7 +82,7 @@ class Journal:
         if not self._writes:
             return
         with _writing(self.folder):
-            for path in (_path(self.folder, STEPS), _path(self.folder, ROLLOUTS)):
+            for path in _paths(self.folder):
                 if path.exists():
                     _sync(path)
 
@@ -95,12 +97,10 @@ class Journal:
             if not self._ours:
                 _set_aside(self.folder)
                 self._ours = True
-            descriptor = open_no_link(_path(self.folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-            try:
+            path = self.folder / f"{name}.jsonl"
+            with os.fdopen(open_no_link(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab", buffering=0) as file:
                 for row in rows:
-                    _append_line(descriptor, _line({"step": step} | dict(row) | {"step": step}))
-            finally:
-                os.close(descriptor)
+                    _append_line(file.fileno(), {"step": step} | dict(row) | {"step": step})
 
     def _warn_of_removal(self, step: int) -> None:
         removed = self.folder if self.folder.parent.exists() else self.folder.parent
@@ -115,23 +115,18 @@ class Journal:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `steps.jsonl` in order, without a torn last line; empty where nothing was written."""
-    path = _path(folder, STEPS)
+    """Return the rows of `steps.jsonl` in order, without a torn last line; none if nothing was written."""
+    path = folder / f"{STEPS}.jsonl"
     return [row for _, row in _rows(path)] if path.exists() else []
 
 
-def _path(folder: Path, name: str, number: int | None = None) -> Path:
-    return folder / (f"{name}.jsonl" if number is None else f"{name}.{number}.jsonl")
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    """The row as one line; a lone surrogate, which tokenizers can make and readers refuse, becomes a question mark."""
-    return _ENCODER.encode(_plain(row)).encode("utf-8", "replace") + b"\n"
+def _paths(folder: Path, number: str = "") -> list[Path]:
+    return [folder / f"{name}{number}.jsonl" for name in (STEPS, ROLLOUTS)]
 
 
 def _plain(value: Any) -> Any:
-    """The value as what JSON and 64-bit readers can hold; arrays and tensors become lists, anything unknown its str."""
-    if isinstance(value, _AS_THEY_ARE):
+    """Return the value as what JSON and 64-bit readers can hold; arrays and tensors as lists, anything unknown as its str."""
+    if isinstance(value, bool | str | None):
         return value
     if isinstance(value, int):
         return value if -_INT64 <= value < _INT64 else str(value)
@@ -141,16 +136,13 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
-    return _read_out(value)
-
-
-def _read_out(value: Any) -> Any:
-    """numpy's and torch's values as numbers and lists, anything else as its str."""
     return _plain(value.tolist()) if hasattr(value, "tolist") else str(value)
 
 
-def _append_line(descriptor: int, line: bytes) -> None:
-    """Append the line by one write; a line that the disk cuts short is taken back, so that the file stays readable."""
+def _append_line(descriptor: int, row: Mapping[str, Any]) -> None:
+    """Append the row by one write; a line that the disk cuts short is taken back, so that the file stays readable."""
+    # A lone surrogate, which tokenizers can make and readers refuse, becomes a question mark.
+    line = _ENCODER.encode(_plain(row)).encode("utf-8", "replace") + b"\n"
     start = os.fstat(descriptor).st_size
     written = 0
     try:
@@ -162,7 +154,7 @@ def _append_line(descriptor: int, line: bytes) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each whole line with what it says; a torn last line, and what a power failure left, is passed over."""
+    """Yield each whole line with its row; a torn last line, and what a power failure left, is passed over."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -175,15 +167,7 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 logger.warning("%s: line %d is cut off or damaged and is left out.", path, number)
 
 
-def _check_file(path: Path) -> None:
-    if path.is_dir():
-        raise CheckpointError(f"{path} is a folder, and the journal writes a file there: move or remove it.")
-    os.close(open_no_link(path, os.O_RDONLY))
-
-
 def _keep_until(path: Path, step: int) -> None:
-    if not path.exists():
-        return
     copy = path.with_name(f"{path.name}.new")
     with os.fdopen(open_no_link(copy, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
         file.writelines(line for line, row in _rows(path) if row["step"] <= step)
@@ -195,9 +179,9 @@ def _keep_until(path: Path, step: int) -> None:
 
 def _set_aside(folder: Path) -> None:
     """Give the files of an earlier run the first number that is free for both, without a torn last line."""
-    names = (STEPS, ROLLOUTS)
-    number = next(n for n in itertools.count(1) if not any(_path(folder, name, n).exists() for name in names))
-    for path, aside in ((_path(folder, name), _path(folder, name, number)) for name in names):
+    numbered = (_paths(folder, f".{number}") for number in itertools.count(1))
+    free = next(paths for paths in numbered if not any(path.exists() for path in paths))
+    for path, aside in zip(_paths(folder), free, strict=True):
         if path.exists():
             _drop_torn_line(path)
             os.replace(path, aside)
@@ -205,16 +189,10 @@ def _set_aside(folder: Path) -> None:
 
 def _drop_torn_line(path: Path) -> None:
     with os.fdopen(open_no_link(path, os.O_RDWR), "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - _BLOCK)
-            file.seek(start)
-            newline = file.read(end - start).rfind(b"\n")
-            if newline >= 0:
-                end = start + newline + 1
-                break
-            end = start
-        file.truncate(end)
+        if path.stat().st_size:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                end = data.rfind(b"\n") + 1
+            file.truncate(end)
 
 
 def _sync(path: Path) -> None:

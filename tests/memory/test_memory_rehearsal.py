@@ -28,10 +28,10 @@ SMALL = Qwen2Config(
     intermediate_size=128,
     tie_word_embeddings=True,
 )
-SEVEN_B = Qwen2Config(
+LARGE = Qwen2Config(
     vocab_size=152_064,
     hidden_size=3_584,
-    num_hidden_layers=28,
+    num_hidden_layers=12,
     num_attention_heads=28,
     num_key_value_heads=4,
     intermediate_size=18_944,
@@ -42,41 +42,34 @@ BATCHES = micro_batches(8, 8, 4, 40)
 
 
 def checkpointed():
-    model = make_model(SEVEN_B)
+    model = make_model(LARGE)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 
 
-def test_64_ranks_of_a_7b_model_answer_at_once():
+def test_64_ranks_of_a_model_of_15_gb_answer_at_once():
     batches, core = micro_batches(512, 1536, 1, 2048), replace(CORE, chunk_size=256)
     found = rehearse(checkpointed, batches, ALGORITHM, core, world_size=64, compute=torch.bfloat16)
-    num_bytes = 4 * 7_615_616_512  # in fp32
+    with torch.device("meta"):
+        num_bytes = sum(p.nbytes for p in make_model(LARGE).parameters())
+    assert num_bytes > 15 * GB
     assert found.loaded == pytest.approx(num_bytes / 64, rel=0.01)
     assert found.optimizer == pytest.approx(4 * num_bytes / 64, rel=0.01)  # weights, gradients, AdamW's two
     head = 152_064 * 3_584 * 2
     assert found.score > 3 * num_bytes / 64 + head  # weights, AdamW's states, the head gathered in bf16
-    assert 3 * num_bytes / 64 + 2 * head < found.train < 8 * GB  # and its gradient, far from the 30 GB of all weights
+    assert 3 * num_bytes / 64 + 2 * head < found.train < 8 * GB  # and its gradient, far from all weights
 
 
-def test_one_device_holds_weights_gradients_and_both_states():
-    found = rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE)
-    assert found.optimizer == pytest.approx(4 * found.loaded, rel=0.05)
-    assert found.train == max(found.forward, found.backward) > found.score > 3 * found.loaded
-
-
-def test_a_rank_holds_its_share():
+def test_a_rank_holds_its_share_of_weights_gradients_and_both_states():
     one, four = (rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=w) for w in (1, 4))
+    assert one.optimizer == pytest.approx(4 * one.loaded, rel=0.05)
+    assert one.train == max(one.forward, one.backward) > one.score > 3 * one.loaded
     assert four.loaded == pytest.approx(one.loaded / 4, rel=0.1)
     assert four.optimizer < 0.5 * one.optimizer
     assert not dist.is_initialized()
-
-
-def test_more_tokens_take_more():
-    few, many = (
-        rehearse(lambda: make_model(SMALL), micro_batches(8, length, 4, 1000), ALGORITHM, CORE) for length in (8, 64)
-    )
-    assert many.forward > few.forward
-    assert many.optimizer == few.optimizer
+    many = rehearse(lambda: make_model(SMALL), micro_batches(8, 64, 4, 1000), ALGORITHM, CORE)
+    assert many.forward > one.forward
+    assert many.optimizer == one.optimizer
 
 
 def test_a_phase_that_reads_a_value_is_refused():
@@ -93,32 +86,26 @@ def test_connected_ranks_cannot_rehearse():
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        with pytest.raises(ArgumentError, match="process of its own"):
+        with pytest.raises(ArgumentError):
             rehearse(lambda: make_model(SMALL), BATCHES, ALGORITHM, CORE, world_size=2)
     finally:
         dist.destroy_process_group()
 
 
-def test_a_storage_counts_once_in_blocks_while_it_lives():
+def test_a_storage_counts_once_in_blocks_at_its_size_while_it_lives():
     with StorageMeter() as meter:
         tensor = torch.zeros(300)  # 1,200 bytes
         view = tensor.view(2, 150)[0]
-        assert meter.live_bytes == 1536
         del tensor
         assert meter.live_bytes == 1536
+        meter.begin("freed")
+        view.untyped_storage().resize_(0)
+        meter.begin("grown")
+        view.untyped_storage().resize_(8192)
+        meter.begin(None)
         del view
     assert meter.live_bytes == 0
-
-
-def test_a_storage_that_is_resized_counts_at_its_size():
-    with StorageMeter() as meter:
-        tensor = torch.zeros(1024)
-        meter.begin("freed")
-        tensor.untyped_storage().resize_(0)
-        meter.begin("grown")
-        tensor.untyped_storage().resize_(8192)
-        meter.begin(None)
-    assert meter.peaks == {"freed": 4096, "grown": 8192}
+    assert meter.peaks == {"freed": 1536, "grown": 8192}
     assert torch.UntypedStorage.resize_ is RESIZE
 
 

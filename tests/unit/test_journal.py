@@ -34,17 +34,14 @@ def write_run(folder, num_steps, **row):
 
 def test_steps_are_read_as_they_were_written(tmp_path):
     journal = Journal(tmp_path / "run")
+    journal.sync()
+    assert read_steps(tmp_path / "run") == []
+    assert not (tmp_path / "run").exists()
     rows = [{"reward": 0.1 + 0.2, "phases": {"train": {"seconds": 1.5}}, "name": 'ü\n"x"'}, {"reward": 1.0, "ok": True}]
     for step, row in enumerate(rows, start=1):
         journal.write_step(step, row)
     journal.sync()
     assert read_steps(tmp_path / "run") == [{"step": step, **row} for step, row in enumerate(rows, start=1)]
-
-
-def test_an_unwritten_journal_has_no_steps_and_no_files(tmp_path):
-    Journal(tmp_path / "run").sync()
-    assert read_steps(tmp_path / "run") == []
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_journals_step_wins_over_one_in_the_row(tmp_path):
@@ -112,44 +109,24 @@ def test_a_resumed_run_goes_on_without_doubling_or_losing_a_step(tmp_path):
     assert names(tmp_path) == ["rollouts.jsonl", "steps.jsonl"]
 
 
-def test_resuming_keeps_the_lines_before_byte_for_byte(tmp_path):
-    write_run(tmp_path, 4, reward=1 / 3)
-    before = (tmp_path / "steps.jsonl").read_bytes()
-    Journal(tmp_path).resume_at(4)
-    assert (tmp_path / "steps.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize(
-    "torn", [b'{"step":3,"rew', b"{", b'{"step":3,"reward":1.0}', b"\0\0\0\0", b'"\n', b"\xff\xfe\n"]
+    "torn",
+    [
+        *(b'{"step":3,"rew', b"{", b'{"step":3,"reward":1.0}', b"\0\0\0\0", b'"\n', b"\xff\xfe\n"),
+        *(b'{"step":%s}\n' % step for step in (b"null", b'"3"', b"1.5", b"true", b"[3]", b"NaN", b"[" * 100_000)),
+    ],
 )
-def test_a_torn_line_is_left_out_when_read_and_gone_when_resumed(tmp_path, torn):
-    write_run(tmp_path, 2)
+def test_a_torn_or_damaged_line_is_left_out_when_read_and_gone_when_resumed(tmp_path, caplog, torn):
+    write_run(tmp_path, 2, reward=1 / 3)
     whole = (tmp_path / "steps.jsonl").read_bytes()
     (tmp_path / "steps.jsonl").write_bytes(whole + torn)
     assert [row["step"] for row in read_steps(tmp_path)] == [1, 2]
+    assert f"{tmp_path / 'steps.jsonl'}: line 3 " in caplog.text
     journal = Journal(tmp_path)
     journal.resume_at(2)
     assert (tmp_path / "steps.jsonl").read_bytes() == whole
     journal.write_step(3, {})
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == [1, 2, 3]
-
-
-@pytest.mark.parametrize("step", ["null", '"3"', "1.5", "true", "[3]", "NaN", "[" * 100_000])
-def test_a_line_without_the_number_of_a_step_is_left_out_and_gone_when_resumed(tmp_path, caplog, step):
-    write_run(tmp_path, 2)
-    whole = (tmp_path / "steps.jsonl").read_bytes()
-    (tmp_path / "steps.jsonl").write_bytes(whole + f'{{"step":{step}}}\n'.encode())
-    assert [row["step"] for row in read_steps(tmp_path)] == [1, 2]
-    assert f"{tmp_path / 'steps.jsonl'}: line 3 is cut off or damaged and is left out." in caplog.text
-    Journal(tmp_path).resume_at(2)
-    assert (tmp_path / "steps.jsonl").read_bytes() == whole
-
-
-def test_resuming_where_no_journal_was_starts_one(tmp_path):
-    journal = Journal(tmp_path / "new")
-    journal.resume_at(7)
-    journal.write_step(8, {})
-    assert [row["step"] for row in read_steps(tmp_path / "new")] == [8]
 
 
 def test_a_new_run_in_the_same_folder_sets_the_old_journals_aside(tmp_path):
@@ -207,7 +184,7 @@ except CheckpointError as error:
 def test_a_line_that_the_disk_cuts_short_is_taken_back_and_said(tmp_path):
     command = [sys.executable, "-c", FILL_THE_DISK, str(tmp_path)]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.startswith(f"cannot write the journal in {tmp_path}: File too large; the lines before are whole")
+    assert f"{tmp_path}: File too large" in said
     assert [row["step"] for row in lines(tmp_path / "steps.jsonl")] == list(range(1, 10))
 
 
@@ -215,21 +192,14 @@ def test_a_folder_that_is_removed_during_the_run_is_told_once(tmp_path, caplog):
     journal = Journal(tmp_path / "run" / "journal")
     journal.resume_at(0)
     journal.write_step(1, {})
-    assert "was removed" not in caplog.text
+    assert not caplog.records
     shutil.rmtree(tmp_path / "run")
     journal.write_step(2, {})
     journal.write_step(3, {})
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path / 'run'} was removed while the run wrote into it: the lines and checkpoints that it held from before step 2 "
-        "are gone, and the run goes on in a new folder."
-    ]
+    (warning,) = caplog.records
+    assert warning.args[0] == tmp_path / "run"
+    assert warning.args[-1] == 2
     assert [row["step"] for row in read_steps(tmp_path / "run" / "journal")] == [2, 3]
-
-
-def test_a_folder_that_cannot_be_made_is_a_clear_error(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot write the journal in .*file/run: Not a directory"):
-        Journal(tmp_path / "file" / "run").write_step(1, {})
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "rollouts.jsonl", "steps.jsonl.new"])
@@ -239,7 +209,7 @@ def test_no_file_is_written_through_a_link(tmp_path, name):
     write_run(tmp_path / "run", 2)
     (tmp_path / "run" / name).unlink(missing_ok=True)
     (tmp_path / "run" / name).symlink_to(target)
-    told = pytest.raises(CheckpointError, match=rf"{name} is a symbolic link.*remove the link\.$")
+    told = pytest.raises(CheckpointError, match=rf"{name} ")
     if name == "steps.jsonl.new":
         with told:
             Journal(tmp_path / "run").resume_at(1)
@@ -254,14 +224,10 @@ def test_no_file_is_written_through_a_link(tmp_path, name):
 def test_what_has_the_place_of_the_journals_files_is_told_with_what_to_do(tmp_path):
     Journal(tmp_path / "none").check()
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"file is a file, and the journal needs a folder there: move or remove it"
-    ):
+    with pytest.raises(CheckpointError, match=str(tmp_path / "file")):
         Journal(tmp_path / "file").check()
     (tmp_path / "run" / "rollouts.jsonl").mkdir(parents=True)
-    with pytest.raises(
-        CheckpointError, match=r"rollouts\.jsonl is a folder, and the journal writes a file there: move"
-    ):
+    with pytest.raises(CheckpointError, match=r"run/rollouts\.jsonl"):
         Journal(tmp_path / "run").check()
-    with pytest.raises(CheckpointError, match="Make it writable or choose another output_dir"):
+    with pytest.raises(CheckpointError, match=r"file.*output_dir"):
         Journal(tmp_path / "file").write_step(1, {})

@@ -22,7 +22,7 @@ TEMPLATE_ERRORS = (TemplateError, LookupError, TypeError, ValueError)
 
 
 def check_messages(messages: Sequence[Any], where: str) -> Messages:
-    """The messages without keys whose value is None, each with a role and with text or tool calls.
+    """Return the messages without keys whose value is None, each with a role and with text or tool calls.
 
     Arrow gives every message of a data set the same keys and fills in None, which templates would print. Raises
     DataError, opening with `where`, on anything else than text messages.
@@ -53,7 +53,7 @@ def _check_part(part: Any, where: str) -> None:
 
 
 def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Keyword arguments of the template for one row: the run's `defaults`, then the row's `tools`, then its own kwargs.
+    """Return the template's keyword arguments for one row: the run's `defaults`, then the row's `tools`, then its own kwargs.
 
     `tools` may be a list or its JSON text (Arrow cannot hold schemas of different shapes otherwise); an empty list
     counts as none, because templates print a preamble for it. A None in the row's kwargs is Arrow's filling.
@@ -92,14 +92,14 @@ def begun_text(messages: Messages, options: Mapping[str, Any]) -> str:
 
 
 def encode_chats(tokenizer: Any, conversations: list[Messages], options: Mapping[str, Any]) -> list[list[int]]:
-    """The token ids of each conversation: one call of the template, then of the tokenizer, for all of them."""
+    """Return the token ids of each conversation: one call of the template, then of the tokenizer, for all of them."""
     encoded = tokenizer.apply_chat_template(conversations, **{**options, "tokenize": True, "return_dict": True})
     # Tokenizers that are not transformers' own may answer with the bare lists.
     return encoded["input_ids"] if isinstance(encoded, Mapping) else encoded
 
 
 def encode_chat(tokenizer: Any, messages: Messages, options: Mapping[str, Any], where: str) -> list[int]:
-    """The token ids of one conversation; a template that fails is a DataError that opens with `where`."""
+    """Return the token ids of one conversation; a template that fails is a DataError that opens with `where`."""
     try:
         return encode_chats(tokenizer, [messages], options)[0]
     except TEMPLATE_ERRORS as error:
@@ -108,10 +108,15 @@ def encode_chat(tokenizer: Any, messages: Messages, options: Mapping[str, Any], 
         ) from error
 
 
-def check_template(tokenizer: Any, options: Mapping[str, Any], where: str) -> None:
-    """Raise DataError where messages meet a tokenizer that has no chat template."""
+def checked_chat(
+    tokenizer: Any, row: Mapping[str, Any], turns: Sequence[Any], defaults: Mapping[str, Any], where: str, part: str
+) -> tuple[Messages, dict[str, Any]]:
+    """Return a row's messages and the template's options for them; DataError, opening with `where`, if they cannot be used."""
+    messages = check_messages(turns, f"{where}: {part}")
+    options = template_options(row, defaults, where)
     if getattr(tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
         raise DataError(
-            f"{where} is a list of messages, but the tokenizer has no chat template; set tokenizer.chat_template, take "
+            f"{where}: {part} is a list of messages, but the tokenizer has no chat template; set tokenizer.chat_template, take "
             "the tokenizer of an instruct model, or write the prompts as strings."
         )
+    return messages, options

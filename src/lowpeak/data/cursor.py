@@ -16,7 +16,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from lowpeak.data.digest import digest_rows
-from lowpeak.data.prompts import PromptReader, RowReader, log_left_out, num_rows, read_rows, usable_rows
+from lowpeak.data.prompts import PromptReader, RowReader, log_left_out, num_rows, read_all, usable_rows
 from lowpeak.errors import CheckpointError, DataError
 from lowpeak.records import Prompt
 
@@ -59,7 +59,7 @@ class PromptCursor(Generic[Item]):
         self._start_epoch(0)
 
     def take(self, count: int) -> list[Item]:
-        """The next `count` prompts. Raises DataError on a row that cannot be used, or an epoch that has none at all."""
+        """Return the next `count` prompts. Raises DataError on a row that cannot be used, or an epoch that has none at all."""
         items: list[Item] = []
         while len(items) < count:
             index, row = self._next_row()
@@ -72,7 +72,7 @@ class PromptCursor(Generic[Item]):
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers from which the same data set goes on with the very next prompt."""
+        """Return plain numbers from which the same data set goes on with the very next prompt."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -124,7 +124,7 @@ class PromptCursor(Generic[Item]):
         return indexed_row
 
     def _walk(self, epoch: int, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """The epoch's rows from `position` on, each with its index. Nothing is read before the first is asked for."""
+        """Yield the epoch's rows from `position` on, each with its index. Nothing is read before the first is asked for."""
         if self.prompts_per_epoch is not None:
             order = permutation(self.prompts_per_epoch, self._seed, epoch) if self._shuffle else None
             for i in range(position, self.prompts_per_epoch):
@@ -143,7 +143,7 @@ class PromptCursor(Generic[Item]):
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of an epoch: [size] int64, the same on every machine and with every NumPy.
+    """Return the order of an epoch: [size] int64, the same on every machine and with every NumPy.
 
     The order in which `size` raw 64-bit numbers of Philox(key=(seed, epoch)) sort. NumPy promises the raw stream of a
     bit generator to stay, and no such thing of `Generator.permutation` (NEP 19).
@@ -160,19 +160,12 @@ def _shuffled_stream(dataset: IterableDataset, seed: int) -> IterableDataset:
 
 
 def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> list[Prompt]:
-    """All prompts of an evaluation set in order, with serials from 0; logs how many are left out."""
-    prompts: list[Prompt] = []
-    total = 0
-    for _, prompt in read_rows(dataset, reader):
-        total += 1
-        if prompt is not None:
-            prompts.append(replace(prompt, serial=len(prompts)))
-    log_left_out(total - len(prompts), total, reader)
-    return prompts
+    """Return all prompts of an evaluation set in order, with serials from 0; logs how many are left out."""
+    return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
 
 
 def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
-    """A run's cursor over the rows that can be used: all of a data set are read first, those of a stream as they come."""
+    """Return a run's cursor over the rows that can be used: all of a data set are read first, those of a stream as they come."""
     is_stream = num_rows(dataset) is None
     return PromptCursor(
         dataset if is_stream else usable_rows(dataset, reader),

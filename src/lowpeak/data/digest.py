@@ -11,13 +11,13 @@ _ROWS = 32  # at most, spread evenly from the first to the last
 
 
 def digest_row(row: Mapping[str, Any]) -> str:
-    """Of a row's values; of what is no plain value (an image), its type alone."""
+    """Digest a row's values; of what is no plain value (an image), its type alone."""
     text = json.dumps(dict(sorted(row.items())), default=lambda value: type(value).__name__)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def digest_rows(data: Any) -> str:
-    """Of the first row, the last, and some in between."""
+    """Digest the first row, the last, and some in between."""
     last = len(data) - 1
     places = sorted({last * i // (_ROWS - 1) for i in range(_ROWS)})
     return hashlib.sha256(" ".join(digest_row(data[i]) for i in places).encode()).hexdigest()[:12]

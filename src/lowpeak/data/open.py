@@ -34,7 +34,7 @@ def open_dataset(
     *,
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """One split of the data set that `source` names.
+    """Return one split of the data set that `source` names.
 
     `source` is a .json, .jsonl, .parquet or .csv file, a list or a glob of such files, a folder that `save_to_disk`
     wrote, a folder with data files, or a name on the hub. `split` may be a slice such as "train[:100]" where `datasets`
@@ -59,7 +59,7 @@ def is_on_hub(source: str) -> bool:
 
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:
-    """The local files or the folder meant by `source`, all there; None for a name on the hub."""
+    """Return the local files or the folder meant by `source`, all there; None for a name on the hub."""
     paths = _one_path(source) if isinstance(source, str | Path) else _listed_paths(source)
     for path in paths or []:
         if not path.exists():
@@ -68,7 +68,7 @@ def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None
 
 
 def _one_path(source: str | Path) -> list[Path] | None:
-    """The path itself, what a pattern matches, or None for a name on the hub."""
+    """Return the path itself, what a pattern matches, or None for a name on the hub."""
     path = Path(source).expanduser()
     if path.exists():
         return [path]
@@ -98,7 +98,7 @@ def _is_hub_name(source: str) -> bool:
 
 
 def _builder(paths: Sequence[Path]) -> str:
-    """The reader of `datasets` for these files, which must be of one kind."""
+    """Return the reader of `datasets` for these files, which must be of one kind."""
     builders = {_BUILDERS.get(path.suffix.lower()) for path in paths}
     if None in builders or len(builders) > 1:
         suffixes = ", ".join(sorted({path.suffix or path.name for path in paths}))

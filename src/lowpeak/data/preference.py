@@ -17,13 +17,13 @@ away, because a classifier looks for the last token before them. What both rows 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from lowpeak.data.chat import check_messages, check_template, encode_chat, template_options
-from lowpeak.data.prompts import check_ids, log_left_out, num_shared, padding_id, read_rows
+from lowpeak.data.chat import checked_chat, encode_chat
+from lowpeak.data.prompts import RowReader, check_ids, num_shared, padding_id, read_all
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -41,7 +41,7 @@ def check_columns(row: Mapping[str, Any], where: str) -> None:
         )
 
 
-class PreferenceReader:
+class PreferenceReader(RowReader[Pair]):
     """Reads rows as pairs of records of one group; each counts one token, its slot.
 
     Advantages are +1 at the chosen record's slot and -1 at the rejected one's, returns the margin and 0 (see
@@ -65,12 +65,10 @@ class PreferenceReader:
 
     @property
     def left_out(self) -> str:
-        """Why a pair may be left out."""
         same = "chosen and rejected are the same"
         return same if self.max_length is None else f"one of the two has more than {self.max_length} tokens, or {same}"
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Pair | None:
-        """The row as two records of group `serial`; None where it is left out."""
         where = f"row {serial if index is None else index}"
         chosen, rejected = self._pair_ids(row, where)
         margin = _margin(row, where)
@@ -78,10 +76,6 @@ class PreferenceReader:
         if chosen == rejected or (self.max_length is not None and longest > self.max_length):
             return None
         return make_pair(serial, chosen, rejected, margin, self._padding)
-
-    def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Pair | None]:
-        """`[read(row, first + i) for i, row in enumerate(rows)]`."""
-        return [self.read(row, i) for i, row in enumerate(rows, first)]
 
     def _pair_ids(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[int]]:
         check_columns(row, where)
@@ -92,25 +86,21 @@ class PreferenceReader:
         return self._checked(chosen, where, "chosen"), self._checked(rejected, where, "rejected")
 
     def _encode(self, row: Mapping[str, Any], side: str, where: str) -> list[int]:
-        """Token ids of the prompt, if there is one, and the answer."""
+        """Return the token ids of the prompt, if there is one, and the answer."""
         prompt, answer = row.get("prompt"), row[side]
         if isinstance(answer, str) and isinstance(prompt, str | None):
             ids: list[int] = self._tokenizer((prompt or "") + answer, add_special_tokens=False)["input_ids"]
             return ids
         if isinstance(answer, list) and isinstance(prompt, list | None):
-            return self._encode_turns(row, [*(prompt or []), *answer], f"{where}: {side!r}", where)
+            turns = [*(prompt or []), *answer]
+            chat = checked_chat(self._tokenizer, row, turns, self._template_defaults, where, repr(side))
+            return encode_chat(self._tokenizer, *chat, f"{where}: {side!r}")
         kinds = f"{side!r} of type {type(answer).__name__}"
         beside = "" if prompt is None else f" and a prompt of type {type(prompt).__name__}"
         raise DataError(f"{where} has {kinds}{beside}; give strings, or lists of messages.")
 
-    def _encode_turns(self, row: Mapping[str, Any], turns: list[Any], which: str, where: str) -> list[int]:
-        messages = check_messages(turns, which)
-        options = template_options(row, self._template_defaults, where)
-        check_template(self._tokenizer, options, which)
-        return encode_chat(self._tokenizer, messages, options, which)
-
     def _checked(self, ids: list[int], where: str, side: str) -> list[int]:
-        """The ids up to the last that is no padding."""
+        """Return the ids up to the last that is no padding."""
         check_ids(ids, self._num_embeddings, where)
         while ids and ids[-1] == self._padding:
             ids = ids[:-1]
@@ -120,7 +110,7 @@ class PreferenceReader:
 
 
 def make_pair(group: int, chosen: list[int], rejected: list[int], margin: float, slot: int) -> Pair:
-    """Two tokenized rows as records; their prompt is what both begin with, at least the first token of each."""
+    """Return two tokenized rows as records; their prompt is what both begin with, at least the first token of each."""
     start = max(1, num_shared(chosen, rejected))
     return _record(group, chosen, start, slot, 1.0, margin), _record(group, rejected, start, slot, -1.0, 0.0)
 
@@ -152,13 +142,10 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
 
 
 def read_pairs(dataset: Any, reader: PreferenceReader) -> list[Record]:
-    """The records of all pairs of a data set, their groups counted from 0; logs how many are left out."""
-    pairs = [pair for _, pair in read_rows(dataset, reader)]
-    kept = [pair for pair in pairs if pair is not None]
-    log_left_out(len(pairs) - len(kept), len(pairs), reader)
-    return flat(kept)
+    """Return the records of all pairs of a data set, their groups counted from 0; logs how many are left out."""
+    return flat(read_all(dataset, reader)[0])
 
 
 def flat(pairs: Iterable[Pair]) -> list[Record]:
-    """The records of pairs, one after another."""
+    """Return the records of pairs, one after another."""
     return [record for pair in pairs for record in pair]

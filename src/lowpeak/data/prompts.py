@@ -19,8 +19,7 @@ from lowpeak.data.chat import (
     TEMPLATE_ERRORS,
     Messages,
     begun_text,
-    check_messages,
-    check_template,
+    checked_chat,
     encode_chat,
     encode_chats,
     prompt_options,
@@ -47,19 +46,19 @@ class RowReader(Protocol[Item_co]):
 
     @property
     def left_out(self) -> str:
-        """Completes the sentence "3 of 10 rows are left out: ..."."""
+        """Complete the sentence "3 of 10 rows are left out: ..."."""
         ...
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
-        """One row; `index` is its place in the data set, for errors (None: the same as `serial`)."""
+        """Read one row; `index` is its place in the data set, for errors (None: the same as `serial`)."""
         ...
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> Sequence[Item_co | None]:
-        """Consecutive rows, of which the first has the index and the serial `first`."""
-        ...
+        """Read consecutive rows, of which the first has the index and the serial `first`."""
+        return [self.read(row, i) for i, row in enumerate(rows, first)]
 
 
-class PromptReader:
+class PromptReader(RowReader[Prompt]):
     """Reads rows as prompts. One reader per data set: it remembers the format of its first row.
 
     Strings are tokenized with the tokenizer's special tokens (a BOS where it adds one) and messages as the chat
@@ -88,24 +87,22 @@ class PromptReader:
 
     @property
     def left_out(self) -> str:
-        """Why a row may be left out."""
         return f"the prompt has more than {self._max_tokens} tokens"
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Prompt | None:
-        """The row as a prompt with this serial; None where it is too long and `overlong` is "drop"."""
+        """Return the row as a prompt with this serial; None if it is too long and `overlong` is "drop"."""
         index = serial if index is None else index
         ids = self._encode([row], index)[0]
         return self._prompt(row, ids, serial, index)
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Prompt | None]:
-        """`[read(row, first + i) for i, row in enumerate(rows)]`, in as few calls of the tokenizer as possible."""
         encoded = self._encode(rows, first)
         return [
             self._prompt(row, ids, first + i, first + i) for i, (row, ids) in enumerate(zip(rows, encoded, strict=True))
         ]
 
     def _encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
-        """Token ids of consecutive rows; checks them all before it tokenizes any."""
+        """Return token ids of consecutive rows; checks them all before it tokenizes any."""
         for i, row in enumerate(rows, first):
             check_columns(row, f"row {i}")
             self._check_format(row["prompt"], f"row {i}")
@@ -128,14 +125,11 @@ class PromptReader:
             raise DataError(f"{where} has {kinds[0]} as its prompt, earlier rows have {kinds[1]}; use one format.")
 
     def _encode_chats(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
-        """Consecutive rows whose template is called with the same arguments share one call."""
+        """Return token ids; consecutive rows whose template has the same arguments share one call."""
         chats: list[tuple[str, Messages, dict[str, Any]]] = []
         for i, row in enumerate(rows, first):
-            where = f"row {i}: the prompt"
-            messages = check_messages(row["prompt"], where)
-            options = prompt_options(messages, template_options(row, self._template_defaults, f"row {i}"))
-            check_template(self._tokenizer, options, where)
-            chats.append((where, messages, options))
+            chat = checked_chat(self._tokenizer, row, row["prompt"], self._template_defaults, f"row {i}", "the prompt")
+            chats.append((f"row {i}: the prompt", chat[0], prompt_options(*chat)))
         encoded: list[list[int]] = []
         for options, run in groupby(chats, key=lambda chat: chat[2]):
             encoded.extend(self._encode_run(list(run), options))
@@ -224,7 +218,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def padding_id(tokenizer: Any) -> int:
-    """The token that fills micro-batches on the right: the pad token, else the end-of-sequence token.
+    """Return the token that fills micro-batches on the right: the pad token, else the end-of-sequence token.
 
     Nothing ever reads what stands there, so a tokenizer without a pad token is left as it is.
     """
@@ -235,7 +229,7 @@ def padding_id(tokenizer: Any) -> int:
 
 
 def num_rows(dataset: Dataset | IterableDataset, name: str = "The data set") -> int | None:
-    """Rows of a data set with random access; None for a stream. An empty one, or several in one, is a DataError."""
+    """Return the rows of a data set with random access; None for a stream. An empty one, or several in one, is a DataError."""
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise DataError(f"{name} has the splits {_names(dataset)}; pass one of them, as in dataset['train'].")
     _refuse_other_tables(dataset)
@@ -259,7 +253,7 @@ def _refuse_other_tables(dataset: Any) -> None:
 
 
 def read_rows(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> Iterator[tuple[int, Item_co | None]]:
-    """Every row's index with what the reader makes of it, once through, a thousand rows in memory."""
+    """Yield every row's index with what the reader makes of it, once through, a thousand rows in memory."""
     first = 0
     for rows in _batches(dataset):
         yield from enumerate(reader.read_batch(rows, first), first)
@@ -294,25 +288,25 @@ def rows_at(dataset: Any, indices: list[int]) -> list[Mapping[str, Any]]:
         ) from error
 
 
-def check_rows(dataset: Dataset, reader: RowReader[Any]) -> Sequence[int]:
-    """Read every row of a data set with random access; the indices of those that stay.
-
-    `dataset.select(check_rows(dataset, reader))` is a data set in which no row fails or is left out. Raises DataError
-    on the first row that cannot be used, on an empty data set, and where no row stays. Logs once how many are left out.
-    """
-    size = num_rows(dataset)
-    assert size is not None, "a stream cannot be read up front"
-    kept = [index for index, item in read_rows(dataset, reader) if item is not None]
-    log_left_out(size - len(kept), size, reader)
-    return range(size) if len(kept) == size else kept
-
-
 def usable_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
-    """The data set without the rows that are left out; see `check_rows`. A list of rows is a data set too."""
-    kept = check_rows(dataset, reader)
+    """Return the data set without the rows that are left out; a list of rows is a data set too.
+
+    Raises DataError on the first row that cannot be used, on an empty data set, and if no row stays. Logs once how many are
+    left out.
+    """
+    kept = [index for index, item in read_rows(dataset, reader) if item is not None]
+    log_left_out(len(dataset) - len(kept), len(dataset), reader)
     if len(kept) == len(dataset):
         return dataset
     return dataset.select(kept) if hasattr(dataset, "select") else [dataset[i] for i in kept]
+
+
+def read_all(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> tuple[list[Item_co], int]:
+    """Return what the reader makes of the rows that stay, and how many rows there are; logs how many are left out."""
+    items = [item for _, item in read_rows(dataset, reader)]
+    kept = [item for item in items if item is not None]
+    log_left_out(len(items) - len(kept), len(items), reader)
+    return kept, len(items)
 
 
 def check_end(dataset: Any, max_steps: int) -> None:

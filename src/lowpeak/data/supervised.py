@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
 
 from lowpeak.data.assistant_turns import AssistantTurns
-from lowpeak.data.chat import TEMPLATE_ERRORS, check_messages, check_template, encode_chat, template_options
-from lowpeak.data.prompts import check_ids, log_left_out, num_shared, read_rows
+from lowpeak.data.chat import TEMPLATE_ERRORS, Messages, check_messages, checked_chat, encode_chat
+from lowpeak.data.prompts import RowReader, check_ids, num_shared, read_all
 from lowpeak.errors import DataError, fail_on_exit
 from lowpeak.records import Completion, Record
 
@@ -53,7 +53,7 @@ def check_columns(row: Mapping[str, Any], text_field: str, where: str) -> None:
         )
 
 
-class SupervisedReader:
+class SupervisedReader(RowReader[Record]):
     """Reads rows as records without rewards, advantages and sampling log-probs (those are zeros).
 
     `max_length` cuts the end of longer rows, whose finish reason is then "length". `completion_only` None is each
@@ -88,18 +88,13 @@ class SupervisedReader:
         self._warned = False
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
-        """The row as a record of group `serial`; None where no token of it counts."""
         where = f"row {serial if index is None else index}"
         ids, counted = self._tokenize(row, where)
         check_ids(ids, self._num_embeddings, where)
         return make_record(serial, ids, counted, self.max_length)
 
-    def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Record | None]:
-        """`[read(row, first + i) for i, row in enumerate(rows)]`."""
-        return [self.read(row, i) for i, row in enumerate(rows, first)]
-
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
-        """Token ids of the whole row, and which of them count."""
+        """Return the token ids of the whole row, and which of them count."""
         if self._formatting_func is not None:
             with fail_on_exit(DataError, "formatting_func"):
                 text = self._formatting_func(row)
@@ -168,9 +163,8 @@ class SupervisedReader:
         return ids, [False] * start + counted[start:]
 
     def _encode_turns(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[int], list[bool]]:
-        prompt = check_messages(row["prompt"], f"{where}: the prompt")
+        prompt, options = self._chat(row, row["prompt"], where, "the prompt")
         completion = check_messages(row["completion"], f"{where}: the completion")
-        options = self._options(row, where)
         prompt_ids = encode_chat(self._tokenizer, prompt, {"add_generation_prompt": True, **options}, where)
         if self._assistant_only:
             first = 0 if self._completion_only is False else len(prompt)
@@ -184,8 +178,7 @@ class SupervisedReader:
             raise DataError(f"{where} has {name!r} of type {type(turns).__name__}; it must be a list.")
         if name == "conversations":
             turns = [_with_role_and_content(turn) for turn in turns]
-        messages = check_messages(turns, f"{where}: {name!r}")
-        options = self._options(row, where)
+        messages, options = self._chat(row, turns, where, repr(name))
         if self._assistant_only or self._completion_only:
             return self._encode_assistant(messages, options, where)
         ids = encode_chat(self._tokenizer, messages, options, where)
@@ -203,16 +196,14 @@ class SupervisedReader:
         ids = self._end(self._encode_text(text))
         return ids, [True] * len(ids)
 
-    def _options(self, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-        options = template_options(row, self._template_defaults, where)
-        check_template(self._tokenizer, options, where)
-        return options
+    def _chat(self, row: Mapping[str, Any], turns: list[Any], where: str, part: str) -> tuple[Messages, dict[str, Any]]:
+        return checked_chat(self._tokenizer, row, turns, self._template_defaults, where, part)
 
     def _encode_text(self, text: str) -> list[int]:
         return self._tokenizer(text)["input_ids"]
 
     def _end(self, ids: list[int]) -> list[int]:
-        """Plain text with the end-of-sequence token, unless the text or the tokenizer has put it there."""
+        """Return plain text's ids with the end-of-sequence token, unless the text or the tokenizer has put it there."""
         end = self._tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
@@ -231,7 +222,7 @@ class SupervisedReader:
         return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
     def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:
-        """Where the completion starts: after the prompt's tokens, or where they and the row's part (as TRL does)."""
+        """Return where the completion starts: after the prompt's tokens, or where they and the row's part (as TRL does)."""
         start = num_shared(prompt_ids, ids)
         if start < len(prompt_ids) and not self._warned:
             self._warned = True
@@ -274,7 +265,7 @@ def _with_role_and_content(turn: Any) -> Any:
 
 
 def make_record(group: int, ids: list[int], counted: list[bool], max_length: int | None = None) -> Record | None:
-    """A tokenized row as a record, cut to `max_length`; None where nothing after the first token counts.
+    """Return a tokenized row as a record, cut to `max_length`; None where nothing after the first token counts.
 
     The prompt is all that stands before the first counted token; what stands after the last one is left away, since
     under causal attention it changes nothing. The loss mask says which tokens between them count.
@@ -295,11 +286,9 @@ def make_record(group: int, ids: list[int], counted: list[bool], max_length: int
 
 
 def read_records(dataset: Dataset | IterableDataset, reader: SupervisedReader) -> list[Record]:
-    """All records of a data set, their groups counted from 0; logs how many rows are cut and how many left out."""
-    items = [record for _, record in read_rows(dataset, reader)]
-    records = [record for record in items if record is not None]
-    log_left_out(len(items) - len(records), len(items), reader)
+    """Return all records of a data set, their groups counted from 0; logs how many rows are cut and how many left out."""
+    records, num_rows = read_all(dataset, reader)
     num_cut = sum(record.completion.finish_reason == "length" for record in records)
     if num_cut:
-        logger.warning("%d of %d rows are longer than max_length and lose their end.", num_cut, len(items))
+        logger.warning("%d of %d rows are longer than max_length and lose their end.", num_cut, num_rows)
     return records

@@ -29,7 +29,7 @@ class Mover(Protocol):
     device: torch.device
 
     def away(self, flat: Tensor) -> Tensor:
-        """A copy of `flat` in host memory; the caller may drop `flat` at once."""
+        """Return a copy of `flat` in host memory; the caller may drop `flat` at once."""
         ...
 
     def back(self, host: Tensor) -> Tensor:
@@ -50,16 +50,14 @@ class DeviceMover:
         self._stream = self._torch.Stream(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
-        """Copy once what computes `flat` has run; the allocator keeps its memory until the copy is done."""
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._stream.wait_stream(self._torch.current_stream(self.device))
         with self._torch.stream(self._stream):
             host.copy_(flat, non_blocking=True)
-        flat.record_stream(self._stream)
+        flat.record_stream(self._stream)  # the allocator keeps its memory until the copy is done
         return host
 
     def back(self, host: Tensor) -> Tensor:
-        """Copy on the stream that copied it away, so behind that copy."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         self._stream.wait_stream(self._torch.current_stream(self.device))  # the memory may have been in use until now
         with self._torch.stream(self._stream):
@@ -68,7 +66,6 @@ class DeviceMover:
         return flat
 
     def wait(self, flat: Tensor) -> None:
-        """The computing stream waits for all copies begun so far."""
         self._torch.current_stream(self.device).wait_stream(self._stream)
 
 
@@ -125,7 +122,7 @@ class _Session:
         self._ahead: _Away | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | _Handle:
-        """A handle in the tensor's place, or the tensor itself where it stays."""
+        """Return a handle in the tensor's place, or the tensor itself if it stays."""
         if not self._moves(tensor):
             return tensor
         tensor = tensor.detach()
@@ -133,7 +130,6 @@ class _Session:
         return _Handle(self._away(tensor), tensor.dtype, tuple(tensor.size()), tensor.stride(), offset)
 
     def unpack(self, saved: Tensor | _Handle) -> Tensor:
-        """The tensor back on its device, as the view that it was."""
         if isinstance(saved, Tensor):
             return saved
         flat = self._here(saved.storage)
@@ -141,7 +137,7 @@ class _Session:
         return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _moves(self, tensor: Tensor) -> bool:
-        """Plain dense tensors on the device, of a size that is worth it, that are no part of a parameter."""
+        """Return whether a tensor leaves: plain, dense, on the device, large enough and no part of a parameter."""
         # A tensor made of others (distributed, quantized) has a storage that says nothing.
         plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
         if not plain or tensor.device != self._mover.device:
@@ -150,7 +146,7 @@ class _Session:
         return storage.nbytes() >= self._least_bytes and storage._cdata not in self._kept
 
     def _away(self, tensor: Tensor) -> _Away:
-        """The host copy of the tensor's storage; made anew where the storage was written to since."""
+        """Return the host copy of the tensor's storage; a new one if the storage was written to since."""
         key = StorageWeakRef(tensor.untyped_storage())
         found = self._known.get(key)
         if found is not None and found.version == tensor._version:
@@ -163,7 +159,7 @@ class _Session:
         return made
 
     def _here(self, storage: _Away) -> Tensor:
-        """The storage's bytes on the device; those of the one that was used before it are let go."""
+        """Return the storage's bytes on the device; those of the one that was used before it are let go."""
         if storage.here is None:
             storage.here = self._mover.back(storage.host)
         self._mover.wait(storage.here)
@@ -183,7 +179,7 @@ class _Session:
 
 
 def activation_offload(model: nn.Module, device: torch.device) -> ActivationOffload:
-    """The offload of a model that trains on `device`; ArgumentError where there is no other memory to move to."""
+    """Return the offload of a model that trains on `device`; ArgumentError if there is no other memory to move to."""
     if not has_memory(device):
         raise ArgumentError(
             f"activation_offloading=True moves activations from a GPU to host memory, and this run trains on {device.type}: "

@@ -34,7 +34,6 @@ class Rehearsed:
 
     @property
     def train(self) -> int:
-        """Forward and backward."""
         return max(self.forward, self.backward)
 
 
@@ -49,7 +48,7 @@ def rehearse(
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
     max_grad_norm: float = 1.0,
 ) -> Rehearsed:
-    """The peak of each phase of a step on rank 0 of `world_size` (FSDP2; one rank is one device), with no weight anywhere.
+    """Return the peak of each phase of a step on rank 0 of `world_size` (FSDP2; one rank is one device), with no weight anywhere.
 
     A first step makes the optimizer's states; then `score`, `run_step`, clipping and the optimizer count. They run under
     FakeTensorMode on the model that `make_model` gives, with its head installed (and made inside, where it takes no memory).

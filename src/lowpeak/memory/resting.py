@@ -53,17 +53,15 @@ class DeviceHostMover:
         self._torch = torch.get_device_module(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
-        """Ordered on the stream before whatever may get the freed memory next."""
+        # Ordered on the stream before whatever may get the freed memory next.
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         host.copy_(flat, non_blocking=True)
         return host
 
     def back(self, host: Tensor, flat: Tensor) -> None:
-        """The pinned memory is kept by torch until the copy has run, and taken again next time."""
         flat.copy_(host, non_blocking=True)
 
     def settle(self) -> None:
-        """Wait for the device, and give cached blocks back to it."""
         self._torch.synchronize(self.device)
         self._torch.empty_cache()
 
@@ -83,12 +81,11 @@ class Rest:
         self.seconds = 0.0
 
     def add(self, idle: Tensors) -> None:
-        """More that leaves."""
         self._idle.append(idle)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """What is idle is away in the block; MemoryExhaustedError where the host cannot take it, or it cannot come back."""
+        """Keep what is idle away in the block; MemoryExhaustedError if the host cannot take it, or it cannot come back."""
         try:
             self._leave(tensor for idle in self._idle for tensor in idle())
             yield
@@ -99,7 +96,7 @@ class Rest:
 
     @contextmanager
     def here(self, tensors: Tensors) -> Iterator[None]:
-        """These are on the device in the block; those of them that were away leave again after it."""
+        """Keep these on the device in the block; those of them that were away leave again after it."""
         keys = tuple(key for key in _storages(tensors()) if key in self._left)
         self._return(keys)
         try:
@@ -109,7 +106,7 @@ class Rest:
                 self._leave(tensors())
 
     def take(self) -> tuple[int, float]:
-        """Bytes that left, and seconds that leaving and coming back took, since the last call."""
+        """Return the bytes that left, and the seconds that leaving and coming back took, since the last call."""
         taken, self.bytes_away, self.seconds = (self.bytes_away, self.seconds), 0, 0.0
         return taken
 
@@ -142,7 +139,7 @@ class Rest:
         self.seconds += time.perf_counter() - start
 
     def _return_anyhow(self) -> None:
-        """As much as there is room for: what goes wrong here must not hide the error that is under way."""
+        """Return as much as there is room for; what goes wrong here must not hide the error that is under way."""
         try:
             self._return(tuple(self._left))
         except Exception as error:
@@ -150,7 +147,7 @@ class Rest:
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """The storages of tensors, each once. A tensor made of others (distributed) has those of its own shard's."""
+    """Return the storages of tensors, each once; of a distributed tensor that of its local shard."""
     found = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)

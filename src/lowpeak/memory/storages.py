@@ -35,7 +35,7 @@ class StorageMeter(TorchDispatchMode):
         self._sizes: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def begin(self, phase: str | None) -> None:
-        """What is alive from here on counts as `phase`'s, until the next begins; None is nobody's."""
+        """Count what is alive from here on as `phase`'s, until the next begins; None is nobody's."""
         self._settle()
         if self._phase is not None:
             self.peaks[self._phase] = max(self._peak, self.peaks.get(self._phase, 0))
@@ -43,7 +43,7 @@ class StorageMeter(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A block whose tensors nobody holds, and are not counted."""
+        """Leave the block's tensors, which nobody holds, uncounted."""
         before, self._paused = self._paused, True
         try:
             yield

@@ -15,7 +15,6 @@ from fractions import Fraction
 from typing import Any
 
 from lowpeak.errors import RewardError
-from lowpeak.rewards.messages import text_of
 
 _MARK = re.compile(r"####|\\boxed\s*\{|<answer>")
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
@@ -28,22 +27,35 @@ _NUMBER = re.compile(
 _MAX_LENGTH = 1000  # of a number or a box: Python refuses integers of 4300 digits, and unclosed boxes cost time
 
 
+def text_of(completion: Any) -> str:
+    """Return the completion's text: a string as it is, of a list of messages the last one's content.
+
+    The last one, because with tools in between it is the message that has the final answer.
+    """
+    if isinstance(completion, str):
+        return completion
+    content = completion[-1].get("content") if completion else ""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content)
+    return content or ""
+
+
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None, **_: Any
 ) -> list[float | None]:
-    """1 where the final answers are equal as text, runs of white space counting as one space; 0 elsewhere."""
+    """Give 1 where the final answers are equal as text, runs of white space counting as one space; 0 elsewhere."""
     return _compare(completions, _truths("exact_match", answer, solution), final_answer)
 
 
 def numeric_match(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None, **_: Any
 ) -> list[float | None]:
-    """1 where the final numbers are equal, exactly and however they are written: 72, 72.00, $72, 72%; 0 elsewhere."""
+    """Give 1 where the final numbers are equal, exactly and however they are written: 72, 72.00, $72, 72%; 0 elsewhere."""
     return _compare(completions, _truths("numeric_match", answer, solution), final_number)
 
 
 def final_answer(text: str) -> str:
-    """What the last mark holds, else the last line that is not blank; "" where there is none."""
+    """Return what the last mark holds, else the last line that is not blank; "" where there is none."""
     marked = _marked(text)
     if marked is None:
         marked = next((line for line in reversed(text.splitlines()) if line.strip()), "")
@@ -51,7 +63,7 @@ def final_answer(text: str) -> str:
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The last number that the last mark holds, else the text's last number; None where there is none.
+    r"""Return the last number that the last mark holds, else the text's last number; None where there is none.
 
     Thousands' commas, currency signs and percent signs are taken off (50% is 50, as in GSM8K); `3/4` and
     `\frac{3}{4}` are three quarters.
@@ -81,12 +93,12 @@ def _compare(
 
 
 def _spelled(truth: Any) -> str:
-    """The column's value as text, a float without an exponent."""
+    """Return the column's value as text, a float without an exponent."""
     return format(Decimal(str(truth)), "f") if isinstance(truth, float) else str(truth)
 
 
 def _marked(text: str) -> str | None:
-    """What the last mark holds, a box that was cut off aside; None without one."""
+    """Return what the last mark holds, a box that was cut off aside; None without one."""
     for mark in reversed(list(_MARK.finditer(text))):
         rest = text[mark.end() :]
         if mark.group() == "####":
@@ -100,7 +112,7 @@ def _marked(text: str) -> str | None:
 
 
 def _braced(text: str) -> str | None:
-    """The text up to the brace that closes one opened before it; None when it was cut off."""
+    """Return the text up to the brace that closes one opened before it; None when it was cut off."""
     depth = 1
     if "}" not in text:
         return None
@@ -112,7 +124,7 @@ def _braced(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """LaTeX's ways of writing numbers as plain ones."""
+    """Write LaTeX's numbers as plain ones."""
     text = text.replace("{,}", ",").replace("\\!", "").replace("\\,", "")
     return _FRACTION.sub(r"\1/\2", text)
 

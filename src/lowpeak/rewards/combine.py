@@ -27,9 +27,8 @@ from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.model import ModelReward
-from lowpeak.rewards.outcome import MOST, NONE, Outcome, RewardLog, Verdict, check
+from lowpeak.rewards.outcome import MOST, NONE, Outcome, RewardLog, Rows, Verdict, check, read_rows
 from lowpeak.rewards.reward import Reward
-from lowpeak.rewards.rows import Rows, read_rows
 from lowpeak.rewards.waiting import BackgroundLoop, Late
 
 logger = logging.getLogger(__name__)
@@ -81,15 +80,11 @@ class RewardPanel:
 
     @property
     def asks_together(self) -> bool:
-        """Whether all ranks meet in `judge`, also those without groups."""
+        """Return whether all ranks meet in `judge`, also those without groups."""
         return bool(self._joint())
 
     def judge(self, groups: Sequence[Group], *, trainer_state: Any = None) -> Judged:
-        """The groups' rows as records; no groups are no rows and no call.
-
-        Raises:
-            RewardError: a reward failed, and `on_failure` is "raise".
-        """
+        """Return the groups' rows as records; RewardError if a reward failed and `on_failure` is "raise"."""
         rows = read_rows(groups, self._decode)
         verdicts = self._ask(rows, trainer_state)
         records = self._records(groups, rows, verdicts)
@@ -101,7 +96,7 @@ class RewardPanel:
         return Judged(records, metrics, self._logged_columns(verdicts), rows.texts, tuple(rows.prompts))
 
     def _ask(self, rows: Rows, trainer_state: Any) -> list[Verdict]:
-        """One verdict per reward; of no rows where there are none, without a call."""
+        """Return one verdict per reward; without rows there is no call."""
         logs = [RewardLog() for _ in self.rewards]
         keywords = [_keywords(reward, rows, trainer_state, log) for reward, log in zip(self.rewards, logs, strict=True)]
         joint = self._joint()
@@ -115,13 +110,13 @@ class RewardPanel:
         return list(verdicts.values())
 
     def _joint(self) -> dict[int, Ranks]:
-        """The rewards that all ranks ask together: models that are sharded over them."""
+        """Return the rewards that all ranks ask together: models that are sharded over them."""
         return {i: r.ranks for i, r in enumerate(self.rewards) if isinstance(r, ModelReward) and r.ranks is not None}
 
     def _ask_alone(
         self, indices: Sequence[int], rows: Rows, keywords: Sequence[dict[str, Any]], logs: Sequence[RewardLog]
     ) -> dict[int, Verdict]:
-        """The verdicts of rewards that each rank asks by itself; a sync one that raises spares the later ones their call."""
+        """Return the verdicts of rewards that each rank asks by itself; a sync one that raises spares the later ones their call."""
         verdicts: dict[int, Verdict] = {}
         waiting: dict[int, Callable[[], Awaitable[Any]]] = {}
         for index in indices:
@@ -136,7 +131,7 @@ class RewardPanel:
         return verdicts
 
     def _await_all(self, calls: Mapping[int, Callable[[], Awaitable[Any]]]) -> dict[int, Outcome]:
-        """What came of async calls that all wait together, in their order."""
+        """Return what came of async calls that all wait together, in their order."""
         if not calls:
             return {}
         outcomes: dict[int, Outcome] = {}
@@ -161,7 +156,7 @@ class RewardPanel:
         return {index: outcomes[index] for index in calls}
 
     def _patience(self) -> float | None:
-        """Seconds after which the loop itself must be stuck: limits inside it act only where a function awaits."""
+        """Return the seconds after which the loop itself must be stuck: limits inside it act only where a function awaits."""
         limits = [r.timeout for r in self.rewards if isinstance(r, FunctionReward) and r.is_async]
         known = [limit for limit in limits if limit is not None]
         return sum(known) + 1.0 if len(known) == len(limits) else None
@@ -181,27 +176,23 @@ class RewardPanel:
             rewards = tuple(verdict.values[row] for verdict in verdicts)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = rows.places[row][0]
-            reward = self._weighted_sum(rewards, rows.describe(row))
+            reward = weighted_sum(rewards, self.settings.weights)
+            if abs(reward) > MOST:
+                raise RewardError(
+                    f"The weighted sum of the rewards is {reward} for {rows.describe(row)}, whose square is infinite in fp32: "
+                    "lower reward_weights, or the rewards."
+                )
             tokens = self._token_rewards([verdict.tokens.get(row) for verdict in verdicts])
             records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
         return tuple(records)
 
-    def _weighted_sum(self, rewards: Sequence[float], where: str) -> float:
-        reward = weighted_sum(rewards, self.settings.weights)
-        if abs(reward) > MOST:
-            raise RewardError(
-                f"The weighted sum of the rewards is {reward} for {where}, whose square is infinite in fp32: lower reward_weights, "
-                "or the rewards."
-            )
-        return reward
-
     def _token_rewards(self, given: Sequence[tuple[float, ...] | None]) -> torch.Tensor | None:
-        """The weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""
+        """Return the weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""
         weighed = [w * torch.tensor(each) for w, each in zip(self.settings.weights, given, strict=True) if each]
         return torch.stack(weighed).sum(0) if weighed else None
 
     def _logged_columns(self, verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
-        """What the rewards logged; a column that two of them log is the first one's, and the other's by its name."""
+        """Return what the rewards logged; a column that two of them log is the first one's, and the other's by its name."""
         columns: dict[str, list[Any]] = {}
         for name, verdict in zip(self.names, verdicts, strict=True):
             for column, values in verdict.log.columns.items():
@@ -210,13 +201,13 @@ class RewardPanel:
 
 
 def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
-    """`sum(w * r)` over the rewards that are not NaN; NaN where all are."""
+    """Return `sum(w * r)` over the rewards that are not NaN; NaN where all are."""
     scored = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
     return sum(reward * weight for reward, weight in scored) if scored else NONE
 
 
 def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str, Metric]:
-    """`rewards/<name>/mean` and `/std` (unbiased) over the rows that a reward scored: of all ranks' records, TRL's."""
+    """Return `rewards/<name>/mean` and `/std` (unbiased) over the rows that a reward scored: of all ranks' records, TRL's."""
     metrics: dict[str, Metric] = {}
     for index, name in enumerate(names):
         scored = [record.rewards[index] for record in records if not math.isnan(record.rewards[index])]
@@ -243,7 +234,7 @@ def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
 
 
 def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
-    """The reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
+    """Return the reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
     if not isinstance(reward, FunctionReward):
         return reward
     own = copy.copy(reward)
@@ -252,7 +243,7 @@ def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
 
 
 def _keywords(reward: Reward, rows: Rows, trainer_state: Any, log: RewardLog) -> dict[str, Any]:
-    """What a reward is called with; a judge, which compares rows of a group, is told the groups."""
+    """Return what a reward is called with; a judge, which compares rows of a group, is told the groups."""
     groups = {"groups": [group for group, _ in rows.places]} if isinstance(reward, JudgeReward) else {}
     notes = {"log_extra": log.log_extra, "log_metric": log.log_metric}
     return {**rows.keywords(), "trainer_state": trainer_state, **notes, **groups}

@@ -38,7 +38,7 @@ class FunctionReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> Any:
-        """What the function returns, unchecked; an async function is waited for, also where an event loop runs."""
+        """Return what the function returns, unchecked; an async function is waited for, also where an event loop runs."""
         keywords = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if self.is_async:
             # In a thread of its own, because this thread may have a running loop, which cannot be entered twice.
@@ -52,7 +52,7 @@ class FunctionReward:
             raise self._late() from None
 
     async def call_async(self, **keywords: Any) -> Any:
-        """The same for an async function, inside a running loop, so that several can wait together."""
+        """Await an async function inside a running loop, so that several can wait together."""
         passed = self._keywords(keywords)
         try:
             async with asyncio.timeout(self.timeout) as limit:
@@ -80,7 +80,7 @@ class FunctionReward:
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """`__name__`, else the class's name; a `functools.partial` has the name of what it wraps."""
+    """Return `__name__`, else the class's name; a `functools.partial` has the name of what it wraps."""
     function = _unwrap(function)
     return str(getattr(function, "__name__", type(function).__name__))
 
@@ -92,13 +92,13 @@ def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call makes a coroutine; an object carries the `async` on its `__call__`."""
+    """Return whether a call makes a coroutine; an object carries the `async` on its `__call__`."""
     function = _unwrap(function)
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """The keywords that a function takes (None: all) and those it cannot do without."""
+    """Return the keywords that a function takes (None: all) and those it cannot do without."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):  # a builtin may have no signature

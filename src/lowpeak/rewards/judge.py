@@ -14,9 +14,9 @@ from itertools import combinations
 from typing import Any, Protocol, runtime_checkable
 
 from lowpeak.errors import ArgumentError, RewardError
+from lowpeak.rewards.answers import text_of
 from lowpeak.rewards.function import FunctionReward
 from lowpeak.rewards.make import listed
-from lowpeak.rewards.messages import text_of
 
 NO_PREFERENCE = -1
 
@@ -41,7 +41,6 @@ class ScriptedJudge:
     asked: list[tuple[str, list[str]]] = field(default_factory=list)
 
     def judge(self, prompts: list[str], completions: list[list[str]]) -> list[int]:
-        """0 or 1 by the values, -1 where they are equal."""
         self.asked += zip(prompts, completions, strict=True)
         values = [
             [self.value(prompt, text) for text in pair] for prompt, pair in zip(prompts, completions, strict=True)
@@ -66,52 +65,31 @@ class JudgeReward(FunctionReward):
                 f"judge is {judge!r:.80}: pass an object with a method judge(prompts, completions), which says of each pair 0, 1 "
                 "or -1."
             )
-        asks = _asks_async if inspect.iscoroutinefunction(judge.judge) else _asks
-        super().__init__(asks(judge.judge), name or type(judge).__name__, timeout)
+        super().__init__(_asks(judge.judge), name or type(judge).__name__, timeout)
 
 
 def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
-    """`reward_funcs` as they are, or the judge as the only reward; ArgumentError for both or neither."""
+    """Return `reward_funcs` as they are, or the judge as the only reward; ArgumentError for both or neither."""
     if (judge is None) == (not listed(reward_funcs)):
         given = "neither was" if judge is None else "both were"
         raise ArgumentError(f"pairs are chosen by reward_funcs or by a judge, and {given} given: pass one of the two.")
     return reward_funcs if judge is None else [JudgeReward(judge)]
 
 
-def _asks(ask: Callable[..., Sequence[int]]) -> Callable[..., list[float | None]]:
-    keywords = _order_is_settled(ask)
+def _asks(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the reward function of a judge's method, async if the method is."""
+    takes_order = "shuffle_order" in inspect.signature(ask).parameters
+    keywords = {"shuffle_order": False} if takes_order else {}  # the order is settled
 
-    def compare(
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        groups: Sequence[int],
-        log_metric: Callable[[str, float], None],
-    ) -> list[float | None]:
+    def compare(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
         contest = Contest.of(prompts, completions, groups)
-        verdicts = ask(*contest.questions(), **keywords) if contest.asked else []
-        return contest.shares(verdicts, log_metric)
+        return contest.shares(ask(*contest.questions(), **keywords) if contest.asked else [], log_metric)
 
-    return compare
-
-
-def _asks_async(ask: Callable[..., Any]) -> Callable[..., Any]:
-    keywords = _order_is_settled(ask)
-
-    async def compare(
-        prompts: Sequence[Any],
-        completions: Sequence[Any],
-        groups: Sequence[int],
-        log_metric: Callable[[str, float], None],
-    ) -> list[float | None]:
+    async def compare_async(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
         contest = Contest.of(prompts, completions, groups)
-        verdicts = await ask(*contest.questions(), **keywords) if contest.asked else []
-        return contest.shares(verdicts, log_metric)
+        return contest.shares(await ask(*contest.questions(), **keywords) if contest.asked else [], log_metric)
 
-    return compare
-
-
-def _order_is_settled(ask: Callable[..., Any]) -> dict[str, bool]:
-    return {"shuffle_order": False} if "shuffle_order" in inspect.signature(ask).parameters else {}
+    return compare_async if inspect.iscoroutinefunction(ask) else compare
 
 
 @dataclass(frozen=True)
@@ -124,7 +102,7 @@ class Contest:
 
     @classmethod
     def of(cls, prompts: Sequence[Any], completions: Sequence[Any], groups: Sequence[int]) -> Contest:
-        """All pairs of each group, in an order that the texts alone tell."""
+        """Return all pairs of each group, in an order that the texts alone tell."""
         asked, texts = tuple(transcript(prompt) for prompt in prompts), tuple(text_of(each) for each in completions)
         rows: dict[int, list[int]] = {}
         for row, group in enumerate(groups):
@@ -134,16 +112,15 @@ class Contest:
 
     @property
     def asked(self) -> tuple[tuple[int, int], ...]:
-        """The pairs whose texts differ."""
         return tuple(pair for pair in self.pairs if self.texts[pair[0]] != self.texts[pair[1]])
 
     def questions(self) -> tuple[list[str], list[list[str]]]:
-        """What the judge is asked: prompts, and two completions for each."""
+        """Return what the judge is asked: prompts, and two completions for each."""
         pairs = self.asked
         return [self.prompts[first] for first, _ in pairs], [[self.texts[row] for row in pair] for pair in pairs]
 
     def shares(self, verdicts: Any, log_metric: Callable[[str, float], None]) -> list[float | None]:
-        """The share of its comparisons that each row wins, by the judge's verdicts on `asked`; None for a row without one."""
+        """Return the share of its comparisons that each row wins, by the verdicts on `asked`; None for a row without one."""
         found = dict(zip(self.asked, _checked(verdicts, len(self.asked)), strict=True))
         wins, games = [0.0] * len(self.texts), [0] * len(self.texts)
         for pair in self.pairs:
@@ -158,14 +135,14 @@ class Contest:
 
 
 def transcript(prompt: Any) -> str:
-    """A prompt as a judge reads it: a string as it is, messages as `role: content`, with an empty line between."""
+    """Return a prompt as a judge reads it: a string as it is, messages as `role: content`, with an empty line between."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message.get('role', '?')}: {text_of([message])}" for message in prompt)
 
 
 def _ordered(prompt: str, texts: Sequence[str], pair: tuple[int, int]) -> tuple[int, int]:
-    """Which of two is shown first."""
+    """Return the pair, the one that is shown first before the other."""
     first, second = pair
     checksum = zlib.crc32("\0".join((prompt, texts[first], texts[second])).encode())
     return (second, first) if checksum & 1 else pair

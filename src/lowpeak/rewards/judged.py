@@ -25,7 +25,7 @@ class Judged:
     prompts: tuple[Any, ...]
 
     def rows(self, indices: Sequence[int]) -> Judged:
-        """These rows alone, with all metrics: they were measured on all that was judged."""
+        """Return these rows alone, with all metrics: they were measured on all that was judged."""
         return Judged(
             tuple(self.records[i] for i in indices),
             self.metrics,
@@ -35,12 +35,12 @@ class Judged:
         )
 
     def renumbered(self, groups: Sequence[int]) -> Judged:
-        """The same rows, those of group g as group `groups[g]`."""
+        """Return the same rows, those of group g as group `groups[g]`."""
         return replace(self, records=tuple(replace(record, group=groups[record.group]) for record in self.records))
 
 
 def merge_judged(parts: Sequence[Judged]) -> Judged:
-    """The rows of several answers, one after another; a column that one of them lacks is None there."""
+    """Return the rows of several answers, one after another; a column that one of them lacks is None there."""
     names = dict.fromkeys(name for part in parts for name in part.columns)
     metrics: dict[str, Metric] = {}
     for part in parts:

@@ -21,17 +21,17 @@ SHIPPED: dict[str, str] = {
     "numeric_match": "lowpeak.rewards.answers.numeric_match",
     "think_answer_format": "lowpeak.rewards.format.think_answer_format",
     "hash_answer_format": "lowpeak.rewards.format.hash_answer_format",
-    "length_penalty": "lowpeak.rewards.length.length_penalty",
+    "length_penalty": "lowpeak.rewards.format.length_penalty",
 }
 FACTORIES: dict[str, str] = {
     "format_reward": "lowpeak.rewards.format.format_reward",
-    "linear_length": "lowpeak.rewards.length.LinearLength",
-    "soft_overlong": "lowpeak.rewards.length.SoftOverlong",
+    "linear_length": "lowpeak.rewards.format.LinearLength",
+    "soft_overlong": "lowpeak.rewards.format.SoftOverlong",
 }
 
 
 def load_reward(spec: str) -> Callable[..., Any] | str:
-    """What `spec` names, for `reward_funcs`.
+    """Return what `spec` names, for `reward_funcs`.
 
     `path/to/file.py:function`, `package.module.function`, `package.module:object.method`, a name of `SHIPPED`, or one
     of `FACTORIES` with its arguments, as in `soft_overlong(512, 128)`. A folder or an `owner/name` of the hub is a
@@ -49,8 +49,8 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
         return _callable(_import_file(Path(where)), attribute, spec)
     if spec.endswith(".py"):
         raise ArgumentError(f"Reward '{spec}' is a file: name its function, as in '{spec}:function'.")
-    if _is_model(spec):
-        return spec
+    if spec and not colon and ("/" in spec or Path(spec).is_dir()):
+        return spec  # a model's
     if not colon:
         where, _, attribute = spec.rpartition(".")
     if not where:
@@ -62,12 +62,8 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     return _callable(_import_module(where, spec), attribute, spec)
 
 
-def _is_model(spec: str) -> bool:
-    return bool(spec) and ":" not in spec and ("/" in spec or Path(spec).is_dir())
-
-
 def load_judge(spec: str) -> Any:
-    """The object that `path/to/file.py:object` or `package.module.object` names; the trainer says whether it is a judge."""
+    """Return the object that `path/to/file.py:object` or `package.module.object` names; the trainer says whether it is a judge."""
     where, colon, attribute = spec.rpartition(":")
     if not colon:
         where, _, attribute = spec.rpartition(".")
@@ -96,7 +92,7 @@ def _made(spec: str) -> Callable[..., Any]:
 
 
 def _import_file(path: Path, role: str = "Reward") -> ModuleType:
-    """The file as a module, run once per process and content."""
+    """Return the file as a module, run once per process and content."""
     if not path.is_file():
         raise ArgumentError(f"{role} file '{path}' does not exist.")
     path = path.resolve()
@@ -123,12 +119,11 @@ def _import_file(path: Path, role: str = "Reward") -> ModuleType:
 def _import_module(name: str, spec: str, role: str = "Reward") -> ModuleType:
     try:
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ArgumentError(f"{role} '{spec}' does not import: {_said(error, None)}.") from error
-        raise ArgumentError(f"{role} '{spec}' does not import: there is no module '{error.name}'.") from error
     except (Exception, SystemExit) as error:
-        raise ArgumentError(f"{role} '{spec}' does not import: {_said(error, None)}.") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        is_ours = missing is not None and f"{name}.".startswith(f"{missing}.")
+        said = f"there is no module '{missing}'" if is_ours else _said(error, None)
+        raise ArgumentError(f"{role} '{spec}' does not import: {said}.") from error
 
 
 def _callable(module: ModuleType, attribute: str, spec: str) -> Callable[..., Any]:
@@ -149,7 +144,7 @@ def _attribute(module: ModuleType, attribute: str, spec: str, role: str = "Rewar
 
 
 def _said(error: BaseException, path: str | None) -> str:
-    """The exception and its line: in the file at `path`, else the last one that it passed."""
+    """Return the exception and its line: in the file at `path`, else the last one that it passed."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -26,7 +26,7 @@ def make_rewards(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     device: torch.device | None = None,
 ) -> list[Reward]:
-    """One reward for each callable, model, or model's name or path, under names that differ.
+    """Return one reward for each callable, model, or model's name or path, under names that differ.
 
     A processing class that stands at a function's place is not used, as in TRL. `model_kwargs` are the reward models'
     own `from_pretrained` arguments; `chat_template_kwargs` go to their chat templates. `device` is where a strategy will put
@@ -55,7 +55,7 @@ def make_rewards(
 
 
 def unique_names(names: Sequence[str]) -> tuple[str, ...]:
-    """The names, each later one that is taken already with the first free number from 2: `name_2`."""
+    """Return the names, each later one that is taken already with the first free number from 2: `name_2`."""
     taken: dict[str, None] = {}
     for name in names:
         numbered = (f"{name}_{number}" for number in itertools.count(2))
@@ -64,7 +64,7 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def listed(items: Any) -> list[Any]:
-    """One item or a list of them as a list; None is none."""
+    """Return one item or a list of them as a list; None is none."""
     if items is None:
         return []
     return list(items) if isinstance(items, list | tuple) else [items]

@@ -80,7 +80,7 @@ class ModelReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> list[float | None]:
-        """One logit per row; rows of messages are read through the tokenizer's chat template."""
+        """Return one logit per row; rows of messages are read through the tokenizer's chat template."""
         with self.ranks.together() if self.ranks else nullcontext():
             ids = self._ids(prompts, completions, columns.get("chat_template_kwargs"))
         rewards: list[float | None] = [None] * len(ids)
@@ -122,7 +122,7 @@ class ModelReward:
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices of rows of like length, longest first, so that rows times longest stays within `max_tokens`."""
+    """Yield indices of rows of like length, longest first, so that rows times longest stays within `max_tokens`."""
     batch: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:
@@ -134,7 +134,7 @@ def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[
 
 
 def load_classifier(name: str, options: Mapping[str, Any], device: torch.device | None = None) -> nn.Module:
-    """The one-label sequence classifier of a name or path, in its dtype; without weights where rank 0 hands them out."""
+    """Return the one-label sequence classifier of a name or path, in its dtype; without weights where rank 0 hands them out."""
     from transformers import AutoModelForSequenceClassification
 
     check_dtype(options)
@@ -162,7 +162,7 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
 
 
 def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The tokenizer that lies with the model at `origin`."""
+    """Return the tokenizer that lies with the model at `origin`."""
     from transformers import AutoTokenizer
 
     if not origin:

@@ -1,11 +1,11 @@
-"""What came of one call of a reward: its values checked, or its failure in one sentence."""
+"""What rewards are called with, groups laid out as rows in TRL's contract; and what came of a call: values, or a failure."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import math
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -15,14 +15,75 @@ from typing import Any
 import torch
 
 from lowpeak.errors import RewardError
-from lowpeak.records import Metric, merge_metrics
-from lowpeak.rewards.rows import Rows
+from lowpeak.records import Completion, Group, Metric, Prompt, merge_metrics
 
 NONE = float("nan")  # what None is in records
 _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
-MOST = math.sqrt(
-    torch.finfo(torch.float32).max
-)  # advantages are fp32, and so are sums, differences and squares of rewards
+# Advantages are fp32, and so are sums, differences and squares of rewards.
+MOST = math.sqrt(torch.finfo(torch.float32).max)
+# The contract's own words: a column of this name is never passed on.
+_NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
+
+
+@dataclass(frozen=True)
+class Rows:
+    """N rows: row n is completion `places[n][1]` of group `places[n][0]`."""
+
+    prompts: list[Any]
+    completions: list[Any]
+    completion_ids: list[list[int]]
+    columns: dict[str, list[Any]]
+    texts: tuple[str, ...]
+    places: tuple[tuple[int, int], ...]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the keywords of one call: new lists each time, so that a function that sorts or pops harms no other."""
+        return {
+            **{name: list(values) for name, values in self.columns.items()},
+            "prompts": list(self.prompts),
+            "completions": list(self.completions),
+            "completion_ids": [list(ids) for ids in self.completion_ids],
+        }
+
+    def describe(self, row: int) -> str:
+        """Return which row an error is about."""
+        group, completion = self.places[row]
+        return f"row {row} (completion {completion} of group {group}: {_shown(self.texts[row])})"
+
+
+def read_rows(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> Rows:
+    """Return the rows of whole groups.
+
+    A column has one value per row, the prompt's or, where a `rollout_func` gave one, the completion's; None where a
+    row has neither. Prompts are as the data set gave them, completions strings or lists of one message.
+    """
+    pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
+    ids = [completion.ids.tolist() for _, completion in pairs]
+    texts = tuple(decode(row) for row in ids)
+    return Rows(
+        prompts=[prompt.source for prompt, _ in pairs],
+        completions=[_as_given(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)],
+        completion_ids=ids,
+        columns=_columns(pairs),
+        texts=texts,
+        places=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
+    )
+
+
+def _columns(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
+    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    names = dict.fromkeys(name for row in fields for name in row if name not in _NOT_COLUMNS)
+    return {name: [row.get(name) for row in fields] for name in names}
+
+
+def _as_given(prompt: Prompt, text: str) -> str | list[dict[str, Any]]:
+    """The completion in its prompt's format; what it continues of the prompt is part of it."""
+    if isinstance(prompt.source, str):
+        return text
+    return [{"role": "assistant", "content": prompt.begun + text}]
 
 
 @dataclass
@@ -33,11 +94,11 @@ class RewardLog:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """A column for the table of completions: one value per row, in one call or in several."""
+        """Log a column for the table of completions: one value per row, in one call or in several."""
         self.columns.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
-        """A number for the log; several of one name are averaged."""
+        """Log a number; several of one name are averaged."""
         self.metrics = merge_metrics(self.metrics, {name: Metric(float(value))})
 
 

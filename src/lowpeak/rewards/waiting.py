@@ -19,10 +19,9 @@ class Late(Exception):
 
 
 def call_within(call: Callable[[], Any], seconds: float | None) -> Any:
-    """`call()` in a daemon thread, with the caller's context variables.
+    """Return `call()` of a daemon thread with the caller's context variables.
 
-    Raises:
-        Late: it has not returned after `seconds`; its thread is left behind.
+    Raises Late if it has not returned after `seconds`; its thread is left behind.
     """
     outcome: Future[Any] = Future()
     context = contextvars.copy_context()
@@ -44,11 +43,7 @@ class BackgroundLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None = None) -> Any:
-        """The coroutine's result.
-
-        Raises:
-            Late: a coroutine has blocked the loop for `seconds`; the next call gets a new loop.
-        """
+        """Return the coroutine's result; Late if one has blocked the loop for `seconds`: the next call gets a new loop."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
         try:
             return _result(future, seconds)
@@ -79,7 +74,7 @@ def _result(future: Future[Any], seconds: float | None) -> Any:
 
 
 def _device() -> int | None:
-    """The device that code without an index runs on, which each thread has its own of; None where nothing is on one."""
+    """Return the device that code without an index runs on, which is set for each thread; None if none is used."""
     return torch.accelerator.current_device_index() if torch.cuda.is_initialized() else None
 
 
@@ -107,7 +102,7 @@ def _serve(loop: asyncio.AbstractEventLoop, device: int | None) -> None:
 
 
 def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> bool:
-    """Run the loop; False if a task called sys.exit: its waiters get the exception only if the loop runs again."""
+    """Run the loop; return False if a task called sys.exit: its waiters get the exception only if the loop runs again."""
     try:
         loop.run_forever()
     except SystemExit:

@@ -1,8 +1,4 @@
-"""What the self-test's rows run on: small models, a tokenizer, and a task that a policy learns from its reward alone.
-
-The task, noisy sort: the prompt is six digits (`418302=`), the answer those digits in ascending order. Most demonstrations have
-two neighbours swapped, so that a model trained on them knows what an answer looks like and sorts badly.
-"""
+"""What the self-test's rows run on: small models, a tokenizer, prompts, and a reward that a random model learns from."""
 
 from __future__ import annotations
 
@@ -11,10 +7,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-
-NUM_DIGITS = 6
-WRONG_SHARE = 0.7
-EOS = 1
 
 
 def make_model(
@@ -25,7 +17,6 @@ def make_model(
     *,
     context: int = 64,
     tied: bool = True,
-    init: float = 0.02,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
     """Make a Qwen2 with random weights, the same each time; `heads` are those of queries and of keys."""
@@ -41,9 +32,8 @@ def make_model(
         intermediate_size=4 * hidden,
         max_position_embeddings=context,
         tie_word_embeddings=tied,
-        initializer_range=init,
         pad_token_id=0,
-        eos_token_id=EOS,
+        eos_token_id=1,
         bos_token_id=None,
     )
     model = Qwen2ForCausalLM(config)
@@ -62,36 +52,17 @@ def make_tokenizer(num_ids: int = 13) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=characters, pad_token="<pad>", eos_token="<eos>")
 
 
-def make_prompts(num_rows: int, seed: int) -> list[dict[str, str]]:
-    """Return rows of a prompt and its right answer."""
-    draw = random.Random(seed)
-    prompts = [f"{draw.randrange(10**NUM_DIGITS):0{NUM_DIGITS}d}=" for _ in range(num_rows)]
-    return [{"prompt": prompt, "answer": "".join(sorted(prompt[:-1]))} for prompt in prompts]
+def make_prompts(num_rows: int) -> list[dict[str, str]]:
+    """Return rows with a prompt of six digits, the same each time."""
+    draw = random.Random(0)
+    return [{"prompt": f"{draw.randrange(10**6):06d}="} for _ in range(num_rows)]
 
 
-def make_demonstrations(num_rows: int, seed: int) -> list[dict[str, str]]:
-    """Return rows of a prompt and a completion to imitate, which is wrong in most rows."""
-    draw = random.Random(seed)
-    return [
-        {"prompt": row["prompt"], "completion": _demonstrate(row["answer"], draw)}
-        for row in make_prompts(num_rows, seed)
-    ]
+def even_share(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
+    """Reward the share of tokens with an even id: about a half for a random model, 1 at best."""
+    return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
-def _demonstrate(answer: str, draw: random.Random) -> str:
-    digits = list(answer)
-    if draw.random() < WRONG_SHARE:
-        left = draw.randrange(NUM_DIGITS - 1)
-        digits[left], digits[left + 1] = digits[left + 1], digits[left]
-    return "".join(digits)
-
-
-def sorted_exactly(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Reward 1 for the exact answer, else 0."""
-    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
-
-
-def digits_in_place(completions: Sequence[str], answer: Sequence[str], **columns: Any) -> list[float]:
-    """Reward the share of digits that stand where the answer has them."""
-    pairs = zip(completions, answer, strict=True)
-    return [sum(a == b for a, b in zip(text, right, strict=False)) / NUM_DIGITS for text, right in pairs]
+def mib(num_bytes: float) -> str:
+    """Write bytes as MiB."""
+    return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 10 << 20 else f"{num_bytes / 2**20:,.0f} MiB"

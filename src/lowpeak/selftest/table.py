@@ -36,7 +36,7 @@ _LOG_LINES = 15
 _say = partial(print, flush=True)
 _CHILD = "import sys; from lowpeak.selftest.table import answer; answer(*sys.argv[1:])"
 _OVER = "the self-test's time was over"
-_MODULES = tuple(f"lowpeak.selftest.{name}" for name in ("kernels", "memory", "engines", "runs"))
+_MODULES = tuple(f"lowpeak.selftest.{name}" for name in ("kernels", "engines", "runs"))
 
 _NEEDS: dict[str, Callable[[], bool]] = {
     "a GPU": lambda: torch.cuda.device_count() >= 1,
@@ -74,7 +74,6 @@ class Row:
 
     @property
     def module(self) -> str:
-        """The module that registers the row."""
         return str(getattr(self.run, "func", self.run).__module__)
 
     def lacks(self) -> str | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hmac
-import selectors
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import wait
 
 MAX_STRANGERS = 128
 _TICK = 0.25  # seconds until another thread's close of the server is noticed
+
+Callers = dict[socket.socket, bytes]  # what each has sent so far, the oldest caller first
 
 
 def accept_known(
@@ -21,78 +23,51 @@ def accept_known(
     Ends at the monotonic time `until`, or when another thread closes the server. Callers are read together, so none waits for
     another. Of more than MAX_STRANGERS that have not shown the token, the one that has waited longest is dropped.
     """
+    size = len(token) + num_more
+    callers: Callers = {}
     try:
-        callers = _Strangers(server, len(token) + num_more)
-    except (OSError, ValueError):
-        if server.fileno() < 0:
-            return
-        raise
-    with callers as strangers:
-        while server.fileno() >= 0 and (left := until - time.monotonic()) > 0:
-            for connection, greeting in strangers.read(min(_TICK, left)):
-                if hmac.compare_digest(greeting[: len(token)], token):
-                    yield connection, greeting[len(token) :]
-                else:
-                    connection.close()
-
-
-class _Strangers:
-    """Callers of a server who have not sent `size` bytes yet."""
-
-    def __init__(self, server: socket.socket, size: int) -> None:
-        self._server = server
-        self._size = size
-        self._received: dict[socket.socket, bytes] = {}  # the oldest caller first
-        self._selector = selectors.DefaultSelector()
         server.setblocking(False)
-        self._selector.register(server, selectors.EVENT_READ)
+        while (left := until - time.monotonic()) > 0:
+            for ready in wait([server, *callers], min(_TICK, left)):
+                assert isinstance(ready, socket.socket), "only sockets are waited for"
+                if ready is server:
+                    _admit(server, callers)
+                elif ready in callers and len(greeting := _receive(ready, callers, size)) == size:
+                    del callers[ready]
+                    if hmac.compare_digest(greeting[: len(token)], token):
+                        yield ready, greeting[len(token) :]
+                    else:
+                        ready.close()
+    except (OSError, ValueError):
+        if server.fileno() >= 0:
+            raise
+    finally:
+        for caller in callers:
+            caller.close()
 
-    def __enter__(self) -> _Strangers:
-        return self
 
-    def __exit__(self, *error: object) -> None:
-        for connection in list(self._received):
-            self._drop(connection)
-        self._selector.close()
+def _admit(server: socket.socket, callers: Callers) -> None:
+    with suppress(OSError):  # the caller has left already, or the server was closed
+        caller, _ = server.accept()
+        caller.setblocking(False)
+        if len(callers) == MAX_STRANGERS:
+            oldest = next(iter(callers))
+            del callers[oldest]
+            oldest.close()
+        callers[caller] = b""
 
-    def read(self, seconds: float) -> list[tuple[socket.socket, bytes]]:
-        """Wait for callers and their bytes; return those whose bytes are complete."""
-        found = []
-        for key, _ in self._selector.select(seconds):
-            connection = key.fileobj
-            assert isinstance(connection, socket.socket), "only sockets are registered"
-            if connection is self._server:
-                self._accept()
-            elif connection in self._received and len(greeting := self._receive(connection)) == self._size:
-                self._selector.unregister(connection)
-                del self._received[connection]
-                found.append((connection, greeting))
-        return found
 
-    def _accept(self) -> None:
-        with suppress(OSError):  # the caller has left already, or the server was closed
-            connection, _ = self._server.accept()
-            connection.setblocking(False)
-            if len(self._received) == MAX_STRANGERS:
-                self._drop(next(iter(self._received)))
-            self._received[connection] = b""
-            self._selector.register(connection, selectors.EVENT_READ)
-
-    def _receive(self, connection: socket.socket) -> bytes:
-        """Return what a caller has sent so far; drop a caller that has left."""
-        try:
-            more = connection.recv(self._size - len(self._received[connection]))
-        except BlockingIOError:
-            return self._received[connection]
-        except OSError:
-            more = b""
-        if not more:
-            self._drop(connection)
-            return b""
-        self._received[connection] += more
-        return self._received[connection]
-
-    def _drop(self, connection: socket.socket) -> None:
-        self._selector.unregister(connection)
-        del self._received[connection]
-        connection.close()
+def _receive(caller: socket.socket, callers: Callers, size: int) -> bytes:
+    """Return what a caller has sent so far; drop a caller that has left."""
+    try:
+        more = caller.recv(size - len(callers[caller]))
+    except BlockingIOError:
+        return callers[caller]
+    except OSError:
+        more = b""
+    callers[caller] += more
+    if more:
+        return callers[caller]
+    del callers[caller]
+    caller.close()
+    return b""

@@ -51,7 +51,7 @@ class Line:
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]]:
-        """The messages that have come, once there is something to read; EOFError where the peer is gone."""
+        """Return the messages that have come; EOFError if the peer is gone."""
         try:
             data = self.connection.recv(1 << 16)
         except TimeoutError:
@@ -64,20 +64,20 @@ class Line:
         return [json.loads(line) for line in whole]
 
     def close(self) -> None:
-        """Close the connection, and wake who waits for it."""
         with suppress(OSError):
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
 
 
 def connect(ranks: Ranks) -> list[Line] | None:
-    """Rank 0's lines to all others, or another rank's line to rank 0; None with one warning where a rank cannot connect."""
+    """Return rank 0's lines to all others, or a rank's line to rank 0; None with one warning if a rank cannot connect."""
     server, token = None, secrets.token_hex(16)
     hosts = ranks.gather(_this_host())
     is_one_host = len(set(hosts)) == 1
     if ranks.rank == 0:
         server = _listen(ranks.world_size + MAX_STRANGERS, loopback=is_one_host)
-    own = LOOPBACK if is_one_host else _own_name()
+    # the name by which the other ranks found rank 0's host, or what the host calls itself
+    own = LOOPBACK if is_one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
     found = ranks.gather((own, server.getsockname()[1], token) if server else None)[0]
     assert found is not None, "rank 0 listens"
     host, port, token = found
@@ -104,7 +104,7 @@ def connect(ranks: Ranks) -> list[Line] | None:
 
 
 def _listen(backlog: int, *, loopback: bool) -> socket.socket:
-    """A listening socket on a free port, at the loopback address or at all addresses of this host."""
+    """Listen on a free port, at the loopback address or at all addresses of this host."""
     if loopback:
         return socket.create_server((LOOPBACK, 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
@@ -114,15 +114,10 @@ def _listen(backlog: int, *, loopback: bool) -> socket.socket:
 
 
 def _this_host() -> str:
-    """What only processes with this one's loopback address have: a start of the machine and a network namespace."""
+    """Name the boot of the machine and the network namespace: equal exactly if the loopback address is shared."""
     with suppress(OSError):  # not Linux
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/net').st_ino}"
     return socket.gethostname()
-
-
-def _own_name() -> str:
-    """The name by which the other ranks found rank 0's host, or what the host calls itself."""
-    return os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _call(host: str, port: int, token: str, rank: int) -> Line:
@@ -132,7 +127,7 @@ def _call(host: str, port: int, token: str, rank: int) -> Line:
 
 
 def _answer(server: socket.socket, token: str, number: int) -> list[Line]:
-    """A line to each of so many ranks, which show the token and their rank; TimeoutError where one does not call."""
+    """Return a line to each of so many ranks, which show the token and their rank; TimeoutError if one does not call."""
     lines: list[Line] = []
     for connection, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
         lines.append(Line(connection, int.from_bytes(rank)))

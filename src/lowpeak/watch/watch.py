@@ -20,17 +20,37 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.errors import LowpeakError, RankError, first_line
+from lowpeak.errors import LowpeakError, RankError, first_line, show_controls
 from lowpeak.ranks import Ranks, is_lost_connection, leave_at_exit
 from lowpeak.watch.lines import Line, connect
-from lowpeak.watch.verdict import GONE, Verdict, places, told
 
 logger = logging.getLogger(__name__)
 
 GRACE = 5.0  # seconds that a rank has to end by itself once the verdict is known
 _TICK = 0.25  # seconds between two looks of the watching thread at its own rank's phase
+_GONE = "is gone (killed, or its host is lost)"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why a run cannot go on: which rank is the reason, and what about it.
+
+    `agreed` is on how many failures the ranks had agreed by then. One more, and this was it: all of them raise it, and whoever
+    catches it goes on. A rank that is gone is nothing to agree on.
+    """
+
+    rank: int
+    what: str
+    agreed: float = float("inf")
+
+    def sentence(self, rank: int, phase: str) -> str:
+        """Return what `rank`, which is in `phase`, says of it."""
+        if self.rank == rank:
+            return f"rank {rank} {self.what}"
+        return f"rank {self.rank} {self.what.rstrip('.')}. Rank {rank} was in {phase} and cannot go on without it."
 
 
 @contextmanager
@@ -61,8 +81,7 @@ class Watch:
         self._phases: dict[str, tuple[str, float]] = {}  # by rank; on rank 0 everybody's, with since when
         self._told = ""
         self._lock = threading.Lock()
-        self._verdict: Verdict | None = None
-        self._later: Verdict | None = None
+        self._verdicts: list[Verdict] = []  # the first one counts
         self._agreed = 0
         self._concluded, self._answered, self._stopping = threading.Event(), threading.Event(), threading.Event()
         self._deadline = float("inf")
@@ -74,7 +93,6 @@ class Watch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        """Leave in peace, or tell the others why this rank leaves; RankError in the place of a broken collective."""
         found: RankError | None = None
         if isinstance(error, Exception) and not isinstance(error, LowpeakError):
             found = self.explain(error)
@@ -95,22 +113,21 @@ class Watch:
         self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._agreed))
 
     def withdraw(self) -> None:
-        """The ranks have agreed on a failure, and all raise it: what was announced of it ends nobody who catches it."""
+        """Take back what was announced of a failure that the ranks have agreed on: it ends nobody who catches it."""
         with self._lock:
             self._agreed += 1
-            if self._verdict is None or self._verdict.agreed >= self._agreed:
-                return
-            later, self._verdict, self._later = self._later, None, None
-            self._deadline = float("inf")
-            self._concluded.clear()
-        if later is not None:
-            self._conclude(later)
+            self._verdicts = [each for each in self._verdicts if each.agreed >= self._agreed]
+            if self._verdicts:
+                self._deadline = time.monotonic() + self._grace
+            else:
+                self._deadline = float("inf")
+                self._concluded.clear()
 
     def explain(self, error: Exception) -> RankError | None:
-        """What a broken collective means; None for an error that has nothing to do with other ranks."""
+        """Return what a broken collective means; None for an error that has nothing to do with other ranks."""
         lost = is_lost_connection(error)
         self._concluded.wait(0.8 * self._grace if lost else 0.0)
-        verdict = self._verdict
+        verdict = next(iter(self._verdicts), None)
         if verdict is not None and verdict.rank != self._rank:
             found = RankError(verdict.sentence(self._rank, self._phase()))
             logger.error("%s", found)  # at once: a launcher that saw the same will end this process in a moment
@@ -150,18 +167,18 @@ class Watch:
             self._to_first("phase", now)
 
     def _listen(self, line: Line) -> bool:
-        """Take a line's messages; whether there may come more."""
+        """Take a line's messages; return whether there may come more."""
         try:
             messages = line.receive()
         except EOFError:
             if not self._stopping.is_set() and line.rank in self._lines:
                 last = self._phases.get(str(line.rank))
-                self._conclude(Verdict(line.rank, f"{GONE}; it was last seen in {last[0]}" if last else GONE))
+                self._conclude(Verdict(line.rank, f"{_GONE}; it was last seen in {last[0]}" if last else _GONE))
             return False
         return all([self._take(line, *message) for message in messages])
 
     def _take(self, line: Line, kind: str, *values: Any) -> bool:
-        """Act on a message; whether there may come more."""
+        """Act on a message; return whether there may come more."""
         if kind == "bye":
             self._lines.pop(line.rank, None)
             return False
@@ -177,21 +194,20 @@ class Watch:
         return True
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Hold the first verdict, pass it on, and let the time run that this rank has left."""
-        with self._lock:
-            if verdict.agreed < self._agreed:
-                return
-            if self._verdict is not None:
-                self._later = self._later or (verdict if verdict.agreed > self._verdict.agreed else None)
-                return
-            self._verdict = verdict
+        """Keep the verdict and pass it on; the first one starts the time that this rank has left."""
         own = verdict.rank == self._rank  # the others are told first, and may need their time to agree
-        self._deadline = time.monotonic() + self._grace * (2 if own else 1)
+        with self._lock:
+            if verdict.agreed < self._agreed or verdict in self._verdicts:
+                return
+            if not self._verdicts:
+                self._deadline = time.monotonic() + self._grace * (2 if own else 1)
+            self._verdicts.append(verdict)
+        message = ("verdict", verdict.rank, verdict.what, verdict.agreed)
         if self._rank == 0:
             for line in list(self._lines.values()):
-                line.send("verdict", verdict.rank, verdict.what, verdict.agreed)
+                line.send(*message)
         elif own:
-            self._to_first("verdict", verdict.rank, verdict.what, verdict.agreed)
+            self._to_first(*message)
         self._concluded.set()
 
     def _to_first(self, *message: Any) -> None:
@@ -201,15 +217,28 @@ class Watch:
 
     def _end(self) -> None:
         """End a process that hangs or is busy: no exception would reach it."""
-        assert self._verdict is not None, "there is no deadline without a verdict"
+        verdict = next(iter(self._verdicts), None)
+        if verdict is None:  # withdrawn at the last moment
+            return
         # A progress bar leaves its line open.
-        print(f"\nlowpeak: error: {self._verdict.sentence(self._rank, self._phase())}", file=sys.stderr, flush=True)
+        print(f"\nlowpeak: error: {verdict.sentence(self._rank, self._phase())}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
 
     def _everybody(self) -> str:
-        """Where each of the other ranks is, as far as rank 0 knows."""
+        """Return where each of the other ranks is, as far as rank 0 knows."""
         if self._rank != 0:
             self._to_first("where")
             self._answered.wait(2.0)
-        return places(self._phases, but=self._rank)
+        now = time.monotonic()
+        others = sorted((int(rank), seen) for rank, seen in self._phases.items() if int(rank) != self._rank)
+        return "; ".join(f"rank {rank} is in {phase} for {now - at:.0f} s" for rank, (phase, at) in others) or (
+            "where is not known"
+        )
+
+
+def told(error: BaseException) -> str:
+    """Return an error in one line, with its class where it is not lowpeak's."""
+    if isinstance(error, LowpeakError):
+        return str(error)
+    return show_controls(f"{type(error).__name__}: {error}".rstrip(": "))

@@ -130,9 +130,9 @@ def test_a_turn_that_the_template_rewrites_later_does_not_count_and_the_log_says
     thinking = [{**each, "thinking": "hm"} for each in LONG]
     with caplog.at_level(logging.WARNING):
         assert counted_text(THINKS_LAST, thinking) == "<think>hm</think><four><|end|>\n"
-    assert "row 3: the chat template writes 1 of 2 assistant messages in another way" in caplog.text
+    (warning,) = caplog.records
+    assert warning.args[:3] == ("row 3", 1, 2)
     assert "{% generation %}" in caplog.text
-    assert len(caplog.records) == 1
     assert (
         counted_text(CHANNELS, thinking)
         == "<|a|>analysis<|e|>hm<|end|><|start|>assistant<|a|>final<|e|><four><|return|>"
@@ -150,27 +150,24 @@ def test_one_warning_is_enough_for_all_rows(caplog):
 def test_a_turn_after_a_history_that_changes_with_it_does_not_count(caplog):
     with caplog.at_level(logging.WARNING):
         assert counted_text(SYSTEM_IN_THE_LAST, LONG) == "<four><eos>"
-    assert "1 of 2 assistant messages" in caplog.text
+    assert [record.args[1:3] for record in caplog.records] == [(1, 2)]
 
 
 def test_a_row_of_which_no_turn_can_be_told_is_an_error_with_the_remedy():
-    with pytest.raises(
-        DataError, match=r"row 3: the chat template writes .* \{% generation %\}.* prompt and completion"
-    ):
+    with pytest.raises(DataError, match=r"row 3: .*\{% generation %\}"):
         counted_text(THINKS_LAST, LONG[:3])
 
 
 def test_a_generation_prompt_that_the_row_does_not_have_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         assert counted_text(ASKS_TO_THINK, LONG) == "two<eos>|<four><eos>"
-    assert "row 3: the chat template does not write its generation prompt" in caplog.text
-    assert len(caplog.records) == 1
+    assert [record.args for record in caplog.records] == [("row 3",)]
 
 
 def test_a_template_that_takes_no_conversation_without_a_question_leaves_that_turn_out(caplog):
     with caplog.at_level(logging.WARNING):
         assert counted_text(CHATML, [turn("assistant", "hi"), *LONG[:2]]) == "two<|end|>\n"
-    assert "1 of 2 assistant messages" in caplog.text
+    assert [record.args[1:3] for record in caplog.records] == [(1, 2)]
 
 
 def test_options_reach_every_text_that_the_template_writes():
@@ -183,14 +180,14 @@ def test_a_conversation_without_the_assistant_counts_nothing():
 
 
 def test_a_template_that_fails_is_told():
-    with pytest.raises(DataError, match="row 3 does not pass the chat template: must alternate"):
+    with pytest.raises(DataError, match=r"row 3 .*alternate"):
         counted_text(INST, [turn("user", "one"), turn("user", "two")])
 
 
 def test_a_tokenizer_that_does_not_map_tokens_to_characters_is_told():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML
-    with pytest.raises(DataError, match="row 3: the tokenizer does not map tokens to characters"):
+    with pytest.raises(DataError, match=r"row 3: .*\{% generation %\}"):
         AssistantTurns(tokenizer).encode(LONG, {}, "row 3")
 
 

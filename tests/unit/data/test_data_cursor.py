@@ -88,9 +88,11 @@ def philox(key, block):
     return words
 
 
-@pytest.mark.parametrize(("size", "seed", "epoch"), [(10, 42, 1), (1, 0, 0), (37, 2**40, 3)])
+@pytest.mark.parametrize(
+    ("size", "seed", "epoch"), [(10, 42, 1), (1, 0, 0), (37, 2**40, 3), (5, 2**63 + 1, 0), (5, -1, 0)]
+)
 def test_the_permutation_is_the_order_in_which_philox_numbers_sort(size, seed, epoch):
-    numbers = [number for block in range(1, 11) for number in philox((seed, epoch), block)][:size]
+    numbers = [number for block in range(1, 11) for number in philox((seed % 2**64, epoch), block)][:size]
     assert permutation(size, seed, epoch).tolist() == sorted(range(size), key=numbers.__getitem__)
 
 
@@ -100,12 +102,6 @@ def test_every_place_of_a_permutation_is_as_likely_for_every_row():
         counts[np.arange(4), permutation(4, seed=7, epoch=epoch)] += 1
     chi_square = ((counts - 1000) ** 2 / 1000).sum()
     assert chi_square < 27.9  # 9 degrees of freedom, p = 0.001
-
-
-def test_a_large_seed_and_a_negative_one_are_seeds():
-    assert (
-        sorted(permutation(5, seed=2**63 + 1, epoch=0)) == sorted(permutation(5, seed=-1, epoch=0)) == [0, 1, 2, 3, 4]
-    )
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
@@ -139,7 +135,7 @@ def test_a_stream_is_shuffled_differently_each_epoch():
 def test_a_stream_that_cannot_be_shuffled_says_so(caplog):
     with caplog.at_level(logging.WARNING):
         assert answers(cursor(PlainStream(3), shuffle=True).take(3)) == [0, 1, 2]
-    assert caplog.messages == ["A PlainStream has no shuffle(); its prompts come in its own order."]
+    assert [record.args for record in caplog.records] == [("PlainStream",)]
 
 
 def test_a_stream_is_read_no_further_than_asked():
@@ -193,39 +189,32 @@ def test_overlong_prompts_are_passed_over_and_counted_also_after_resuming():
 @pytest.mark.parametrize("make", [table, stream])
 def test_an_epoch_of_overlong_prompts_only_is_an_error_and_not_an_endless_search(make):
     source = cursor(make(4), max_prompt_tokens=0, overlong="drop")
-    with pytest.raises(DataError, match="All 4 rows are left out: the prompt has more than 0 tokens"):
+    with pytest.raises(DataError, match=r"4 rows.* 0 tokens"):
         source.take(1)
 
 
-def test_an_empty_stream_is_an_error():
-    with pytest.raises(DataError, match="its stream ended before the first row"):
-        cursor(stream(0)).take(1)
-
-
-def test_an_empty_table_is_an_error_at_once():
-    with pytest.raises(DataError, match="The data set is empty"):
-        cursor(table(0))
-
-
-def test_a_data_set_with_its_splits_is_an_error_at_once():
-    with pytest.raises(DataError, match="has the splits 'train'"):
-        cursor(DatasetDict({"train": table(2)}))
+@pytest.mark.parametrize("dataset", [table(0), stream(0), DatasetDict({"train": table(2)})])
+def test_what_has_no_rows_to_draw_is_an_error(dataset):
+    with pytest.raises(DataError):
+        cursor(dataset).take(1)
+    with pytest.raises(DataError):
+        eval_prompts(dataset, reader())
 
 
 def test_an_error_names_the_row_of_the_data_set_and_not_the_draw():
     dataset = Dataset.from_list([{"prompt": "1"}, {"prompt": "2"}, {"prompt": ""}])
     source = cursor(dataset)
     source.take(2)
-    with pytest.raises(DataError, match="row 2 has an empty prompt"):
+    with pytest.raises(DataError, match=r"row 2 .*prompt"):
         source.take(1)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dataset": table(6)}, "num_rows=5, this run has num_rows=6"),
-        ({"seed": 1}, "seed=0, this run has seed=1"),
-        ({"shuffle": True}, "shuffle=False, this run has shuffle=True"),
+        ({"dataset": table(6)}, "num_rows=5.*num_rows=6"),
+        ({"seed": 1}, "seed=0.*seed=1"),
+        ({"shuffle": True}, "shuffle=False.*shuffle=True"),
     ],
 )
 def test_resuming_with_other_data_or_another_order_is_an_error(change, message):
@@ -240,15 +229,9 @@ def test_evaluation_prompts_come_all_in_order_with_serials_from_zero(make, caplo
         prompts = eval_prompts(make(12), reader(max_prompt_tokens=1, overlong="drop"))
     assert answers(prompts) == list(range(10))
     assert [prompt.serial for prompt in prompts] == list(range(10))
-    assert caplog.messages == ["2 of 12 rows are left out: the prompt has more than 1 tokens."]
+    assert [record.args[:2] for record in caplog.records] == [(2, 12)]
 
 
 def test_evaluation_serials_leave_no_gap_where_a_row_is_left_out():
     dataset = Dataset.from_list([{"prompt": "11"}, {"prompt": "1"}])
     assert [p.serial for p in eval_prompts(dataset, reader(max_prompt_tokens=1, overlong="drop"))] == [0]
-
-
-@pytest.mark.parametrize("make", [table, stream])
-def test_an_empty_evaluation_set_is_an_error(make):
-    with pytest.raises(DataError, match="The data set is empty"):
-        eval_prompts(make(0), reader())

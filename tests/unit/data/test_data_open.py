@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import datasets
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
 from lowpeak.data.open import open_dataset
-from lowpeak.data.prompts import check_rows
+from lowpeak.data.prompts import usable_rows
 from lowpeak.errors import DataError
 
+KINDS = [".json", ".jsonl", ".parquet", ".csv"]
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
 
@@ -43,7 +45,7 @@ def prompts(dataset):
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".parquet", ".csv"])
+@pytest.mark.parametrize("suffix", KINDS)
 def test_a_file_is_a_data_set(tmp_path, suffix, streaming):
     path = write(tmp_path / f"rows{suffix}")
     dataset = open_dataset(str(path), streaming=streaming)
@@ -94,35 +96,23 @@ def test_the_only_split_is_taken_whatever_its_name(tmp_path):
     assert len(open_dataset(tmp_path / "saved")) == 2
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_a_missing_split_is_an_error_that_names_those_there(tmp_path, saved):
-    if saved:
-        splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}
-        DatasetDict(splits).save_to_disk(tmp_path / "data")
+@pytest.fixture(params=["saved", "files"])
+def two_splits(request, tmp_path):
+    folder = tmp_path / "data"
+    if request.param == "saved":
+        DatasetDict({name: Dataset.from_list(ROWS) for name in ("dev", "test")}).save_to_disk(folder)
     else:
-        (tmp_path / "data").mkdir()
-        write(tmp_path / "data" / "train.jsonl")
-        write(tmp_path / "data" / "test.jsonl")
-    with pytest.raises(DataError, match=r"has no split 'dev'; it has (train, test|test, train): set split"):
-        open_dataset(tmp_path / "data", "dev")
+        folder.mkdir()
+        for name in ("dev", "test"):
+            write(folder / f"{name}.jsonl")
+    return folder
 
 
-def test_several_splits_without_train_ask_for_a_choice(tmp_path):
-    splits = {"a": Dataset.from_list(ROWS), "b": Dataset.from_list(ROWS)}
-    DatasetDict(splits).save_to_disk(tmp_path / "data")
-    with pytest.raises(DataError, match="has no split 'train'; it has a, b"):
-        open_dataset(tmp_path / "data")
-
-
-def test_a_part_of_a_missing_split_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r'Unknown split "dev"'):
-        open_dataset(write(tmp_path / "rows.jsonl"), "dev[:1]")
-
-
-def test_a_split_of_a_saved_data_set_without_splits_is_an_error(tmp_path):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    with pytest.raises(DataError, match="without splits; leave split='test' out"):
-        open_dataset(tmp_path / "saved", "test")
+@pytest.mark.parametrize("split", ["other", None])
+def test_a_missing_split_is_an_error_that_names_those_there(two_splits, split):
+    wanted = split or "train"
+    with pytest.raises(DataError, match=rf"'{wanted}'.* (dev|validation|test), (dev|validation|test)\b"):
+        open_dataset(two_splits, split)
 
 
 def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_they_are_read(tmp_path):
@@ -132,52 +122,48 @@ def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_they_are_read(tmp_
     offsets = column.buffers()[1].to_pybytes()[: 4 * (len(ROWS) + 1)]
     backwards = b"".join(i.to_bytes(4, "little") for i in range(len(ROWS), -1, -1))
     file.write_bytes(file.read_bytes().replace(offsets, backwards))
-    with pytest.raises(DataError, match=r"Rows 0 to \d+ of the data set cannot be read \(.*\): check its files"):
-        check_rows(open_dataset(tmp_path / "saved"), None)
+    with pytest.raises(DataError, match=r"Rows 0 to \d+"):
+        usable_rows(open_dataset(tmp_path / "saved"), None)
 
 
 @pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])
 def test_a_missing_path_is_an_error_and_not_a_name_on_the_hub(source):
-    with pytest.raises(DataError, match="does not exist; check the path"):
+    with pytest.raises(DataError, match=str(Path(source.lstrip("~")))):
         open_dataset(source)
 
 
-def test_a_missing_file_among_others_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"none\.jsonl does not exist"):
-        open_dataset([write(tmp_path / "rows.jsonl"), tmp_path / "none.jsonl"])
+def saved(folder):
+    Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+    return folder / "saved"
 
 
-def test_a_pattern_without_a_match_is_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"No file matches .*\*\.jsonl"):
-        open_dataset(f"{tmp_path}/*.jsonl")
+def written(path, content=""):
+    path.write_text(content)
+    return path
 
 
-def test_an_empty_list_of_files_is_an_error():
-    with pytest.raises(DataError, match="list of data files is empty"):
-        open_dataset([])
-
-
-def test_files_of_several_kinds_are_an_error(tmp_path):
-    with pytest.raises(DataError, match=r"must be of one kind .*; these are \.csv, \.jsonl"):
-        open_dataset([write(tmp_path / "rows.jsonl"), write(tmp_path / "rows.csv")])
-
-
-def test_a_file_of_another_kind_is_an_error(tmp_path):
-    (tmp_path / "rows.txt").write_text("1")
-    with pytest.raises(DataError, match=r"these are \.txt"):
-        open_dataset(tmp_path / "rows.txt")
-
-
-def test_a_folder_among_files_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="is a folder among several data files"):
-        open_dataset([tmp_path, write(tmp_path / "rows.jsonl")])
-
-
-@pytest.mark.parametrize("content", ['{"prompt": "1"}\n{"prompt": \n', "no json at all"])
-def test_a_file_that_is_not_what_its_name_says_cannot_be_read(tmp_path, content):
-    (tmp_path / "rows.jsonl").write_text(content)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: JSON parse error"):
-        open_dataset(tmp_path / "rows.jsonl")
+@pytest.mark.parametrize(
+    ("source", "settings", "words"),
+    [
+        (lambda at: write(at / "rows.jsonl"), {"split": "dev[:1]"}, '"dev"'),
+        (saved, {"split": "test"}, "split='test'"),
+        (lambda at: [write(at / "rows.jsonl"), at / "none.jsonl"], {}, r"none\.jsonl"),
+        (lambda at: f"{at}/*.jsonl", {}, r"\*\.jsonl"),
+        (lambda at: [], {}, "empty"),
+        (lambda at: [write(at / "rows.jsonl"), write(at / "rows.csv")], {}, r"\.csv, \.jsonl"),
+        (lambda at: written(at / "rows.txt", "1"), {}, r"\.txt"),
+        (lambda at: [at, write(at / "rows.jsonl")], {}, "{at}"),
+        (lambda at: written(at / "rows.jsonl", '{"prompt": "1"}\n{"prompt": \n'), {}, r"rows\.jsonl.*JSON"),
+        (lambda at: written(at / "rows.jsonl", "no json at all"), {}, r"rows\.jsonl.*JSON"),
+        (lambda at: written(at / "state.json", "{}").parent, {}, "{at}"),
+        *((lambda at, suffix=suffix: written(at / f"rows{suffix}"), {}, f"rows{suffix}") for suffix in KINDS),
+        (lambda at: at, {}, "{at}"),
+        (lambda at: write(at / "rows.jsonl"), {"name": "main"}, "'main'"),
+    ],
+)
+def test_what_cannot_be_opened_is_named(tmp_path, source, settings, words):
+    with pytest.raises(DataError, match=words.replace("{at}", str(tmp_path))):
+        open_dataset(source(tmp_path), **settings)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -185,21 +171,20 @@ def test_a_file_that_is_not_what_its_name_says_cannot_be_read(tmp_path, content)
 def test_a_text_file_that_is_not_utf_8_is_named_with_its_line(tmp_path, suffix, line, streaming):
     path = write(tmp_path / f"rows{suffix}", [*ROWS, {"prompt": "caf?", "answer": "4"}])
     path.write_bytes(path.read_bytes().replace(b"?", b"\xe9"))
-    words = rf"{path} is not UTF-8: line {line} has the byte 0xe9 \(.*\); convert the file to UTF-8"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line {line} .*0xe9"):
         open_dataset(path, streaming=streaming)
 
 
 def test_a_text_file_that_ends_within_a_character_is_named(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes('{"prompt": "1+1="}\n{"prompt": "é'.encode()[:-1])
-    with pytest.raises(DataError, match=f"{path} is not UTF-8: line 2 has the byte 0xc3"):
+    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line 2 .*0xc3"):
         open_dataset(path)
 
 
 def test_a_text_file_of_a_folder_that_is_not_utf_8_is_named(tmp_path):
     (tmp_path / "train.txt").write_bytes("1+1=\ncafé\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"train\.txt is not UTF-8: line 2 has the byte 0xe9"):
+    with pytest.raises(DataError, match=r"train\.txt .*UTF-8: line 2 .*0xe9"):
         open_dataset(tmp_path)
 
 
@@ -216,41 +201,13 @@ def test_a_text_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(type(path), "open", refuse)
-    with pytest.raises(DataError, match=r"rows\.jsonl cannot be read: .*Permission denied"):
+    with pytest.raises(DataError, match=r"rows\.jsonl .*Permission"):
         open_dataset(path)
-
-
-def test_a_broken_saved_folder_cannot_be_read(tmp_path):
-    (tmp_path / "state.json").write_text("{}")
-    (tmp_path / "dataset_info.json").write_text("{}")
-    with pytest.raises(DataError, match="cannot be read"):
-        open_dataset(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "message"),
-    [(".json", "is empty"), (".jsonl", "is empty"), (".parquet", "cannot be read"), (".csv", "cannot be read")],
-)
-def test_a_file_without_a_byte_is_an_error(tmp_path, suffix, message):
-    path = tmp_path / f"rows{suffix}"
-    path.touch()
-    with pytest.raises(DataError, match=message):
-        open_dataset(path)
-
-
-def test_a_folder_without_data_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="cannot be read"):
-        open_dataset(tmp_path)
-
-
-def test_a_configuration_has_no_meaning_for_local_data(tmp_path):
-    with pytest.raises(DataError, match="'main' has no meaning for local data"):
-        open_dataset(write(tmp_path / "rows.jsonl"), name="main")
 
 
 @pytest.mark.parametrize("source", ["openai/gsm8k", "squad"])
 def test_a_name_on_the_hub_fails_at_once_while_offline(source):
     start = time.monotonic()
-    with pytest.raises(DataError, match=rf"^{source} is neither a local path nor in the local cache, .*HF_HUB_OFFLINE"):
+    with pytest.raises(DataError, match=rf"^{source} .*HF_HUB_OFFLINE"):
         open_dataset(source)
     assert time.monotonic() - start < 5

@@ -60,7 +60,7 @@ def gradients(model: nn.Module, offload: ActivationOffload | None) -> tuple[Tens
 
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_loss_and_gradients_are_the_same_bits(checkpointing):
-    model = tiny_model().train()
+    model = tiny_model(layers=4, hidden=32).train()
     if checkpointing:
         getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
     offload, mover = offload_of(model)
@@ -69,16 +69,9 @@ def test_loss_and_gradients_are_the_same_bits(checkpointing):
     assert loss.equal(plain_loss)
     assert all(found[name].equal(grad) for name, grad in plain.items())
     assert offload.bytes_away == sum(mover.went) > 0
-
-
-def test_with_checkpointing_each_layers_input_goes_away_once():
-    model = tiny_model(layers=4, hidden=32).train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
-    inputs = 2 * 5 * 32 * 4  # rows x tokens x hidden x bytes
-    offload, mover = offload_of(model, least_bytes=inputs)
-    gradients(model, offload)
-    layers = [size for size in mover.went if size == inputs]
-    assert 4 <= len(layers) <= 4 + 4  # the layers' inputs; the last norm, which is not checkpointed, saves a few
+    if checkpointing:
+        inputs = 2 * 5 * 32 * 4  # of a layer: rows x tokens x hidden x bytes
+        assert 4 <= mover.went.count(inputs) <= 4 + 4  # the last norm, which is not checkpointed, saves a few
 
 
 class Squares(nn.Module):
@@ -176,9 +169,9 @@ def grpo(tmp_path):
 
 @pytest.mark.parametrize("make", [sft, grpo])
 def test_activation_offloading_is_refused_where_activations_are_in_host_memory_already(make, tmp_path):
-    with pytest.raises(ArgumentError, match="activations are in host memory already"):
+    with pytest.raises(ArgumentError, match=r"activation_offloading=True .* cpu"):
         make(tmp_path)
-    with pytest.raises(ArgumentError, match="trains on mps"):
+    with pytest.raises(ArgumentError, match="mps"):
         activation_offload(tiny_model(), torch.device("mps"))
 
 

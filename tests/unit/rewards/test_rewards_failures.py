@@ -29,37 +29,39 @@ def bad(returned):
     return bad
 
 
+ROW_1 = "row 1 (completion 1 of group 0: 'bb')"
+ROW_2 = "row 2 (completion 0 of group 1: 'ccc')"
+
+
 @pytest.mark.parametrize(
-    ("returned", "words"),
+    ("returned", "named"),
     [
-        ([1.0, 2.0], "'bad' returned 2 values for 4 completions; return one per completion"),
-        (torch.zeros(5), "'bad' returned 5 values for 4 completions"),
-        (None, "'bad' returned None of type NoneType; return a list"),
-        (1.0, "'bad' returned 1.0 of type float; return a list"),
-        (torch.tensor(1.0), r"'bad' returned tensor\(1.\) of type Tensor; return a list"),
-        ("1234", "'bad' returned '1234' of type str; return a list"),
-        ({1: 1, 2: 2, 3: 3, 4: 4}, "of type dict; return a list"),
-        ((x for x in range(4)), "of type generator; return a list"),
-        (
-            [0, 0, NAN, 0],
-            r"'bad' returned nan for row 2 \(completion 0 of group 1: 'ccc'\); return a finite number, or None",
-        ),
-        ([0, INF, 0, 0], r"'bad' returned inf for row 1 \(completion 1 of group 0: 'bb'\)"),
-        (torch.tensor([0, 0, 0, -INF]), r"'bad' returned -inf for row 3"),
-        (["1", 0, 0, 0], r"'bad' returned '1' of type str for row 0"),
-        (torch.zeros(4, 1), r"'bad' returned 1 numbers for 2 tokens \(completion_ids has them\) for row 1"),
-        ([0, 1j, 0, 0], "1j of type complex for row 1"),
-        ([0, torch.zeros(1), 0, 0], r"'bad' returned 1 numbers for 2 tokens"),
-        ([[INF], 0, 0, 0], r"'bad' returned inf for row 0"),
-        ([["1"], 0, 0, 0], r"'bad' returned '1' of type str for row 0"),
-        ([10**400, 0, 0, 0], "a number too large for a float for row 0"),
-        ([0, 3e38, 0, -3e38], r"'bad' returned 3e\+38, whose square is infinite in fp32, for row 1"),
-        ([0, 1e308, 0, 0], r"'bad' returned 1e\+308, whose square is infinite in fp32, for row 1"),
+        ([1.0, 2.0], ["2", "4"]),
+        (torch.zeros(5), ["5", "4"]),
+        (None, ["None", "NoneType"]),
+        (1.0, ["1.0", "float"]),
+        (torch.tensor(1.0), ["tensor(1.)", "Tensor"]),
+        ("1234", ["'1234'", "str"]),
+        ({1: 1, 2: 2, 3: 3, 4: 4}, ["dict"]),
+        ((x for x in range(4)), ["generator"]),
+        ([0, 0, NAN, 0], ["nan", ROW_2]),
+        ([0, INF, 0, 0], ["inf", ROW_1]),
+        (torch.tensor([0, 0, 0, -INF]), ["-inf", "row 3"]),
+        (["1", 0, 0, 0], ["'1'", "str", "row 0"]),
+        (torch.zeros(4, 1), ["1", "2", "completion_ids", ROW_1]),
+        ([0, 1j, 0, 0], ["1j", "complex", ROW_1]),
+        ([0, torch.zeros(1), 0, 0], ["1", "2", "completion_ids", ROW_1]),
+        ([[INF], 0, 0, 0], ["inf", "row 0"]),
+        ([["1"], 0, 0, 0], ["'1'", "str", "row 0"]),
+        ([10**400, 0, 0, 0], ["row 0"]),
+        ([0, 3e38, 0, -3e38], ["3e+38", "fp32", ROW_1]),
+        ([0, 1e308, 0, 0], ["1e+308", "fp32", ROW_1]),
     ],
 )
-def test_what_is_not_one_number_or_none_per_completion_is_an_error(returned, words):
-    with pytest.raises(RewardError, match=words):
+def test_what_is_not_one_number_or_none_per_completion_is_told_with_its_row_and_value(returned, named):
+    with pytest.raises(RewardError) as caught:
         judge(bad(returned))
+    assert [each for each in ["'bad'", *named] if each not in str(caught.value)] == []
 
 
 def test_an_exception_is_told_with_its_file_and_line_and_kept_as_the_cause():
@@ -69,9 +71,8 @@ def test_an_exception_is_told_with_its_file_and_line_and_kept_as_the_cause():
     line = divides.__code__.co_firstlineno + 1
     with pytest.raises(RewardError) as caught:
         judge(divides)
-    assert (
-        str(caught.value) == f"Reward 'divides' raised ZeroDivisionError: division by zero ({__file__}, line {line})."
-    )
+    for each in ("'divides'", "ZeroDivisionError", f"({__file__}, line {line})"):
+        assert each in str(caught.value)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
@@ -101,7 +102,7 @@ async def leaves_in_a_task(completions):
 @pytest.mark.parametrize("reward", [leaves, leaves_later, leaves_in_a_task])
 def test_a_reward_that_exits_is_a_failure_of_the_reward(reward, timeout):
     line = (leaves if reward is leaves else leaves_later).__code__.co_firstlineno
-    words = rf"Reward '{reward.__name__}' raised SystemExit: 0 \({Path(__file__)}, line {line + 1 + (reward is not leaves)}\)"
+    words = rf"'{reward.__name__}' .*SystemExit: 0 \({Path(__file__)}, line {line + 1 + (reward is not leaves)}\)"
     judges = panel(reward, timeout=timeout)
     for _ in range(2):
         with pytest.raises(RewardError, match=words):
@@ -109,30 +110,17 @@ def test_a_reward_that_exits_is_a_failure_of_the_reward(reward, timeout):
 
 
 def test_rewards_whose_weighted_sum_is_infinite_in_fp32_are_an_error():
-    with pytest.raises(
-        RewardError, match=r"The weighted sum of the rewards is 2e\+19 for row 0 .*: lower reward_weights"
-    ):
+    with pytest.raises(RewardError, match=r"2e\+19 .*row 0 .*reward_weights"):
         judge(lambda completions: [1e19, 0, 0, 0], lambda completions: [1e19, 0, 0, 0])
 
 
 def test_a_missing_column_is_told_by_name():
-    with pytest.raises(RewardError, match="'needs' asks for answer, which the data set has no column for"):
+    with pytest.raises(RewardError, match=r"'needs' .*answer"):
         judge(lambda completions: [0] * 4, needs)
 
 
 def needs(completions, answer):
     return [0.0] * len(completions)
-
-
-def test_a_sync_reward_past_the_panels_limit_is_an_error():
-    released = threading.Event()
-
-    def waits(completions):
-        released.wait(30)
-
-    with pytest.raises(RewardTimeoutError, match=r"'waits' did not return within its time limit of 0\.05 seconds"):
-        judge(waits, timeout=0.05)
-    released.set()
 
 
 def test_an_async_reward_past_the_panels_limit_is_an_error_and_the_others_count():
@@ -142,7 +130,7 @@ def test_an_async_reward_past_the_panels_limit_is_an_error_and_the_others_count(
     async def quick(completions):
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardTimeoutError, match=r"'waits' did not return within its time limit of 0\.05 seconds"):
+    with pytest.raises(RewardTimeoutError, match=r"'waits' .*0\.05"):
         judge(quick, waits, timeout=0.05)
     judged = judge(quick, waits, timeout=0.05, on_failure="none")
     assert [record.reward for record in judged.records] == [1.0] * 4
@@ -164,7 +152,7 @@ def test_an_async_reward_that_blocks_its_loop_is_found_too():
     assert time.perf_counter() - start < 10
     assert judged.records[0].reward == 1.0
     assert judged.metrics["rewards/blocks/failed"].value() == 1
-    with pytest.raises(RewardTimeoutError, match="Async reward 'blocks' blocks its event loop past its time limit"):
+    with pytest.raises(RewardTimeoutError, match="'blocks'"):
         judge(quick, blocks, timeout=0.05)
     released.set()
 
@@ -174,7 +162,7 @@ def test_a_column_logged_with_too_few_values_is_an_error():
         log_extra("seen", [1])
         return [0] * len(completions)
 
-    with pytest.raises(RewardError, match="'logs' logged 1 values in column 'seen' for 4 completions"):
+    with pytest.raises(RewardError, match=r"'logs' .*1 .*'seen' .*4"):
         judge(logs)
 
 
@@ -184,7 +172,7 @@ def test_a_metric_that_is_no_number_is_an_error_in_the_rewards_own_line():
         return [0] * len(completions)
 
     line = logs.__code__.co_firstlineno + 1
-    with pytest.raises(RewardError, match=f"'logs' raised ValueError: .*many.*, line {line}\\)"):
+    with pytest.raises(RewardError, match=rf"'logs' .*ValueError: .*many.*, line {line}\)"):
         judge(logs)
 
 
@@ -226,12 +214,9 @@ def test_an_exception_counts_for_every_row_and_its_half_written_log_is_dropped(c
     assert judged.metrics["rewards/<lambda>/failed"].value() == 0
     assert judged.columns == {}
     assert "seen" not in judged.metrics
-    assert "'breaks' raised OSError: no judge" in caplog.text
-    assert "4 of 4 rows" in caplog.text
-
-
-def test_without_the_option_nothing_is_counted_as_failed():
-    assert "rewards/<lambda>/failed" not in judge(lambda prompts: [0] * 4).metrics
+    (warning,) = caplog.records
+    assert [each for each in ("'breaks'", "OSError") if each not in str(warning.args[0])] == []
+    assert warning.args[1:] == (4, 4)
 
 
 def test_ctrl_c_inside_a_reward_is_no_failure():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import functools
+import re
 import threading
 import time
 
@@ -75,34 +76,22 @@ def test_a_function_with_kwargs_gets_every_keyword_and_one_without_only_those_it
     FunctionReward(lambda completions, answer=None, level=3: seen.append((answer, level)))(**ROWS, **columns)
     assert seen == [{*ROWS, *columns}, (["a", "b"], 3)]
     assert FunctionReward(Judge())(**ROWS, **columns) == [1.0, 0.0]
-
-
-def test_a_function_without_a_signature_gets_every_keyword():
-    assert FunctionReward(functools.partial(dict))(**ROWS, answer=[1]) == {**ROWS, "answer": [1]}
+    assert FunctionReward(functools.partial(dict))(**ROWS, answer=[1]) == {**ROWS, "answer": [1]}  # without a signature
 
 
 def test_a_parameter_that_nothing_fills_is_named_with_what_there_is():
-    with pytest.raises(RewardError, match=r"'Judge' asks for answer, which the data set has no column for; .*level"):
+    with pytest.raises(RewardError, match=r"'Judge' .*answer.*level"):
         FunctionReward(Judge())(**ROWS, level=[1, 2])
 
 
 @pytest.mark.parametrize("function", [3, Judge, "length"])
 def test_what_cannot_be_asked_is_refused(function):
-    with pytest.raises(ArgumentError, match="must be a function or a callable object"):
+    with pytest.raises(ArgumentError, match=re.escape(repr(function))):
         FunctionReward(function)
 
 
-def test_a_late_sync_function_is_left_behind():
-    released = threading.Event()
-    start = time.perf_counter()
-    with pytest.raises(RewardTimeoutError, match=r"'slow' did not return within its time limit of 0\.05 seconds"):
-        FunctionReward(lambda **kwargs: released.wait(30), name="slow", timeout=0.05)(**ROWS)
-    assert time.perf_counter() - start < 5
-    released.set()
-
-
-def test_a_late_async_function_is_cancelled():
-    ended = []
+def test_a_late_function_is_left_behind_or_cancelled():
+    released, ended = threading.Event(), []
 
     async def slow(**kwargs):
         try:
@@ -110,9 +99,13 @@ def test_a_late_async_function_is_cancelled():
         finally:
             ended.append(True)
 
-    with pytest.raises(RewardTimeoutError, match=r"'slow' did not return within its time limit of 0\.05 seconds"):
-        FunctionReward(slow, timeout=0.05)(**ROWS)
+    start = time.perf_counter()
+    for function in (lambda **kwargs: released.wait(30), slow):
+        with pytest.raises(RewardTimeoutError, match=r"'slow' .*0\.05"):
+            FunctionReward(function, name="slow", timeout=0.05)(**ROWS)
+    assert time.perf_counter() - start < 5
     assert ended == [True]
+    released.set()
 
 
 def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
@@ -123,7 +116,7 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
         raise TimeoutError("the judge's server")
 
     for function in (sync, asynchronous):
-        with pytest.raises(TimeoutError, match="the judge's server") as caught:
+        with pytest.raises(TimeoutError, match="server") as caught:
             FunctionReward(function, timeout=30)(**ROWS)
         assert not isinstance(caught.value, RewardError)
 
@@ -136,7 +129,7 @@ def test_a_call_with_a_limit_sees_the_callers_context_and_passes_its_error_on():
         call_within(lambda: 1 / 0, 30)
 
 
-def test_the_background_loop_is_one_loop_for_all_calls_and_a_new_one_after_it_was_blocked():
+def test_the_background_loop_is_kept_until_it_was_blocked_and_ends_with_its_owner():
     loop, released = BackgroundLoop(), threading.Event()
 
     async def running():
@@ -152,17 +145,8 @@ def test_the_background_loop_is_one_loop_for_all_calls_and_a_new_one_after_it_wa
     second = loop.run(running(), 30)
     released.set()
     assert second is not first
-
-
-def test_the_background_loop_ends_with_its_owner():
-    loop = BackgroundLoop()
-
-    async def running():
-        return asyncio.get_running_loop()
-
-    inner = loop.run(running())
     del loop
     deadline = time.monotonic() + 10
-    while not inner.is_closed() and time.monotonic() < deadline:
+    while not second.is_closed() and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert inner.is_closed()
+    assert second.is_closed()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.answers import exact_match
+from lowpeak.rewards.format import SoftOverlong
 from lowpeak.rewards.function import callable_name
-from lowpeak.rewards.length import SoftOverlong
 from lowpeak.rewards.load import FACTORIES, SHIPPED, load_judge, load_reward
 from lowpeak.rewards.make import make_rewards
 
@@ -81,21 +82,17 @@ def test_factories_are_written_with_their_arguments():
     assert set(FACTORIES).isdisjoint(SHIPPED)
 
 
-@pytest.mark.parametrize("spec", ["owner/judge", "./judges/tiny", "/judges/tiny"])
-def test_a_models_name_comes_back_as_it_is(spec):
+@pytest.mark.parametrize("spec", ["owner/judge", "./judges/tiny", "/judges/tiny", "."])
+def test_a_models_name_or_folder_comes_back_as_it_is(spec):
     assert load_reward(spec) == spec
-
-
-def test_an_existing_folder_is_a_models(tmp_path):
-    assert load_reward(str(tmp_path)) == str(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("import os\n\nboom = undefined\n", r"does not import: line 3: NameError: name 'undefined' is not defined"),
-        ("def f(:\n", r"does not import: line 1: SyntaxError"),
-        ("import nowhere_to_be_found\n", r"line 1: ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
+        ("import os\n\nboom = undefined\n", r"line 3: NameError: .*'undefined'"),
+        ("def f(:\n", r"line 1: SyntaxError"),
+        ("import nowhere_to_be_found\n", r"line 1: ModuleNotFoundError: .*'nowhere_to_be_found'"),
         ("import json\njson.loads('')\n", r"line 2: JSONDecodeError"),
         ("import sys\nsys.exit(3)\n", r"line 2: SystemExit: 3"),
     ],
@@ -104,69 +101,46 @@ def test_a_file_that_does_not_import_is_told_with_its_line(tmp_path, text, words
     path = tmp_path / "broken.py"
     path.write_text(text)
     modules = set(sys.modules)
-    with pytest.raises(ArgumentError, match=words) as caught:
+    with pytest.raises(ArgumentError, match=rf"{path}.*{words}"):
         load_reward(f"{path}:f")
-    assert str(path) in str(caught.value)
     assert not [name for name in set(sys.modules) - modules if "broken" in name]
 
 
-@pytest.mark.parametrize(
-    ("attribute", "words"),
-    [
-        ("missing", "there is no 'missing' in "),
-        ("judge.missing", r"there is no 'judge\.missing' in "),
-        ("", "there is no '' in "),
-        ("number", "cannot be called as a reward: it is a int"),
-        ("Judge", "it is a class, name an object or a function"),
-    ],
-)
-def test_an_attribute_that_is_no_reward_is_told(rewards_py, attribute, words):
-    with pytest.raises(ArgumentError, match=words):
+@pytest.mark.parametrize("attribute", ["missing", "judge.missing", "", "number", "Judge"])
+def test_an_attribute_that_is_no_reward_is_told(rewards_py, attribute):
+    with pytest.raises(ArgumentError, match=re.escape(f"'{rewards_py}:{attribute}'")):
         load_reward(f"{rewards_py}:{attribute}")
 
 
-def test_a_module_that_fails_inside_is_told_apart_from_one_that_is_missing(tmp_path):
+def test_a_module_that_fails_inside_is_told_apart_from_one_that_is_missing(tmp_path, monkeypatch):
     (tmp_path / "failing_rewards.py").write_text("import json\nimport gone_module\n")
-    sys.path.insert(0, str(tmp_path))
-    try:
-        with pytest.raises(ArgumentError, match=r"failing_rewards\.py, line 2: ModuleNotFoundError: .*'gone_module'"):
-            load_reward("failing_rewards.f")
-    finally:
-        sys.path.remove(str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ArgumentError, match=r"failing_rewards\.py, line 2: ModuleNotFoundError: .*'gone_module'"):
+        load_reward("failing_rewards.f")
 
 
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("load", "spec", "words"),
     [
-        ("no/such/file.py:f", r"Reward file 'no/such/file\.py' does not exist"),
-        ("some/file.py", r"is a file: name its function, as in 'some/file\.py:function'"),
-        ("no_such_package.rewards.f", "there is no module 'no_such_package'"),
-        ("lowpeak.no_such_module.f", r"there is no module 'lowpeak\.no_such_module'"),
-        ("lowpeak.rewards.answers.gone", "there is no 'gone' in "),
-        ("exact_mach", "no shipped reward 'exact_mach': .*exact_match, numeric_match"),
-        ("", "There is no shipped reward ''"),
-        ("soft_overlong", "cannot be made: it has no arguments; 'soft_overlong' takes literal arguments"),
-        ("soft_overlong(1", "cannot be made"),
-        ("soft_overlong(8)", "missing 1 required positional argument: 'cache'"),
-        ("soft_overlong(len('a'), 1)", "cannot be made"),
-        ("soft_overlong(1, 8)", "cache must be from 0 to max_length 1, not 8"),
+        (load_reward, "no/such/file.py:f", r"Reward .*'no/such/file\.py'"),
+        (load_reward, "some/file.py", r"'some/file\.py:function'"),
+        (load_reward, "no_such_package.rewards.f", "'no_such_package'"),
+        (load_reward, "lowpeak.no_such_module.f", r"'lowpeak\.no_such_module'"),
+        (load_reward, "lowpeak.rewards.answers.gone", "'gone'"),
+        (load_reward, "exact_mach", "'exact_mach'.*exact_match, numeric_match"),
+        (load_reward, "", "''"),
+        (load_reward, "soft_overlong", "'soft_overlong'"),
+        (load_reward, "soft_overlong(1", r"'soft_overlong\(1'"),
+        (load_reward, "soft_overlong(8)", "'cache'"),
+        (load_reward, "soft_overlong(len('a'), 1)", r"soft_overlong\(len"),
+        (load_reward, "soft_overlong(1, 8)", "max_length 1.* 8"),
+        (load_judge, "no/such/file.py:one", r"Judge .*'no/such/file\.py'"),
+        (load_judge, "no_such_package.one", r"Judge 'no_such_package\.one'.*'no_such_package'"),
+        (load_judge, "lowpeak.rewards.judge.gone", r"Judge 'lowpeak\.rewards\.judge\.gone'.*'gone'"),
+        (load_judge, "pairs.py", r"Judge 'pairs\.py'"),
     ],
 )
-def test_what_cannot_be_found_or_made_is_one_sentence(spec, words):
+def test_what_cannot_be_found_or_made_is_one_sentence(load, spec, words):
     with pytest.raises(ArgumentError, match=words) as caught:
-        load_reward(spec)
+        load(spec)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("spec", "words"),
-    [
-        ("no/such/file.py:one", r"Judge file 'no/such/file\.py' does not exist"),
-        ("no_such_package.one", "Judge 'no_such_package.one' does not import: there is no module 'no_such_package'"),
-        ("lowpeak.rewards.judge.gone", r"Judge 'lowpeak\.rewards\.judge\.gone' does not exist: there is no 'gone' in "),
-        ("pairs.py", r"Judge 'pairs\.py' is nowhere: write path/to/file\.py:object"),
-    ],
-)
-def test_a_judge_that_cannot_be_found_is_told_as_a_judge(spec, words):
-    with pytest.raises(ArgumentError, match=words):
-        load_judge(spec)

@@ -58,23 +58,22 @@ def one_by_one(model, words, texts):
         return [model.eval()(input_ids=row).logits.item() for row in rows]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 12, 10_000])
-def test_batches_of_any_size_give_each_rows_own_logit(max_tokens):
-    reward = ModelReward(classifier(), tokenizer(), max_tokens=max_tokens)
-    texts = ["1+1=2", "12+34=46", "5+5=1000"]
-    assert reward(**PLAIN) == pytest.approx(one_by_one(classifier(), tokenizer(), texts), abs=1e-5)
-
-
-def test_a_classifier_that_looks_both_ways_sees_no_padding():
+def looks_both_ways():
     torch.manual_seed(0)
     config = BertConfig(
         vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, num_labels=1,
         initializer_range=0.5,
     )  # fmt: skip
-    model = BertForSequenceClassification(config)
+    return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 12, 10_000])
+@pytest.mark.parametrize("make", [classifier, looks_both_ways])
+def test_batches_of_any_size_give_each_rows_own_logit(make, max_tokens):
+    reward = ModelReward(make(), tokenizer(), max_tokens=max_tokens)
     texts = ["1+1=2", "12+34=46", "5+5=1000"]
-    rewards = ModelReward(model, tokenizer())(**PLAIN)
-    assert rewards == pytest.approx(one_by_one(model, tokenizer(), texts), abs=1e-5)
+    assert reward(**PLAIN) == pytest.approx(one_by_one(make(), tokenizer(), texts), abs=1e-5)
+    assert reward([], [], []) == []
 
 
 def test_messages_are_read_through_the_reward_tokenizers_own_template():
@@ -114,24 +113,16 @@ def test_chat_template_kwargs_reach_the_template():
     assert rewards == pytest.approx(one_by_one(classifier(), words, ["91"]), abs=1e-5)
 
 
-def test_a_model_is_loaded_with_its_tokenizer_from_a_path_and_named_after_it(folder):
-    for given in (folder, str(folder), str(folder) + "/"):
+def test_a_model_of_a_path_has_its_tokenizer_and_name_from_there(folder):
+    instance = AutoModelForSequenceClassification.from_pretrained(folder)
+    for given in (folder, str(folder), str(folder) + "/", instance):
         reward = make_rewards(given)[0]
         assert reward.name == "tiny-judge"
         assert isinstance(reward, Reward)
         assert reward(**PLAIN) == pytest.approx(ModelReward(classifier(), tokenizer(chat=True))(**PLAIN), abs=1e-6)
-
-
-def test_an_instance_that_came_from_a_path_finds_its_tokenizer_there(folder):
-    reward = ModelReward(AutoModelForSequenceClassification.from_pretrained(folder))
-    assert reward.name == "tiny-judge"
-    assert reward.tokenizer.chat_template == tokenizer(chat=True).chat_template
-
-
-def test_model_kwargs_are_the_reward_models_own(folder):
-    reward = make_rewards(str(folder), model_kwargs={"dtype": torch.bfloat16})[0]
-    assert next(reward.model.parameters()).dtype == torch.bfloat16
-    assert all(isinstance(value, float) for value in reward(**PLAIN))
+    own = make_rewards(str(folder), model_kwargs={"dtype": torch.bfloat16})[0]
+    assert next(own.model.parameters()).dtype == torch.bfloat16
+    assert all(isinstance(value, float) for value in own(**PLAIN))
 
 
 def test_a_model_is_left_as_it_was_passed_in():
@@ -153,10 +144,6 @@ def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence():
         ModelReward(classifier(), tokenizer())(**PLAIN), abs=1e-5
     )
     assert words.pad_token is None
-
-
-def test_no_rows_are_no_forward():
-    assert ModelReward(classifier(), tokenizer())([], [], []) == []
 
 
 def test_batches_hold_rows_of_like_length_within_the_budget():
@@ -184,61 +171,43 @@ def test_a_reward_that_is_passed_in_keeps_its_own_name():
     assert mine.name == "mine"
 
 
-def test_a_path_that_does_not_exist_is_one_clear_sentence():
-    with pytest.raises(ModelError, match=r"Reward model '\./no/such/judge' cannot be loaded: "):
-        make_rewards("./no/such/judge")
+def saved(folder, model, words=True):
+    model.save_pretrained(folder)
+    if words:
+        tokenizer().save_pretrained(folder)
+    return str(folder)
 
 
-def test_a_language_model_is_no_reward_model(tmp_path):
-    tiny_model().save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(
-        ModelError, match=r"is no reward model: its checkpoint lacks score\.weight, which would be random"
-    ):
-        make_rewards(str(tmp_path))
+def unpadded():
+    words = tokenizer()
+    words.pad_token = words.eos_token = None
+    return words
 
 
-def test_a_checkpoint_with_several_labels_is_refused(tmp_path):
-    classifier(num_labels=3).save_pretrained(tmp_path)
-    tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="cannot be loaded"):
-        make_rewards(str(tmp_path))
-    with pytest.raises(ArgumentError, match="has 3 labels; a reward is one number"):
-        ModelReward(classifier(num_labels=3), tokenizer())
-
-
-def test_a_folder_without_a_tokenizer_is_named(tmp_path):
-    classifier().save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has no tokenizer: pass one in reward_processing_classes"):
-        make_rewards(str(tmp_path))
+MESSAGES = [[{"role": "user", "content": "1"}]]
 
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: make_rewards(classifier()), ArgumentError, "without a tokenizer, and it has no name to load one from"),
-        (lambda: make_rewards(torch.nn.Linear(1, 1), tokenizer()), ArgumentError, "a transformers model, not Linear"),
-        (lambda: make_rewards(None), ArgumentError, "There is no reward"),
-        (lambda: make_rewards([]), ArgumentError, "There is no reward"),
-        (lambda: make_rewards([3]), ArgumentError, "not 3 of type int"),
-        (lambda: make_rewards([len, max], [None]), ArgumentError, "1 reward_processing_classes for 2 reward_funcs"),
+        (lambda at: make_rewards("./no/such/judge"), ModelError, r"'\./no/such/judge'"),
+        (lambda at: make_rewards(saved(at, tiny_model())), ModelError, r"'{at}'.* score\.weight"),
+        (lambda at: make_rewards(saved(at, classifier(num_labels=3))), ModelError, "'{at}'"),
+        (lambda at: ModelReward(classifier(num_labels=3), tokenizer()), ArgumentError, "3 .*num_labels=1"),
+        (lambda at: make_rewards(saved(at, classifier(), False)), ModelError, "'{at}' .*reward_processing_classes"),
+        (lambda at: make_rewards(classifier()), ArgumentError, "reward_processing_classes"),
+        (lambda at: make_rewards(torch.nn.Linear(1, 1), tokenizer()), ArgumentError, "Linear"),
+        (lambda at: make_rewards(None), ArgumentError, "reward_funcs"),
+        (lambda at: make_rewards([]), ArgumentError, "reward_funcs"),
+        (lambda at: make_rewards([3]), ArgumentError, "3 .*int"),
+        (lambda at: make_rewards([len, max], [None]), ArgumentError, "1 reward_processing_classes .*2 reward_funcs"),
+        (lambda at: ModelReward(classifier(), tokenizer(), name="j")(MESSAGES, [[]], [[]]), ModelError, "'j'"),
+        (lambda at: ModelReward(classifier(), unpadded(), name="j"), ModelError, "'j'"),
     ],
 )
-def test_what_is_no_reward_is_refused(make, error, words):
-    with pytest.raises(error, match=words):
-        make()
-
-
-def test_messages_without_a_template_are_one_clear_sentence():
-    with pytest.raises(ModelError, match="has no chat template for rows of messages"):
-        ModelReward(classifier(), tokenizer(), name="j")([[{"role": "user", "content": "1"}]], [[]], [[]])
-
-
-def test_a_tokenizer_without_any_token_to_pad_with_is_refused():
-    words = tokenizer()
-    words.pad_token = words.eos_token = None
-    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
-        ModelReward(classifier(), words)
+def test_what_is_no_reward_is_refused(tmp_path, make, error, words):
+    with pytest.raises(error, match=words.replace("{at}", str(tmp_path))):
+        make(tmp_path)
 
 
 def test_a_model_whose_weights_wait_elsewhere_judges_on_its_device():

@@ -7,8 +7,14 @@ import pickle
 import pytest
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards.format import format_reward, hash_answer_format, think_answer_format
-from lowpeak.rewards.length import LinearLength, SoftOverlong, length_penalty
+from lowpeak.rewards.format import (
+    LinearLength,
+    SoftOverlong,
+    format_reward,
+    hash_answer_format,
+    length_penalty,
+    think_answer_format,
+)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +59,7 @@ def test_a_format_matches_the_whole_completion_over_lines():
 
 
 def test_a_format_that_is_no_regular_expression_is_named():
-    with pytest.raises(ArgumentError, match=r"'\(a' is no regular expression: missing \)"):
+    with pytest.raises(ArgumentError, match=r"'\(a'"):
         format_reward("(a")
 
 
@@ -65,7 +71,7 @@ def test_soft_overlong_is_equation_13_of_dapo():
 
 
 def test_a_cache_longer_than_the_completion_is_refused():
-    with pytest.raises(ArgumentError, match="from 0 to max_length 10, not 11"):
+    with pytest.raises(ArgumentError, match=r"cache .*max_length 10.* 11"):
         SoftOverlong(10, 11)
 
 

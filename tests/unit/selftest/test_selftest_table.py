@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from lowpeak.selftest import table
 from lowpeak.selftest.table import all_rows, run_rows
@@ -85,8 +84,3 @@ def test_what_the_docs_say_was_not_run_on_a_gpu_has_a_row():
     not_run = [text for text in texts if re.search(r"not\s+run\s+on\s+(a\s+GPU|one)\b", text, re.IGNORECASE)]
     assert len(not_run) >= 4
     assert [text for text in not_run if not names & set(re.findall(r"`([^`]+)`", text))] == []
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, on which rows run")
-def test_rows_of_a_gpu_say_that_they_need_one():
-    assert {each.lacks() for each in all_rows() if "vLLM" not in each.needs} <= {"a GPU", "2 GPUs"}
