@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -16,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
-from setups import build, named_models, prepare, spread
+from setups import build, error_of, named_models, note, prepare, rank, spread, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
@@ -27,36 +26,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.strategies.share import Shares
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.sizes import Sizes
-
-RANK = "RANK"
-
-
-def rank() -> int:
-    return int(os.environ[RANK])
-
-
-def note(place: Path, **found: Any) -> None:
-    """Write what this rank has seen."""
-    (place / f"seen{rank()}.json").write_text(json.dumps(found))
-
-
-def seen(place: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """What each rank has noted."""
-    return [noted(place, number) for number in range(world_size)]
-
-
-def noted(place: Path, number: int) -> dict[str, Any]:
-    """What one rank has noted."""
-    return json.loads((place / f"seen{number}.json").read_text())
-
-
-def error_of(call: Any) -> str:
-    """The class and words of the error that `call()` raises."""
-    try:
-        call()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+from tiny import tiny_model
 
 
 def run_with(place: Path, reward: Any, strategy: str = "ddp", name: str = "run", **arguments: Any) -> Any:
@@ -163,11 +133,8 @@ def failing_folder(place: Path) -> None:
 
 
 def failing_load(place: Path) -> None:
-    from lowpeak import GRPOConfig, GRPOTrainer
-
-    args = GRPOConfig(output_dir=str(place / "load"), report_to="none", use_cpu=True, max_steps=1)
-    model = str(place / "no-such-model") if rank() == 1 else _model()
-    GRPOTrainer(model=model, reward_funcs=spread, args=args, train_dataset=_rows(), processing_class=_tokenizer())
+    model = str(place / "no-such-model") if rank() == 1 else tiny_model()
+    build("GRPO", place / "load", prepare("ddp"), model)
 
 
 def failing_resume(place: Path) -> None:
@@ -234,24 +201,6 @@ FAILURES = {
     "memory": out_of_memory,
     "held": second_run_in_the_folder,
 }
-
-
-def _model() -> Any:
-    from tiny import tiny_model
-
-    return tiny_model(len(_tokenizer()))
-
-
-def _tokenizer() -> Any:
-    from tiny import char_tokenizer
-
-    return char_tokenizer()
-
-
-def _rows() -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list([{"prompt": "12="}] * 8)
 
 
 # ranks that go away
@@ -429,10 +378,7 @@ def leave_alone(place: Path, strategy: str = "ddp") -> None:
 
 def weights(trainer: Any) -> list[float]:
     """A sum of each parameter, by which runs are compared; every rank asks."""
-    sums: dict[str, float] = {}
-    for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 20, None):
-        sums[piece.name] = sums.get(piece.name, 0.0) + float(piece.values.double().abs().sum())
-    return list(sums.values())
+    return [float(values.double().abs().sum()) for values in weights_of(trainer).values()]
 
 
 # what ranks find out by themselves, and must all go by
@@ -442,7 +388,7 @@ def choose(place: Path) -> None:
     """Rank 1's memory is full and its model's attention takes no forest; its reward fails beside a sharded reward model."""
     PartialState(cpu=True)
     ranks = Ranks(torch.device("cpu"))
-    policy = _model()
+    policy = tiny_model()
     if rank() == 1:
         policy.config._attn_implementation = "eager"
     choice = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), ranks)

@@ -8,9 +8,9 @@ from typing import Any
 
 import fault_ranks
 import pytest
-from forked import run_ranks, succeed
-from setups import named_models
+from setups import named_models, seen
 
+from children import run_ranks, succeed_on_ranks
 from lowpeak.journal import read_steps
 
 ECHO = "on rank {}, and so all ranks stop: "
@@ -20,8 +20,8 @@ ECHO = "on rank {}, and so all ranks stop: "
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank raised in each case of `FAILURES`, all in the same two processes."""
     place = tmp_path_factory.mktemp("failures")
-    succeed(fault_ranks.fail_in_turn, place)
-    return fault_ranks.seen(place)
+    succeed_on_ranks(fault_ranks.fail_in_turn, place)
+    return seen(place)
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_weights_that_one_rank_finds_broken_are_named_by_all(failures: list[dict
 
 
 def test_layout_and_sizes_are_those_that_every_rank_can_have(tmp_path: Path) -> None:
-    succeed(fault_ranks.choose, tmp_path)
-    roomy, full = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.choose, tmp_path)
+    roomy, full = seen(tmp_path)
     assert roomy == full
     assert (roomy["layout"], roomy["first"]) == ("padded", "rank 0's")
     assert "attn_implementation='eager'" in roomy["why"]
@@ -69,16 +69,16 @@ def test_layout_and_sizes_are_those_that_every_rank_can_have(tmp_path: Path) -> 
 
 
 def test_what_the_callback_of_one_rank_asks_for_is_done_on_all(tmp_path: Path) -> None:
-    succeed(fault_ranks.ask_alone, tmp_path)
-    assert fault_ranks.seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
+    succeed_on_ranks(fault_ranks.ask_alone, tmp_path)
+    assert seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_not(
     tmp_path: Path, strategy: str
 ) -> None:
-    succeed(fault_ranks.evaluate_and_save, tmp_path, strategy)
-    for found in fault_ranks.seen(tmp_path):
+    succeed_on_ranks(fault_ranks.evaluate_and_save, tmp_path, strategy)
+    for found in seen(tmp_path):
         assert found["often"] == found["never"]
         assert all(error.startswith("ArgumentError: evaluate() and predict() come after") for error in found["early"])
 
@@ -86,8 +86,8 @@ def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_no
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strategy: str) -> None:
     named_models(tmp_path / "named")
-    succeed(fault_ranks.have_nothing, tmp_path, strategy)
-    first, second = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.have_nothing, tmp_path, strategy)
+    first, second = seen(tmp_path)
     words = "Reward 'failing' raised KeyError: 'no such answer'"
     errors = sorted([first.pop("error"), second.pop("error")], key=len)
     assert errors[0].startswith(f"RewardError: {words}")
@@ -100,8 +100,8 @@ def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strateg
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A run that nobody stops: its folder, and what each rank saw."""
     place = tmp_path_factory.mktemp("alone")
-    succeed(fault_ranks.leave_alone, place)
-    return place / "run", fault_ranks.seen(place)
+    succeed_on_ranks(fault_ranks.leave_alone, place)
+    return place / "run", seen(place)
 
 
 def test_all_ranks_log_the_same_numbers_and_the_first_writes_them_once(
@@ -129,8 +129,8 @@ def test_all_ranks_log_the_same_numbers_and_the_first_writes_them_once(
 def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], signals: dict[int, tuple[str, int]], step: int
 ) -> None:
-    succeed(fault_ranks.stop, tmp_path, signals)
-    first, second = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.stop, tmp_path, signals)
+    first, second = seen(tmp_path)
     assert first == second
     assert first["error"].startswith("KeyboardInterrupt: stopped on request; everything is saved in ")
     assert (first["step"], first["checkpoints"]) == (step, [f"checkpoint-{step}"])
@@ -141,8 +141,8 @@ def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(
 def test_a_sharded_run_that_was_asked_to_stop_goes_on_to_the_same_weights(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], strategy: str
 ) -> None:
-    succeed(fault_ranks.stop, tmp_path, {1: ("SIGTERM", 2)}, strategy)
-    first, second = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.stop, tmp_path, {1: ("SIGTERM", 2)}, strategy)
+    first, second = seen(tmp_path)
     assert (first["step"], first["checkpoints"]) == (3, ["checkpoint-3"])
     assert first["weights"] == second["weights"] == pytest.approx(alone[1][0]["weights"], abs=1e-3)
 
