@@ -10,7 +10,7 @@ from pathlib import Path
 
 import fault_ranks
 from setups import seen
-from spawn import TESTS
+from spawn import PATH, TESTS
 
 from children import QUIET, free_port, run_ranks
 from lowpeak.journal import read_steps

@@ -136,8 +136,10 @@ def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_jud
 def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_path: Path) -> None:
     succeed_on_ranks(lose_for_good, tmp_path)
     other, own = (found["error"] for found in seen(tmp_path))
-    assert own == "LostEngineError: The scripted vLLM died."
-    assert other == "LostEngineError: on rank 1, and so all ranks stop: The scripted vLLM died."
+    assert own.startswith("LostEngineError: ")
+    assert "scripted vLLM" in own
+    assert other.startswith("LostEngineError: on rank 1")
+    assert other.endswith(own.removeprefix("LostEngineError: "))
 
 
 def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path: Path) -> None:
@@ -146,7 +148,8 @@ def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_sam
     assert waiting["seconds"] < 10  # the wait was of 40
     saved = tmp_path / "run/checkpoint-1"
     for found in (calm, waiting):
-        assert found["error"].startswith(f"KeyboardInterrupt: stopped on request; everything is saved in {saved}.")
+        assert found["error"].startswith("KeyboardInterrupt: ")
+        assert str(saved) in found["error"]
     assert (saved / "trainer_state.json").exists()
 
 

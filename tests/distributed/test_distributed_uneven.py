@@ -97,9 +97,8 @@ def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path: Path) -> None:
 def test_ranks_with_other_data_or_another_folder_do_not_begin(tmp_path: Path) -> None:
     succeed_on_ranks(hold_other_data, tmp_path)
     for found in seen(tmp_path):
-        assert found["rows"].startswith(
-            "DataError: train_dataset has 24 rows on rank 0 and 23 rows on rank 1: give all"
-        )
-        assert found["folder"].startswith(
-            f"ArgumentError: output_dir is '{tmp_path}/run' on rank 0 and '{tmp_path}/other'"
-        )
+        for case, words in (
+            ("rows", ("DataError: ", "train_dataset", "24", "rank 0", "23", "rank 1")),
+            ("folder", ("ArgumentError: ", "output_dir", f"'{tmp_path}/run'", "rank 0", f"'{tmp_path}/other'")),
+        ):
+            assert [word for word in words if word not in found[case]] == []
