@@ -24,7 +24,8 @@ NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/lo
 # What `make check` leaves to `make test`: processes, and runs that train for long.
 LONG := $(addprefix --ignore=tests/unit/,training selftest watch benchmarks test_rendezvous.py)
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
-PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+BY_FILE := --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
@@ -69,12 +70,12 @@ quickstart:
 check:
 	@echo "make check: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) tests/architecture tests/unit $(LONG)
+	$(PYTEST) $(BY_FILE) tests/architecture tests/unit $(LONG)
 
 test:
 	@echo "make test: about 15 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) --ignore=tests/with_vllm
+	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -86,7 +87,7 @@ types: $(READY)
 test-kernels:
 	@echo "make test-kernels: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory $(READY)
-	$(KERNELS) $(PYTEST) $(NUMBERS)
+	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
 
 test-vllm:
 	@echo "make test-vllm: about 8 minutes on two cores"

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
-from setups import build, error_of, named_models, note, prepare, rank, spread, weights_of
+from setups import build, error_of, named_models, note, prepare, rank, spread, weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
@@ -363,11 +363,6 @@ def leave_alone(place: Path, strategy: str = "ddp") -> None:
     logs = [{k: v for k, v in row.items() if k != "train_runtime"} for row in trainer.state.log_history[:-1]]
     flos, tokens = trainer.state.total_flos, trainer.state.num_input_tokens_seen
     note(place, weights=weights(trainer), logs=logs, flos=flos, tokens=tokens)
-
-
-def weights(trainer: Any) -> list[float]:
-    """A sum of each parameter, by which runs are compared; every rank asks."""
-    return [float(values.double().abs().sum()) for values in weights_of(trainer).values()]
 
 
 # what ranks find out by themselves, and must all go by

@@ -129,6 +129,11 @@ def weights_of(
     return {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
 
 
+def weights(trainer: Any) -> list[float]:
+    """A sum of each parameter, by which runs are compared; every rank asks."""
+    return [float(values.double().abs().sum()) for values in weights_of(trainer).values()]
+
+
 def result_of(trainer: Any) -> dict[str, Any]:
     """What a run came to: weights, a critic's too, losses and gradient norms by their step, and what was in force."""
     weights, critic = weights_of(trainer), critic_of(causal_lm(trainer.accelerator.unwrap_model(trainer.model)))

@@ -15,4 +15,4 @@ def test_held_out_accuracy_rises(learn, by):
         by_what = {"reward_funcs": noisy_sort.sorted_exactly} if by == "reward" else {"judge": judge}
         return OnlineDPOTrainer(model, args=OnlineDPOConfig(**shared, learning_rate=5e-4, beta=0.1), **by_what, **more)
 
-    learn(make, steps=60)
+    learn(make, steps=75)
