@@ -21,8 +21,6 @@ ALGORITHM ?= grpo
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
-# What `make check` leaves to `make test`: processes, and runs that train for long.
-LONG := $(addprefix --ignore=tests/unit/,training selftest watch benchmarks test_rendezvous.py)
 # A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
@@ -70,7 +68,7 @@ quickstart:
 check:
 	@echo "make check: about 2 minutes on two cores"
 	@$(MAKE) --no-print-directory lint types
-	$(PYTEST) $(BY_FILE) tests/architecture tests/unit $(LONG)
+	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
 
 test:
 	@echo "make test: about 15 minutes on two cores"

@@ -1,4 +1,4 @@
-"""The task of the tests of learning: noisy sort, where it can be with a digit less, from a start that is wrong in most of its answers."""
+"""The task of the tests of learning: noisy sort, where it can be with a digit less, from a start mostly wrong in its answers."""
 
 from __future__ import annotations
 
