@@ -1,5 +1,6 @@
 # make quickstart   see reinforcement learning work, in minutes on two CPU cores
-# make test         lint, types and tests
+# make check        lint, types and the tests that start no process and train nothing for long
+# make test         lint, types and all tests
 # make test-kernels the tests of numbers, with torch's kernels for other instruction sets (KERNELS)
 # make test-vllm    tests with a real vLLM, its CPU build (Linux), in .venv-vllm
 # Each makes its environment on its first run and installs nothing on the next.
@@ -20,15 +21,18 @@ ALGORITHM ?= grpo
 # torch's, oneDNN's and MKL's kernels for the oldest processors, which every x86-64 processor runs.
 KERNELS ?= ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
 NUMBERS := tests/parity tests/unit/attention tests/unit/algorithms tests/unit/logprobs
+# A file's tests stay in one process, for what they have made together; the files in their order, which has the longest first.
+BY_FILE := --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS)
 
 export TOKENIZERS_PARALLELISM := false
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/extensions
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help quickstart test test-kernels test-vllm lint types unit format clean
+.PHONY: help quickstart check test test-kernels test-vllm lint types format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//;1,5p' Makefile
+	@sed -n 's/^# \{0,1\}//;1,6p' Makefile
 
 $(CORE): pyproject.toml constraints.txt requirements.txt
 	@test -x $(BIN)/python || { echo "making $(VENV)"; $(PYTHON) -m venv $(VENV); }
@@ -56,10 +60,20 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	@DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" $(VLLM)/bin/python -c "from deepspeed.accelerator import get_accelerator as of; of().create_op_builder('ShareMemCommBuilder').load(verbose=False)" >/dev/null
 	@touch $@
 
-quickstart: $(CORE)
+quickstart:
+	@echo "make quickstart: about a minute on two cores, and two to install"
+	@$(MAKE) --no-print-directory $(CORE)
 	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) --seed $(SEED)
 
-test: lint types unit
+check:
+	@echo "make check: about 2 minutes on two cores"
+	@$(MAKE) --no-print-directory lint types
+	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
+
+test:
+	@echo "make test: about 15 minutes on two cores"
+	@$(MAKE) --no-print-directory lint types
+	$(PYTEST) $(BY_FILE) --ignore=tests/with_vllm
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -68,14 +82,14 @@ lint: $(READY)
 types: $(READY)
 	$(BIN)/mypy
 
-unit: $(READY)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore tests/distributed --ignore tests/with_vllm
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile tests/distributed
+test-kernels:
+	@echo "make test-kernels: about 2 minutes on two cores"
+	@$(MAKE) --no-print-directory $(READY)
+	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
 
-test-kernels: $(READY)
-	$(KERNELS) OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(NUMBERS)
-
-test-vllm: $(VLLM_READY)
+test-vllm:
+	@echo "make test-vllm: about 8 minutes on two cores"
+	@$(MAKE) --no-print-directory $(VLLM_READY)
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
 		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm
 

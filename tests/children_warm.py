@@ -9,7 +9,10 @@ import gc
 import tempfile
 import threading
 
-import peft  # noqa: F401  # imported for the children
+import deepspeed  # noqa: F401  # this and the others are imported for the children
+import peft  # noqa: F401
+import torch.distributed.tensor  # noqa: F401
+from torch.distributed.fsdp import FSDPModule  # noqa: F401
 from tqdm import tqdm
 
 from lowpeak import (  # noqa: F401
@@ -20,6 +23,7 @@ from lowpeak import (  # noqa: F401
     RLOOTrainer,
     SFTTrainer,
 )
+from lowpeak.strategies import fsdp2, zero  # noqa: F401
 from tiny import tiny_model
 
 with tempfile.TemporaryDirectory() as folder:

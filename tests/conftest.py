@@ -1,4 +1,4 @@
-"""Tests run offline; anything that would download fails at once."""
+"""Tests run offline; anything that would download fails at once. What `make check` leaves out is marked here."""
 
 from __future__ import annotations
 
@@ -8,5 +8,16 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent))
+TESTS = Path(__file__).parent
+sys.path[:0] = [str(TESTS.parent), str(TESTS)]
+
+LONG = ("training", "selftest", "watch", "benchmarks")  # folders of unit tests that train models or start processes
+STARTERS = {"subprocess", "multiprocessing"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark all but architecture and unit tests, and those that start processes or train models for long."""
+    for item in items:
+        kind, *rest = item.path.relative_to(TESTS).parts
+        if kind != "architecture" and (kind != "unit" or rest[0] in LONG or STARTERS & vars(item.module).keys()):
+            item.add_marker("processes")

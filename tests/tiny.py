@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import TYPE_CHECKING
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}<eos>{% endfor %}"
@@ -70,3 +77,23 @@ def tiny_experts(vocab_size: int = 13, **changes: object) -> Qwen3MoeForCausalLM
     ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
     settings = {"vocab_size": vocab_size, **shape, **experts, **ends, "initializer_range": 0.3, **changes}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).eval()
+
+
+def trained_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:
+    """The model under an adapter that has an effect."""
+    from peft import get_peft_model
+
+    made, generator = get_peft_model(model, config), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return made
+
+
+def digest(model: nn.Module) -> str:
+    """A hash of all of a model's tensors, bit for bit."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        found.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from device_runs import AWAY, CASES, KL, Case, build, digest, sliding, twin, wide
+from device_runs import AWAY, CASES, KL, Case, build, sliding, twin, wide
 from second_device import TwinModule, ledger
 from torch import nn
 
 from lowpeak.rewards.model import ModelReward
+from tiny import digest
 
 # what the device refuses and counts
 
@@ -84,27 +85,33 @@ def _reads(call: Callable[[], Any]) -> int:
 # what lies on the wrong device
 
 
-def leave_on_host(what: str, place: Path) -> None:
+def leave_on_host(case: str, place: Path) -> None:
     """A run whose reference or reward model was left on the host is refused; where the run puts them, they are on the device."""
-    case = CASES["parts: rewards: a model"]
-    trainer = build(Case(args=KL, parts=case.parts), place / "run", twin())
-    reward = next(reward for reward in trainer.parts.rewards if isinstance(reward, ModelReward))
-    frozen = {"reference": trainer.maker.reference.model, "reward": reward.model}
-    placed = {name: {p.device.type for p in model.parameters()} for name, model in frozen.items()}
-    assert placed == {"reference": {"twin"}, "reward": {"twin"}}, placed
-    frozen[what].to("cpu")
-    words = _said(trainer.train)
-    assert "same device" in words, words
+    device, parts = twin(), CASES["parts: rewards: a model"].parts
+    for what in ("reference", "reward"):
+        trainer = build(Case(args=KL, parts=parts), place / what, device)
+        reward = next(reward for reward in trainer.parts.rewards if isinstance(reward, ModelReward))
+        frozen = {"reference": trainer.maker.reference.model, "reward": reward.model}
+        placed = {name: {p.device.type for p in model.parameters()} for name, model in frozen.items()}
+        assert placed == {"reference": {"twin"}, "reward": {"twin"}}, placed
+        frozen[what].to("cpu")
+        words = _said(trainer.train)
+        assert "same device" in words, words
 
 
 # what an exception leaves behind
 
 
-def leave_by_exception(what: str, place: Path) -> None:
+def leave_by_exception(case: str, place: Path) -> None:
     """An exception in the middle of a rollout leaves everything as it was before, and the rollout can be made again."""
+    device = twin()
+    for what in ("a layer", "a reward", "generate()"):
+        raise_and_make_again(what, place / what, device)
+
+
+def raise_and_make_again(what: str, place: Path, device: torch.device) -> None:
     model = sliding if what == "generate()" else wide
     case = Case(args={"beta": 0.1, "max_steps": 1}, device_args={} if what == "generate()" else AWAY, model=model)
-    device = twin()
     expected = build(case, place / "expected", device)
     expected.train()
     rollout(expected)  # of the prompts that the one below is given when it raises
@@ -118,9 +125,9 @@ def leave_by_exception(what: str, place: Path) -> None:
     broken.mend()
     assert words == "out of luck", words
     after = state(trainer)
-    assert not (changed := {key for key in before if after[key] != before[key]}), changed
-    assert rollout(trainer) == tokens
-    assert digest(trainer.model) == digest(expected.model)
+    assert not (changed := {key for key in before if after[key] != before[key]}), (what, changed)
+    assert rollout(trainer) == tokens, what
+    assert digest(trainer.model) == digest(expected.model), what
 
 
 def rollout(trainer: Any) -> list[list[int]]:
@@ -182,9 +189,16 @@ class Breaking:
 # memory
 
 
-def measure_peaks(name: str, place: Path) -> None:
+def measure_all(names: list[str], place: Path) -> None:
+    """What `measure` finds of each of these runs."""
+    device = twin()
+    (place / "peaks.json").write_text(json.dumps({name: measure(name, place / name, device) for name in names}))
+
+
+def measure(name: str, place: Path, device: torch.device) -> list[dict[str, Any]]:
     """The peaks of a run's phases and the bytes that crossed, without and with its offloads, and the bytes of its reference."""
-    device, case, found = twin(), CASES[name], []
+    gc.collect()
+    case, found = CASES[name], []
     for args in ({}, case.device_args):
         trainer = build(replace(case, device_args=args), place / f"run{len(found)}", device)
         reference = getattr(trainer.maker.reference, "model", None) if hasattr(trainer, "maker") else None
@@ -195,4 +209,4 @@ def measure_peaks(name: str, place: Path) -> None:
         peaks = [{k: v for k, v in row.items() if k.startswith(("peak_memory/", "offload/"))} for row in rows]
         crossed = {"down": sum(ledger.downloaded.values()), "up": sum(ledger.uploaded.values())}
         found.append({"peaks": peaks, "reference": size, **crossed})
-    (place / "peaks.json").write_text(json.dumps(found))
+    return found

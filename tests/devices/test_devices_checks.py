@@ -5,31 +5,41 @@ from __future__ import annotations
 import json
 
 import pytest
-from device_checks import leave_by_exception, leave_on_host, measure_peaks, refuse_and_count
+from device_checks import leave_by_exception, leave_on_host, measure_all, refuse_and_count
 
 from children import succeed
 
-SECONDS = 140.0
+SECONDS = 240.0
+MEASURED = {
+    f"offloads: {name}"
+    for name in (
+        "during the rollout, a reference",
+        "during the rollout, ppo",
+        "frozen models, a reference",
+        "activations, grpo",
+        "activations, sft",
+        "activations, all of them",
+    )
+}
 
 
-def test_the_device_refuses_what_accelerators_refuse_and_counts_what_makes_a_host_wait(tmp_path):
-    succeed(refuse_and_count, "", tmp_path, seconds=SECONDS)
+@pytest.mark.parametrize(
+    "check", [refuse_and_count, leave_on_host, leave_by_exception], ids=lambda check: check.__name__
+)
+def test_the_device_refuses_what_accelerators_refuse_and_a_rollout_that_raises_leaves_all_as_it_was(tmp_path, check):
+    succeed(check, "", tmp_path, seconds=SECONDS)
 
 
-@pytest.mark.parametrize("what", ["reference", "reward"])
-def test_a_frozen_model_that_was_left_on_the_host_is_a_mismatch(tmp_path, what):
-    succeed(leave_on_host, what, tmp_path, seconds=SECONDS)
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    place = tmp_path_factory.mktemp("measured")
+    succeed(measure_all, sorted(MEASURED), place, seconds=SECONDS)
+    return json.loads((place / "peaks.json").read_text())
 
 
-@pytest.mark.parametrize("what", ["a layer", "a reward", "scoring", "generate()"])
-def test_a_rollout_that_raises_leaves_everything_as_it_was(tmp_path, what):
-    succeed(leave_by_exception, what, tmp_path, seconds=SECONDS)
-
-
-def without_and_with(name, place):
+def without_and_with(measured, name):
     """What a run takes without and with its offloads, step by step, and the bytes that more went down and up with them."""
-    succeed(measure_peaks, f"offloads: {name}", place, seconds=SECONDS)
-    plain, away = json.loads((place / "peaks.json").read_text())
+    plain, away = measured[f"offloads: {name}"]
     steps = list(zip(plain["peaks"], away["peaks"], strict=True))
     return plain["reference"], steps, away["down"] - plain["down"], away["up"] - plain["up"]
 
@@ -39,8 +49,8 @@ def freed(step, phase):
 
 
 @pytest.mark.parametrize("name", ["during the rollout, a reference", "during the rollout, ppo"])
-def test_a_rollout_has_all_bytes_that_went_to_the_host_and_they_come_back(tmp_path, name):
-    reference, steps, down, up = without_and_with(name, tmp_path)
+def test_a_rollout_has_all_bytes_that_went_to_the_host_and_they_come_back(measured, name):
+    reference, steps, down, up = without_and_with(measured, name)
     moved = [after["offload/bytes"] for _, after in steps]
     assert 0 < moved[0] <= reference < moved[1]  # large storages of the reference's, and then optimizer states
     assert down == up == sum(moved)
@@ -48,8 +58,8 @@ def test_a_rollout_has_all_bytes_that_went_to_the_host_and_they_come_back(tmp_pa
     assert [freed(step, "train") for step in steps] == [0, 0]
 
 
-def test_a_frozen_model_on_the_host_takes_nothing_but_a_layer_in_its_pass(tmp_path):
-    reference, steps, down, up = without_and_with("frozen models, a reference", tmp_path)
+def test_a_frozen_model_on_the_host_takes_nothing_but_a_layer_in_its_pass(measured):
+    reference, steps, down, up = without_and_with(measured, "frozen models, a reference")
     assert down == 0
     assert up >= reference  # one pass
     first, second = steps
@@ -59,13 +69,13 @@ def test_a_frozen_model_on_the_host_takes_nothing_but_a_layer_in_its_pass(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["grpo", "sft"])
-def test_checkpointed_activations_go_to_the_host_and_come_back_once(tmp_path, name):
-    _, steps, down, up = without_and_with(f"activations, {name}", tmp_path)
+def test_checkpointed_activations_go_to_the_host_and_come_back_once(measured, name):
+    _, steps, down, up = without_and_with(measured, f"activations, {name}")
     assert down == up > 0
     assert all(freed(step, "train") >= 0 for step in steps)
 
 
-def test_all_activations_on_the_host_lower_the_peak_of_training(tmp_path):
-    _, steps, down, up = without_and_with("activations, all of them", tmp_path)
+def test_all_activations_on_the_host_lower_the_peak_of_training(measured):
+    _, steps, down, up = without_and_with(measured, "activations, all of them")
     assert 0 < down <= up
     assert all(freed(step, "train") > 0.1 * step[0]["peak_memory/train"] for step in steps)

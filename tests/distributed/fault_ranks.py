@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 from accelerate import PartialState
-from setups import build, named_models, prepare, spread
+from setups import build, error_of, named_models, note, prepare, rank, spread, weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
@@ -27,40 +27,26 @@ from lowpeak.ranks import Ranks
 from lowpeak.strategies.detect import Shares
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.sizes import Sizes
-
-RANK = "RANK"
-
-
-def rank() -> int:
-    return int(os.environ[RANK])
-
-
-def note(place: Path, **found: Any) -> None:
-    """Write what this rank has seen."""
-    (place / f"seen{rank()}.json").write_text(json.dumps(found))
-
-
-def seen(place: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """What each rank has noted."""
-    return [noted(place, number) for number in range(world_size)]
-
-
-def noted(place: Path, number: int) -> dict[str, Any]:
-    """What one rank has noted."""
-    return json.loads((place / f"seen{number}.json").read_text())
-
-
-def error_of(call: Any) -> str:
-    """The class and words of the error that `call()` raises."""
-    try:
-        call()
-    except BaseException as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+from tiny import tiny_model
 
 
 def run_with(place: Path, reward: Any, strategy: str = "ddp", name: str = "run", **arguments: Any) -> Any:
     return build("GRPO", place / name, {**prepare(strategy), **arguments}, rewards=reward)
+
+
+def reward_that(act: Callable[[], Any], steps: int = 0, on: int = 1) -> Any:
+    """A reward that does something else first, on one rank, when so many steps are done."""
+
+    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
+        if rank() == on and trainer_state.global_step == steps:
+            act()
+        return spread(completions)
+
+    return reward
+
+
+def fail(error: BaseException) -> None:
+    raise error
 
 
 # what callbacks ask for
@@ -114,21 +100,11 @@ def fail_in_turn(place: Path) -> None:
 
 
 def failing_reward(place: Path) -> None:
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        if rank() == 1:
-            raise KeyError("no such answer")
-        return spread(completions)
-
-    run_with(place, reward, name="reward").train()
+    run_with(place, reward_that(lambda: fail(KeyError("no such answer"))), name="reward").train()
 
 
 def leaving_reward(place: Path) -> None:
-    def reward(completions: list[str], **columns: Any) -> list[float]:
-        if rank() == 1:
-            sys.exit(0)
-        return spread(completions)
-
-    run_with(place, reward, name="exit").train()
+    run_with(place, reward_that(lambda: sys.exit(0)), name="exit").train()
 
 
 def failing_function(place: Path) -> None:
@@ -163,11 +139,8 @@ def failing_folder(place: Path) -> None:
 
 
 def failing_load(place: Path) -> None:
-    from lowpeak import GRPOConfig, GRPOTrainer
-
-    args = GRPOConfig(output_dir=str(place / "load"), report_to="none", use_cpu=True, max_steps=1)
-    model = str(place / "no-such-model") if rank() == 1 else _model()
-    GRPOTrainer(model=model, reward_funcs=spread, args=args, train_dataset=_rows(), processing_class=_tokenizer())
+    model = str(place / "no-such-model") if rank() == 1 else tiny_model()
+    build("GRPO", place / "load", prepare("ddp"), model)
 
 
 def failing_resume(place: Path) -> None:
@@ -234,24 +207,6 @@ FAILURES = {
     "memory": out_of_memory,
     "held": second_run_in_the_folder,
 }
-
-
-def _model() -> Any:
-    from tiny import tiny_model
-
-    return tiny_model(len(_tokenizer()))
-
-
-def _tokenizer() -> Any:
-    from tiny import char_tokenizer
-
-    return char_tokenizer()
-
-
-def _rows() -> Any:
-    from datasets import Dataset
-
-    return Dataset.from_list([{"prompt": "12="}] * 8)
 
 
 # ranks that go away
@@ -339,25 +294,14 @@ def forget_to_fail(place: Path) -> None:
 def wait_too_long(place: Path) -> None:
     """Rank 1 is alive and takes longer than a collective may."""
     PartialState(cpu=True, timeout=timedelta(seconds=4))  # as ddp_timeout is on devices
-
-    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        if rank() == 1 and trainer_state.global_step == 1:
-            time.sleep(30)
-        return spread(completions)
-
-    trainer = run_with(place, reward)
+    trainer = run_with(place, reward_that(lambda: time.sleep(30), 1))
     note(place, error=error_of(trainer.train))
 
 
 def be_stopped(place: Path, strategy: str) -> None:
     """Rank 1's process is stopped as by SIGSTOP; rank 0 writes its error and ends it for good."""
     (place / f"pid{rank()}").write_text(str(os.getpid()))
-
-    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        if rank() == 1 and trainer_state.global_step == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return spread(completions)
-
+    reward = reward_that(lambda: os.kill(os.getpid(), signal.SIGSTOP), 1)
     start = time.monotonic()
     try:
         error = error_of(run_with(place, reward, strategy, ddp_timeout=5).train)
@@ -369,14 +313,12 @@ def be_stopped(place: Path, strategy: str) -> None:
 def be_slow(place: Path) -> None:
     """Rank 1's reward holds the interpreter for seconds, so that not even another thread of it can run."""
 
-    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        if rank() == 1 and trainer_state.global_step == 1:
-            start = time.monotonic()
-            while time.monotonic() < start + 4:
-                re.match(r"(a+)+b", "a" * 24)
-        return spread(completions)
+    def hold() -> None:
+        start = time.monotonic()
+        while time.monotonic() < start + 4:
+            re.match(r"(a+)+b", "a" * 24)
 
-    trainer = run_with(place, reward)
+    trainer = run_with(place, reward_that(hold, 1))
     trainer.train()
     note(place, step=trainer.state.global_step)
 
@@ -386,15 +328,13 @@ def be_slow(place: Path) -> None:
 
 def stop(place: Path, when: dict[int, tuple[str, int]], strategy: str = "ddp") -> None:
     """Signals come to ranks at different moments: `when` says which, after how many steps, in the reward."""
+    kind, step = when.get(rank(), ("SIGINT", -1))
 
-    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        kind, step = when.get(rank(), ("SIGINT", -1))
-        if trainer_state.global_step == step:
+    def interrupt() -> None:
+        for _ in range(2 if kind == "SIGTERM" else 1):  # a scheduler's and its launcher's
             os.kill(os.getpid(), getattr(signal, kind))
-            if kind == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)  # a scheduler's and its launcher's
-        return spread(completions)
 
+    reward = reward_that(interrupt, step, rank())
     trainer = run_with(place, reward, strategy, max_steps=6)
     found = error_of(trainer.train)
     checkpoints = sorted(path.name for path in (place / "run").glob("checkpoint-*"))
@@ -406,15 +346,13 @@ def stop(place: Path, when: dict[int, tuple[str, int]], strategy: str = "ddp") -
 def stop_at_once(place: Path) -> None:
     """Ctrl-C twice on rank 0, while rank 1 is busy for long."""
 
-    def reward(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        if trainer_state.global_step == 2:
-            if rank() == 1:
-                time.sleep(40)
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGINT)
-        return spread(completions)
+    def act() -> None:
+        if rank() == 1:
+            time.sleep(40)
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
-    trainer = run_with(place, reward, max_steps=6)
+    trainer = run_with(place, reward_that(act, 2, rank()), max_steps=6)
     note(place, error=error_of(trainer.train))
 
 
@@ -427,14 +365,6 @@ def leave_alone(place: Path, strategy: str = "ddp") -> None:
     note(place, weights=weights(trainer), logs=logs, flos=flos, tokens=tokens)
 
 
-def weights(trainer: Any) -> list[float]:
-    """A sum of each parameter, by which runs are compared; every rank asks."""
-    sums: dict[str, float] = {}
-    for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 20, None):
-        sums[piece.name] = sums.get(piece.name, 0.0) + float(piece.values.double().abs().sum())
-    return list(sums.values())
-
-
 # what ranks find out by themselves, and must all go by
 
 
@@ -442,7 +372,7 @@ def choose(place: Path) -> None:
     """Rank 1's memory is full and its model's attention takes no forest; its reward fails beside a sharded reward model."""
     PartialState(cpu=True)
     ranks = Ranks(torch.device("cpu"))
-    policy = _model()
+    policy = tiny_model()
     if rank() == 1:
         policy.config._attn_implementation = "eager"
     choice = prepare_layout(MemorySettings(), [policy], torch.device("cpu"), ranks)
@@ -470,9 +400,7 @@ def have_nothing(place: Path, strategy: str) -> None:
     trainer = build("GRPO", place / "run", settings, model=policy, rewards=[judge, spread])
     trainer.train()
 
-    def failing(completions: list[str], **columns: Any) -> list[float]:
-        raise KeyError("no such answer")
-
+    failing = reward_that(lambda: fail(KeyError("no such answer")), on=rank())
     judged = build("GRPO", place / "failing", settings, model=policy, rewards=[judge, failing])
     error = error_of(judged.train)
 

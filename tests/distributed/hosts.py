@@ -16,7 +16,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from spawn import QUIET, TESTS, free_port
+from spawn import PATH, TESTS
+
+from children import QUIET, free_port
 
 SCRIPT = str(TESTS / "distributed" / "run_launched.py")
 
@@ -32,8 +34,7 @@ class Host:
     def start(self, words: Sequence[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
         """A process on this host, in a session of its own; what it writes goes to `log`."""
         inside = ["ip", "netns", "exec", self.namespace] if self.namespace else []
-        path = os.pathsep.join([str(TESTS.parent / "src"), str(TESTS), str(TESTS / "distributed")])
-        env = {**os.environ, **QUIET, "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": self.interface, **environ}
+        env = {**os.environ, **QUIET, "PYTHONPATH": PATH, "GLOO_SOCKET_IFNAME": self.interface, **environ}
         with log.open("wb") as file:
             return subprocess.Popen(
                 [*inside, sys.executable, *words],

@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fault_ranks import weights
-from setups import build, prepare, spread
+from setups import build, prepare, spread, weights
 
 
 def killed_once(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:

@@ -11,7 +11,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 
@@ -34,12 +33,11 @@ if hidden:
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from setups import allow_meshes_on_cpu  # noqa: E402
+from setups import allow_meshes_on_cpu, weights_of  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 import lowpeak  # noqa: E402
-from lowpeak.cli import main as command_line  # noqa: E402
-from lowpeak.cli.train import run  # noqa: E402
+from lowpeak.cli.main import main  # noqa: E402
 
 
 class Noting(TrainerCallback):
@@ -52,10 +50,8 @@ class Noting(TrainerCallback):
         """The parameters' type and mesh, the strategy, losses, weights."""
         trainer = self._trainer
         parameter = next(trainer.model.parameters())
-        weights: dict[str, list[torch.Tensor]] = {}
-        for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 12, None):
-            weights.setdefault(piece.name, []).append(piece.values.clone())
         plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
+        weights = weights_of(trainer)
         found = {
             "parameter": type(parameter).__name__,
             "placements": str(getattr(parameter, "placements", "")),
@@ -68,29 +64,29 @@ class Noting(TrainerCallback):
         self._out.mkdir(parents=True, exist_ok=True)
         if state.is_world_process_zero:
             (self._out / "found.json").write_text(json.dumps(found, default=str))
-            torch.save({name: torch.cat(parts) for name, parts in weights.items()}, self._out / "weights.pt")
+            torch.save(weights, self._out / "weights.pt")
 
 
-def main() -> int:
+def run() -> int:
     """The command with trainers that note what they found."""
     out, kind, words = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     atexit.register(lambda: print(f"at exit in a process group: {dist.is_initialized()}\n", end="", flush=True))
 
+    made = getattr(lowpeak, f"{kind.upper()}Trainer")
+
     def trainer(**keywords: Any) -> Any:
         allow_meshes_on_cpu()
-        made = getattr(lowpeak, f"{kind.upper()}Trainer")(**keywords)
-        made.add_callback(Noting(made, out))
-        return made
+        trainer = made(**keywords)
+        trainer.add_callback(Noting(trainer, out))
+        return trainer
 
-    name = kind.upper()
-    library = SimpleNamespace(**{f"{name}Config": getattr(lowpeak, f"{name}Config"), f"{name}Trainer": trainer})
-    command_line.COMMANDS[kind] = lambda arguments: run(kind, arguments, library)
-    status = command_line.main([kind, *words])
+    setattr(lowpeak, f"{kind.upper()}Trainer", trainer)
+    status = main([kind, *words])
     again = os.environ.get("AGAIN", "").split()
     if status == 0 and again:
         print("again", flush=True)
-        status = command_line.main([kind, *words, *again])
+        status = main([kind, *words, *again])
     return status
 
 
-sys.exit(main())
+sys.exit(run())

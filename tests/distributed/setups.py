@@ -1,8 +1,9 @@
-"""Each strategy on CPU ranks, for real: what accelerate has to be told, and small runs to train under it."""
+"""Each strategy on CPU ranks, for real: what accelerate has to be told, small runs to train under it, and what ranks note."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,11 +13,15 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from datasets import Dataset
-from transformers import Qwen2Config, Qwen2ForSequenceClassification
+from torch import nn
 
+from lowpeak.critic import critic_of
+from lowpeak.logprobs.head import causal_lm
+from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+TOLERANCE = 5e-6  # of weights
 
 
 def prepare(strategy: str) -> dict[str, Any]:
@@ -73,6 +78,94 @@ def zero_config(stage: int) -> dict[str, Any]:
     }
 
 
+# what ranks note for the test that started them
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def note(place: Path, **found: Any) -> None:
+    """Write what this rank has seen."""
+    (place / f"seen{rank()}.json").write_text(json.dumps(found))
+
+
+def noted(place: Path, number: int) -> dict[str, Any]:
+    """What one rank has noted."""
+    return json.loads((place / f"seen{number}.json").read_text())
+
+
+def seen(place: Path, world_size: int = 2) -> list[dict[str, Any]]:
+    """What each rank has noted."""
+    return [noted(place, number) for number in range(world_size)]
+
+
+def keep(trainer: Any, result: Any, path: Path) -> None:
+    """Write what may hold tensors, once."""
+    if trainer.is_world_process_zero():
+        torch.save(result, path)
+
+
+def error_of(call: Any) -> str:
+    """The class and words of the error that `call()` raises."""
+    try:
+        call()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def weights_of(
+    trainer: Any, max_bytes: int = 1 << 10, weights: str = "merged", model: nn.Module | None = None
+) -> dict[str, torch.Tensor]:
+    """The policy's weights, put together from the strategy's slices; every rank asks. Or those of another model."""
+    found: dict[str, list[torch.Tensor]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for piece in trainer.run.strategy.slices(model or trainer.model_wrapped, max_bytes, None, weights):
+        assert piece.values.numel() * piece.dtype.itemsize <= max_bytes
+        assert piece.start == sum(part.numel() for part in found.get(piece.name, []))
+        found.setdefault(piece.name, []).append(piece.values.clone())
+        shapes[piece.name] = piece.shape
+    return {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
+
+
+def weights(trainer: Any) -> list[float]:
+    """A sum of each parameter, by which runs are compared; every rank asks."""
+    return [float(values.double().abs().sum()) for values in weights_of(trainer).values()]
+
+
+def result_of(trainer: Any) -> dict[str, Any]:
+    """What a run came to: weights, a critic's too, losses and gradient norms by their step, and what was in force."""
+    weights, critic = weights_of(trainer), critic_of(causal_lm(trainer.accelerator.unwrap_model(trainer.model)))
+    if critic is not None:
+        weights |= {f"critic.{name}": values for name, values in weights_of(trainer, model=critic).items()}
+    return {
+        "weights": weights,
+        "steps": {row["step"]: (row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row},
+        "strategy": type(trainer.run.strategy).__name__,
+        "parameter": type(next(trainer.model.parameters())).__name__,
+        "ranks": trainer.args.world_size,
+    }
+
+
+def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """The same weights, losses and gradient norms, up to rounding."""
+    assert ours["weights"].keys() == theirs["weights"].keys()
+    for name, values in theirs["weights"].items():
+        torch.testing.assert_close(ours["weights"][name], values, atol=TOLERANCE, rtol=0)
+    for step in ours["steps"].keys() | theirs["steps"].keys():
+        found, expected = torch.tensor(ours["steps"][step]), torch.tensor(theirs["steps"][step])
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+# small runs
+
+
 PROMPTS = [f"{a}{b}=" for a in range(6) for b in range(4)]
 
 
@@ -93,19 +186,7 @@ def named_models(folder: Path) -> tuple[str, str]:
     policy, judge, tokenizer = folder / "policy", folder / "judge", char_tokenizer()
     if not folder.exists():
         tiny_model(len(tokenizer)).save_pretrained(policy)
-        torch.manual_seed(3)
-        config = Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            intermediate_size=64,
-            num_labels=1,
-            initializer_range=0.2,
-            pad_token_id=0,
-        )
-        Qwen2ForSequenceClassification(config).save_pretrained(judge)
+        tiny_classifier(len(tokenizer), seed=3).save_pretrained(judge)
         for path in (policy, judge):
             tokenizer.save_pretrained(path)
     return str(policy), str(judge)

@@ -2,74 +2,254 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from spawn import finish, launch, start
-from transformers import AutoModelForCausalLM
+from setups import (
+    assert_same_bits,
+    assert_same_run,
+    build,
+    error_of,
+    forget,
+    keep,
+    prepare,
+    result_of,
+    weights_of,
+)
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from children import KILLED, finish, start_ranks, succeed_on_ranks
+from damage import DAMAGES, harm
+from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
+from lowpeak.training.checkpoints import save_checkpoint
 from tiny import tiny_model
 
-DAMAGED = ("fsdp2", "zero3")
 SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-DTYPES = (torch.float32, torch.bfloat16)
-TOLERANCE = 5e-6
+# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
+ARGUMENTS: dict[str, Any] = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+}
+DAMAGED = ("fsdp2", "zero3")  # strategies whose checkpoints are damaged file by file
+# Bases of an adapter, of each strategy.
+ADAPTERS = [
+    ("ddp", torch.bfloat16),
+    ("fsdp2", torch.float32),
+    ("fsdp2", torch.bfloat16),
+    ("zero2", torch.float32),
+    ("zero3", torch.bfloat16),
+]
+# Runs that go on under a sharded strategy: from the checkpoint of so many ranks, on so many.
+MOVES = [(strategy, name) for strategy in SHARDED for name in ("two-to-one", "one-to-two")]
+MOVES += [("fsdp2", "two-to-four"), ("zero3", "two-to-four")]
+
+
+def first(strategy: str, out: Path) -> None:
+    """A run, an export, disks that are full on one rank, a damaged checkpoint, and the same run resumed in its middle."""
+    whole = build("GRPO", out / "run", {**prepare(strategy), **ARGUMENTS})
+    whole.train()
+    keep(whole, result_of(whole), out / "whole.pt")
+    whole.save_model(str(out / "exported"))
+    save_apart(out / "average", REFERENCE_FOLDER, parameters_of(whole), whole.run.strategy.ranks)
+    fail(whole, out)
+    forget()
+    again = build("GRPO", out / "again", {**prepare(strategy), **ARGUMENTS})
+    if strategy in DAMAGED:
+        damage_each_file(again, out / "run" / "checkpoint-3", out)
+    again.train(resume_from_checkpoint=str(out / "run" / "checkpoint-3"))
+    keep(again, result_of(again), out / "again.pt")
+    forget()
+
+
+def damage_each_file(trainer: Any, checkpoint: Path, out: Path) -> None:
+    """Resume from a checkpoint with one damaged file, for each file in two ways; what each rank is told."""
+    ranks, told = trainer.run.strategy.ranks.processes, []
+    files = ranks.first(lambda: sorted(path for path in checkpoint.rglob("*") if path.is_file()))
+    for number, file in enumerate(files):
+        whole = file.read_bytes()
+        for damage in (DAMAGES[number % 5], DAMAGES[(number + 2) % 5]):
+            ranks.gather(None)  # all ranks have read the file, and are done with the last damage
+            if not ranks.first(lambda file=file, damage=damage: harm(file, damage)):
+                continue
+            error = error_of(lambda: trainer.train(resume_from_checkpoint=str(checkpoint)))
+            told.append((file.name, damage, error))
+            ranks.first(lambda file=file, whole=whole: file.write_bytes(whole))
+    keep(trainer, ranks.gather(told), out / "damaged.pt")
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """No file of this process may grow beyond `limit` bytes: what a full disk looks like to who writes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def fail(trainer: Any, out: Path) -> None:
+    """Each rank's disk is full in turn."""
+    ranks, told = trainer.run.strategy.ranks, []
+    trainer.state.global_step = 99
+    for full in range(ranks.world_size):
+        with small_files(2000) if ranks.rank == full else nullcontext():
+            told.append(error_of(lambda: save_checkpoint(trainer, None, trainer.run_state())))
+    everybodys = ranks.gather(told)
+    keep(trainer, {"told": everybodys, "left": sorted(p.name for p in (out / "run").iterdir())}, out / "failed.pt")
+
+
+def adapters(strategy: str, out: Path, dtype: torch.dtype) -> None:
+    """LoRA on a base in `dtype`: trained, resumed, saved alone and merged."""
+    name = f"lora-{dtype}".replace("torch.", "")
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=["q_proj", "down_proj", "v_proj"], lora_dropout=0.0)
+    arguments = {**prepare(strategy), "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = build("GRPO", out / name, arguments, model=tiny_model(dtype=dtype), peft_config=config)
+    trainer.train()
+    trainer.save_model(str(out / f"{name}-adapter"))
+    trainer.save_merged_model(str(out / f"{name}-merged"))
+    result = {**result_of(trainer), "adapter": weights_of(trainer, weights="adapter")}
+    result["dtypes"] = {p.dtype for p in trainer.model.parameters() if p.requires_grad}
+    keep(trainer, result, out / f"{name}.pt")
+    forget()
+    arguments |= prepare(strategy)
+    again = build("GRPO", out / f"{name}-again", arguments, model=tiny_model(dtype=dtype), peft_config=config)
+    again.train(resume_from_checkpoint=str(out / name / "checkpoint-2"))
+    keep(again, result_of(again), out / f"{name}-again.pt")
+    forget()
+
+
+def parameters_of(trainer):
+    return dict(trainer.accelerator.unwrap_model(trainer.model).named_parameters())
+
+
+def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
+    """Go on from a checkpoint of any number of ranks, and take up what stands for a reference's average."""
+    trainer = build("GRPO", out / name, {**prepare(strategy), **ARGUMENTS})
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    result = result_of(trainer)
+    if strategy not in ("single", "ddp"):  # any model that is sharded alike stands for a reference
+        load_apart(out / "average", REFERENCE_FOLDER, parameters_of(trainer), trainer.run.strategy.ranks)
+        result["average"] = weights_of(trainer)
+    keep(trainer, result, out / f"{name}.pt")
+    forget()
+
+
+def refuse(out: Path) -> None:
+    """A checkpoint that ranks did not write together is not one that they could share out."""
+    trainer, replicated = build("GRPO", out / "refused", {**prepare("fsdp2"), **ARGUMENTS}), out.parent / "ddp"
+    told = error_of(lambda: trainer.train(resume_from_checkpoint=str(replicated / "run/checkpoint-3")))
+    keep(trainer, told, out / "refused.pt")
+    forget()
+
+
+class StopForGood(TrainerCallback):
+    """After step 5 says so, and waits to be killed."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            (self._out / f"waiting-{args.process_index}").touch()
+            time.sleep(300)
+
+
+def first_phase(strategy: str, folder: Path) -> None:
+    first(strategy, folder)
+    for dtype in [dtype for each, dtype in ADAPTERS if each == strategy]:
+        adapters(strategy, folder, dtype)
+    if strategy == "fsdp2":
+        refuse(folder)
+
+
+def one_phase(strategy: str, folder: Path) -> None:
+    trainer = build("GRPO", folder / "one", {**prepare(strategy), **ARGUMENTS})
+    trainer.train()
+    keep(trainer, result_of(trainer), folder / "one.pt")
+    forget()
+    go_on(strategy, folder, folder / "run" / "checkpoint-3", "two-to-one")
+    if strategy == "fsdp2":
+        go_on("single", folder, folder / "run" / "checkpoint-3", "two-to-plain")
+
+
+def kill_phase(strategy: str, folder: Path) -> None:
+    build("GRPO", folder / "killed", {**prepare(strategy), **ARGUMENTS}, callbacks=[StopForGood(folder)]).train()
+
+
+def two_phase(strategy: str, folder: Path) -> None:
+    go_on(strategy, folder, folder / "one" / "checkpoint-3", "one-to-two")
+    if (folder / "killed").is_dir():
+        go_on(strategy, folder, folder / "killed" / "checkpoint-3", "revived")
+        go_on("zero3", folder, folder / "run" / "checkpoint-3", "to-zero3")
+        go_on("fsdp2", folder, folder.parent / "zero2" / "run" / "checkpoint-3", "from-zero2")
+
+
+def four_phase(strategy: str, folder: Path) -> None:
+    go_on(strategy, folder, folder / "run" / "checkpoint-3", "two-to-four")
+
+
+def in_turn(place: Path, out: Path, phase: Callable[[str, Path], None], strategies: tuple[str, ...]) -> None:
+    """A phase under several strategies in one process group."""
+    for strategy in strategies:
+        (out / strategy).mkdir(exist_ok=True)
+        phase(strategy, out / strategy)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every phase of the worker, each in one process group for all strategies."""
+    """First on two ranks; a run of which all ranks are killed; then on one, two and four, from the others' checkpoints."""
     out = tmp_path_factory.mktemp("checkpoints")
-    launch("run_checkpoints.py", [str(out), "first", ",".join(ALL)])
+    succeed_on_ranks(in_turn, out / "first", out, first_phase, ALL)
     kill_in_the_middle(out)
-    launch("run_checkpoints.py", [str(out), "one", ",".join(SHARDED)], world_size=1)
-    launch("run_checkpoints.py", [str(out), "two", ",".join(SHARDED)])
-    launch("run_checkpoints.py", [str(out), "four", ",".join(SHARDED)], world_size=4)
+    succeed_on_ranks(in_turn, out / "one", out, one_phase, SHARDED, world_size=1)
+    succeed_on_ranks(in_turn, out / "two", out, two_phase, SHARDED)
+    succeed_on_ranks(in_turn, out / "four", out, four_phase, ("fsdp2", "zero3"), world_size=4)
     return out
 
 
 def kill_in_the_middle(out: Path) -> None:
     """Both ranks die by SIGKILL after step 5, with a checkpoint of step 3."""
-    ranks = start("run_checkpoints.py", [str(out), "kill", "fsdp2"])
+    logs = [out / f"kill{rank}" for rank in range(2)]
+    ranks = start_ranks(in_turn, (out, out, kill_phase, ("fsdp2",)), logs)
     deadline = time.monotonic() + 100
     while not all((out / "fsdp2" / f"waiting-{rank}").exists() for rank in (0, 1)):
         assert time.monotonic() < deadline, "the run did not come to its fifth step"
-        assert all(process.poll() is None for process in ranks), finish(ranks, 5)
+        assert all(process.is_alive() for process in ranks), finish(ranks, logs, 5)
         time.sleep(0.1)
     for process in ranks:
         process.kill()
-    assert [code for code, _ in finish(ranks, 20)] == [-9, -9]
+    assert [ended.code for ended in finish(ranks, logs, 20)] == [KILLED, KILLED]
 
 
 @pytest.mark.parametrize("strategy", DAMAGED)
 def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs: Path, strategy: str) -> None:
     first, second = read(runs, strategy, "damaged")
-    assert len(first) > 40
+    assert len(first) > 16
     assert [case[:2] for case in first] == [case[:2] for case in second]
     for name, damage, told in (*first, *second):
-        assert name in told or "holds no state of a lowpeak run" in told, (name, damage, told)
+        assert told.startswith("CheckpointError: "), (name, damage, told)
+        assert name in told or "no state" in told, (name, damage, told)
         assert "\n" not in told
 
 
 def read(runs: Path, strategy: str, name: str) -> dict[str, Any]:
     return torch.load(runs / strategy / f"{name}.pt")
-
-
-def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-
-
-def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        torch.testing.assert_close(ours[name], values, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -83,16 +263,15 @@ def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs: Pat
     assert_same_bits(read(runs, "fsdp2", "revived")["weights"], read(runs, "fsdp2", "whole")["weights"])
 
 
-@pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("name", ["two-to-one", "one-to-two", "two-to-four"])
-def test_a_run_goes_on_with_other_ranks(runs: Path, strategy: str, name: str) -> None:
+@pytest.mark.parametrize(("strategy", "name"), MOVES)
+def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs: Path, strategy: str, name: str) -> None:
     whole, other = read(runs, strategy, "whole"), read(runs, strategy, name)
     assert other["ranks"] == {"one": 1, "two": 2, "four": 4}[name.rpartition("-")[2]]
-    assert_near(other["weights"], whole["weights"])
-    for step in (4, 5, 6):
-        torch.testing.assert_close(
-            torch.tensor(other["steps"][step]), torch.tensor(whole["steps"][step]), atol=1e-5, rtol=1e-4
-        )
+    assert_same_run(
+        {**other, "steps": {step: other["steps"][step] for step in (4, 5, 6)}},
+        {**whole, "steps": {step: whole["steps"][step] for step in (4, 5, 6)}},
+    )
+    assert_same_bits(other["average"], whole["weights"])
 
 
 @pytest.mark.parametrize(
@@ -101,17 +280,11 @@ def test_a_run_goes_on_with_other_ranks(runs: Path, strategy: str, name: str) ->
 def test_a_sharded_run_goes_on_under_another_strategy(runs: Path, name: str, strategy: str) -> None:
     other = read(runs, "fsdp2", name)
     assert other["strategy"] == strategy
-    assert_near(other["weights"], read(runs, "fsdp2", "whole")["weights"])
-
-
-@pytest.mark.parametrize("strategy", SHARDED)
-@pytest.mark.parametrize("name", ["two-to-one", "one-to-two", "two-to-four"])
-def test_an_average_is_read_by_other_ranks_to_the_bit(runs: Path, strategy: str, name: str) -> None:
-    assert_same_bits(read(runs, strategy, name)["average"], read(runs, strategy, "whole")["weights"])
+    assert_same_run({**other, "steps": {}}, {**read(runs, "fsdp2", "whole"), "steps": {}})
 
 
 def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs: Path) -> None:
-    assert "holds no optimizer states that could be shared out among ranks" in torch.load(runs / "fsdp2" / "refused.pt")
+    assert torch.load(runs / "fsdp2" / "refused.pt").startswith(f"CheckpointError: {runs / 'ddp/run/checkpoint-3'}")
 
 
 @pytest.mark.parametrize("strategy", ALL)
@@ -120,7 +293,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs: Pa
     assert failed["left"] == [".lowpeak.lock", "checkpoint-3", "checkpoint-6", "journal"]
     for told in failed["told"]:
         assert len(told) == 2
-        assert all("File too large" in sentence and "the last good checkpoint" in sentence for sentence in told)
+        assert all(text.startswith("CheckpointError: ") and "File too large" in text for text in told)
     (_, second_at_first), (first_at_second, _) = failed["told"]
     assert "on rank 1" in second_at_first
     assert "on rank 0" in first_at_second
@@ -136,8 +309,7 @@ def test_what_is_exported_is_what_was_trained(runs: Path, strategy: str) -> None
             assert file.metadata() == {"format": "pt"}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
 def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype: torch.dtype) -> None:
     name = f"lora-{dtype}".replace("torch.", "")
     trained = read(runs, strategy, name)
@@ -151,8 +323,7 @@ def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype:
     assert_same_bits(trained["adapter"], saved)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", *SHARDED])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
 def test_slices_of_a_merged_adapter_are_what_peft_merges(runs: Path, strategy: str, dtype: torch.dtype) -> None:
     name = f"lora-{dtype}".replace("torch.", "")
     whole = PeftModel.from_pretrained(tiny_model(dtype=dtype), runs / strategy / f"{name}-adapter").merge_and_unload()

@@ -9,47 +9,33 @@ import sys
 from pathlib import Path
 
 import fault_ranks
-import pytest
-from forked import run_ranks
-from spawn import QUIET, TESTS, free_port
+from setups import seen
+from spawn import PATH, TESTS
 
+from children import QUIET, free_port, run_ranks
 from lowpeak.journal import read_steps
 
 
-def torchrun(script: str, *arguments: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path: Path) -> None:
     """Two ranks that may be started again once; torchrun looks after them so rarely that a rank has said why it ends."""
-    paths = [str(TESTS.parent / "src"), str(TESTS), str(TESTS / "distributed")]
-    launcher = [
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--max-restarts",
-        "1",
-        "--monitor-interval",
-        "3",
-    ]
-    address = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
-    return subprocess.run(
-        [sys.executable, *launcher, *address, str(TESTS / "distributed" / script), *arguments],
-        env={**os.environ, **QUIET, "PYTHONPATH": os.pathsep.join(paths)},
+    words = ["--nproc_per_node", "2", "--max-restarts", "1", "--monitor-interval", "3"]
+    words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    command = [str(TESTS / "distributed/run_elastic.py"), "fsdp2", str(tmp_path)]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, *command],
+        env={**os.environ, **QUIET, "PYTHONPATH": PATH},
         capture_output=True,
         text=True,
-        timeout=timeout,
+        timeout=240,
         check=False,
     )
-
-
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(strategy: str, tmp_path: Path) -> None:
-    ended = torchrun("run_elastic.py", strategy, str(tmp_path))
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "result.json").read_text())
     assert (found["restarts"], found["steps"]) == (1, 6)
-    assert f"Started again (restart 1): going on from {tmp_path / 'run/checkpoint-2'}." in ended.stderr
+    assert f"(restart 1): going on from {tmp_path / 'run/checkpoint-2'}." in ended.stderr
     assert "rank 1 is gone" in ended.stderr
     assert [row["step"] for row in read_steps(tmp_path / "run/journal")] == [1, 2, 3, 4, 5, 6]
     lines = (tmp_path / "run/journal/rollouts.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [step for step in range(1, 7) for _ in range(8)]
-    run_ranks(fault_ranks.leave_alone, tmp_path / "alone", strategy)
-    assert found["weights"] == fault_ranks.seen(tmp_path / "alone")[0]["weights"]
+    run_ranks(fault_ranks.leave_alone, tmp_path / "alone", "fsdp2")
+    assert found["weights"] == seen(tmp_path / "alone")[0]["weights"]

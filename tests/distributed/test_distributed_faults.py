@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import fault_ranks
 import pytest
-from forked import run_ranks, succeed
-from setups import named_models
+from setups import named_models, seen
 
+from children import run_ranks, succeed_on_ranks
 from lowpeak.journal import read_steps
-
-ECHO = "on rank {}, and so all ranks stop: "
 
 
 @pytest.fixture(scope="module")
 def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank raised in each case of `FAILURES`, all in the same two processes."""
     place = tmp_path_factory.mktemp("failures")
-    succeed(fault_ranks.fail_in_turn, place)
-    return fault_ranks.seen(place)
+    succeed_on_ranks(fault_ranks.fail_in_turn, place)
+    return seen(place)
 
 
 @pytest.mark.parametrize(
     ("case", "rank", "kind", "words"),
     [
-        ("reward", 1, "RewardError", "Reward 'reward' raised KeyError: 'no such answer'"),
-        ("exit", 1, "RewardError", "Reward 'reward' raised SystemExit: 0"),
+        ("reward", 1, "RewardError", "KeyError: 'no such answer'"),
+        ("exit", 1, "RewardError", "SystemExit: 0"),
         ("rollout_func", 1, "ConnectionError", "the sandbox does not answer"),
-        ("data", 1, "DataError", "row 3 has a prompt of type int"),
-        ("folder", 0, "ArgumentError", "blocked/run' cannot be written: Not a directory"),
+        ("data", 1, "DataError", "row 3"),
+        ("folder", 0, "ArgumentError", "blocked/run'"),
         ("load", 1, "ModelError", "no-such-model"),
-        ("resume", 1, "CheckpointError", "do not fit this run ('last_epoch'): resume with the same optim"),
-        ("memory", 1, "MemoryExhaustedError", "out of memory in phase score: set micro_batch_tokens below 64"),
-        ("held", 0, "CheckpointError", "is writing into"),
+        ("resume", 1, "CheckpointError", "'last_epoch'"),
+        ("memory", 1, "MemoryExhaustedError", "micro_batch_tokens"),
+        ("held", 0, "CheckpointError", "held"),
     ],
 )
 def test_what_one_rank_fails_at_is_an_error_on_all(
@@ -44,19 +43,21 @@ def test_what_one_rank_fails_at_is_an_error_on_all(
     own, other = failures[rank][case], failures[1 - rank][case]
     assert own.startswith(f"{kind}: ")
     assert words in own
-    ours = "RankError: " if kind == "ConnectionError" else ""  # a user's own class is named in the words
-    assert other == f"{ours or kind + ': '}{ECHO.format(rank)}{own if ours else own.removeprefix(kind + ': ')}"
+    foreign = kind == "ConnectionError"  # a user's own class is named in the words
+    assert other.startswith(f"{'RankError' if foreign else kind}: on rank {rank}")
+    assert other.endswith(own if foreign else own.removeprefix(f"{kind}: "))
 
 
 def test_weights_that_one_rank_finds_broken_are_named_by_all(failures: list[dict[str, str]]) -> None:
     assert failures[0]["weights"] == failures[1]["weights"]
-    words = "NonFiniteError: after step 1: weights are not finite (model.layers.1.mlp.up_proj.weight)."
-    assert failures[0]["weights"].startswith(words)
+    assert failures[0]["weights"].startswith("NonFiniteError: ")
+    assert "step 1" in failures[0]["weights"]
+    assert "model.layers.1.mlp.up_proj.weight" in failures[0]["weights"]
 
 
 def test_layout_and_sizes_are_those_that_every_rank_can_have(tmp_path: Path) -> None:
-    succeed(fault_ranks.choose, tmp_path)
-    roomy, full = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.choose, tmp_path)
+    roomy, full = seen(tmp_path)
     assert roomy == full
     assert (roomy["layout"], roomy["first"]) == ("padded", "rank 0's")
     assert "attn_implementation='eager'" in roomy["why"]
@@ -69,29 +70,28 @@ def test_layout_and_sizes_are_those_that_every_rank_can_have(tmp_path: Path) -> 
 
 
 def test_what_the_callback_of_one_rank_asks_for_is_done_on_all(tmp_path: Path) -> None:
-    succeed(fault_ranks.ask_alone, tmp_path)
-    assert fault_ranks.seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
+    succeed_on_ranks(fault_ranks.ask_alone, tmp_path)
+    assert seen(tmp_path) == [{"step": 1, "evaluated": 1, "saved": ["checkpoint-1"]}] * 2
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_supervised_run_that_evaluates_and_saves_trains_on_as_one_that_does_not(
     tmp_path: Path, strategy: str
 ) -> None:
-    succeed(fault_ranks.evaluate_and_save, tmp_path, strategy)
-    for found in fault_ranks.seen(tmp_path):
+    succeed_on_ranks(fault_ranks.evaluate_and_save, tmp_path, strategy)
+    for found in seen(tmp_path):
         assert found["often"] == found["never"]
-        assert all(error.startswith("ArgumentError: evaluate() and predict() come after") for error in found["early"])
+        assert all(error.startswith("ArgumentError: ") and "evaluate()" in error for error in found["early"])
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
 def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strategy: str) -> None:
     named_models(tmp_path / "named")
-    succeed(fault_ranks.have_nothing, tmp_path, strategy)
-    first, second = fault_ranks.seen(tmp_path)
-    words = "Reward 'failing' raised KeyError: 'no such answer'"
+    succeed_on_ranks(fault_ranks.have_nothing, tmp_path, strategy)
+    first, second = seen(tmp_path)
     errors = sorted([first.pop("error"), second.pop("error")], key=len)
-    assert errors[0].startswith(f"RewardError: {words}")
-    assert errors[1].startswith(f"RewardError: {ECHO.format(0)}{words}")
+    assert all(error.startswith("RewardError: ") and "KeyError: 'no such answer'" in error for error in errors)
+    assert errors[1].startswith("RewardError: on rank 0")
     assert first == second
     assert first["steps"] == [2, 2]
 
@@ -100,8 +100,8 @@ def test_a_rank_without_prompts_waits_for_nobody_in_vain(tmp_path: Path, strateg
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A run that nobody stops: its folder, and what each rank saw."""
     place = tmp_path_factory.mktemp("alone")
-    succeed(fault_ranks.leave_alone, place)
-    return place / "run", fault_ranks.seen(place)
+    succeed_on_ranks(fault_ranks.leave_alone, place)
+    return place / "run", seen(place)
 
 
 def test_all_ranks_log_the_same_numbers_and_the_first_writes_them_once(
@@ -129,10 +129,11 @@ def test_all_ranks_log_the_same_numbers_and_the_first_writes_them_once(
 def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], signals: dict[int, tuple[str, int]], step: int
 ) -> None:
-    succeed(fault_ranks.stop, tmp_path, signals)
-    first, second = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.stop, tmp_path, signals)
+    first, second = seen(tmp_path)
     assert first == second
-    assert first["error"].startswith("KeyboardInterrupt: stopped on request; everything is saved in ")
+    assert first["error"].startswith("KeyboardInterrupt: ")
+    assert f"checkpoint-{step}" in first["error"]
     assert (first["step"], first["checkpoints"]) == (step, [f"checkpoint-{step}"])
     assert first["weights"] == alone[1][0]["weights"]
 
@@ -141,8 +142,8 @@ def test_the_first_request_to_stop_on_any_rank_saves_the_same_step_on_all(
 def test_a_sharded_run_that_was_asked_to_stop_goes_on_to_the_same_weights(
     tmp_path: Path, alone: tuple[Path, list[dict[str, Any]]], strategy: str
 ) -> None:
-    succeed(fault_ranks.stop, tmp_path, {1: ("SIGTERM", 2)}, strategy)
-    first, second = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.stop, tmp_path, {1: ("SIGTERM", 2)}, strategy)
+    first, second = seen(tmp_path)
     assert (first["step"], first["checkpoints"]) == (3, ["checkpoint-3"])
     assert first["weights"] == second["weights"] == pytest.approx(alone[1][0]["weights"], abs=1e-3)
 
@@ -151,5 +152,5 @@ def test_the_second_ctrl_c_on_any_rank_ends_all_of_them_now(tmp_path: Path) -> N
     ended = run_ranks(fault_ranks.stop_at_once, tmp_path)
     assert [rank.code for rank in ended] == [0, 1]
     assert json.loads((tmp_path / "seen0.json").read_text())["error"] == "KeyboardInterrupt: "
-    assert "rank 0 failed in phase reward: KeyboardInterrupt. Rank 1 was in phase reward" in ended[1].log
+    assert re.search("rank 0 .*phase reward.* KeyboardInterrupt.* Rank 1 .*phase reward", ended[1].log)
     assert abs(ended[1].at - ended[0].at) < 20

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import fault_ranks
 import pytest
-from forked import Ended, run_ranks, succeed
+from setups import noted, seen
+
+from children import Ended, run_ranks, succeed_on_ranks
 
 SOON = 20.0  # seconds on a busy machine; a rank that hangs is given 5 to end by itself
 
@@ -25,17 +28,15 @@ def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_
 ) -> None:
     ended = run_ranks(fault_ranks.die, tmp_path, strategy, victim, how, 0.0, world_size=world_size)
     for rank in {*range(world_size)} - {victim}:
-        error = fault_ranks.noted(tmp_path, rank)["error"]
-        assert error.startswith(f"RankError: rank {victim} is gone (killed, or its host is lost)")
-        assert error.endswith(f". Rank {rank} was in the step, after phase reward and cannot go on without it.")
+        error = noted(tmp_path, rank)["error"]
+        assert re.match(f"RankError: rank {victim} is gone .*Rank {rank} was in .*phase reward", error)
         assert after_death(tmp_path, ended[rank]) < SOON
 
 
 def test_a_rank_that_goes_while_the_trained_model_is_written_is_named(tmp_path: Path) -> None:
     ended = run_ranks(fault_ranks.die_saving, tmp_path)
-    error = fault_ranks.noted(tmp_path, 0)["error"]
-    assert error.startswith("RankError: rank 1 is gone (killed, or its host is lost)")
-    assert error.endswith(". Rank 0 was in phase save and cannot go on without it.")
+    error = noted(tmp_path, 0)["error"]
+    assert re.match("RankError: rank 1 is gone .*Rank 0 was in phase save", error)
     assert after_death(tmp_path, ended[0]) < SOON
 
 
@@ -48,52 +49,41 @@ def test_a_rank_that_is_busy_or_hangs_when_another_goes_is_ended(
 ) -> None:
     ended = run_ranks(fault_ranks.die, tmp_path, "ddp", 1, how, busy)
     assert ended[0].code == 1
-    assert "lowpeak: error: rank 1 is gone (killed, or its host is lost)" in ended[0].log
-    assert f"Rank 0 was in {where} and cannot go on without it." in ended[0].log
+    assert re.search(f"lowpeak: error: rank 1 is gone .*Rank 0 was in {where}", ended[0].log)
     assert after_death(tmp_path, ended[0]) < SOON
 
 
 def test_an_error_that_nobody_agreed_on_is_told_to_the_others(tmp_path: Path) -> None:
-    succeed(fault_ranks.fail_alone, tmp_path)
-    first, second = fault_ranks.seen(tmp_path)
+    succeed_on_ranks(fault_ranks.fail_alone, tmp_path)
+    first, second = seen(tmp_path)
     assert second["error"] == "LookupError: a bug of the user's"
-    assert first["error"].startswith(
-        "RankError: rank 1 failed in the step, after phase optimizer: LookupError: a bug of"
-    )
+    assert re.match("RankError: rank 1 failed .*phase optimizer: LookupError: a bug of", first["error"])
 
 
 def test_a_rank_that_runs_out_of_memory_in_a_step_and_lives_on_leaves_nobody_hanging(tmp_path: Path) -> None:
     ended = run_ranks(fault_ranks.forget_to_fail, tmp_path)
-    words = "out of memory in phase train: set micro_batch_tokens below 64 and logprob_chunk_size below 16;"
-    assert fault_ranks.noted(tmp_path, 1)["error"].startswith(f"MemoryExhaustedError: {words}")
+    assert re.match("MemoryExhaustedError: .*phase train.*micro_batch_tokens.*64", noted(tmp_path, 1)["error"])
     assert ended[0].code == 1
-    assert f"lowpeak: error: rank 1 failed in phase train: {words}" in ended[0].log
-    assert "Rank 0 was in phase train and cannot go on without it." in ended[0].log
+    assert re.search("lowpeak: error: rank 1 failed .*phase train.*Rank 0 was in phase train", ended[0].log)
 
 
 def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
-    succeed(fault_ranks.be_slow, tmp_path)
-    assert [rank["step"] for rank in fault_ranks.seen(tmp_path)] == [3, 3]
+    succeed_on_ranks(fault_ranks.be_slow, tmp_path)
+    assert [rank["step"] for rank in seen(tmp_path)] == [3, 3]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_path: Path, strategy: str) -> None:
     ended = run_ranks(fault_ranks.be_stopped, tmp_path, strategy, seconds=90)
-    found = fault_ranks.noted(tmp_path, 0)
-    assert found["error"].startswith("RankError: no answer from the other ranks in the step, after phase reward")
-    assert "though all are alive or stopped (rank 1 is in " in found["error"]
-    assert "\n" not in found["error"]
+    found = noted(tmp_path, 0)
+    assert re.fullmatch("RankError: no answer .*phase reward.*rank 1 is in .*", found["error"])  # one line
     assert found["seconds"] < 60
     assert (ended[0].code, ended[1].code) == (0, -9)
 
 
 def test_a_rank_that_does_not_come_within_the_limit_of_collectives_is_named_with_its_phase(tmp_path: Path) -> None:
     ended = run_ranks(fault_ranks.wait_too_long, tmp_path)
-    error = fault_ranks.noted(tmp_path, 0)["error"]
-    assert error.startswith(
-        "RankError: no answer from the other ranks in the step, after phase reward, though all are alive"
-    )
-    assert "rank 1 is in phase reward for " in error
-    assert error.endswith("Where one only takes long, raise ddp_timeout.")
+    error = noted(tmp_path, 0)["error"]
+    assert re.match("RankError: no answer .*phase reward.*rank 1 is in phase reward.*ddp_timeout", error)
     assert ended[1].code == 1
-    assert "rank 0 failed in the step, after phase reward: no answer from the other ranks" in ended[1].log
+    assert re.search("rank 0 failed .*phase reward: no answer", ended[1].log)

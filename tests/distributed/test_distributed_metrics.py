@@ -3,18 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import metric_ranks
 import numpy as np
 import pytest
-from fault_ranks import seen
-from forked import succeed
+from datasets import Dataset
+from setups import ANSWERS, PROMPTS, build, forget, note, prepare, seen
+
+from children import succeed_on_ranks
+from preferences import tiny_classifier
+
+
+def evaluate(place: Path, strategy: str) -> None:
+    """What each rank's metric functions get, of supervised training and of a reward model."""
+    found: dict[str, Any] = {}
+    for kind in ("SFT", "Reward"):
+
+        def metrics(evaluation: Any, kind: str = kind) -> dict[str, float]:
+            found[kind] = [evaluation.predictions.tolist(), evaluation.label_ids.tolist()]
+            return {"rows": float(len(evaluation.label_ids))}
+
+        functions = {"compute_metrics": metrics}
+        if kind == "SFT":
+            functions["preprocess_logits_for_metrics"] = lambda logits, labels: logits.amax(-1)
+        model = tiny_classifier() if kind == "Reward" else None
+        run = build(kind, place / kind, {**prepare(strategy), "max_steps": 1, "learning_rate": 0.0}, model, **functions)
+        run.train()  # a model is sharded from there on
+        rows = [{"prompt": prompt, **ANSWERS[kind](prompt)} for prompt in PROMPTS[1:6]]
+        found[f"{kind} rows"] = run.evaluate(Dataset.from_list(rows))["eval_rows"]
+        forget()
+    note(place, **found)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
 def test_every_rank_has_the_predictions_of_one_process(tmp_path: Path, strategy: str) -> None:
-    succeed(metric_ranks.evaluate, tmp_path / "one", "ddp", world_size=1)
-    succeed(metric_ranks.evaluate, tmp_path / "two", strategy)
+    succeed_on_ranks(evaluate, tmp_path / "one", "ddp", world_size=1)
+    succeed_on_ranks(evaluate, tmp_path / "two", strategy)
     (alone,) = seen(tmp_path / "one", 1)
     assert (alone["SFT rows"], alone["Reward rows"]) == (5, 4)  # a pair of equal rows is left out
     for rank in seen(tmp_path / "two"):

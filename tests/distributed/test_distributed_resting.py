@@ -3,19 +3,81 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from spawn import launch
+from setups import assert_same_bits, build, forget, named_models, prepare, rank, spread
+
+from children import succeed_on_ranks
+from lowpeak.strategies.strategy import Frozen
+from lowpeak.training.models import Reference
+from lowpeak.training.resting import make_rest, resting
+from movers import CopyingMover
 
 STRATEGIES = ("fsdp2", "zero2", "zero3")
+
+SETTINGS = {"beta": 0.1, "max_steps": 3}
+
+
+def let_rest(trainer: Any) -> None:
+    """States, gradients, reference and reward model rest while completions are written, as on a GPU."""
+    strategy, reference = trainer.run.strategy, trainer.maker.reference
+    judge = trainer.maker.panel.rewards[1]
+    for parameter in [*reference.model.parameters(), *judge.model.parameters()]:
+        if not strategy.cuts_parameters:  # on a CPU a whole one is the checkpoint's file, whose pages nobody can free
+            parameter.data = parameter.data.clone()
+    rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
+    trainer.maker.rest = rest
+    ready = resting(rest, strategy, Frozen(reference.model, reference.use)).ready
+    trainer.maker.reference = Reference(reference.model, ready)
+    judge.use(resting(rest, strategy, Frozen(judge.model, judge._ready)), judge.ranks)
+
+
+def watch(trainer: Any, seen: list[int]) -> None:
+    """Note, each time the engine generates, how many bytes are on the device of what could rest."""
+    generate = trainer.maker.engine.generate
+
+    def noting(prompts: Any, sampling: Any) -> Any:
+        strategy = trainer.run.strategy
+        frozen = [*strategy.shards(trainer.maker.reference.model).values()]
+        tensors = [t for t in [*strategy.idle(trainer.model, trainer.optimizer), *frozen] if t.numel() > 16]
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in map(_local, tensors)}
+        seen.append(sum(storage.nbytes() for storage in storages.values()))
+        return generate(prompts, sampling)
+
+    trainer.maker.engine.generate = noting
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def train_all(place: Path, out: Path) -> None:
+    """Every strategy with and without resting, in one process group."""
+    policy, judge = named_models(out / "named")
+    for strategy in STRATEGIES:
+        found: dict[bool, Any] = {}
+        for rests in (False, True):
+            arguments = {**prepare(strategy), **SETTINGS}
+            trainer = build("GRPO", place / f"{strategy}-{rests}", arguments, model=policy, rewards=[spread, judge])
+            seen: list[int] = []
+            if rests:
+                let_rest(trainer)
+            watch(trainer, seen)
+            trainer.train()
+            weights = {name: shard.clone() for name, shard in trainer.run.strategy.shards(trainer.model).items()}
+            found[rests] = (weights, seen, [row.get("offload/bytes") for row in trainer.state.log_history])
+            forget()
+        torch.save(found, out / f"{strategy}-{rank()}.pt")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Each strategy with and without resting, on two ranks."""
     out = tmp_path_factory.mktemp("resting")
-    launch("run_resting.py", [str(out), *STRATEGIES])
+    named_models(out / "named")
+    succeed_on_ranks(train_all, out / "runs", out)
     return out
 
 
@@ -23,12 +85,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_shards_and_states_leave_while_the_engine_writes_and_the_run_is_the_same_bits(
     runs: Path, strategy: str
 ) -> None:
-    for rank in (0, 1):
-        found = torch.load(runs / f"{strategy}-{rank}.pt")
-        (plain, there, _), (rested, away, told) = found["False"], found["True"]
+    for number in (0, 1):
+        found = torch.load(runs / f"{strategy}-{number}.pt")
+        (plain, there, _), (rested, away, told) = found[False], found[True]
         assert all(num_bytes > 0 for num_bytes in there)
         assert away == [0] * len(there)
         assert max(number for number in told if number is not None) >= max(there)
-        assert rested.keys() == plain.keys()
-        for name, weight in plain.items():
-            assert torch.equal(weight, rested[name]), name
+        assert_same_bits(rested, plain)

@@ -1,74 +1,221 @@
-"""Tensor parallelism, alone on two ranks and with FSDP2 on four, against one process; checkpoints go from each to each."""
+"""Tensor parallelism, alone on two ranks and with FSDP2 on four, against one process.
+
+Checkpoints go from each to each, and what one peer has no memory for in a rollout ends it on all.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from spawn import launch
-from transformers import AutoModelForCausalLM
+from setups import (
+    assert_same_bits,
+    assert_same_run,
+    build,
+    error_of,
+    forget,
+    keep,
+    note,
+    rank,
+    result_of,
+    seen,
+    spread,
+    tensor_parallel,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-NAMES = ("grpo", "rloo", "frozen", "ppo", "online_dpo", "sft", "saved")
-SIZES = ("2x1", "2x2")  # devices that tensors are cut over, and data ranks
-TOLERANCE = 5e-6
+from children import succeed_on_ranks
+from tiny import char_tokenizer, tiny_model
+
+# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
+SAVED: dict[str, Any] = {
+    "max_steps": 6,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "gradient_accumulation_steps": 2,
+    "steps_per_generation": 4,
+    "weight_decay": 0.1,
+}
+# Models and settings, of which each lies on the ranks in its own way, or changes what they must agree on.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "saved": ("GRPO", "tied", SAVED),
+    "frozen": (
+        "GRPO",
+        "untied",
+        {"beta": 0.1, "max_steps": 5, "sync_ref_model": True, "ref_model_sync_steps": 2, "gather_budget": "0"},
+    ),
+    "ppo": ("PPO", "tied", {"num_iterations": 2, "max_steps": 4, "vf_coef": 0.5}),
+    "rloo": ("RLOO", "qwen3", {"beta": 0.0, "num_generations": 4, "micro_batch_tokens": 24, "num_iterations": 2}),
+    "online_dpo": ("OnlineDPO", "untied", {"max_steps": 4, "micro_batch_tokens": 48}),
+    "sft": ("SFT", "tied", {}),
+}
+# Devices that tensors are cut over, and data ranks; the sharding of FSDP2 is the same for all algorithms.
+SIZES = {"1x1": [*CASES], "2x1": [*CASES], "2x2": [*CASES][:4]}
+PARTS = ("", "model.layers.0.self_attn", "model.layers.1.mlp", "model.norm", "lm_head")
+NAMED = ("phase rollout", "kv_cache_bytes", "16777216", "max_completion_length", "no room")
+
+
+def save_models(folder: Path) -> None:
+    """Models in folders: tied or not, with biases, or with norms of single heads, whose gradients peers have in parts."""
+    torch.manual_seed(0)
+    shape = {
+        "vocab_size": 16,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size": 64,
+    }
+    ends = {"initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    models = {
+        "tied": tiny_model(16),
+        "untied": tiny_model(16, tied=False),
+        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, **ends, tie_word_embeddings=False)),
+    }
+    for kind, model in models.items():
+        model.save_pretrained(folder / kind)
+        char_tokenizer("0123456789=+-*").save_pretrained(folder / kind)
+
+
+def train_all(place: Path, tensor: int, data: int, names: list[str], sources: list[str]) -> None:
+    """The cases of these names, and runs that go on from these sizes' checkpoints."""
+    for name in names:
+        train(place, tensor, data, name)
+    for source in sources:
+        train(place, tensor, data, "saved", place.parent / source / "saved/checkpoint-3", f"from-{source}")
+
+
+def train(place: Path, tensor: int, data: int, case: str, resumed: Path | None = None, name: str = "") -> None:
+    """Train, or go on, and keep what came out."""
+    algorithm, model, arguments = CASES[case]
+    own = {key: value for key, value in arguments.items() if key != "gather_budget" or data > 1}
+
+    def spread_once(completions: list[str], **columns: Any) -> list[float]:
+        assert rank() % tensor == 0  # asked on one of the devices that tensors are cut over
+        return spread(completions)
+
+    each = {"per_device_train_batch_size": 8 // data, **tensor_parallel(tensor, data), **own}
+    rewards = {} if algorithm == "SFT" else {"rewards": spread_once}
+    trainer = build(algorithm, place / (name or case), each, str(place.parent / model), **rewards)
+    trainer.train(resume_from_checkpoint=None if resumed is None else str(resumed))
+    keep(trainer, result_of(trainer), place / f"{name or case}.pt")
+    forget()
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tensor")
+    save_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(models: Path) -> Path:
     """Every case in one process and under both sizes, each with a run that goes on; then each from the others' checkpoint."""
-    out = str(tmp_path_factory.mktemp("tensor"))
-    train("1x1", out, "cases")
-    train("2x1", out, "cases")
-    train("2x2", out, "cases", "2x1")
-    train("2x1", out, "2x2")
-    train("1x1", out, "2x1", "2x2")
-    return Path(out)
-
-
-def train(sizes: str, out: str, *sources: str) -> None:
-    tensor, data = sizes.split("x")
-    launch("run_tensor.py", [tensor, data, out, *sources], world_size=int(tensor) * int(data))
+    for sizes, again, sources in (
+        ("1x1", True, []),
+        ("2x1", True, ["2x1"]),
+        ("2x2", True, ["2x2", "2x1"]),
+        ("2x1", False, ["2x2"]),
+        ("1x1", False, ["2x1", "2x2"]),
+    ):
+        tensor, data = map(int, sizes.split("x"))
+        names = SIZES[sizes] if again else []
+        succeed_on_ranks(train_all, models / sizes, tensor, data, names, sources, world_size=tensor * data)
+    return models
 
 
 def read(runs: Path, sizes: str, name: str) -> dict[str, Any]:
-    return torch.load(runs / f"{sizes}-{name}.pt")
+    return torch.load(runs / sizes / f"{name}.pt")
 
 
-def assert_near(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours["weights"].keys() == theirs["weights"].keys()
-    for name, values in theirs["weights"].items():
-        torch.testing.assert_close(ours["weights"][name], values, atol=TOLERANCE, rtol=0)
-    assert ours["steps"].keys() == theirs["steps"].keys()
-    for step, numbers in theirs["steps"].items():
-        torch.testing.assert_close(torch.tensor(ours["steps"][step]), torch.tensor(numbers), atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("sizes", "name"), [(sizes, name) for sizes in ("2x1", "2x2") for name in SIZES[sizes]])
 def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs: Path, sizes: str, name: str) -> None:
     ours = read(runs, sizes, name)
     assert ours["strategy"] == "TensorParallel"
-    assert_near(ours, read(runs, "1x1", name))
+    assert_same_run(ours, read(runs, "1x1", name))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", ["2x1", "2x2"])
 def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(runs: Path, sizes: str) -> None:
     again, whole = read(runs, sizes, f"from-{sizes}"), read(runs, sizes, "saved")
-    assert [name for name, values in whole["weights"].items() if not torch.equal(again["weights"][name], values)] == []
+    assert_same_bits(again["weights"], whole["weights"])
     assert again["steps"] == whole["steps"]
 
 
 @pytest.mark.parametrize(("source", "sizes"), [("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")])
 def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs: Path, source: str, sizes: str) -> None:
-    assert_near(read(runs, sizes, f"from-{source}"), read(runs, source, "saved"))
+    assert_same_run(read(runs, sizes, f"from-{source}"), read(runs, source, "saved"))
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", ["2x1", "2x2"])
 def test_a_checkpoint_of_cut_tensors_is_a_model(runs: Path, sizes: str) -> None:
-    folder, trained = runs / sizes / "saved" / "checkpoint-6", read(runs, sizes, "saved")["weights"]
-    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
-    assert loaded.keys() == trained.keys()
-    assert [name for name, values in trained.items() if not torch.equal(loaded[name].view(-1), values)] == []
+    folder = runs / sizes / "saved/checkpoint-6"
+    assert_same_bits(
+        dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()), read(runs, sizes, "saved")["weights"]
+    )
     assert "tp_size" not in (folder / "config.json").read_text()
+
+
+class Exhausted:
+    """A `hold` of whose model one part finds no memory when it is called for the third time, on the second process alone."""
+
+    def __init__(self, hold: Any, part: str) -> None:
+        self._hold = hold
+        self._part = part
+        self._calls = 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[nn.Module]:
+        with self._hold() as model:
+            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
+            try:
+                yield model
+            finally:
+                handle.remove()
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self._calls += 1
+        if rank() == 1 and self._calls == 3:
+            raise torch.OutOfMemoryError("no room")
+
+
+def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str | None]) -> None:
+    """Rollouts that fail on one peer, before a forward or at a part of it, and then a run that trains."""
+    errors, step = {}, 0
+    for budget in budgets:
+        more = {} if budget is None else {"gather_budget": budget}
+        arguments = {"per_device_train_batch_size": 8 // sizes[1], "max_steps": 1, **tensor_parallel(*sizes), **more}
+        trainer = build("GRPO", place / f"run{budget}", arguments, model)
+        engine = trainer.maker.engine
+        whole = engine._hold
+        for part in PARTS:
+            engine._hold = Exhausted(whole, part)
+            errors[f"{budget} {part}"] = error_of(trainer.train)
+        engine._hold = whole
+        trainer.train()
+        step += trainer.state.global_step
+        forget()
+    note(place, errors=errors, step=step)
+
+
+@pytest.mark.parametrize(("sizes", "budgets"), [((2, 1), [None]), ((2, 2), ["0", "1GiB"])])
+def test_a_peer_without_memory_anywhere_in_a_rollout_ends_it_on_all_and_training_may_go_on(
+    tmp_path: Path, models: Path, sizes: tuple[int, int], budgets: list[str | None]
+) -> None:
+    num = sizes[0] * sizes[1]
+    succeed_on_ranks(exhaust, tmp_path, str(models / "tied"), sizes, budgets, world_size=num)
+    names = [f"{budget} {part}" for budget in budgets for part in PARTS]
+    for number, found in enumerate(seen(tmp_path, num)):
+        assert found["step"] == len(budgets)
+        assert [*found["errors"]] == names
+        for error in found["errors"].values():
+            assert error.startswith("MemoryExhaustedError: ")
+            assert [word for word in NAMED if word not in error] == []
+            assert ("on rank 1" in error) == (number != 1)

@@ -9,10 +9,11 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
-from fault_runs import ones
+from fault_runs import Case, build, ones
 from torch import nn
 from transformers import TrainerCallback
 
@@ -111,6 +112,13 @@ def _count(remaining: list[int]) -> None:
     remaining[0] -= 1
     if remaining[0] == 0:
         kill()
+
+
+def run_killed_in_training(case: Case, place: Path, step: int) -> None:
+    """A run that dies in the backward pass of step `step` + 1."""
+    trainer = build(case, place / "run")
+    kill_in_backward(trainer, step)
+    trainer.train()
 
 
 # In the STANDARD run.

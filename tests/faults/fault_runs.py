@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from transformers import TrainerCallback
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, SFTConfig, SFTTrainer
 from lowpeak.journal import ROLLOUTS, read_steps
-from tiny import char_tokenizer, tiny_model
+from tiny import char_tokenizer, digest, tiny_model, trained_adapter
 
 TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
 BASE: dict[str, Any] = {
@@ -106,18 +105,12 @@ def _model(case: Case, vocab_size: int) -> tuple[nn.Module, Any]:
             module.attention_dropout = case.dropout
     if not case.adapter:
         return model, None
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig
 
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=case.dropout)
     if case.adapter == "fresh":
         return model, config
-    trained = get_peft_model(model, config)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in trained.named_parameters():
-            if "lora_B" in name:
-                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
-    return trained, None
+    return trained_adapter(model, config), None
 
 
 def _data(case: Case) -> Any:
@@ -133,21 +126,13 @@ def _rows(case: Case, count: int) -> list[dict[str, str]]:
 # what a run leaves behind
 
 
-def weights(model: nn.Module) -> str:
-    """A hash of all of a model's tensors, bit for bit."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def finish(trainer: Any, result: Path) -> None:
     """Write what a finished run came to."""
     reference = trainer.maker.reference if hasattr(trainer, "maker") else None
     found = {
         "step": trainer.state.global_step,
-        "weights": weights(trainer.model),
-        "reference": None if reference is None or reference.model is None else weights(reference.model),
+        "weights": digest(trainer.model),
+        "reference": None if reference is None or reference.model is None else digest(reference.model),
         "best": trainer.state.best_metric,
     }
     result.write_text(json.dumps(found))

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent), str(HERE.parent / "distributed")]
 
 import fault_runs  # noqa: E402
-import forked  # noqa: E402
 import setups  # noqa: E402
-from spawn import free_port  # noqa: E402
 
 import children  # noqa: E402
 
@@ -36,19 +35,14 @@ SAVES = {"save_strategy": "steps", "save_steps": 1, "save_total_limit": 2, "max_
 KL = {"num_iterations": 2, "beta": 0.04}
 
 
+def build_on(strategy: str, folder: Path) -> Any:
+    """GRPO under a strategy."""
+    return setups.build("GRPO", folder, {**setups.prepare(strategy), **SAVES, **KL})
+
+
 def build_ppo(folder: Path) -> Any:
     """PPO with a critic on a backbone of its own."""
     return setups.build("PPO", folder, {"use_cpu": True, "critic": "model", **SAVES, **KL})
-
-
-def build_sharded(folder: Path) -> Any:
-    """GRPO under FSDP2."""
-    return setups.build("GRPO", folder, {**setups.prepare("fsdp2"), **SAVES, **KL})
-
-
-def build_zero3(folder: Path) -> Any:
-    """GRPO under ZeRO-3."""
-    return setups.build("GRPO", folder, {**setups.prepare("zero3"), **SAVES, **KL})
 
 
 def build_grpo(folder: Path) -> Any:
@@ -75,8 +69,8 @@ KINDS = {
     "grpo": Kind(build_grpo, 0.35),
     "ppo": Kind(build_ppo, 0.2),
     "lora": Kind(build_adapter, 0.25),
-    "fsdp2": Kind(build_sharded, 0.1, 2),
-    "zero3": Kind(build_zero3, 0.1, 2),
+    "fsdp2": Kind(partial(build_on, "fsdp2"), 0.1, 2),
+    "zero3": Kind(partial(build_on, "zero3"), 0.1, 2),
 }
 
 
@@ -90,22 +84,8 @@ def train_and_export(name: str, place: Path) -> None:
 
 
 def start(name: str, place: Path) -> list[BaseProcess]:
-    """The processes of one try."""
-    num_ranks, log = KINDS[name].num_ranks, os.fspath(place / "log")
-    if num_ranks == 1:
-        processes = [children._server().Process(target=children._run, args=(train_and_export, (name, place), log))]
-    else:
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        processes = [
-            forked._server().Process(
-                target=forked._run,
-                args=(train_and_export, (name, place), env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, log),
-            )
-            for rank in range(num_ranks)
-        ]
-    for process in processes:
-        process.start()
-    return processes
+    """The processes of one try, which write to one log."""
+    return children.start_ranks(train_and_export, (name, place), [place / "log"] * KINDS[name].num_ranks)
 
 
 def wait(processes: list[BaseProcess], seconds: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -36,15 +37,19 @@ def fill_for_the_journal(trainer: Any) -> None:
     trainer.add_callback(Fill(3_000))
 
 
+def assert_told(place: Path, *words: str) -> None:
+    """The error's class, its values and its reason stand in one line."""
+    said = (place / "error.txt").read_text()
+    assert [word for word in words if word not in said] == [], said
+    assert "\n" not in said
+
+
 @pytest.mark.parametrize("fill", [fill_for_the_weights, fill_for_the_optimizer])
 def test_a_full_disk_while_saving_is_one_sentence_and_the_last_checkpoint_stays_whole(tmp_path, left_alone, fill):
     succeed(run_until_error, STANDARD, tmp_path, fill)
     run = tmp_path / "run"
-    assert (tmp_path / "error.txt").read_text() == (
-        f"CheckpointError: cannot save the checkpoint {run / 'checkpoint-6'}: File too large; the last good checkpoint "
-        f"{run / 'checkpoint-3'} is whole. To go on, make room or choose another output_dir (save_total_limit keeps "
-        f"fewer checkpoints) and resume from {run / 'checkpoint-3'}."
-    )
+    words = ("CheckpointError: ", f"{run / 'checkpoint-6'}: File too large", f"{run / 'checkpoint-3'}", "output_dir")
+    assert_told(tmp_path, *words)
     assert checkpoints(run) == ["checkpoint-3"]
     succeed(run_resumed, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)
@@ -52,18 +57,14 @@ def test_a_full_disk_while_saving_is_one_sentence_and_the_last_checkpoint_stays_
 
 def test_a_full_disk_while_the_journal_is_written_leaves_its_lines_whole(tmp_path, left_alone):
     succeed(run_until_error, STANDARD, tmp_path, fill_for_the_journal)
-    assert (tmp_path / "error.txt").read_text() == (
-        f"CheckpointError: cannot write the journal in {tmp_path / 'run/journal'}: File too large; the lines before are "
-        "whole. Make room or choose another output_dir, and resume."
-    )
+    assert_told(tmp_path, "CheckpointError: ", f"{tmp_path / 'run/journal'}: File too large", "output_dir")
     succeed(run_resumed, STANDARD, tmp_path)
     assert ending(tmp_path) == left_alone(STANDARD)
 
 
 def test_a_disk_that_is_full_from_the_start_is_told_before_anything_trains(tmp_path):
     succeed(fail_at_the_start, STANDARD, tmp_path)
-    said = (tmp_path / "error.txt").read_text()
-    assert said.startswith(f"ArgumentError: output_dir '{tmp_path / 'run'}' cannot be written: File too large;")
+    assert_told(tmp_path, "ArgumentError: ", f"output_dir '{tmp_path / 'run'}'", "File too large")
 
 
 def fail_at_the_start(case: Case, place: Any) -> None:

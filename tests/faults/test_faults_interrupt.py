@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -93,11 +94,9 @@ def resumed(place: Path) -> tuple[Any, ...]:
 def test_the_first_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, left_alone):
     succeed(run_until_error, STANDARD, tmp_path, interrupt_once)
     saved = tmp_path / "run/checkpoint-5"
-    assert (tmp_path / "error.txt").read_text() == (
-        f"KeyboardInterrupt: stopped on request; everything is saved in {saved}. Resume with "
-        "resume_from_checkpoint=True (--resume_from_checkpoint true)."
-    )
-    assert "press Ctrl-C again to stop at once" in (tmp_path / "log").read_text()
+    said = (tmp_path / "error.txt").read_text()
+    assert re.match(f"KeyboardInterrupt: .*{saved}.*resume_from_checkpoint=True", said), said
+    assert "Ctrl-C" in (tmp_path / "log").read_text()
     assert checkpoints(tmp_path / "run") == ["checkpoint-5"]
     assert [row["step"] for row in steps(tmp_path / "run")] == [1, 2, 3, 4, 5]
     assert resumed(tmp_path) == left_alone(STANDARD)
@@ -148,7 +147,7 @@ def test_the_checkpoint_of_a_stopped_run_stays_also_where_the_best_one_is_older(
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_completions/min_length", "eval_steps": 1}
     case = Case(args={**STANDARD.args, **best, "save_steps": 1, "greater_is_better": True})
     succeed(run_until_error, case, tmp_path, interrupt_once)
-    assert "everything is saved in" in (tmp_path / "error.txt").read_text()
+    assert f"{tmp_path / 'run/checkpoint-5'}" in (tmp_path / "error.txt").read_text()
     assert checkpoints(tmp_path / "run") == ["checkpoint-1", "checkpoint-5"]
 
 
@@ -165,7 +164,7 @@ def interrupt_at_the_end(trainer: Any) -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "words"),
-    [("steps", "everything is saved in"), ("no", "stopped on request, when the run had finished its last step, 8.")],
+    [("steps", "checkpoint-8"), ("no", "step, 8")],
 )
 def test_after_the_last_step_it_says_what_there_is(tmp_path, strategy, words):
     succeed(run_until_error, Case(args={"save_strategy": strategy}), tmp_path, interrupt_at_the_end)

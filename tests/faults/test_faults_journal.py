@@ -5,16 +5,10 @@ from __future__ import annotations
 import pandas
 import polars
 import pytest
-from fault_kills import kill_in_backward
-from fault_runs import STANDARD, Case, build, run_resumed
+from fault_kills import run_killed_in_training
+from fault_runs import STANDARD, run_resumed
 
 from children import KILLED, call, succeed
-
-
-def run_killed(case: Case, place, step: int) -> None:
-    trainer = build(case, place / "run")
-    kill_in_backward(trainer, step)
-    trainer.train()
 
 
 def read_with_pandas(path):
@@ -29,7 +23,7 @@ def read_with_polars(path):
 def journals(tmp_path_factory):
     """The journal's folder as a kill in step 6 leaves it, and as the resumed run does."""
     place = tmp_path_factory.mktemp("journal")
-    assert call(run_killed, STANDARD, place, 5) == KILLED
+    assert call(run_killed_in_training, STANDARD, place, 5) == KILLED
     (place / "run/journal").rename(place / "killed")
     # Resumed from a copy: `killed` stays for the readers.
     (place / "run/journal").mkdir()
@@ -60,7 +54,7 @@ def known(row):
 
 
 def test_a_line_that_the_kill_cut_off_is_dropped_when_the_run_goes_on(tmp_path):
-    assert call(run_killed, STANDARD, tmp_path, 5) == KILLED
+    assert call(run_killed_in_training, STANDARD, tmp_path, 5) == KILLED
     for name in ("steps", "rollouts"):
         with (tmp_path / f"run/journal/{name}.jsonl").open("a") as file:
             file.write('{"step": 3, "lo')

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import pytest
-
-TESTS = Path(__file__).parent.parent
-
-COUNT_WHAT_IS_ALIVE = """
-import gc, json, sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from fault_runs import Case, build
 from transformers import TrainerCallback
 
+from children import succeed
 from lowpeak.records import Completion, Group, MicroBatch, Prompt, Record, TokenBatch
 
 KEPT = (Prompt, Completion, Group, Record, TokenBatch, MicroBatch)
 
 
-def alive():
+def alive() -> dict[str, int]:
     gc.collect()
     kinds = [type(x) for x in gc.get_objects()]
     counts = Counter(kind.__name__ for kind in kinds if kind in KEPT)
@@ -36,29 +29,29 @@ def alive():
 
 
 class Look(TrainerCallback):
-    def on_step_begin(self, args, state, control, **kwargs):
+    """Counts at the same point of a rollout's use, after 10 and after 200 steps."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, int]] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step in (10, 200):
-            print(json.dumps(alive()), flush=True)
+            self.found.append(alive())
 
 
-torch.set_num_threads(1)
-shared = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.04, "logging_steps": 1000}
-case = Case(args={**shared, "max_steps": 201, "save_strategy": "no"}, callbacks=(Look(),))
-build(case, Path(sys.argv[1])).train()
-"""
+def train_and_look(case: Case, place: Path) -> None:
+    look, trainer = Look(), build(case, place / "run")
+    trainer.add_callback(look)
+    trainer.train()
+    (place / "looks.json").write_text(json.dumps(look.found))
 
 
 @pytest.fixture(scope="module")
 def looks(tmp_path_factory):
-    """Counts at the same point of a rollout's use, after 10 and after 200 steps of one fresh process."""
-    paths = [str(TESTS), str(TESTS / "faults"), *(path for path in sys.path if path)]
-    # Above this size memory goes back to the system when it is freed, so that what stays resident is in use.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", COUNT_WHAT_IS_ALIVE, str(tmp_path_factory.mktemp("leak"))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    early, late = (json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"'))
-    return early, late
+    place = tmp_path_factory.mktemp("leak")
+    shared = {"num_iterations": 2, "steps_per_generation": 2, "beta": 0.04, "logging_steps": 1000}
+    succeed(train_and_look, Case(args={**shared, "max_steps": 201, "save_strategy": "no"}), place)
+    return json.loads((place / "looks.json").read_text())
 
 
 def test_as_many_records_live_after_200_steps_as_after_10_and_no_more_tensors(looks):
