@@ -17,14 +17,11 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
-from lowpeak.rollout.vllm.answers import checked, completion_of
-from lowpeak.rollout.vllm.at_once import at_once
 from lowpeak.rollout.vllm.misfit import option
-from lowpeak.rollout.vllm.requests import Key, Row, rows_of
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm
+from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, rows_of
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm, ask, call_together
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
 from lowpeak.rollout.vllm.weights.report import PushReport
-from lowpeak.rollout.vllm.weights.workers import ask
 
 logger = logging.getLogger(__name__)
 
@@ -289,7 +286,7 @@ class VllmEngine:
     def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
         asked = zip(self._vllms, self._adapters, shares, strict=True)
-        failures = at_once([partial(self._ask, *each, version) for each in asked if each[2]])
+        failures = call_together([partial(self._ask, *each, version) for each in asked if each[2]])
         return [failure for failure in failures if failure is not None]
 
     def _ask(self, vllm: Vllm, adapter: Adapter | None, rows: Sequence[Row], version: int) -> EngineError | None:

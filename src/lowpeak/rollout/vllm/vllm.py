@@ -6,11 +6,16 @@ waves, weights, proof and faults are written once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from lowpeak.errors import LostEngineError as LostEngineError  # who implements a Vllm finds here all that it needs
+from lowpeak.errors import EngineError
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,40 @@ class Vllm(Protocol):
     def close(self) -> None:
         """Let go of it: an engine of this process is freed, a server is left running."""
         ...
+
+
+def ask(
+    vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float | None
+) -> list[list[dict[str, Any]]]:
+    """Return what each worker of each engine answers, all engines at once; EngineError with the first complaint."""
+
+    def one(vllm: Vllm, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = vllm.workers.call(method, given, timeout)
+        for answer in answers:
+            if "error" in answer:
+                raise EngineError(answer["error"])
+        return answers
+
+    return call_together([partial(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)])
+
+
+def call_together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+    """Make the calls at once; return what they return when all have ended, or raise the first one's error.
+
+    A single call is made in this thread, since its engine may be in this process. Others get threads that end with the process:
+    an executor's would be waited for after Ctrl-C.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures: list[Future[Item]] = [Future() for _ in calls]
+    for call, future in zip(calls, futures, strict=True):
+        threading.Thread(target=_run, args=(call, future), name="lowpeak-vllm", daemon=True).start()
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def _run(call: Callable[[], Item], future: Future[Item]) -> None:
+    try:
+        future.set_result(call())
+    except BaseException as error:
+        future.set_exception(error)

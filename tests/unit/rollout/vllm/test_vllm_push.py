@@ -12,7 +12,7 @@ from fused import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import LostEngineError
+from lowpeak.errors import LostEngineError
 from lowpeak.rollout.vllm.weights.names import Names
 from lowpeak.rollout.vllm.weights.proof import held_version, prove
 from lowpeak.rollout.vllm.weights.push import push

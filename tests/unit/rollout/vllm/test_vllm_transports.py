@@ -16,7 +16,7 @@ import torch
 from fused import VOCAB, FusedVllm, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.vllm import LostEngineError
+from lowpeak.errors import LostEngineError
 from lowpeak.rollout.vllm.weights.proof import held_version, prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.rollout.vllm.weights.transports.choose import look, open_sender

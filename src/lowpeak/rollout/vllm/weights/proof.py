@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowpeak.rollout.vllm.vllm import Vllm
-from lowpeak.rollout.vllm.weights.workers import ask
+from lowpeak.rollout.vllm.vllm import Vllm, ask
 
 
 def prove(vllms: Sequence[Vllm], timeout: float | None = 600.0) -> None:

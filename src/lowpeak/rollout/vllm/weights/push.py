@@ -14,12 +14,11 @@ import torch
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Adapter, Vllm
+from lowpeak.rollout.vllm.vllm import Adapter, Vllm, ask
 from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, fill
 from lowpeak.rollout.vllm.weights.report import PushReport
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.transport import Sender
-from lowpeak.rollout.vllm.weights.workers import ask
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
 

@@ -12,14 +12,13 @@ import torch
 
 from lowpeak.config.vllm import Transport
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.vllm import Vllm
+from lowpeak.rollout.vllm.vllm import Vllm, ask
 from lowpeak.rollout.vllm.weights.transports.ipc import IpcInlet, IpcSender
 from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender
 from lowpeak.rollout.vllm.weights.transports.process import ProcessInlet, ProcessSender
 from lowpeak.rollout.vllm.weights.transports.shm import ShmInlet, ShmSender, is_ours, new_name, shared_folder, sweep
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
 from lowpeak.rollout.vllm.weights.transports.transport import Inlet, Sender
-from lowpeak.rollout.vllm.weights.workers import ask
 
 
 def open_sender(
