@@ -54,7 +54,7 @@ def main() -> None:
         model.save_pretrained(folder)
         ways: dict[str, Any] = {}
         with apart(folder, request["dtype"]) as vllm:  # first: the other engine changes this process
-            ways |= pushes(model, vllm, dtype, repeats, ("shm", "tcp"), request["shape"])
+            ways |= pushes(model, vllm, dtype, repeats, ("tcp",), request["shape"])
             ways["request_a_tensor"] = measured(lambda: by_tensor(model, vllm, dtype), vllm.pid, repeats)
         with inside(folder, request["dtype"]) as vllm:
             ways |= pushes(model, vllm, dtype, repeats, ("process",), request["shape"])

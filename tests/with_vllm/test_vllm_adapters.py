@@ -52,7 +52,7 @@ def _request(report):
     return LoRARequest(adapter.name, adapter.number, adapter.folder)
 
 
-@pytest.mark.parametrize("transport", ["process", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["process", "tcp"])
 def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
     settings = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport)
     folders = []

@@ -30,8 +30,6 @@ from lowpeak.rollout.vllm.weights.checksum import Checksum
 from lowpeak.rollout.vllm.weights.proof import held_version, prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.rollout.vllm.weights.transports.choose import open_inlet, reaching
-from lowpeak.rollout.vllm.weights.transports.ipc import IpcSender
-from lowpeak.rollout.vllm.weights.transports.shm import ShmSender
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpSender
 from lowpeak.rollout.vllm.weights.transports.transport import Inlet, Sender
 from lowpeak.selftest.measure import mib
@@ -79,11 +77,8 @@ def _generate(model: Any, prompts: list[Prompt], sampling: Sampling) -> tuple[li
 
 @row("weight transports", "a GPU", seconds=90)
 def weight_transports(bench: Bench) -> str:
-    """Send bytes of the device's to another process over each transport that needs no vLLM: CUDA IPC, shared memory, TCP."""
+    """Send bytes of the device's to another process over the transport that needs no vLLM, TCP."""
     size, makers = bench.pick(256 << 20, 1 << 20), dict[str, Callable[[], Sender]]()
-    if bench.device.type == "cuda":
-        makers["ipc"] = lambda: IpcSender(size, bench.device)
-    makers["shm"] = lambda: ShmSender(size)
     makers["tcp"] = lambda: TcpSender(size, loopback=True, timeout=_SECONDS)
     values = torch.randint(256, (size,), dtype=torch.uint8, device=bench.device)
     expected, speeds = _checksum(values), []

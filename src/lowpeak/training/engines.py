@@ -27,7 +27,6 @@ from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_coloc
 from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.misfit import option
-from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
 from lowpeak.rollout.vllm.vllm import Facts, Vllm
@@ -58,7 +57,6 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
         )
     if settings is not None and isinstance(settings.where, ColocateSettings):
         require_vllm()
-        check_options(settings.where.engine_kwargs, server=False)
 
 
 def check_adapters(settings: VllmSettings | None, policy: Any, num_ranks: int) -> None:

@@ -19,14 +19,14 @@ def pushed(vllm):
     return re.findall(r"(\w+) \d+ ms", push_over_each([vllm], lambda version: slices(weights(version)), CPU))
 
 
-def test_an_engine_of_this_process_is_reached_by_three_transports():
+def test_an_engine_of_this_process_is_reached_by_two_transports():
     vllm = FusedVllm()
-    assert pushed(vllm) == ["process", "shm", "tcp"]
-    assert torch.equal(vllm.model.norm.data, weights(3)["norm.weight"])
+    assert pushed(vllm) == ["process", "tcp"]
+    assert torch.equal(vllm.model.norm.data, weights(2)["norm.weight"])
 
 
-def test_an_engine_of_another_process_is_reached_by_two():
-    assert pushed(FusedVllm(in_process=False)) == ["shm", "tcp"]
+def test_an_engine_of_another_process_is_reached_by_tcp():
+    assert pushed(FusedVllm(in_process=False)) == ["tcp"]
 
 
 class LosesBits(FusedModel):
@@ -38,5 +38,5 @@ class LosesBits(FusedModel):
 
 
 def test_transports_whose_weights_cannot_be_proved_are_named_with_the_reason():
-    with pytest.raises(MismatchError, match=r"process: .*norm.*; shm: .*norm.*; tcp: .*norm"):
+    with pytest.raises(MismatchError, match=r"process: .*norm.*; tcp: .*norm"):
         pushed(FusedVllm(LosesBits()))

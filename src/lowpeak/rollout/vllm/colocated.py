@@ -17,13 +17,14 @@ import torch
 
 from lowpeak.config.secrets import hide_secrets
 from lowpeak.config.vllm import ColocateSettings, VllmSettings
-from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
+from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.rollout.vllm.apart import keep_apart
 from lowpeak.rollout.vllm.build import ALWAYS, NO_SHARE
 from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plain_collectives
-from lowpeak.rollout.vllm.misfit import misfit
+from lowpeak.rollout.vllm.misfit import remedy
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
 from lowpeak.rollout.vllm.waves import rows_that_fit
@@ -302,13 +303,12 @@ def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Rank
 
 
 def _explained(what: str, error: Exception, settings: VllmSettings) -> LowpeakError:
-    """What to change where it is about memory; else vLLM's own words."""
-    return misfit(str(error), settings) or EngineError(f"{what}: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
+    """Return vLLM's own words, and what to change if they are about memory."""
+    assert isinstance(settings.where, ColocateSettings)
+    kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    words = " ".join(lines[:3]) or type(error).__name__
+    return kind(f"{what}: {words.removesuffix('.')}. {remedy(settings.where, settings.batch_size)}")
 
 
 def _answer(output: Any) -> Answer:

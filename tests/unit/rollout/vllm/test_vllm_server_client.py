@@ -123,7 +123,7 @@ def test_a_pause_gives_up_requests_and_a_resume_empties_the_cache_first(fake):
 def test_a_token_is_sent_and_appears_in_no_error():
     with serving(FakeServer(token="secret")) as fake:
         assert ServerVllm(fake.url, "secret").facts() == fake.facts
-        with pytest.raises(EngineError, match="vllm_server_token.*LOWPEAK_SERVER_TOKEN") as found:
+        with pytest.raises(EngineError, match=r"vllm_server_token.*LOWPEAK_SERVER_TOKEN") as found:
             ServerVllm(fake.url, "a wrong one").facts()
     assert "a wrong one" not in str(found.value)
 

@@ -48,9 +48,9 @@ class Methods:
         return facts_of(self.vllm_config)  # type: ignore[attr-defined]
 
     @answering
-    def lowpeak_look(self, path: str) -> dict[str, Any]:
-        """Whether a file of the trainer's can be seen from here, and on which device this worker is."""
-        return look(path, _work(self).device)
+    def lowpeak_look(self) -> dict[str, Any]:
+        """On which network and device this worker is."""
+        return look(_work(self).device)
 
     @answering
     def lowpeak_begin(
