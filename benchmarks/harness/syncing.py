@@ -25,8 +25,7 @@ from benchmarks.harness.report import print_result
 from benchmarks.harness.shapes import make_model
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.rollout.vllm.vllm import Facts
-from lowpeak.rollout.vllm.weights.push import push
-from lowpeak.rollout.vllm.weights.report import PushReport
+from lowpeak.rollout.vllm.weights.push import PushReport, push
 from lowpeak.strategies.flat import ranges
 from lowpeak.strategies.outgoing import outgoing
 

@@ -13,8 +13,7 @@ from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)

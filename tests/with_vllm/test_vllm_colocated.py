@@ -17,8 +17,6 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.stop import end_token_ids
 from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.weights.proof import prove
-from lowpeak.rollout.vllm.weights.push import push
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)
@@ -54,8 +52,6 @@ def over(trainer, **settings):
         replace(trainer.maker.settings.vllm, **settings),
         PolicyFacts(lambda sampling: end_token_ids(model, TOKENIZER, sampling), len(TOKENIZER)),
         Callers(Ranks()),
-        push,
-        prove,
     )
     made.wake()
     made.load(slices(trainer, made), 0)

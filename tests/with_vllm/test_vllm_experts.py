@@ -9,8 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 from inside import TOLERANCE, engine, gap, perturb, slices
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.proof import prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import prove, push
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 16)
 COMMON = dict(

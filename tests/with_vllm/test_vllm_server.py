@@ -30,7 +30,6 @@ from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import ServerVllm, connect
 from lowpeak.rollout.vllm.vllm import Request
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
@@ -234,9 +233,7 @@ def slices_of(model):
 
 def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sent(servers):
     policy, told = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
-    engine = VllmEngine(
-        lambda: connect(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), Callers(Ranks()), push, prove
-    )
+    engine = VllmEngine(lambda: connect(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), Callers(Ranks()))
     prompts = [Prompt(i, (2 + i, 5, 6), f"{i}") for i in range(6)]
     engine.wake()
     engine.load(slices_of(policy), 4)

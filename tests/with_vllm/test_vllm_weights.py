@@ -10,8 +10,7 @@ import torch
 from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 
 
 def _settings(transport="auto", bucket_bytes=1 << 16):

@@ -7,8 +7,7 @@ import pytest
 from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,7 @@ from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.vllm import Request, Vllm
 from lowpeak.rollout.vllm.weights.buckets import Bucket, read_sums
 from lowpeak.rollout.vllm.weights.checksum import Checksum
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 from lowpeak.rollout.vllm.weights.transports.choose import open_inlet, reaching
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpSender
 from lowpeak.rollout.vllm.weights.transports.transport import Inlet, Sender

@@ -31,8 +31,6 @@ from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
 from lowpeak.rollout.vllm.vllm import Facts, Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.proof import prove
-from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import parts_tied, unchanging
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, first_rotations, is_peft
@@ -146,7 +144,12 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
             "both as they are, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
         )
     adapter = _servable_adapter(parts.policy)
-    told = PolicyFacts(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy), adapter)
+    told = PolicyFacts(
+        lambda sampling: end_token_ids(policy, tokenizer, sampling),
+        num_embeddings(policy),
+        adapter,
+        unchanging(parts.policy),
+    )
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
         callers = Callers(ranks.teams(where.tensor_parallel_size))
@@ -154,8 +157,7 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     else:
         callers = Callers(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(served, where, policy, tokenizer, lambda: run.interrupts.stopping)
-    pushing = partial(push, unchanging=unchanging(parts.policy))
-    return VllmEngine(connect, settings, told, callers, pushing, prove, tally.note_push)
+    return VllmEngine(connect, settings, told, callers, tally.note_push)
 
 
 def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:

@@ -21,9 +21,8 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakE
 from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.apart import keep_apart
 from lowpeak.rollout.vllm.build import ALWAYS, NO_SHARE
-from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plain_collectives
+from lowpeak.rollout.vllm.guarded import free, guarded_build, keep_apart, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import remedy
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
@@ -87,11 +86,9 @@ class ColocatedVllm:
 
     @property
     def workers(self) -> InProcessWorkers:
-        """This rank's worker."""
         return self._workers
 
     def facts(self) -> Facts:
-        """What vLLM made of its arguments."""
         config = self.llm.llm_engine.vllm_config
         cache = config.cache_config
         return Facts(
@@ -131,15 +128,14 @@ class ColocatedVllm:
         return list(answers.values())
 
     def pause(self) -> None:
-        """Nothing runs between two calls of `complete`."""
+        pass
 
     def resume(self) -> None:
-        """Forget the prompts that were cached."""
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache after a load: completions of old weights still run.")
 
     def wait(self, seconds: float) -> None:
-        """It is there as long as this process is."""
+        pass
 
     def sleep(self) -> None:
         """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
@@ -157,11 +153,9 @@ class ColocatedVllm:
         )
 
     def wake(self) -> None:
-        """Have its memory again."""
         self.llm.wake_up()
 
     def close(self) -> None:
-        """Free it; the trainer's process group stays."""
         llm, self.llm = self.llm, None
         if llm is not None:
             free(llm, self._had_group)
@@ -223,7 +217,6 @@ class InProcessWorkers:
 
     @property
     def in_process(self) -> bool:
-        """Yes."""
         return True
 
     @property
@@ -232,7 +225,6 @@ class InProcessWorkers:
         return self._vllm.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        """What this rank's worker returns."""
         return self._vllm.llm.collective_rpc(method, kwargs=dict(arguments))
 
 

@@ -94,7 +94,6 @@ class ServerVllm:
         return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
 
     def facts(self) -> Facts:
-        """What it is; from now on answers of another incarnation are refused."""
         self._route = self._adapter = None
         self._incarnation = self.asked_incarnation()
         told = self._workers.call("lowpeak_facts", {}, _ASK_SECONDS)[0]

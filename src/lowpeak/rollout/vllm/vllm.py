@@ -1,6 +1,6 @@
 """What the engine asks of one vLLM, in this process or behind a URL; who holds its weights, and who answers prompts.
 
-Both implementations (`colocated.py`, `server.py`) and the fake (`scripted.py`) have these members and no others, so that
+Both implementations (`colocated.py`, `server.py`) and the tests' fake have these members and no others, so that
 waves, weights, proof and faults are written once.
 """
 
@@ -85,11 +85,9 @@ class Workers(Protocol):
     @property
     def in_process(self) -> bool:
         """Whether a call's arguments may be tensors."""
-        ...
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         """What each worker's method returns, in rank order; LostEngineError when one is gone."""
-        ...
 
 
 @runtime_checkable
@@ -99,39 +97,30 @@ class Vllm(Protocol):
     @property
     def workers(self) -> Workers:
         """Who holds the weights."""
-        ...
 
     def facts(self) -> Facts:
         """What it is; asked once it is there, and again after a restart."""
-        ...
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave: an answer for each request, in order. LostEngineError when it dies or does not answer in time."""
-        ...
 
     def pause(self) -> None:
         """Give up what is being written and start nothing until `resume`: weights are about to change."""
-        ...
 
     def resume(self) -> None:
         """Forget cached keys and values of the old weights, and answer again."""
-        ...
 
     def wait(self, seconds: float) -> None:
         """Return when it answers, within `seconds`; EngineError says what was waited for."""
-        ...
 
     def sleep(self) -> None:
         """Give its memory back, as far as it can; weights may be lost."""
-        ...
 
     def wake(self) -> None:
         """Have its memory again."""
-        ...
 
     def close(self) -> None:
         """Let go of it: an engine of this process is freed, a server is left running."""
-        ...
 
 
 def ask(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native.waves import Row, form_waves
+from lowpeak.rollout.native.slots import Row, form_waves
 
 
 @pytest.mark.parametrize("max_tokens", [20, 47, 100, 10_000])

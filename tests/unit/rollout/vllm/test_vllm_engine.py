@@ -11,9 +11,8 @@ from lowpeak.config.vllm import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.requests import seed_of
-from lowpeak.rollout.vllm.scripted import ScriptedVllm, scripted_push
 from lowpeak.rollout.vllm.vllm import Answer, Vllm
-from vllms import SAMPLING, engine_over, facts, prompts, said, scripted, slices
+from vllms import SAMPLING, ScriptedVllm, engine_over, facts, prompts, said, scripted, scripted_push, slices
 
 
 def asked(vllm):

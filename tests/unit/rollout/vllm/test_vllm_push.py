@@ -12,9 +12,8 @@ from fused import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights.names import Names
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
+from lowpeak.rollout.vllm.weights.receiver import Names
 from tiny import tiny_model
 
 

@@ -13,8 +13,7 @@ import torch
 from fused import VOCAB, FusedVllm, FusedWorkers, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender, usable
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses

@@ -81,7 +81,6 @@ class AdapterReceiver:
         return {}
 
     def commit(self, policy_version: int) -> None:
-        """The new adapter takes the place of the former one."""
         if self._held is not None:
             self._held.remove(self.worker)
         self._held, self._next = self._next, None
@@ -104,7 +103,6 @@ class AdapterReceiver:
             raise EngineError(f"vLLM's adapter {self._held.adapter.name} is no longer the policy's.")
 
     def adapter(self) -> dict[str, Any] | None:
-        """What requests name."""
         return None if self._held is None else asdict(self._held.adapter)
 
     def _drop_tensors(self) -> None:

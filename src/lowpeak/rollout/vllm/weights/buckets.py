@@ -34,7 +34,6 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece is all of its tensor."""
         return self.count == self.numel
 
     def values_in(self, bucket: Tensor) -> Tensor:
@@ -42,12 +41,10 @@ class Piece:
         return bucket[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
         return asdict(self) | {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @staticmethod
     def from_json(given: Mapping[str, Any]) -> Piece:
-        """What `to_json` gave."""
         return Piece(**{**given, "shape": tuple(given["shape"]), "dtype": getattr(torch, given["dtype"])})
 
 

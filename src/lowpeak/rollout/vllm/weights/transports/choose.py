@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lowpeak.config.vllm import Transport
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import Vllm, ask
+from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender
-from lowpeak.rollout.vllm.weights.transports.process import ProcessInlet, ProcessSender
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
-from lowpeak.rollout.vllm.weights.transports.transport import Inlet, Sender
+from lowpeak.rollout.vllm.weights.transports.transport import Ask, Inlet, Sender
 
 
 def open_sender(
@@ -104,3 +105,38 @@ def _device_id(device: torch.device) -> str:
 def _check_in_process(vllms: Sequence[Vllm]) -> None:
     if not all(vllm.workers.in_process for vllm in vllms):
         raise EngineError("vllm_transport='process': vLLM runs in other processes; use 'auto'.")
+
+
+class ProcessSender:
+    """The trainer's end in one process: a buffer on the device of the values, which the worker reads itself."""
+
+    name = "process"
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+
+    def invitation(self) -> dict[str, Any]:
+        return {"transport": self.name}
+
+    def joined(self) -> None:
+        pass
+
+    def buffer(self, device: torch.device) -> Tensor:
+        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device)
+
+    def deliver(self, bucket: Bucket, ask: Ask) -> None:
+        ask({"data": bucket.data})
+
+    def close(self) -> None:
+        pass
+
+
+class ProcessInlet:
+    """The worker's end in one process."""
+
+    def read(self, arguments: Mapping[str, Any]) -> Tensor:
+        data: Tensor = arguments["data"]
+        return data
+
+    def close(self) -> None:
+        pass

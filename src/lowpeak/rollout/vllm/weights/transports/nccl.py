@@ -58,7 +58,6 @@ class NcclSender:
         return {"transport": self.name, "num_bytes": self._bucket_bytes, **given}
 
     def joined(self) -> None:
-        """Wait until the group stands."""
         self._forming.join(self._timeout)
         if self._group is None:
             reason = f"not within {self._timeout:.0f} s" if self._failed is None else str(self._failed)
@@ -67,11 +66,9 @@ class NcclSender:
             ) from self._failed
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Bytes on the trainer's device."""
         return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        """Broadcast while the workers take part, and wait for them."""
         failed: list[BaseException] = []
 
         def take_part() -> None:
@@ -124,13 +121,11 @@ class NcclInlet:
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        """The broadcast bytes."""
         data = self._data[: arguments["num_bytes"]]
         self._group.broadcast(data, src=0)
         return data
 
     def close(self) -> None:
-        """End the group and let the buffer go."""
         group, self._group = self._group, None
         if group is not None:
             group.destroy()

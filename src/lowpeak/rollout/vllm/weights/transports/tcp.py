@@ -49,17 +49,14 @@ class TcpSender:
         self._door.start()
 
     def invitation(self) -> dict[str, Any]:
-        """Where to connect, and with what."""
         port = self._listener.getsockname()[1]
         given = {"hosts": self._hosts, "port": port, "token": self._token, "timeout": self._timeout}
         return {"transport": self.name, **given}
 
     def joined(self) -> None:
-        """Nobody else may come."""
         self._shut()
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Bytes on the host."""
         return torch.empty(self._bytes, dtype=torch.uint8)
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
@@ -83,7 +80,6 @@ class TcpSender:
             raise EngineError(f"A worker of vLLM did not read the weights ({broken}).") from broken
 
     def close(self) -> None:
-        """End the connections."""
         self._shut()
         self._hang_up()
 
@@ -127,7 +123,6 @@ class TcpInlet:
         self._data = bytearray()
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        """As many bytes as were announced."""
         num_bytes = arguments["num_bytes"]
         if len(self._data) < num_bytes:
             self._data = bytearray(num_bytes)
@@ -135,7 +130,6 @@ class TcpInlet:
         return torch.frombuffer(self._data, dtype=torch.uint8)
 
     def close(self) -> None:
-        """End the connection."""
         self._peer.close()
         self._data = bytearray()
 
