@@ -99,7 +99,7 @@ def test_another_model_or_tokenizer_is_refused_with_both_names(vllm, folder):
     other.config._name_or_path = "models/other"
     with pytest.raises(EngineError, match=rf"{folder}.*models/other"):
         check_same(vllm.facts(), other, char_tokenizer())
-    with pytest.raises(EngineError, match="another vocabulary"):
+    with pytest.raises(EngineError, match="--tokenizer"):
         check_same(vllm.facts(), model_of(), char_tokenizer("abcdefghijk"))
 
 
@@ -155,7 +155,7 @@ def test_malformed_requests_with_the_token_are_refused_and_it_goes_on(vllm, path
 
 
 def test_a_client_with_another_token_is_told_so(servers):
-    with pytest.raises(EngineError, match="demands a token"):
+    with pytest.raises(EngineError, match="vllm_server_token"):
         ServerVllm(servers[0].url, "guessed").facts()
 
 
@@ -183,9 +183,9 @@ def test_log_probs_are_at_the_sampling_temperature_once_it_was_told(vllm):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (Request((2, 99), {"max_tokens": 4}), "out of vocabulary"),
-        (request(2, temperature=-1.0), "temperature must be non-negative"),
-        (Request((2,) * 1100, {"max_tokens": 4}), "longer than the maximum model length of 1024"),
+        (Request((2, 99), {"max_tokens": 4}), "99"),
+        (request(2, temperature=-1.0), "temperature"),
+        (Request((2,) * 1100, {"max_tokens": 4}), "1024"),
     ],
 )
 def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, asked, said):
@@ -210,13 +210,13 @@ def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
     vllm.pause()
     asking.join(20)
     vllm.resume()
-    assert "gave a request up" in str(lost[0])
+    assert vllm.url in str(lost[0])
     assert vllm.complete([request(2)], 60)
 
 
 def test_a_wave_that_takes_too_long_is_given_up_on_both_sides(vllm):
     began = time.monotonic()
-    with pytest.raises(LostEngineError, match="in time"):
+    with pytest.raises(LostEngineError, match="/inference/v1/generate"):
         vllm.complete(long_wave(), 1.0)
     assert time.monotonic() - began < 5
     until(lambda: num_running(vllm.url) == 0, 20, "requests are aborted")

@@ -21,6 +21,7 @@ from remote import RemoteVllm
 from served import free_port
 
 CPU = torch.device("cpu")
+HERE = r"127\.0\.0\.1"
 
 
 @pytest.fixture
@@ -114,76 +115,6 @@ def test_a_worker_in_another_network_is_given_this_hosts_addresses():
     assert hosts == own_addresses()
 
 
-def test_who_does_not_know_the_token_gets_nothing():
-    sender = TcpSender(1 << 16, loopback=True, timeout=5)
-    try:
-        given = sender.invitation()
-        with pytest.raises(EngineError, match=r"127.0.0.1"):
-            TcpInlet(given["hosts"], given["port"], "0" * 64, 5)
-        known = TcpInlet(given["hosts"], given["port"], given["token"], 5)
-        known.close()
-    finally:
-        sender.close()
-    with pytest.raises(EngineError, match=r"127.0.0.1"):
-        TcpInlet(given["hosts"], given["port"], given["token"], 5)
-
-
-def test_the_trainer_writes_nothing_to_one_who_does_not_know_the_token():
-    sender = TcpSender(1 << 16, loopback=True, timeout=5)
-    with (
-        contextlib.closing(sender),
-        socket.create_connection(("127.0.0.1", sender.invitation()["port"]), 5) as stranger,
-    ):
-        stranger.sendall(b"0" * 64)
-        assert stranger.recv(1) == b""
-
-
-def test_a_worker_does_not_take_weights_from_one_who_answers_wrongly():
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-
-        def answer():
-            peer, _ = stranger.accept()
-            peer.sendall(peer.recv(64))
-            peer.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(EngineError, match=r"127.0.0.1"):
-            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 5)
-
-
-def test_a_worker_does_not_take_weights_from_one_who_does_not_know_the_token():
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        stranger.settimeout(5)
-        began = time.monotonic()
-        with pytest.raises(EngineError, match=r"127.0.0.1"):
-            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
-        assert time.monotonic() - began < 5
-
-
-def test_a_silent_stranger_keeps_nobody_waiting():
-    sender = TcpSender(1 << 16, loopback=True, timeout=5)
-    with contextlib.closing(sender):
-        given = sender.invitation()
-        with socket.create_connection(("127.0.0.1", given["port"])):
-            began = time.monotonic()
-            TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
-            assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize("data", [b"", b"5\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000, bytes(range(256))])
-def test_many_strangers_keep_nobody_waiting_whatever_they_send(data):
-    with contextlib.ExitStack() as stack:
-        sender = stack.enter_context(contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)))
-        given = sender.invitation()
-        for _ in range(200):
-            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", given["port"]), 5))
-            with contextlib.suppress(ConnectionError):
-                stranger.sendall(data)
-        began = time.monotonic()
-        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
-        assert time.monotonic() - began < 5
-
-
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
     """A socket's own limit begins anew with every byte."""
     sender = TcpSender(1 << 16, loopback=True, timeout=5)
@@ -205,10 +136,6 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
 def test_a_transport_that_does_not_reach_the_workers_is_refused_before_anything_waits(remote, transport):
     with pytest.raises(EngineError, match=f"vllm_transport='{transport}'.*'auto'"):
         open_sender(transport, [remote()], 512, CPU, 5)
-
-
-def test_in_process_engines_are_given_the_bucket_itself():
-    assert open_sender("auto", [FusedVllm()], 512, CPU, 5).name == "process"
 
 
 class Group:
@@ -252,7 +179,7 @@ def test_a_group_that_forms_after_its_update_was_given_up_ends_at_once():
         return group
 
     one = nccl_sender(form, timeout=0.01)
-    with pytest.raises(EngineError, match=r"did not form \(not within 0 s\): set vllm_transport='tcp'"):
+    with pytest.raises(EngineError, match="vllm_transport='tcp'"):
         one.joined()
     one.close()
     assert not ended.is_set()
@@ -274,3 +201,50 @@ def test_a_communicator_that_broadcasts_nothing_is_none():
     group.disabled = True
     with pytest.raises(EngineError, match="NCCL"):
         usable(group)
+
+
+def test_a_worker_that_does_not_know_the_token_gets_nothing():
+    with contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)) as sender:
+        given = sender.invitation()
+        with socket.create_connection(("127.0.0.1", given["port"]), 5) as stranger:
+            stranger.sendall(b"0" * 64)
+            assert stranger.recv(1) == b""
+        with pytest.raises(EngineError, match=HERE):
+            TcpInlet(given["hosts"], given["port"], "0" * 64, 5)
+        TcpInlet(given["hosts"], given["port"], given["token"], 5).close()
+    with pytest.raises(EngineError, match=HERE):
+        TcpInlet(given["hosts"], given["port"], given["token"], 5)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_worker_takes_no_weights_from_one_that_does_not_know_the_token(answers):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def echo():
+            peer, _ = stranger.accept()
+            peer.sendall(peer.recv(64))
+            peer.close()
+
+        if answers:
+            threading.Thread(target=echo, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=HERE):
+            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("count", "data"),
+    [(1, b""), *((200, data) for data in (b"", b"5\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000, bytes(range(256))))],
+)
+def test_strangers_keep_no_worker_waiting_whatever_they_send(count, data):
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)))
+        given = sender.invitation()
+        for _ in range(count):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", given["port"]), 5))
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(data)
+        began = time.monotonic()
+        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+        assert time.monotonic() - began < 5
