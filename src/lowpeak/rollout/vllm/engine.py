@@ -21,7 +21,7 @@ from lowpeak.rollout.vllm.misfit import option
 from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, rows_of
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm, ask, call_together
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
-from lowpeak.rollout.vllm.weights.push import PushReport, prove, push
+from lowpeak.rollout.vllm.weights.push import PushReport, exhaust, prove, push
 
 logger = logging.getLogger(__name__)
 
@@ -147,9 +147,9 @@ class VllmEngine:
             if self._callers.pushes:
                 self._give(pieces, policy_version, config)
         except Exception:
-            _exhaust(pieces)  # they are broadcast: other ranks wait for this one
+            exhaust(pieces)  # they are broadcast: other ranks wait for this one
             raise
-        _exhaust(pieces)
+        exhaust(pieces)
         self._has_base = weights != "merged"
         self._policy_version = None if weights == "base" else policy_version
 
@@ -315,11 +315,6 @@ def _holds_other(held: Iterable[int | None], loaded: int | None) -> LostEngineEr
     return LostEngineError(
         f"vLLM holds weights of version {found} where {loaded} was loaded: it was started again, or somebody else loads it."
     )
-
-
-def _exhaust(pieces: Iterable[WeightSlice]) -> None:
-    for _ in pieces:
-        pass
 
 
 def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:

@@ -146,15 +146,20 @@ def call_together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
     """
     if len(calls) == 1:
         return [calls[0]()]
-    futures: list[Future[Item]] = [Future() for _ in calls]
-    for call, future in zip(calls, futures, strict=True):
-        threading.Thread(target=_run, args=(call, future), name="lowpeak-vllm", daemon=True).start()
+    futures = [start(call) for call in calls]
     wait(futures)
     return [future.result() for future in futures]
 
 
-def _run(call: Callable[[], Item], future: Future[Item]) -> None:
-    try:
-        future.set_result(call())
-    except BaseException as error:
-        future.set_exception(error)
+def start(call: Callable[[], Item]) -> Future[Item]:
+    """Make the call in a thread that ends with the process."""
+    future: Future[Item] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lowpeak-vllm", daemon=True).start()
+    return future

@@ -45,6 +45,7 @@ def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied,
         report = push(slices(tensors), [vllm], _settings(transport, bucket_bytes), version)
         assert _holds(vllm.model, tensors)
         assert vllm.versions() == [version]
+        assert report.transport == ("process" if transport == "auto" else transport)
         assert report.num_tensors == len(tensors)
         assert report.num_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
         assert 0 < report.proof_seconds < report.seconds

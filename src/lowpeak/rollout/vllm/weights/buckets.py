@@ -80,7 +80,7 @@ class Sums:
     def read(self) -> dict[str, str]:
         """All of them as hexadecimal, read from the device together; EngineError where a tensor is not whole."""
         if self._open:
-            raise EngineError(f"The slices of {', '.join(sorted(self._open)[:5])} ended before the tensor did.")
+            raise EngineError(f"The slices of {few(self._open)} ended before the tensor did.")
         return read_sums(self.of)
 
 
@@ -92,6 +92,13 @@ def read_sums(sums: Mapping[str, Tensor]) -> dict[str, str]:
         numbers = torch.stack([sums[name] for name in names]).tolist()
         found |= {name: f"{number % 2**64:016x}" for name, number in zip(names, numbers, strict=True)}
     return found
+
+
+def few(names: Iterable[str], most: int = 5) -> str:
+    """Return a handful of names, and how many more there are."""
+    found = sorted(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
 
 
 def fill(

@@ -16,7 +16,7 @@ from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Adapter, Vllm, ask
-from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, fill
+from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, few, fill
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.transport import Sender
 
@@ -60,7 +60,7 @@ def push(
     """
     rest = iter(slices)
     if not vllms:
-        _exhaust(rest)
+        exhaust(rest)
         return PushReport()
     began = time.perf_counter()
     try:
@@ -73,7 +73,7 @@ def push(
             update.commit(policy_version)
     except BaseException as error:
         if isinstance(error, Exception):
-            _exhaust(rest)
+            exhaust(rest)
         raise
     return update.report(time.perf_counter() - began)
 
@@ -187,8 +187,7 @@ def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int]
     lost = sorted(name for name in names if placed[name] < counts[name])
     if lost and not shared:
         raise EngineError(
-            f"vLLM took only a part of {', '.join(lost[:5])}{f' and {len(lost) - 5} more' if lost[5:] else ''}: its model has "
-            "other shapes, or does not have these tensors."
+            f"vLLM took only a part of {few(lost)}: its model has other shapes, or does not have these tensors."
         )
 
 
@@ -197,7 +196,8 @@ def _new_number() -> int:
     return (1 << 20) + secrets.randbelow(1 << 30)
 
 
-def _exhaust(slices: Iterator[WeightSlice]) -> None:
+def exhaust(slices: Iterator[WeightSlice]) -> None:
+    """Take the rest of the slices: other ranks wait for each."""
     deque(slices, maxlen=0)
 
 

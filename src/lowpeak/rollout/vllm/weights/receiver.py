@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.buckets import Piece, read_sums
+from lowpeak.rollout.vllm.weights.buckets import Piece, few, read_sums
 from lowpeak.rollout.vllm.weights.reload import Reloads
 from lowpeak.rollout.vllm.weights.write_tracing import Placement
 
@@ -77,19 +77,19 @@ class Receiver:
         The answer is how many elements of each tensor this worker holds less than `shapes` say: its ranks share them.
         """
         if self._parts:
-            raise EngineError(f"Only parts came of {_few(self._parts)}.")
+            raise EngineError(f"Only parts came of {few(self._parts)}.")
         lost = {*(sent.keys() - self._loaded - self._held), *self.names.lacking(sent)}
         if lost:
-            raise EngineError(f"These tensors did not come: {_few(lost)}.")
+            raise EngineError(f"These tensors did not come: {few(lost)}.")
         missing = self.reloads.missing()
         self.reloads.finish()
         if self._summing:
             self._reload_sums = read_sums(self.reloads.sums())
             if wrong := self._placement.verify(sent):
-                raise EngineError(f"vLLM's weights are not the policy's: {_few(wrong)}.")
+                raise EngineError(f"vLLM's weights are not the policy's: {few(wrong)}.")
         missing += self._placement.missing(sent)
         if missing:
-            raise EngineError(f"The update has no values for these parameters of vLLM's model: {_few(missing)}.")
+            raise EngineError(f"The update has no values for these parameters of vLLM's model: {few(missing)}.")
         # Reloaded tensors lie in no parameter as they came, so they have to come again to be proved.
         self.known = tuple(n for n, regions in self._placement.regions.items() if regions) if self._summing else ()
         placed = self._placement.num_placed(sent) | self._reloaded
@@ -114,7 +114,7 @@ class Receiver:
         changed = [name for name in found if found[name] != self._reload_sums.get(name)] + self._placement.changed()
         if changed:
             self.abort()
-            raise EngineError(f"vLLM's weights are no longer the policy's: {_few(changed)}.")
+            raise EngineError(f"vLLM's weights are no longer the policy's: {few(changed)}.")
 
     def _load(self, name: str, tensor: Tensor) -> None:
         """Load one tensor as the first of its `candidates` that vLLM takes, and note where that was."""
@@ -152,13 +152,6 @@ class Receiver:
     def _drop_parts(self) -> None:
         self._parts.clear()
         self._left.clear()
-
-
-def _few(names: Iterable[str], most: int = 5) -> str:
-    """A handful of names, and how many there are beside them."""
-    found = sorted(names)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
 
 
 class Names:

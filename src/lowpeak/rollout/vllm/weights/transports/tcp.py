@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.vllm import start
 from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.transport import Ask
 from lowpeak.watch.handshake import accept_known
@@ -61,21 +62,17 @@ class TcpSender:
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
         """Write the bucket to every worker while they read it; what a worker says is wrong comes before a broken socket."""
-        failed: list[BaseException] = []
 
         def read() -> None:
             try:
                 ask({"num_bytes": len(bucket.data)})
-            except BaseException as error:
-                failed.append(error)
+            except BaseException:
                 self._hang_up()  # so that nobody writes to a worker that does not read
+                raise
 
-        reading = threading.Thread(target=read, name="lowpeak-weights", daemon=True)
-        reading.start()
+        reading = start(read)
         broken = self._write(bucket.data.numpy().data)
-        reading.join()
-        if failed:
-            raise failed[0]
+        reading.result()
         if broken is not None:
             raise EngineError(f"A worker of vLLM did not read the weights ({broken}).") from broken
 
