@@ -111,6 +111,8 @@ class ColocatedVllm:
         outputs: dict[str, Any] = {}
         try:
             self._run(requests, names, outputs, deadline)
+        except LowpeakError:
+            raise
         except RuntimeError as error:
             raise _explained("vLLM failed while generating", error, self._settings) from error
         finally:

@@ -119,7 +119,7 @@ class Http:
             raise await self._refusal(path, status, text)
         try:
             return json.loads(text) if text.strip() else None
-        except ValueError:
+        except (ValueError, RecursionError):
             raise EngineError(
                 f"the server at {self.url} answered {path} with something that is not JSON ({text[:80]!r}): is it vLLM?"
             ) from None
@@ -139,7 +139,7 @@ class Http:
             raise LostEngineError(f"the server at {self.url} did not answer {path} in time.") from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             raise LostEngineError(f"no server answers at {self.url}: {_words(error)}.") from error
-        except httpx2.TransportError as error:
+        except httpx2.HTTPError as error:
             raise LostEngineError(f"the server at {self.url} was lost at {path}: {_words(error)}.") from error
 
     def _headers(self) -> dict[str, str]:
@@ -201,6 +201,6 @@ def _sentence(text: str) -> str:
     try:
         error = json.loads(text).get("error", text)
         said = error.get("message", text) if isinstance(error, dict) else error
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         said = text
     return " ".join(str(said).split())[:500] or "it gave no reason"

@@ -232,6 +232,8 @@ def test_ctrl_c_ends_a_wave_at_once_and_cancels_its_requests(fake):
     ("answer", "said"),
     [
         ((200, b"<html>hello</html>"), "<html>hello"),
+        ((200, b"[" * 100_000), r"\[\["),
+        ((400, b"[" * 100_000), r"\(400\)"),
         ((200, {"choices": []}), "ValueError"),
         ((200, {"answer": 42}), "choices"),
         ((200, generated([7.5], [-0.5])), ""),
