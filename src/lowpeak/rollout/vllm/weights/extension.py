@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError
 from lowpeak.rollout.vllm.facts import facts_of
+from lowpeak.rollout.vllm.versions import is_installed
 from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
 from lowpeak.rollout.vllm.weights.buckets import Piece
 from lowpeak.rollout.vllm.weights.receiver import Names, Receiver
@@ -46,7 +46,7 @@ def keep_parameters() -> None:
         utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
 
 
-with suppress(ImportError):  # no vLLM: a test's worker
+if is_installed():  # else it is a test's worker
     keep_parameters()
 
 
