@@ -285,7 +285,7 @@ def test_a_push_that_fails_takes_the_slices_that_others_wait_for_but_ctrl_c_does
             left.pop()
             yield from slices()
 
-    def push(pieces, vllms, settings, version, adapter=None):
+    def push(pieces, vllms, settings, version, **more):
         next(iter(pieces))
         if version:
             raise error
