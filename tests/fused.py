@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Facts
-from lowpeak.rollout.vllm.weights.methods import Methods
+from lowpeak.rollout.vllm.weights.extension import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
 SHAPES = {
@@ -55,7 +55,7 @@ class FusedModel(nn.Module):
                 getattr(self, kind).data.copy_(tensor)
 
 
-class FusedWorker(Methods):
+class FusedWorker(Extension):
     """What the methods need of a worker."""
 
     def __init__(self, model: FusedModel) -> None:

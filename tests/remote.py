@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from fused import FusedModel, FusedWorker
-from lowpeak.rollout.vllm.vllm import Facts, LostEngineError
+from lowpeak.errors import LostEngineError
+from lowpeak.rollout.vllm.vllm import Facts
 
 
 class RemoteVllm:

@@ -1,21 +1,152 @@
-"""Engines over scripted vLLMs, and prompts for them."""
+"""A scripted vLLM, which says what a script says and fails as real ones do; engines over it, and prompts for them."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import torch
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.config.vllm import ColocateSettings, VllmSettings
+from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
 from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.scripted import FACTS, ScriptedVllm, scripted_prove, scripted_push
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts
+from lowpeak.rollout.vllm.weights.push import PushReport
 
+FACTS = Facts(
+    version="0.32.0",
+    model="scripted",
+    fingerprint="",
+    dtype="float32",
+    max_model_len=128,
+    max_num_seqs=256,
+    kv_tokens=1 << 14,
+    num_workers=1,
+)
 SETTINGS = VllmSettings(ColocateSettings())
 SAMPLING = Sampling(num_generations=4, max_new_tokens=3)
 END = 1
+
+
+class ScriptedVllm:
+    """One vLLM that needs no model: `script` says each request's tokens, or its whole answer.
+
+    `waves` are the requests of each call that was answered or failed. To misbehave it is told: `dies_after` so many
+    answers more it is lost, and there again with no weights; `answers_short` by so many; `seconds` are what an answer takes;
+    `restart()` and `hold(version)` change what it holds behind the engine's back. `weights` are the pieces that came with
+    the last `scripted_push`.
+    """
+
+    def __init__(self, script, facts=FACTS):
+        self._script = script
+        self._facts = facts
+        self.waves = []
+        self.calls = []
+        self.events = []
+        self.dies_after = None
+        self.answers_short = 0
+        self.seconds = 0.0
+        self.incarnation = 0
+        self.policy_version = None
+        self.weights = {}
+
+    @property
+    def workers(self):
+        return self  # its one worker
+
+    @property
+    def in_process(self):
+        return True
+
+    def call(self, method, arguments, timeout=None):
+        """Its identity when asked for it; anything else is noted in `calls`."""
+        if method == "lowpeak_identity":
+            return [{"incarnation": str(self.incarnation), "policy_version": self.policy_version}]
+        self.calls.append((method, arguments))
+        return [{}]
+
+    def facts(self):
+        return self._facts
+
+    def complete(self, requests, timeout=None):
+        """What the script says; EngineError where vLLM would refuse, LostEngineError when it dies or is too slow."""
+        self.waves.append(tuple(requests))
+        answers = {}
+        for i, request in enumerate(requests):
+            if self.dies_after == 0:
+                self.dies_after = None
+                self.restart()
+                raise _lost("The scripted vLLM died.", answers)
+            if self.dies_after is not None:
+                self.dies_after -= 1
+            if timeout is not None and (i + 1) * self.seconds > timeout:
+                raise _lost(f"The scripted vLLM did not answer within {timeout} s.", answers)
+            time.sleep(self.seconds)
+            answers[i] = self._answer(request)
+        return list(answers.values())[: len(answers) - self.answers_short]
+
+    def pause(self):
+        self.events.append("pause")
+
+    def resume(self):
+        self.events.append("resume")
+
+    def wait(self, seconds):
+        self.events.append("wait")
+
+    def sleep(self):
+        self.events.append("sleep")
+        self.policy_version = None
+
+    def wake(self):
+        self.events.append("wake")
+
+    def close(self):
+        self.events.append("close")
+
+    def restart(self):
+        """Be another process, which holds no weights."""
+        self.incarnation += 1
+        self.policy_version = None
+
+    def hold(self, policy_version):
+        """Say that it holds these weights."""
+        self.policy_version = policy_version
+
+    def _answer(self, request):
+        said = self._script(request)
+        if isinstance(said, Answer):
+            return said
+        ids = tuple(said)[: request.params["max_tokens"]]
+        ended = ids[-1] in request.params["stop_token_ids"]
+        return Answer(ids, (0.0,) * len(ids), "stop" if ended else "length")
+
+
+def scripted_push(slices, vllms, settings, policy_version, *, unchanging=(), adapter=None):
+    """Gives the slices to scripted vLLMs, copied; an `adapter` in place of the former one, beside its base."""
+    weights = {}
+    for piece in slices:
+        weights.setdefault(piece.name, []).append(piece.values.detach().clone())
+    for vllm in vllms:
+        vllm.weights = {**vllm.weights, **weights} if adapter is not None else weights
+        vllm.hold(policy_version)
+    number_of = Adapter("scripted", policy_version + 1, "")
+    return PushReport(len(weights), adapters=tuple(number_of if adapter is not None else None for _ in vllms))
+
+
+def scripted_prove(vllms):
+    """EngineError where a scripted vLLM holds no version."""
+    if any(worker["policy_version"] is None for vllm in vllms for worker in vllm.workers.call("lowpeak_identity", {})):
+        raise EngineError("The scripted vLLM holds other weights.")
+
+
+def _lost(sentence, finished):
+    error = LostEngineError(sentence)
+    error.finished = dict(finished)
+    return error
 
 
 def prompts(count=3, length=4, first=0):
@@ -45,8 +176,8 @@ def engine_over(*vllms, callers=None, adapter=None, push=scripted_push, prove=sc
         replace(SETTINGS, **settings),
         PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
         callers or Callers(Ranks()),
-        push,
-        prove,
+        push=push,
+        prove=prove,
     )
     made.wake()
     made.load(slices(), 0)

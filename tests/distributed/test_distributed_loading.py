@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from children import succeed_on_ranks
 from lowpeak.pretrained import from_pretrained
 from lowpeak.rewards.make import make_rewards
-from lowpeak.strategies.replicated import Replicated
+from lowpeak.strategies.accelerated import Replicated
 from tiny import tiny_model
 
 

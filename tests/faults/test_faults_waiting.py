@@ -14,9 +14,8 @@ import pytest
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
 from children import succeed
-from lowpeak.rollout.vllm.scripted import ScriptedVllm
 from lowpeak.rollout.vllm.server import ServerVllm
-from vllms import engine_over, said
+from vllms import ScriptedVllm, engine_over, said
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}
 PLAIN = Case(

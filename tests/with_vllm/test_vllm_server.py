@@ -30,7 +30,6 @@ from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.server import ServerVllm, connect
 from lowpeak.rollout.vllm.vllm import Request
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.proof import prove
 from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
@@ -100,7 +99,7 @@ def test_another_model_or_tokenizer_is_refused_with_both_names(vllm, folder):
     other.config._name_or_path = "models/other"
     with pytest.raises(EngineError, match=rf"{folder}.*models/other"):
         check_same(vllm.facts(), other, char_tokenizer())
-    with pytest.raises(EngineError, match="another vocabulary"):
+    with pytest.raises(EngineError, match="--tokenizer"):
         check_same(vllm.facts(), model_of(), char_tokenizer("abcdefghijk"))
 
 
@@ -156,7 +155,7 @@ def test_malformed_requests_with_the_token_are_refused_and_it_goes_on(vllm, path
 
 
 def test_a_client_with_another_token_is_told_so(servers):
-    with pytest.raises(EngineError, match="demands a token"):
+    with pytest.raises(EngineError, match="vllm_server_token"):
         ServerVllm(servers[0].url, "guessed").facts()
 
 
@@ -184,9 +183,9 @@ def test_log_probs_are_at_the_sampling_temperature_once_it_was_told(vllm):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (Request((2, 99), {"max_tokens": 4}), "out of vocabulary"),
-        (request(2, temperature=-1.0), "temperature must be non-negative"),
-        (Request((2,) * 1100, {"max_tokens": 4}), "longer than the maximum model length of 1024"),
+        (Request((2, 99), {"max_tokens": 4}), "99"),
+        (request(2, temperature=-1.0), "temperature"),
+        (Request((2,) * 1100, {"max_tokens": 4}), "1024"),
     ],
 )
 def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, asked, said):
@@ -211,13 +210,13 @@ def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
     vllm.pause()
     asking.join(20)
     vllm.resume()
-    assert "gave a request up" in str(lost[0])
+    assert vllm.url in str(lost[0])
     assert vllm.complete([request(2)], 60)
 
 
 def test_a_wave_that_takes_too_long_is_given_up_on_both_sides(vllm):
     began = time.monotonic()
-    with pytest.raises(LostEngineError, match="in time"):
+    with pytest.raises(LostEngineError, match="/inference/v1/generate"):
         vllm.complete(long_wave(), 1.0)
     assert time.monotonic() - began < 5
     until(lambda: num_running(vllm.url) == 0, 20, "requests are aborted")
@@ -234,9 +233,7 @@ def slices_of(model):
 
 def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sent(servers):
     policy, told = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
-    engine = VllmEngine(
-        lambda: connect(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), Callers(Ranks()), push, prove
-    )
+    engine = VllmEngine(lambda: connect(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), Callers(Ranks()))
     prompts = [Prompt(i, (2 + i, 5, 6), f"{i}") for i in range(6)]
     engine.wake()
     engine.load(slices_of(policy), 4)

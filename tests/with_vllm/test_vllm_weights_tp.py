@@ -7,8 +7,7 @@ import pytest
 from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +16,7 @@ def vllm(tmp_path_factory):
         yield made
 
 
-@pytest.mark.parametrize(("transport", "seed"), [("shm", 1), ("tcp", 2), ("auto", 3)])
+@pytest.mark.parametrize(("transport", "seed"), [("tcp", 1), ("auto", 2)])
 def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
     changed = policy_of(seed)
     assert gap(vllm, changed) > 0.1
@@ -29,6 +28,6 @@ def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
 
 def test_an_update_that_lacks_a_tensor_is_refused_by_both(vllm):
     kept = (piece for piece in slices(policy_of()) if "layers.1.mlp.down_proj" not in piece.name)
-    with pytest.raises(EngineError, match=r"These tensors did not come: model\.layers\.1\.mlp\.down_proj"):
+    with pytest.raises(EngineError, match=r": model\.layers\.1\.mlp\.down_proj"):
         push(kept, [vllm], VllmSettings(ServerSettings(())), 4)
     assert held_version([vllm]) is None

@@ -23,7 +23,6 @@ from lowpeak.config.resolve_vllm import engine_kwargs
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.build import NO_SHARE
 from lowpeak.rollout.vllm.command import CPU, Server, check, visible
-from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.token import TOKEN
 from lowpeak.rollout.vllm.versions import require_vllm
@@ -173,7 +172,6 @@ def _shares(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
 
 def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token: str) -> Server:
     more = engine_kwargs(given.get("vllm_engine_kwargs"))
-    check_options(more, server=True)
     named_by_us = {
         "gpu_memory_utilization": _share(given),
         "max_model_len": given.get("vllm_max_model_length"),

@@ -159,13 +159,6 @@ def _check_transport(args: Any, colocated: bool) -> None:
             else "a server is another process; use auto."
         ),
     )
-    meets = args.vllm_transport in ("auto", "nccl", "tcp")
-    refuse_idle(
-        args,
-        ("vllm_group_port",),
-        meets,
-        f"weights by vllm_transport={args.vllm_transport!r} need no port; use nccl or tcp, or remove it",
-    )
 
 
 def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:

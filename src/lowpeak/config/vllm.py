@@ -10,7 +10,7 @@ SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # in the environment: what a server deman
 
 VllmMode = Literal["colocate", "server"]
 ModelImpl = Literal["vllm", "transformers", "auto"]
-Transport = Literal["auto", "process", "ipc", "nccl", "shm", "tcp"]
+Transport = Literal["auto", "process", "nccl", "tcp"]
 
 
 @dataclass(frozen=True)

@@ -33,37 +33,29 @@ class RolloutEngine(Protocol):
     @property
     def policy_version(self) -> int | None:
         """The version of the weights that `generate` would use now."""
-        ...
 
     @property
     def cuts_groups(self) -> bool:
         """Whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share it."""
-        ...
 
     @property
     def slice_form(self) -> SliceForm:
         """What `load` takes next. A rank that has no `base` yet for its `adapter` wants that first."""
-        ...
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
-        ...
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """One whole update: all or nothing, caches reset. An engine that shares the policy's weights reads no slice.
 
         After a `base` it holds no version: the adapter comes next.
         """
-        ...
 
     def sleep(self) -> None:
         """Give back the memory that generating needs."""
-        ...
 
     def wake(self) -> None:
         """Be ready to generate, for the first time or again; all ranks call it together."""
-        ...
 
     def close(self) -> None:
         """Let go of everything; `wake` begins anew."""
-        ...

@@ -77,23 +77,18 @@ class FunctionEngine:
 
     @property
     def policy_version(self) -> int | None:
-        """The version of the weights that the function's engine holds."""
         return self._engine.policy_version
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
-        """Load the weights into the function's engine."""
         self._engine.load(slices, policy_version, weights)
 
     def sleep(self) -> None:
-        """Let the function's engine give back its memory."""
         self._engine.sleep()
 
     def wake(self) -> None:
-        """Make the function's engine ready."""
         self._engine.wake()
 
     def close(self) -> None:
-        """Close the function's engine."""
         self._engine.close()
 
     @property
@@ -103,7 +98,6 @@ class FunctionEngine:
 
     @property
     def slice_form(self) -> SliceForm:
-        """The form that the function's engine takes."""
         return self._engine.slice_form
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:

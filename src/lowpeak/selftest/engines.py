@@ -19,8 +19,7 @@ from lowpeak.rollout.vllm.ports import free_ports
 from lowpeak.rollout.vllm.process import served
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.vllm import Request, Vllm
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 from lowpeak.rollout.vllm.weights.transports.choose import reaching
 from lowpeak.selftest.models import make_model, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require, row

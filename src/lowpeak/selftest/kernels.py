@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.attention.verify import kernel_differs
 from lowpeak.attention.install import install_attention
+from lowpeak.attention.verify import kernel_differs
 from lowpeak.batching.packing import Budget, pack
 from lowpeak.logprobs.agreement import passes_differ
-from lowpeak.logprobs.chunked import one_visit, passes_for
+from lowpeak.logprobs.chunked import one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
 from lowpeak.logprobs.head import install_head
 from lowpeak.memory.rehearsal import rehearse

@@ -27,13 +27,10 @@ from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_coloc
 from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
 from lowpeak.rollout.vllm.facts import check_same
 from lowpeak.rollout.vllm.misfit import option
-from lowpeak.rollout.vllm.options import check_options
 from lowpeak.rollout.vllm.server import connect as connect_servers
 from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
 from lowpeak.rollout.vllm.vllm import Facts, Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.proof import prove
-from lowpeak.rollout.vllm.weights.push import push
 from lowpeak.strategies.outgoing import parts_tied, unchanging
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import context_length, first_rotations, is_peft
@@ -58,7 +55,6 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
         )
     if settings is not None and isinstance(settings.where, ColocateSettings):
         require_vllm()
-        check_options(settings.where.engine_kwargs, server=False)
 
 
 def check_adapters(settings: VllmSettings | None, policy: Any, num_ranks: int) -> None:
@@ -148,7 +144,12 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
             "both as they are, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
         )
     adapter = _servable_adapter(parts.policy)
-    told = PolicyFacts(lambda sampling: end_token_ids(policy, tokenizer, sampling), num_embeddings(policy), adapter)
+    told = PolicyFacts(
+        lambda sampling: end_token_ids(policy, tokenizer, sampling),
+        num_embeddings(policy),
+        adapter,
+        unchanging(parts.policy),
+    )
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
         callers = Callers(ranks.teams(where.tensor_parallel_size))
@@ -156,8 +157,7 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     else:
         callers = Callers(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(served, where, policy, tokenizer, lambda: run.interrupts.stopping)
-    pushing = partial(push, unchanging=unchanging(parts.policy))
-    return VllmEngine(connect, settings, told, callers, pushing, prove, tally.note_push)
+    return VllmEngine(connect, settings, told, callers, tally.note_push)
 
 
 def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:

@@ -28,7 +28,7 @@ from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Recor
 from lowpeak.rewards.combine import RewardPanel, reward_metrics, warn_of_unscored
 from lowpeak.rewards.judged import Judged, merge_judged
 from lowpeak.rollout.engine import RolloutEngine
-from lowpeak.rollout.vllm.weights.report import PushReport
+from lowpeak.rollout.vllm.weights.push import PushReport
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
 from lowpeak.training.reuse import Rollout

@@ -59,7 +59,7 @@ class VllmArguments:
         "64MiB", "vllm", "Bytes of weights that travel to the engine together: 64MiB, or a number."
     )
     vllm_transport: str = argument(
-        "auto", "vllm", "How weights travel: auto, process (colocated), ipc, nccl, shm or tcp (server)."
+        "auto", "vllm", "How weights travel: auto, process (colocated), nccl or tcp (server)."
     )
     vllm_verify_weights: bool = argument(
         True, "vllm", "Prove after each sync and wake that the engine's weights are the policy's."

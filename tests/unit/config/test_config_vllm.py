@@ -178,7 +178,6 @@ OTHERWISE = {
         ({"vllm_mode": "server", "vllm_server_base_url": "http://a b:1"}, "'http://a b:1', which is no URL of a server"),
         ({"vllm_mode": "server", "vllm_server_host": "http://a"}, "vllm_server_host='http://a' is no name or address of a host"),
         ({"vllm_mode": "server", "vllm_server_host": "a b"}, "vllm_server_host='a b' is no name or address of a host"),
-        ({"vllm_mode": "server", "vllm_group_port": 9, "vllm_transport": "shm"}, "vllm_group_port=9 has no effect.*use nccl"),
         ({"vllm_mode": "server", "offload_during_rollout": True}, "servers generate on devices of their own"),
         ({"vllm_bucket_size": "64 sheep"}, "vllm_bucket_size='64 sheep' must be a number of bytes above 0"),
         ({"vllm_bucket_size": 0}, "must be a number of bytes above 0"),

@@ -45,9 +45,9 @@ def pushed(vllm):
 
 def test_a_push_goes_over_every_transport_that_reaches_the_engine():
     vllm = FusedVllm()
-    assert pushed(vllm) == ["process", "shm", "tcp"]
+    assert pushed(vllm) == ["process", "tcp"]
     assert torch.equal(vllm.model.norm.data, weights(3)["norm.weight"])
-    assert pushed(FusedVllm(in_process=False)) == ["shm", "tcp"]
+    assert pushed(FusedVllm(in_process=False)) == ["tcp"]
 
 
 class LosesBits(FusedModel):
@@ -59,5 +59,5 @@ class LosesBits(FusedModel):
 
 
 def test_transports_whose_weights_cannot_be_proved_are_named():
-    with pytest.raises(MismatchError, match=r"process: .*norm.*; shm: .*norm.*; tcp: .*norm"):
+    with pytest.raises(MismatchError, match=r"process: .*norm.*; tcp: .*norm"):
         pushed(FusedVllm(LosesBits()))

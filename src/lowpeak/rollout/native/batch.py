@@ -21,9 +21,8 @@ from lowpeak.rollout.native.cache import SlotCache
 from lowpeak.rollout.native.draws import Draws
 from lowpeak.rollout.native.feed import Feed
 from lowpeak.rollout.native.prefill import prefill, share
-from lowpeak.rollout.native.slots import Waiting
+from lowpeak.rollout.native.slots import Row, Waiting
 from lowpeak.rollout.native.stop import Progress
-from lowpeak.rollout.native.waves import Row
 from lowpeak.rollout.sampling import choose
 
 

@@ -81,7 +81,6 @@ class SlotCache(Cache):
 
     @property
     def num_slots(self) -> int:
-        """Slots that there are."""
         return self._num_slots
 
     def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.waves import Wave
+from lowpeak.rollout.native.slots import Wave
 from lowpeak.rollout.sampling import uniforms
 
 _MAX_DRAWS = 1 << 18  # made at once: philox keeps about ten int64 words for each

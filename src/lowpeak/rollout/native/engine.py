@@ -18,9 +18,8 @@ from lowpeak.rollout.engine import SliceForm
 from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
-from lowpeak.rollout.native.slots import Waiting
+from lowpeak.rollout.native.slots import Row, Waiting, form_waves
 from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
-from lowpeak.rollout.native.waves import Row, form_waves
 
 _logger = logging.getLogger(__name__)
 
@@ -58,12 +57,10 @@ class NativeEngine:
 
     @property
     def cuts_groups(self) -> bool:
-        """Yes: a draw depends on the completion's number alone."""
         return True
 
     @property
     def slice_form(self) -> SliceForm:
-        """Any: no slice is read."""
         return SliceForm()
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
@@ -96,10 +93,10 @@ class NativeEngine:
             torch.get_device_module(self._device).empty_cache()
 
     def wake(self) -> None:
-        """Nothing to do: the policy is always there."""
+        pass
 
     def close(self) -> None:
-        """Nothing is held between calls."""
+        pass
 
     def _complete(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
         """All completions, group by group."""

@@ -22,8 +22,8 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.budget import text_config
 from lowpeak.rollout.native.draws import Draws
 from lowpeak.rollout.native.prefill import left_mask, left_padded
+from lowpeak.rollout.native.slots import Wave
 from lowpeak.rollout.native.stop import Progress
-from lowpeak.rollout.native.waves import Wave
 from lowpeak.rollout.sampling import choose
 from lowpeak.wrapped import transformers_model
 

@@ -50,7 +50,6 @@ class StopStrings:
 
     @property
     def any(self) -> bool:
-        """Whether there is a string to stop at."""
         return bool(self._stop)
 
     def can_complete(self, token: int) -> bool:
@@ -128,7 +127,6 @@ class Progress:
         return found
 
     def written(self, rows_N: Tensor) -> Tensor:
-        """How many tokens [N] each of the rows has written."""
         return self._written_R[rows_N]
 
     def newest(self, rows_N: Tensor, written_N: Tensor) -> Tensor:

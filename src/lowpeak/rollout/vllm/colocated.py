@@ -17,13 +17,13 @@ import torch
 
 from lowpeak.config.secrets import hide_secrets
 from lowpeak.config.vllm import ColocateSettings, VllmSettings
-from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
+from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.apart import keep_apart
 from lowpeak.rollout.vllm.build import ALWAYS, NO_SHARE
-from lowpeak.rollout.vllm.guarded import free, guarded_build, leave_groups, plain_collectives
-from lowpeak.rollout.vllm.misfit import misfit
+from lowpeak.rollout.vllm.guarded import free, guarded_build, keep_apart, leave_groups, plain_collectives
+from lowpeak.rollout.vllm.misfit import remedy
 from lowpeak.rollout.vllm.versions import import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
 from lowpeak.rollout.vllm.waves import rows_that_fit
@@ -86,11 +86,9 @@ class ColocatedVllm:
 
     @property
     def workers(self) -> InProcessWorkers:
-        """This rank's worker."""
         return self._workers
 
     def facts(self) -> Facts:
-        """What vLLM made of its arguments."""
         config = self.llm.llm_engine.vllm_config
         cache = config.cache_config
         return Facts(
@@ -113,6 +111,8 @@ class ColocatedVllm:
         outputs: dict[str, Any] = {}
         try:
             self._run(requests, names, outputs, deadline)
+        except LowpeakError:
+            raise
         except RuntimeError as error:
             raise _explained("vLLM failed while generating", error, self._settings) from error
         finally:
@@ -130,15 +130,14 @@ class ColocatedVllm:
         return list(answers.values())
 
     def pause(self) -> None:
-        """Nothing runs between two calls of `complete`."""
+        pass
 
     def resume(self) -> None:
-        """Forget the prompts that were cached."""
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache after a load: completions of old weights still run.")
 
     def wait(self, seconds: float) -> None:
-        """It is there as long as this process is."""
+        pass
 
     def sleep(self) -> None:
         """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
@@ -156,11 +155,9 @@ class ColocatedVllm:
         )
 
     def wake(self) -> None:
-        """Have its memory again."""
         self.llm.wake_up()
 
     def close(self) -> None:
-        """Free it; the trainer's process group stays."""
         llm, self.llm = self.llm, None
         if llm is not None:
             free(llm, self._had_group)
@@ -222,7 +219,6 @@ class InProcessWorkers:
 
     @property
     def in_process(self) -> bool:
-        """Yes."""
         return True
 
     @property
@@ -231,7 +227,6 @@ class InProcessWorkers:
         return self._vllm.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        """What this rank's worker returns."""
         return self._vllm.llm.collective_rpc(method, kwargs=dict(arguments))
 
 
@@ -302,13 +297,12 @@ def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Rank
 
 
 def _explained(what: str, error: Exception, settings: VllmSettings) -> LowpeakError:
-    """What to change where it is about memory; else vLLM's own words."""
-    return misfit(str(error), settings) or EngineError(f"{what}: {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
+    """Return vLLM's own words, and what to change if they are about memory."""
+    assert isinstance(settings.where, ColocateSettings)
+    kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    words = " ".join(lines[:3]) or type(error).__name__
+    return kind(f"{what}: {words.removesuffix('.')}. {remedy(settings.where, settings.batch_size)}")
 
 
 def _answer(output: Any) -> Answer:

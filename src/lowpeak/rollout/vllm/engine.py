@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,46 +17,29 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
-from lowpeak.rollout.vllm.answers import checked, completion_of
-from lowpeak.rollout.vllm.at_once import at_once
 from lowpeak.rollout.vllm.misfit import option
-from lowpeak.rollout.vllm.requests import Key, Row, rows_of
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm
+from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, rows_of
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm, ask, call_together
 from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
-from lowpeak.rollout.vllm.weights.report import PushReport
-from lowpeak.rollout.vllm.weights.workers import ask
+from lowpeak.rollout.vllm.weights.push import PushReport, exhaust, prove, push
 
 logger = logging.getLogger(__name__)
 
 _SECONDS = 60.0  # for what a worker answers at once
 
 
-class Push(Protocol):
-    """Sends slices to vLLMs and proves them; what it returns is its report."""
-
-    def __call__(
-        self,
-        slices: Iterable[WeightSlice],
-        vllms: Sequence[Vllm],
-        settings: VllmSettings,
-        policy_version: int,
-        *,
-        adapter: Mapping[str, Any] | None = None,
-    ) -> PushReport:
-        """All or nothing: every worker has committed `policy_version` when it returns; `adapter` where the slices are one."""
-        ...
-
-
-Prove = Callable[[Sequence[Vllm]], Any]
-
-
 @dataclass(frozen=True)
 class PolicyFacts:
-    """What the engine must know of the policy: which tokens end a completion, how many there are, and its adapter's settings."""
+    """What the engine must know of the policy.
+
+    `end_ids` are the tokens that end a completion, `num_tokens` how many tokens there are, `adapter` its adapter's settings,
+    `unchanging` the tensors that training does not change.
+    """
 
     end_ids: Callable[[Sampling], Iterable[int]]
     num_tokens: int | None
     adapter: Mapping[str, Any] | None = None
+    unchanging: Collection[str] = ()
 
 
 @dataclass(frozen=True)
@@ -85,9 +68,9 @@ class VllmEngine:
         settings: VllmSettings,
         policy: PolicyFacts,
         callers: Callers,
-        push: Push,
-        prove: Prove,
         on_push: Callable[[PushReport], None] | None = None,
+        push: Callable[..., PushReport] = push,
+        prove: Callable[[Sequence[Vllm]], Any] = prove,
     ) -> None:
         self._connect = connect
         self._settings = settings
@@ -113,7 +96,6 @@ class VllmEngine:
 
     @property
     def cuts_groups(self) -> bool:
-        """Yes: a completion's seed is its own."""
         return True
 
     @property
@@ -165,14 +147,13 @@ class VllmEngine:
             if self._callers.pushes:
                 self._give(pieces, policy_version, config)
         except Exception:
-            _exhaust(pieces)  # they are broadcast: other ranks wait for this one
+            exhaust(pieces)  # they are broadcast: other ranks wait for this one
             raise
-        _exhaust(pieces)
+        exhaust(pieces)
         self._has_base = weights != "merged"
         self._policy_version = None if weights == "base" else policy_version
 
     def sleep(self) -> None:
-        """Give back memory while the policy trains, where that was asked for."""
         where = self._settings.where
         if self._vllms and isinstance(where, ColocateSettings) and where.sleeps and not self._asleep:
             self._asleep = True
@@ -208,7 +189,14 @@ class VllmEngine:
         try:
             for vllm in self._vllms:
                 vllm.pause()
-            report = self._push(pieces, self._vllms, self._settings, policy_version, adapter=config)
+            report = self._push(
+                pieces,
+                self._vllms,
+                self._settings,
+                policy_version,
+                unchanging=self._policy.unchanging,
+                adapter=config,
+            )
         except Exception:
             with suppress(EngineError):  # it may be what failed
                 self._resume()
@@ -289,7 +277,7 @@ class VllmEngine:
     def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
         """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
         asked = zip(self._vllms, self._adapters, shares, strict=True)
-        failures = at_once([partial(self._ask, *each, version) for each in asked if each[2]])
+        failures = call_together([partial(self._ask, *each, version) for each in asked if each[2]])
         return [failure for failure in failures if failure is not None]
 
     def _ask(self, vllm: Vllm, adapter: Adapter | None, rows: Sequence[Row], version: int) -> EngineError | None:
@@ -327,11 +315,6 @@ def _holds_other(held: Iterable[int | None], loaded: int | None) -> LostEngineEr
     return LostEngineError(
         f"vLLM holds weights of version {found} where {loaded} was loaded: it was started again, or somebody else loads it."
     )
-
-
-def _exhaust(pieces: Iterable[WeightSlice]) -> None:
-    for _ in pieces:
-        pass
 
 
 def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:

@@ -19,7 +19,7 @@ from typing import IO
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
 from lowpeak.rollout.vllm.http import Http, deadline
-from lowpeak.rollout.vllm.misfit import Launched, misfit_in_log
+from lowpeak.rollout.vllm.misfit import Launched, remedy
 
 logger = logging.getLogger(__name__)
 
@@ -105,14 +105,13 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def told_of_end(self, status: int) -> str:
-        """A sentence about its end, what to change where it was about memory, and the last lines of its log."""
+        """A sentence about its end, the last lines of its log, and what to change if it was about memory."""
         said = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
             return f"{said}; what it said stands above."
         text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
-        remedy = misfit_in_log(text, Launched(self.server.tensor_parallel_size))
-        said = said if remedy is None else f"{said}: {remedy.removesuffix('.')}"
-        return f"{said}; the end of {self.log}:\n" + "\n".join(text.splitlines()[-_LINES:])
+        end = "\n".join(text.splitlines()[-_LINES:])
+        return f"{said}; the end of {self.log}:\n{end}\n{remedy(Launched(self.server.tensor_parallel_size))}"
 
 
 @contextmanager

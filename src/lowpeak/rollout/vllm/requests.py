@@ -1,15 +1,27 @@
-"""What is asked of vLLM: one request per completion, whose draws are its own whatever it is generated with."""
+"""Requests to vLLM, one per completion with a seed of its own, and its answers: read from HTTP, checked, as completions.
+
+vLLM's server has two routes with token ids in, token ids and log-probs out: `/inference/v1/generate` tells which weights wrote
+each token; `/v1/completions` is there without `--enable-scale-out`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.records import Prompt
-from lowpeak.rollout.vllm.vllm import Request
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.records import Completion, Prompt
+from lowpeak.rollout.vllm.vllm import Answer, Request
+
+Route = Literal["/inference/v1/generate", "/v1/completions"]
+GENERATE: Route = "/inference/v1/generate"
+COMPLETIONS: Route = "/v1/completions"
 
 Key = tuple[int, int, tuple[int, ...]]  # a prompt's serial, which of its completions, the prompt's tokens
 
@@ -77,3 +89,112 @@ def seed_of(sampling: Sampling, serial: int, number: int) -> int:
     """The seed of one completion, 62 bits of a hash of (seed, rollout, serial, number): neither waves nor ranks are in it."""
     name = f"{sampling.seed}/{sampling.rollout}/{serial}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 2
+
+
+def body_of(request: Request, route: Route) -> dict[str, Any]:
+    """One completion's request; text is made only where a stop string needs it. An adapter is named as a model."""
+    params = {"logprobs": 0, **request.params}
+    named = {} if request.adapter is None else {"model": request.adapter.name}
+    if route == COMPLETIONS:
+        return (
+            {"prompt": list(request.prompt_ids), "return_token_ids": True, "add_special_tokens": False} | params | named
+        )
+    params.setdefault("detokenize", bool(params.get("stop") or params.get("bad_words")))
+    return {"token_ids": list(request.prompt_ids), "sampling_params": params} | named
+
+
+def read(answer: Any, route: Route, url: str) -> Answer:
+    """The answer to `body_of`; EngineError where it has another form. Whether it can be used is looked at as any engine's is."""
+    try:
+        (choice,) = answer["choices"]
+        ids = tuple(choice["token_ids"])
+        logprobs = _logprobs(choice["logprobs"], route)
+        reason = choice["finish_reason"]
+        versions = _versions(choice.get("weight_versions") or ())
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(
+            f"the server at {url} answered {route} in a form that vLLM does not ({type(error).__name__}: {error}); is its version "
+            "in the supported range?"
+        ) from None
+    if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
+        raise EngineError(f"the server at {url} returned tokens that are no ids.")
+    return Answer(ids, logprobs, str(reason), versions)
+
+
+def _logprobs(found: Mapping[str, Any] | None, route: Route) -> tuple[float, ...]:
+    if found is None:
+        return ()
+    if route == COMPLETIONS:
+        return tuple(float(each) for each in found["token_logprobs"])
+    return tuple(float(each["logprob"]) for each in found["content"] or ())
+
+
+def _versions(spans: Any) -> frozenset[int]:
+    """The policy versions among weight versions; vLLM's own word for a checkpoint as it was loaded is none."""
+    names = (str(span["version"]) for span in spans)
+    return frozenset(int(name) for name in names if name.isdigit())
+
+
+def checked(rows: Sequence[Row], answers: Sequence[Answer], version: int, num_tokens: int | None) -> list[Answer]:
+    """The answers to these rows, written by the weights of `version` from a vocabulary of `num_tokens` (None: any).
+
+    EngineError for too few of them or what is none; LostEngineError, with those that are good, where an answer was given
+    up or was written by other weights.
+    """
+    if len(answers) != len(rows):
+        raise EngineError(f"vLLM returned {len(answers)} completions for {len(rows)} requests; one for each is needed.")
+    good: dict[int, Answer] = {}
+    given_up, others = 0, set[int]()
+    for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+        if answer.finish_reason == "abort":
+            given_up += 1
+        elif answer.policy_versions - {version}:
+            others |= answer.policy_versions - {version}
+        else:
+            _check(row, answer, num_tokens)
+            good[i] = answer
+    if len(good) == len(rows):
+        return list(answers)
+    reason = (
+        f"gave up {given_up} of {len(rows)} requests" if given_up else f"answered with the weights of {sorted(others)}"
+    )
+    error = LostEngineError(f"vLLM {reason}, while version {version} was asked: who else uses this engine?")
+    error.finished = good
+    raise error
+
+
+def _check(row: Row, answer: Answer, num_tokens: int | None) -> None:
+    where = f"vLLM's completion {row.number} of prompt {row.serial}"
+    count, most = len(answer.ids), int(row.request.params["max_tokens"])
+    if not 0 < count <= most or count != len(answer.logprobs):
+        raise EngineError(
+            f"{where} has {count} tokens and {len(answer.logprobs)} log-probs; as many of each are needed, from 1 to {most}."
+        )
+    if answer.finish_reason not in ("stop", "length") or (answer.finish_reason == "length" and count < most):
+        raise EngineError(
+            f"{where} ended with {answer.finish_reason!r} after {count} of {most} tokens, which is no end."
+        )
+    _check_values(where, answer, num_tokens)
+
+
+def _check_values(where: str, answer: Answer, num_tokens: int | None) -> None:
+    wrong = [token for token in answer.ids if token < 0 or (num_tokens is not None and token >= num_tokens)]
+    if wrong:
+        raise EngineError(
+            f"{where} has token {wrong[0]}, which is none of the model's {num_tokens}: another tokenizer?"
+        )
+    if not all(math.isfinite(logprob) for logprob in answer.logprobs):
+        raise EngineError(
+            f"{where} has log-probs that are NaN or infinite: the policy's weights are broken (a diverged step or a checkpoint "
+            "that was not loaded)."
+        )
+
+
+def completion_of(answer: Answer) -> Completion:
+    """The answer as a completion that the policy wrote whole."""
+    return Completion(
+        ids=torch.tensor(answer.ids, dtype=torch.int32),
+        logprobs=torch.tensor(answer.logprobs, dtype=torch.float32),
+        loss_mask=torch.ones(len(answer.ids), dtype=torch.bool),
+        finish_reason="stop" if answer.finish_reason == "stop" else "length",
+    )

@@ -6,6 +6,7 @@ its workers choose when they start: an answer of another incarnation was written
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +17,9 @@ from typing import Any
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.rollout.vllm.adapter_route import ROUTE as ADAPTER_ROUTE
-from lowpeak.rollout.vllm.at_once import unless
-from lowpeak.rollout.vllm.http import Connections, Http, NoRouteError, deadline, gather
+from lowpeak.rollout.vllm.http import Http, NoRouteError, deadline, run
+from lowpeak.rollout.vllm.requests import COMPLETIONS, GENERATE, Route, body_of, read
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request
-from lowpeak.rollout.vllm.wire import COMPLETIONS, GENERATE, Route, body_of, read
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,6 @@ class ServerWorkers:
         self._http = http
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        """What each worker's method returns, in rank order."""
         seconds = CALL_SECONDS if timeout is None else timeout
         body = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
         answer = self._http.post("/collective_rpc", body, seconds + 5.0)  # the server's own limit speaks first
@@ -84,12 +83,10 @@ class ServerVllm:
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return self._http.url
 
     @property
     def workers(self) -> ServerWorkers:
-        """Who holds the weights."""
         return self._workers
 
     def asked_incarnation(self) -> str:
@@ -97,7 +94,6 @@ class ServerVllm:
         return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
 
     def facts(self) -> Facts:
-        """What it is; from now on answers of another incarnation are refused."""
         self._route = self._adapter = None
         self._incarnation = self.asked_incarnation()
         told = self._workers.call("lowpeak_facts", {}, _ASK_SECONDS)[0]
@@ -145,9 +141,8 @@ class ServerVllm:
         """
         began, told, until = time.monotonic(), 0.0, time.monotonic() + seconds
         while True:
-            limit = min(5.0, max(0.1, until - time.monotonic()))
             try:
-                unless(self._stopping, partial(self._http.get, "/health", limit))
+                self._http.get("/health", min(5.0, max(0.1, until - time.monotonic())), self._stopping)
                 return
             except LostEngineError as error:
                 reason = str(error)
@@ -162,33 +157,35 @@ class ServerVllm:
                 logger.warning(
                     "waiting for vLLM at %s, %.0f s of %.0f so far: %s", self.url, now - began, seconds, reason
                 )
-            unless(self._stopping, partial(time.sleep, min(_POLL_SECONDS, until - now)))
+            run(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
 
     def sleep(self) -> None:
-        """Nothing: a server has devices of its own, and its memory is not the trainer's."""
+        pass  # a server has devices of its own
 
     def wake(self) -> None:
-        """Nothing, since it does not sleep."""
+        pass
 
     def close(self) -> None:
-        """Nothing is held: connections last as long as their request."""
+        pass
 
     def _gathered(
         self, requests: Sequence[Request], until: float | None
     ) -> tuple[list[Answer | None], BaseException | None]:
         """Answers and what went wrong; by the route that tells the weights' version, where the server has it."""
         route = self._route or GENERATE
-        answers, failed = gather([partial(self._complete_one, request, route, until) for request in requests])
+        answers, failed = self._http.post_each(
+            route, [body_of(request, route) for request in requests], until, partial(self._read, route)
+        )
         if self._route is None and isinstance(failed, NoRouteError):
             self._route = COMPLETIONS
             return self._gathered(requests, until)
         return answers, failed
 
-    def _complete_one(self, request: Request, route: Route, until: float | None, open_: Connections) -> Answer:
-        answer = read(self._http.send("POST", route, body_of(request, route), until, open_), route, self.url)
-        if answer.finish_reason == "abort":
+    def _read(self, route: Route, answer: Any) -> Answer:
+        found = read(answer, route, self.url)
+        if found.finish_reason == "abort":
             raise LostEngineError(f"the server at {self.url} gave a request up before its end.")
-        return answer
+        return found
 
     def _register(self, adapter: Adapter | None) -> None:
         """Tell the server which adapter requests may name; its workers hold it since the last push."""

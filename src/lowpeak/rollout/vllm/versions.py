@@ -16,10 +16,15 @@ BELOW = (0, 34)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
 
 
+def is_installed() -> bool:
+    """Return whether vLLM is installed; a folder of that name on the path is no package."""
+    found = find_spec("vllm")
+    return found is not None and found.origin is not None
+
+
 def require_vllm(what: str = "use_vllm=True") -> None:
     """MissingPackageError where vLLM, which `what` needs, is not installed; it is not imported (that takes many seconds)."""
-    found = find_spec("vllm")
-    if found is None or found.origin is None:  # a folder of that name on the path is no package
+    if not is_installed():
         raise MissingPackageError(
             f"{what} needs vLLM {SUPPORTED}: pip install 'lowpeak[vllm]'; without it the policy itself generates (use_vllm=False)."
         )

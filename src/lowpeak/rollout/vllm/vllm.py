@@ -1,16 +1,21 @@
 """What the engine asks of one vLLM, in this process or behind a URL; who holds its weights, and who answers prompts.
 
-Both implementations (`colocated.py`, `server.py`) and the fake (`scripted.py`) have these members and no others, so that
+Both implementations (`colocated.py`, `server.py`) and the tests' fake have these members and no others, so that
 waves, weights, proof and faults are written once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from lowpeak.errors import LostEngineError as LostEngineError  # who implements a Vllm finds here all that it needs
+from lowpeak.errors import EngineError
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,9 @@ class Workers(Protocol):
     @property
     def in_process(self) -> bool:
         """Whether a call's arguments may be tensors."""
-        ...
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         """What each worker's method returns, in rank order; LostEngineError when one is gone."""
-        ...
 
 
 @runtime_checkable
@@ -94,36 +97,69 @@ class Vllm(Protocol):
     @property
     def workers(self) -> Workers:
         """Who holds the weights."""
-        ...
 
     def facts(self) -> Facts:
         """What it is; asked once it is there, and again after a restart."""
-        ...
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave: an answer for each request, in order. LostEngineError when it dies or does not answer in time."""
-        ...
 
     def pause(self) -> None:
         """Give up what is being written and start nothing until `resume`: weights are about to change."""
-        ...
 
     def resume(self) -> None:
         """Forget cached keys and values of the old weights, and answer again."""
-        ...
 
     def wait(self, seconds: float) -> None:
         """Return when it answers, within `seconds`; EngineError says what was waited for."""
-        ...
 
     def sleep(self) -> None:
         """Give its memory back, as far as it can; weights may be lost."""
-        ...
 
     def wake(self) -> None:
         """Have its memory again."""
-        ...
 
     def close(self) -> None:
         """Let go of it: an engine of this process is freed, a server is left running."""
-        ...
+
+
+def ask(
+    vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float | None
+) -> list[list[dict[str, Any]]]:
+    """Return what each worker of each engine answers, all engines at once; EngineError with the first complaint."""
+
+    def one(vllm: Vllm, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = vllm.workers.call(method, given, timeout)
+        for answer in answers:
+            if "error" in answer:
+                raise EngineError(answer["error"])
+        return answers
+
+    return call_together([partial(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)])
+
+
+def call_together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+    """Make the calls at once; return what they return when all have ended, or raise the first one's error.
+
+    A single call is made in this thread, since its engine may be in this process. Others get threads that end with the process:
+    an executor's would be waited for after Ctrl-C.
+    """
+    if len(calls) == 1:
+        return [calls[0]()]
+    futures = [start(call) for call in calls]
+    wait(futures)
+    return [future.result() for future in futures]
+
+
+def start(call: Callable[[], Item]) -> Future[Item]:
+    """Make the call in a thread that ends with the process."""
+    future: Future[Item] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="lowpeak-vllm", daemon=True).start()
+    return future

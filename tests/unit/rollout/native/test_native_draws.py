@@ -11,7 +11,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import draws as module
 from lowpeak.rollout.native.draws import Draws
-from lowpeak.rollout.native.waves import Row
+from lowpeak.rollout.native.slots import Row
 from lowpeak.rollout.sampling import uniforms
 
 SAMPLING = Sampling(num_generations=2, max_new_tokens=150, seed=4, rollout=6)

@@ -25,8 +25,8 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
+from lowpeak.rollout.native.slots import Row
 from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
-from lowpeak.rollout.native.waves import Row
 from tiny import char_tokenizer, tiny_model
 
 PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6)])]
@@ -84,7 +84,7 @@ def test_plain_models_are_driven_also_under_an_adapter():
         (_sliding, "DynamicSlidingWindowLayer"),
         (_state_space, "position_ids"),
         (_alibi, "position_ids"),
-        (_local, "local layers"),
+        (_local, "local"),
     ],
 )
 def test_other_models_say_why_they_are_not_driven(make, reason):
@@ -118,22 +118,17 @@ def test_the_fallback_draws_what_the_decode_loop_draws(changed):
         torch.testing.assert_close(ours.logprobs, other.logprobs, atol=1e-5, rtol=0)
 
 
-def test_the_models_own_generation_defaults_neither_act_nor_change():
+def test_the_models_own_generation_defaults_neither_act_nor_change_and_no_random_state_moves():
     model = _sliding()
+    state = torch.get_rng_state()
     expected = _engine(model).generate(PROMPTS, SAMPLING)
     model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, do_sample=True, suppress_tokens=[3])
     own = model.generation_config
     again = _engine(model).generate(PROMPTS, SAMPLING)
     assert model.generation_config is own
+    assert torch.equal(torch.get_rng_state(), state)
     for before, after in zip(expected, again, strict=True):
         assert [c.ids.tolist() for c in before.completions] == [c.ids.tolist() for c in after.completions]
-
-
-def test_no_random_state_moves_in_the_fallback():
-    model = _sliding()
-    state = torch.get_rng_state()
-    _engine(model).generate(PROMPTS, SAMPLING)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_fallback_is_announced_once(caplog):

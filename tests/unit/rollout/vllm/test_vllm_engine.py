@@ -11,9 +11,8 @@ from lowpeak.config.vllm import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.requests import seed_of
-from lowpeak.rollout.vllm.scripted import ScriptedVllm, scripted_push
 from lowpeak.rollout.vllm.vllm import Answer, Vllm
-from vllms import SAMPLING, engine_over, facts, prompts, said, scripted, slices
+from vllms import SAMPLING, ScriptedVllm, engine_over, facts, prompts, said, scripted, scripted_push, slices
 
 
 def asked(vllm):
@@ -22,11 +21,6 @@ def asked(vllm):
 
 def tokens(groups):
     return [[completion.ids.tolist() for completion in group.completions] for group in groups]
-
-
-def test_it_is_a_rollout_engine_and_the_fake_a_vllm():
-    assert isinstance(engine_over(scripted()), RolloutEngine)
-    assert isinstance(scripted(), Vllm)
 
 
 def test_groups_come_in_the_order_of_the_prompts_with_tokens_logprobs_and_ends():
@@ -51,12 +45,6 @@ def test_each_completion_has_a_seed_of_its_own_that_neither_waves_nor_parts_chan
     assert len({request.params["seed"] for request in asked(whole)}) == 12
     part = replace(SAMPLING, num_generations=2, first_completion=2)
     assert tokens(engine_over(scripted()).generate(prompts(), part)) == [group[2:] for group in tokens(one)]
-
-
-def test_another_seed_or_rollout_draws_anew():
-    seeds = {seed_of(replace(SAMPLING, seed=s, rollout=r), 3, 1) for s in (0, 1) for r in (0, 1)}
-    assert len(seeds) == 4
-    assert all(0 <= seed < 2**62 for seed in seeds)
 
 
 def test_sampling_becomes_vllms_parameters():
@@ -93,62 +81,12 @@ def test_sampling_becomes_vllms_parameters():
     }
 
 
-def test_greedy_needs_no_seed():
-    vllm = scripted()
-    engine_over(vllm).generate(prompts(1), replace(SAMPLING, temperature=0.0))
-    assert "seed" not in asked(vllm)[0].params
-
-
 def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length():
     vllm = scripted(kv_tokens=4 * 9)  # the longest row: 6 prompt tokens and 3 new ones
     engine_over(vllm).generate(prompts(), SAMPLING)
     assert [len(wave) for wave in vllm.waves] == [4, 4, 4]
     assert [len({request.prompt_ids for request in wave}) for wave in vllm.waves] == [1, 1, 1]
     assert [len(wave[0].prompt_ids) for wave in vllm.waves] == [6, 5, 4]
-
-
-@pytest.mark.parametrize("batch_size", [None, 4])
-def test_a_row_that_the_cache_cannot_hold_is_one_sentence_with_the_numbers(batch_size):
-    with pytest.raises(EngineError, match=r"One row of 9 tokens .* cache of 8 tokens"):
-        engine_over(scripted(kv_tokens=8), batch_size=batch_size).generate(prompts(), SAMPLING)
-
-
-def test_a_prompt_beyond_the_context_is_one_sentence_with_the_numbers():
-    with pytest.raises(
-        EngineError, match=r"Prompt 2 has 6 tokens; with 3 new tokens it exceeds vLLM's context of 8: raise vllm_"
-    ):
-        engine_over(scripted(max_model_len=8)).generate(prompts(), SAMPLING)
-
-
-def test_without_prompts_nothing_is_asked():
-    vllm = scripted()
-    assert engine_over(vllm).generate([], SAMPLING) == []
-    assert vllm.waves == []
-
-
-def test_several_vllms_share_the_prompts_by_tokens_and_each_has_whole_groups():
-    first, second = scripted(), scripted()
-    engine = engine_over(first, second)
-    assert tokens(engine.generate(prompts(4), SAMPLING)) == tokens(
-        engine_over(scripted()).generate(prompts(4), SAMPLING)
-    )
-    assert len(asked(first)) == len(asked(second)) == 8
-    assert not {r.prompt_ids for r in asked(first)} & {r.prompt_ids for r in asked(second)}
-
-
-def test_one_group_is_cut_where_there_are_more_vllms_than_prompts():
-    first, second = scripted(), scripted()
-    groups = engine_over(first, second).generate(prompts(1), SAMPLING)
-    assert len(asked(first)) == len(asked(second)) == 2
-    assert tokens(groups) == tokens(engine_over(scripted()).generate(prompts(1), SAMPLING))
-
-
-def test_nothing_is_generated_before_a_load():
-    engine = engine_over(scripted())
-    engine.close()
-    engine.wake()
-    with pytest.raises(EngineError, match="holds no known weights"):
-        engine.generate(prompts(), SAMPLING)
 
 
 def test_a_load_gives_all_slices_and_the_version():
@@ -170,11 +108,11 @@ def test_a_load_that_fails_holds_no_version_and_still_reads_every_slice():
             yield piece
 
     def refuse(slices, vllms, settings, policy_version, **more):
-        raise EngineError("refused")
+        raise EngineError
 
     engine = engine_over(scripted())
     engine._push = refuse
-    with pytest.raises(EngineError, match="refused"):
+    with pytest.raises(EngineError):
         engine.load(noted(), 1)
     assert read == ["weight"]
     assert engine.policy_version is None
@@ -196,10 +134,10 @@ def test_after_a_load_that_failed_no_vllm_stays_paused():
 
     def refuse(slices, vllms, settings, policy_version, **more):
         first.dies_after = 0
-        raise EngineError("refused")
+        raise EngineError
 
     pushes.append(refuse)
-    with pytest.raises(EngineError, match="refused"):
+    with pytest.raises(EngineError):
         engine.load(slices(), 1)
     assert first.events[-2:] == second.events[-2:] == ["pause", "resume"]
 
@@ -212,7 +150,7 @@ def test_a_vllm_that_was_started_again_or_loaded_by_others_is_not_asked(behind):
     vllm.restart()
     if behind == "hold":
         vllm.hold(0)  # the same number, in another process
-    with pytest.raises(LostEngineError, match="started again, or somebody else"):
+    with pytest.raises(LostEngineError):
         engine.generate(prompts(1), SAMPLING)
     assert engine.policy_version is None
     assert len(vllm.waves) == 1
@@ -234,35 +172,11 @@ def test_what_was_answered_before_a_vllm_died_is_kept_and_not_asked_again():
     assert len(seeds) == len(set(seeds)) == 12
 
 
-def test_what_was_kept_answers_no_other_question():
-    vllm = scripted()
-    engine = engine_over(vllm)
-    vllm.dies_after = 6
-    with pytest.raises(LostEngineError):
-        engine.generate(prompts(), replace(SAMPLING, rollout=1))
-    engine.load(slices(), 0)
-    vllm.waves.clear()
-    engine.generate(prompts(), SAMPLING)
-    assert len(asked(vllm)) == 12
-
-
-def test_what_other_weights_wrote_is_not_kept():
-    vllm = scripted()
-    engine = engine_over(vllm)
-    vllm.dies_after = 2
-    with pytest.raises(LostEngineError):
-        engine.generate(prompts(), SAMPLING)
-    engine.load(slices(), 1)
-    vllm.waves.clear()
-    engine.generate(prompts(), SAMPLING)
-    assert len(asked(vllm)) == 12
-
-
 def test_a_wave_has_a_time_limit():
     vllm = scripted()
     engine = engine_over(vllm, wave_timeout=0.02)
     vllm.seconds = 0.008
-    with pytest.raises(LostEngineError, match=r"within 0\.02 s"):
+    with pytest.raises(LostEngineError, match=r"0\.02"):
         engine.generate(prompts(), SAMPLING)
 
 
@@ -284,13 +198,13 @@ def answer(ids=(3, 1), logprobs=None, finish_reason="stop", versions=()):
 @pytest.mark.parametrize(
     ("bad", "match"),
     [
-        (answer(ids=()), "0 tokens and 0 log-probs"),
-        (answer(logprobs=(0.0,)), "2 tokens and 1 log-probs"),
-        (answer(ids=(3,) * 4), "4 tokens and 4 log-probs; as many of each are needed, from 1 to 3"),
-        (answer(finish_reason="repetition"), "ended with 'repetition'"),
-        (answer(finish_reason="length"), "ended with 'length' after 2 of 3 tokens"),
-        (answer(ids=(13, 1)), "has token 13, which is none of the model's 13"),
-        (answer(logprobs=(0.0, float("nan"))), "NaN or infinite"),
+        (answer(ids=()), "0 tokens.*0 log-probs"),
+        (answer(logprobs=(0.0,)), "2 tokens.*1 log-probs"),
+        (answer(ids=(3,) * 4), "4 tokens.*4 log-probs.*3"),
+        (answer(finish_reason="repetition"), "'repetition'"),
+        (answer(finish_reason="length"), "'length' .*2 .*3"),
+        (answer(ids=(13, 1)), " 13,.* 13:"),
+        (answer(logprobs=(0.0, float("nan"))), "NaN"),
     ],
 )
 def test_a_malformed_answer_is_one_sentence(bad, match):
@@ -299,16 +213,9 @@ def test_a_malformed_answer_is_one_sentence(bad, match):
     assert not isinstance(caught.value, LostEngineError)
 
 
-def test_fewer_answers_than_requests_are_an_error_with_the_numbers():
-    vllm = scripted()
-    vllm.answers_short = 1
-    with pytest.raises(EngineError, match="returned 11 completions for 12 requests"):
-        engine_over(vllm).generate(prompts(), SAMPLING)
-
-
 @pytest.mark.parametrize(
     ("bad", "match"),
-    [(answer(finish_reason="abort"), r"gave up 1 of 4 requests"), (answer(versions=[7]), r"weights of \[7\]")],
+    [(answer(finish_reason="abort"), "1 of 4"), (answer(versions=[7]), r"\[7\]")],
 )
 def test_answers_of_other_weights_or_given_up_are_asked_again_after_a_load(bad, match):
     seeds = [seed_of(SAMPLING, 0, number) for number in range(4)]
@@ -361,20 +268,12 @@ def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
 def test_all_vllms_go_on_where_one_of_them_cannot():
     class Stuck(ScriptedVllm):
         def resume(self):
-            raise EngineError("its cache is not empty")
+            raise EngineError("cache")
 
     second = scripted()
-    with pytest.raises(EngineError, match="its cache is not empty"):
+    with pytest.raises(EngineError, match="cache"):
         engine_over(Stuck(said, facts()), second)
     assert second.events[-1] == "resume"
-
-
-def test_an_engine_that_is_not_to_sleep_stays_awake():
-    vllm = scripted()
-    engine = engine_over(vllm)
-    engine.sleep()
-    assert "sleep" not in vllm.events
-    assert engine.policy_version == 0
 
 
 @pytest.mark.parametrize(("error", "num_left"), [(EngineError("broken"), 0), (KeyboardInterrupt(), 2)])
@@ -386,7 +285,7 @@ def test_a_push_that_fails_takes_the_slices_that_others_wait_for_but_ctrl_c_does
             left.pop()
             yield from slices()
 
-    def push(pieces, vllms, settings, version, adapter=None):
+    def push(pieces, vllms, settings, version, **more):
         next(iter(pieces))
         if version:
             raise error
@@ -398,19 +297,10 @@ def test_a_push_that_fails_takes_the_slices_that_others_wait_for_but_ctrl_c_does
     assert engine.policy_version is None
 
 
-def test_closing_lets_go_of_the_vllms_once():
-    vllm = scripted()
-    engine = engine_over(vllm)
-    engine.close()
-    engine.close()
-    assert vllm.events.count("close") == 1
-    assert engine.policy_version is None
-
-
 def test_it_takes_slices_in_the_engines_dtype_that_fit_a_bucket():
     form = engine_over(scripted(dtype="bfloat16"), bucket_bytes=1 << 20).slice_form
     assert (form.max_bytes, form.dtype, form.weights) == (1 << 20, torch.bfloat16, "merged")
-    with pytest.raises(EngineError, match="different dtypes"):
+    with pytest.raises(EngineError, match="bfloat16, float32"):
         _ = engine_over(scripted(dtype="bfloat16"), scripted()).slice_form
 
 
@@ -447,3 +337,70 @@ def test_a_vllm_that_keeps_to_its_cache_by_itself_gets_all_rows_at_once_unless_t
     assert [len(wave) for wave in vllm.waves] == [12]
     engine_over(vllm, batch_size=6).generate(prompts(), SAMPLING)
     assert [len(wave) for wave in vllm.waves[1:]] == [6, 6]
+
+
+def test_an_engine_needs_a_load_stays_awake_unless_told_to_sleep_and_closes_its_vllms_once():
+    vllm = scripted()
+    engine = engine_over(vllm)
+    assert isinstance(engine, RolloutEngine)
+    assert isinstance(vllm, Vllm)
+    assert engine.generate([], SAMPLING) == vllm.waves == []
+    engine.sleep()
+    assert "sleep" not in vllm.events
+    assert engine.policy_version == 0
+    for _ in range(2):
+        engine.close()
+    assert vllm.events.count("close") == 1
+    assert engine.policy_version is None
+    engine.wake()
+    with pytest.raises(EngineError, match=r"load\(\)"):
+        engine.generate(prompts(), SAMPLING)
+
+
+def test_another_seed_or_rollout_draws_anew_and_greedy_needs_no_seed():
+    seeds = {seed_of(replace(SAMPLING, seed=s, rollout=r), 3, 1) for s in (0, 1) for r in (0, 1)}
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**62 for seed in seeds)
+    vllm = scripted()
+    engine_over(vllm).generate(prompts(1), replace(SAMPLING, temperature=0.0))
+    assert "seed" not in asked(vllm)[0].params
+
+
+@pytest.mark.parametrize(("asked_before", "version"), [({"rollout": 1}, 0), ({}, 1)])
+def test_what_was_kept_answers_no_other_question_and_none_of_other_weights(asked_before, version):
+    vllm = scripted()
+    engine = engine_over(vllm)
+    vllm.dies_after = 6
+    with pytest.raises(LostEngineError):
+        engine.generate(prompts(), replace(SAMPLING, **asked_before))
+    engine.load(slices(), version)
+    vllm.waves.clear()
+    engine.generate(prompts(), SAMPLING)
+    assert len(asked(vllm)) == 12
+
+
+@pytest.mark.parametrize("count", [4, 1])
+def test_several_vllms_share_the_rows_evenly_in_whole_groups_if_there_are_enough(count):
+    first, second = scripted(), scripted()
+    groups = engine_over(first, second).generate(prompts(count), SAMPLING)
+    assert tokens(groups) == tokens(engine_over(scripted()).generate(prompts(count), SAMPLING))
+    assert len(asked(first)) == len(asked(second)) == 2 * count
+    both = {r.prompt_ids for r in asked(first)} & {r.prompt_ids for r in asked(second)}
+    assert len(both) == (count == 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "match"),
+    [
+        ({"kv_tokens": 8}, {}, "9 .* 8 "),
+        ({"kv_tokens": 8}, {"batch_size": 4}, "9 .* 8 "),
+        ({"max_model_len": 8}, {}, " 2 .* 6 .* 3 .* 8: .*vllm_max_model_length"),
+        ({}, {"answers_short": 1}, "11 .*12"),
+    ],
+)
+def test_rows_that_do_not_fit_and_answers_that_lack_are_errors_with_the_numbers(given, settings, match):
+    vllm = scripted(**given)
+    settings = dict(settings)
+    vllm.answers_short = settings.pop("answers_short", 0)
+    with pytest.raises(EngineError, match=match):
+        engine_over(vllm, **settings).generate(prompts(), SAMPLING)

@@ -10,12 +10,10 @@ from torch import nn
 
 from fused import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
-from lowpeak.errors import EngineError
+from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import LostEngineError
-from lowpeak.rollout.vllm.weights.names import Names
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
+from lowpeak.rollout.vllm.weights.receiver import Names
 from tiny import tiny_model
 
 
@@ -37,7 +35,7 @@ def _holds(model, tensors):
     )
 
 
-@pytest.mark.parametrize("transport", ["process", "shm", "tcp", "auto"])
+@pytest.mark.parametrize("transport", ["process", "tcp", "auto"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("bucket_bytes", [100, 256, 1 << 16])
 def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied, bucket_bytes):
@@ -47,6 +45,7 @@ def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied,
         report = push(slices(tensors), [vllm], _settings(transport, bucket_bytes), version)
         assert _holds(vllm.model, tensors)
         assert vllm.versions() == [version]
+        assert report.transport == ("process" if transport == "auto" else transport)
         assert report.num_tensors == len(tensors)
         assert report.num_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
         assert 0 < report.proof_seconds < report.seconds
@@ -97,7 +96,7 @@ def test_a_tensor_that_is_damaged_on_its_way_is_named_and_nothing_is_committed(n
     vllm = FusedVllm(*(FusedModel(tp=tp, rank=rank) for rank in range(tp)))
     push(slices(weights()), [vllm], _settings(), 1)
     _damage(name, change)(vllm)
-    with pytest.raises(EngineError, match=rf"not the policy's: {name}\.$"):
+    with pytest.raises(EngineError, match=rf": {name}\.$"):
         push(slices(weights(1)), [vllm], _settings(), 2)
     assert vllm.versions() == [None] * tp
 
@@ -112,32 +111,13 @@ class MisplacingModel(FusedModel):
                 self.qkv.data[8:12].copy_(tensor)  # and so over k
 
 
-def test_a_tensor_that_another_one_overwrote_is_named():
-    with pytest.raises(EngineError, match=r"k\.weight"):
-        push(slices(weights()), [FusedVllm(MisplacingModel())], _settings(), 1)
-
-
-class StaleHead(FusedModel):
-    """Has a head of its own, and believes that it is tied."""
-
-    def __init__(self):
-        super().__init__(tied=False)
-
-
-def test_a_head_that_keeps_old_values_is_named():
-    vllm = FusedVllm(StaleHead())
-    with pytest.raises(EngineError, match="no values for these parameters of vLLM's model: head"):
-        push(slices(weights(tied=True)), [vllm], _settings(), 1)
-    assert vllm.versions() == [None]
-
-
 @pytest.mark.parametrize(
     ("lost", "parameter"), [("norm.weight", "norm"), ("v.weight", "qkv"), ("embed.weight", "embed")]
 )
 def test_an_update_that_lacks_a_tensor_is_refused_with_the_parameter(lost, parameter):
     vllm = FusedVllm()
     kept = {name: tensor for name, tensor in weights().items() if name != lost}
-    with pytest.raises(EngineError, match=f"no values for these parameters of vLLM's model: {parameter}"):
+    with pytest.raises(EngineError, match=rf": {parameter}\.$"):
         push(slices(kept), [vllm], _settings(), 1)
     assert vllm.versions() == [None]
 
@@ -168,7 +148,7 @@ def test_a_tensor_that_the_models_configuration_asks_for_and_that_did_not_come_i
     lost = next(name for name in tensors if "k_proj" in name)
     del tensors[lost]
     vllm = FusedVllm(JoinedModel(tiny_model(tied=tied)))
-    with pytest.raises(EngineError, match=f"These tensors did not come: {lost}\\."):
+    with pytest.raises(EngineError, match=rf": {lost}\.$"):
         push(slices(tensors), [vllm], _settings(bucket_bytes=1 << 12), 1)
 
 
@@ -182,7 +162,7 @@ def test_names_that_are_not_the_configurations_tell_nothing_of_what_lacks():
 
 @pytest.mark.parametrize(
     ("name", "shape", "said"),
-    [("foo.weight", (3,), "foo.weight of shape 3"), ("o.weight", (12, 9), "o.weight of shape 12x9")],
+    [("foo.weight", (3,), r"foo\.weight .* 3 "), ("o.weight", (12, 9), r"o\.weight .* 12x9 ")],
 )
 def test_what_the_model_does_not_take_is_refused_with_its_name(name, shape, said):
     vllm = FusedVllm()
@@ -201,8 +181,8 @@ class TakesTheTop(FusedModel):
 
 def test_a_tensor_of_which_only_a_part_was_taken_is_refused():
     vllm = FusedVllm(TakesTheTop(), in_process=False)
-    with pytest.raises(EngineError, match=r"only a part of o\.weight"):
-        push(slices(weights() | {"o.weight": torch.randn(14, 8)}), [vllm], _settings("shm"), 1)
+    with pytest.raises(EngineError, match=r"o\.weight"):
+        push(slices(weights() | {"o.weight": torch.randn(14, 8)}), [vllm], _settings("tcp"), 1)
     assert vllm.versions() == [None]
 
 
@@ -216,35 +196,23 @@ def test_slices_are_taken_to_their_end_when_an_engine_fails_midway():
 
     def die(method, arguments):
         if method == "lowpeak_take" and vllm.workers.calls.count(method) == 2:
-            raise LostEngineError("gone")
+            raise LostEngineError
 
     vllm.workers.before = die
-    with pytest.raises(LostEngineError, match="gone"):
+    with pytest.raises(LostEngineError):
         push(watched(), [vllm], _settings(), 1)
     assert len(taken) == len(list(slices(weights())))
     assert vllm.versions() == [None]
 
 
-def test_without_engines_slices_are_only_taken():
-    taken = [0]
-
-    def watched():
-        for piece in slices(weights()):
-            taken[0] += 1
-            yield piece
-
-    assert push(watched(), [], _settings(), 1).num_bytes == 0
-    assert taken[0] == len(list(slices(weights())))
-
-
 def test_an_error_of_the_policy_ends_the_update_without_a_version():
     def broken():
         yield next(iter(slices(weights())))
-        raise RuntimeError("a rank is gone")
+        raise RuntimeError
 
     vllm = FusedVllm()
     push(slices(weights()), [vllm], _settings(), 1)
-    with pytest.raises(RuntimeError, match="a rank is gone"):
+    with pytest.raises(RuntimeError):
         push(broken(), [vllm], _settings(), 2)
     assert vllm.versions() == [None]
 
@@ -263,30 +231,6 @@ def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
     assert vllm.versions() == [2]
 
 
-def test_what_changes_after_the_push_is_named_by_a_later_proof():
-    vllm = FusedVllm()
-    push(slices(weights()), [vllm], _settings(), 1)
-    prove([vllm])
-    vllm.model.qkv.data[9, 3] += 1
-    with pytest.raises(EngineError, match=r"no longer the policy's: k\.weight\.$"):
-        prove([vllm])
-    assert held_version([vllm]) is None
-
-
-def test_tensors_that_change_places_are_named_by_a_later_proof():
-    vllm = FusedVllm()
-    push(slices(weights()), [vllm], _settings(), 1)
-    key, value = vllm.model.qkv.data[8:12].clone(), vllm.model.qkv.data[12:].clone()
-    vllm.model.qkv.data[8:12], vllm.model.qkv.data[12:] = value, key
-    with pytest.raises(EngineError, match=r"no longer the policy's: k\.weight, v\.weight\.$"):
-        prove([vllm])
-
-
-def test_a_worker_without_a_version_proves_nothing():
-    with pytest.raises(EngineError, match="no version"):
-        prove([FusedVllm()])
-
-
 def test_tensors_that_do_not_change_come_once_and_are_proved_again():
     vllm, tensors = FusedVllm(), weights()
     frozen = {"embed.weight", "o.weight", "k.weight"}
@@ -297,17 +241,12 @@ def test_tensors_that_do_not_change_come_once_and_are_proved_again():
     assert report.num_bytes == 4 * sum(tensor.numel() for tensor in tensors.values()) - report.num_bytes_held_back
     assert _holds(vllm.model, tensors)
     tensors["k.weight"] = tensors["k.weight"] + 1
-    with pytest.raises(EngineError, match=r"not the policy's: k\.weight\.$"):
+    with pytest.raises(EngineError, match=r": k\.weight\.$"):
         push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen)
     assert push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes_held_back == 0
     assert _holds(vllm.model, tensors)
-
-
-def test_a_restarted_engine_gets_everything():
-    tensors = weights()
-    push(slices(tensors), [FusedVllm()], _settings(), 1, unchanging=set(tensors))
     restarted = FusedVllm()
-    assert push(slices(tensors), [restarted], _settings(), 1, unchanging=set(tensors)).num_bytes_held_back == 0
+    assert push(slices(tensors), [restarted], _settings(), 3, unchanging=set(tensors)).num_bytes_held_back == 0
     assert _holds(restarted.model, tensors)
 
 
@@ -319,26 +258,49 @@ def test_without_proof_weights_arrive_and_what_lacks_is_still_refused():
         push(slices({"embed.weight": weights()["embed.weight"]}), [vllm], _settings(verify=False), 2)
 
 
-def test_an_engine_of_half_precision_holds_what_its_slices_said():
-    model = FusedModel().bfloat16()
-    tensors = weights(dtype=torch.bfloat16)
-    push(slices(tensors), [FusedVllm(model)], _settings(), 1)
-    assert _holds(model, tensors)
-
-
-def test_a_parameter_of_another_dtype_is_proved_in_its_own():
-    model = FusedModel().bfloat16()
-    model.norm = torch.nn.Parameter(model.norm.data.float())
-    push(slices(weights(dtype=torch.bfloat16)), [FusedVllm(model)], _settings(), 1)
-    assert torch.equal(model.norm.data, weights(dtype=torch.bfloat16)["norm.weight"].float())
-
-
 def test_a_tensor_in_two_pieces_of_the_same_place_is_refused():
     half = WeightSlice("norm.weight", (12,), torch.float32, 0, torch.ones(6))
     with pytest.raises(EngineError, match=r"norm\.weight"):
         push([half, half], [FusedVllm()], _settings(), 1)
 
 
-def test_no_slices_are_an_error():
-    with pytest.raises(EngineError, match="no weights"):
+def test_what_changes_after_the_push_is_named_by_a_later_proof():
+    vllm = FusedVllm()
+    with pytest.raises(EngineError):
+        prove([vllm])  # it holds no version
+    push(slices(weights()), [vllm], _settings(), 1)
+    prove([vllm])
+    key, value = vllm.model.qkv.data[8:12].clone(), vllm.model.qkv.data[12:].clone()
+    vllm.model.qkv.data[8:12], vllm.model.qkv.data[12:] = value, key
+    with pytest.raises(EngineError, match=r": k\.weight, v\.weight\.$"):
+        prove([vllm])
+    push(slices(weights()), [vllm], _settings(), 1)
+    vllm.model.qkv.data[9, 3] += 1
+    with pytest.raises(EngineError, match=r": k\.weight\.$"):
+        prove([vllm])
+    assert held_version([vllm]) is None
+
+
+@pytest.mark.parametrize(("model", "name"), [(MisplacingModel(), "k.weight"), (FusedModel(tied=False), "head")])
+def test_a_tensor_that_another_one_overwrote_and_a_head_that_keeps_old_values_are_named(model, name):
+    vllm = FusedVllm(model)
+    with pytest.raises(EngineError, match=f": {name}\\.$"):
+        push(slices(weights()), [vllm], _settings(), 1)
+    assert vllm.versions() == [None]
+
+
+def test_without_engines_slices_are_only_taken_and_no_slices_are_an_error():
+    rest = slices(weights())
+    assert push(rest, [], _settings(), 1).num_bytes == 0
+    assert list(rest) == []
+    with pytest.raises(EngineError):
         push([], [FusedVllm()], _settings(), 1)
+
+
+def test_parameters_of_half_precision_beside_others_are_proved_in_their_own_dtype():
+    model, tensors = FusedModel().bfloat16(), weights(dtype=torch.bfloat16)
+    push(slices(tensors), [FusedVllm(model)], _settings(), 1)
+    assert _holds(model, tensors)
+    model.norm = torch.nn.Parameter(model.norm.data.float())
+    push(slices(tensors), [FusedVllm(model)], _settings(), 1)
+    assert torch.equal(model.norm.data, tensors["norm.weight"].float())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import signal
 import socket
 import threading
 import time
@@ -12,10 +14,10 @@ import pytest
 from fake_server import DROP, GENERATE, FakeServer, completion, error, generated, serving, slow
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.rollout.vllm.answers import checked
-from lowpeak.rollout.vllm.requests import Row
+from lowpeak.rollout.vllm.requests import Row, checked
 from lowpeak.rollout.vllm.server import ServerVllm, connect
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, Workers
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, Workers, call_together
+from served import free_port
 
 
 @pytest.fixture
@@ -28,12 +30,6 @@ def requests(*firsts):
     return [Request((first, 5), {"max_tokens": 4, "seed": first}) for first in firsts]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def lost(vllm, *firsts, timeout=5.0):
     with pytest.raises(LostEngineError) as found:
         vllm.complete(requests(*firsts), timeout)
@@ -43,28 +39,27 @@ def lost(vllm, *firsts, timeout=5.0):
 # what goes well
 
 
-def test_it_is_a_vllm_whose_workers_are_elsewhere(fake):
+def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_workers(fake):
     vllm = ServerVllm(fake.url)
     assert isinstance(vllm, Vllm)
     assert isinstance(vllm.workers, Workers)
     assert not vllm.workers.in_process
+    assert vllm.facts() == fake.facts
+    fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
+    told = vllm.workers.call("lowpeak_take", {"pieces": [1]}, 7.0)
+    assert told == [{"method": "lowpeak_take", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
 
 
 def test_token_ids_go_in_and_come_back_in_the_order_of_the_requests(fake):
-    answers = ServerVllm(fake.url).complete(requests(*range(2, 12)))
-    expected = [Answer((first, 1), (-0.5, -0.25), "stop", frozenset({3})) for first in range(2, 12)]
-    assert answers == expected
+    vllm = ServerVllm(fake.url)
+    assert vllm.complete([]) == []
+    assert fake.calls == []
+    answers = vllm.complete(requests(*range(2, 12)))
+    assert answers == [Answer((first, 1), (-0.5, -0.25), "stop", frozenset({3})) for first in range(2, 12)]
     sent = next(body for path, body in fake.calls if path == GENERATE)
-    assert sent["sampling_params"] == {
-        "logprobs": 0,
-        "max_tokens": 4,
-        "seed": sent["token_ids"][0],
-        "detokenize": False,
-    }
-
-
-def test_text_is_made_only_where_a_stop_string_needs_it(fake):
-    ServerVllm(fake.url).complete([Request((2,), {"stop": ["7"]})])
+    own = {"max_tokens": 4, "seed": sent["token_ids"][0]}
+    assert sent["sampling_params"] == {"logprobs": 0, "detokenize": False} | own
+    vllm.complete([Request((2,), {"stop": ["7"]})])
     assert fake.calls[-1][1]["sampling_params"]["detokenize"] is True
 
 
@@ -76,23 +71,26 @@ def test_a_server_without_the_route_for_tokens_is_asked_by_the_one_for_completio
     assert (sent["prompt"], sent["return_token_ids"], sent["logprobs"], sent["seed"]) == ([2, 5], True, 0, 2)
 
 
-def test_the_checkpoints_own_weights_are_no_policy_version(fake):
+def test_the_checkpoints_own_weights_have_no_policy_version(fake):
     fake.answers[GENERATE] = lambda body: (200, generated([7], [-0.5], version="default"))
     assert ServerVllm(fake.url).complete(requests(2))[0].policy_versions == frozenset()
 
 
-def test_requests_of_a_wave_are_under_way_together(fake):
+def test_requests_of_a_wave_run_together_also_inside_a_running_event_loop(fake):
     meeting = threading.Barrier(8)
 
     def together(body):
         meeting.wait(10)
         return fake.generate(body)
 
+    async def notebook():
+        return ServerVllm(fake.url).complete(requests(*range(2, 10)), 20)
+
     fake.answers[GENERATE] = together
-    assert len(ServerVllm(fake.url).complete(requests(*range(2, 10)), 20)) == 8
+    assert len(asyncio.run(notebook())) == 8
 
 
-def test_an_adapter_is_made_known_once_and_named_by_its_requests(fake):
+def test_an_adapter_is_registered_once_and_named_by_its_requests(fake):
     adapter = Adapter("lowpeak-7", 7, "folder")
     vllm = ServerVllm(fake.url)
     for _ in range(2):
@@ -106,46 +104,51 @@ def test_an_adapter_is_made_known_once_and_named_by_its_requests(fake):
     assert len([path for path, _ in fake.calls if path == "/lowpeak_adapter"]) == 2
 
 
-def test_a_wave_of_none_asks_nothing(fake):
-    assert ServerVllm(fake.url).complete([]) == []
-    assert fake.calls == []
-
-
-def test_facts_are_what_the_workers_tell(fake):
-    assert ServerVllm(fake.url).facts() == fake.facts
-
-
-def test_a_workers_method_gets_its_arguments_and_a_limit(fake):
-    fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
-    told = ServerVllm(fake.url).workers.call("lowpeak_take", {"pieces": [1]}, 7.0)
-    assert told == [{"method": "lowpeak_take", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
-
-
-def test_before_it_answers_again_the_cache_of_the_old_weights_is_emptied(fake):
-    refusals = [False, True]
+def test_a_pause_gives_up_requests_and_a_resume_empties_the_cache_first(fake):
+    refusals = [False, False, True]
     fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": refusals.pop(0)})
     vllm = ServerVllm(fake.url)
     vllm.pause()
     vllm.resume()
-    paths = [path for path, _ in fake.calls]
-    assert paths == ["/pause?mode=abort&clear_cache=true", "/reset_prefix_cache", "/reset_prefix_cache", "/resume"]
+    assert [path for path, _ in fake.calls] == [
+        "/pause?mode=abort&clear_cache=true",
+        *["/reset_prefix_cache"] * 3,
+        "/resume",
+    ]
+    fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": False})
+    with pytest.raises(EngineError, match=fake.url):
+        vllm.resume()
 
 
-def test_a_server_that_sleeps_wakes_or_closes_does_nothing(fake):
-    vllm = ServerVllm(fake.url)
-    vllm.sleep()
-    vllm.wake()
-    vllm.close()
-    assert fake.calls == []
+def test_a_token_is_sent_and_appears_in_no_error():
+    with serving(FakeServer(token="secret")) as fake:
+        assert ServerVllm(fake.url, "secret").facts() == fake.facts
+        with pytest.raises(EngineError, match=r"vllm_server_token.*LOWPEAK_SERVER_TOKEN") as found:
+            ServerVllm(fake.url, "a wrong one").facts()
+    assert "a wrong one" not in str(found.value)
 
 
 # what is lost
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ((503, error("paused")), r"\(503\): paused"),
+        ((200, generated([7], [-0.5], "abort")), ""),
+        ((200, DROP), GENERATE),
+    ],
+    ids=["503", "abort", "dropped"],
+)
+def test_a_dying_or_paused_server_is_lost(fake, answer, said):
+    fake.answers[GENERATE] = lambda body: answer
+    with pytest.raises(LostEngineError, match=f"{fake.url}.*{said}"):
+        ServerVllm(fake.url).complete(requests(2))
+
+
 def test_a_server_that_is_not_there_is_lost():
-    error_ = lost(ServerVllm(f"http://127.0.0.1:{free_port()}"), 2)
-    assert "no server answers at http://127.0.0.1" in str(error_)
-    assert "refused" in str(error_)
+    url = f"http://127.0.0.1:{free_port()}"
+    assert url in str(lost(ServerVllm(url), 2))
 
 
 def test_answers_that_came_before_the_loss_are_kept(fake):
@@ -158,41 +161,26 @@ def test_answers_that_came_before_the_loss_are_kept(fake):
     fake.answers[GENERATE] = half
     found = lost(ServerVllm(fake.url), 2, 3, 4, 5)
     assert {place: answer.ids for place, answer in found.finished.items()} == {0: (2, 1), 1: (3, 1)}
-    assert "was lost at" in str(found)
 
 
-@pytest.mark.parametrize(
-    ("answer", "said"),
-    [
-        ((503, error("paused")), "is not answering now (503): paused"),
-        ((200, generated([7], [-0.5], "abort")), "gave a request up before its end"),
-        ((200, DROP), "was lost at /inference/v1/generate"),
-    ],
-    ids=["503", "abort", "dropped"],
-)
-def test_what_a_dying_or_paused_server_says_is_a_loss(fake, answer, said):
-    fake.answers[GENERATE] = lambda body: answer
-    assert said in str(lost(ServerVllm(fake.url), 2))
-
-
-def test_a_500_is_a_loss_where_the_engine_is_dead_and_a_refusal_where_it_lives(fake):
+def test_a_500_is_a_loss_if_the_engine_is_dead_and_a_refusal_if_it_lives(fake):
     fake.answers[GENERATE] = lambda body: (500, error("EngineCore encountered an issue."))
-    with pytest.raises(EngineError, match=r"refused .* \(500\): EngineCore encountered an issue") as found:
+    with pytest.raises(EngineError, match=r"\(500\): EngineCore") as found:
         ServerVllm(fake.url).complete(requests(2))
     assert not isinstance(found.value, LostEngineError)
     fake.answers["/health"] = lambda body: (503, None)
-    assert "has lost its engine (500)" in str(lost(ServerVllm(fake.url), 2))
+    assert "(500)" in str(lost(ServerVllm(fake.url), 2))
 
 
-def test_a_server_that_is_too_slow_is_lost_at_the_limit_and_its_requests_are_given_up(fake):
+def test_a_server_that_is_too_slow_is_lost_at_the_limit_and_its_requests_are_cancelled(fake):
     fake.answers[GENERATE] = lambda body: slow(2, fake.generate(body))(body)
     began = time.monotonic()
-    assert "did not answer /inference/v1/generate in time" in str(lost(ServerVllm(fake.url), 2, 3, timeout=0.5))
+    assert GENERATE in str(lost(ServerVllm(fake.url), 2, 3, timeout=0.5))
     assert time.monotonic() - began < 1.5
     assert fake.gone.wait(5)
 
 
-def test_an_answer_that_trickles_in_is_held_to_the_same_limit(fake):
+def test_the_limit_holds_for_an_answer_that_trickles_in():
     """A socket's own limit begins anew with every byte."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
@@ -208,30 +196,33 @@ def test_an_answer_that_trickles_in_is_held_to_the_same_limit(fake):
 
         threading.Thread(target=trickle, daemon=True).start()
         began = time.monotonic()
-        with pytest.raises(LostEngineError, match="in time"):
+        with pytest.raises(LostEngineError):
             ServerVllm(f"127.0.0.1:{listening.getsockname()[1]}").workers.call("m", {}, -4.5)
         assert time.monotonic() - began < 2
 
 
-def test_a_server_that_was_restarted_since_its_facts_were_asked_is_lost(fake):
-    vllm = ServerVllm(fake.url)
-    vllm.facts()
-    fake.incarnation = "second"
-    assert "was restarted" in str(lost(vllm, 2))
-    vllm.facts()
-    assert vllm.complete(requests(2))
-
-
-def test_a_restart_while_a_wave_was_under_way_is_a_loss_too(fake):
+def test_a_restart_since_the_facts_were_asked_or_during_a_wave_is_a_loss(fake):
     def restart(body):
-        fake.incarnation = "second"
+        fake.incarnation = "third"
         return fake.generate(body)
 
     vllm = ServerVllm(fake.url)
     vllm.facts()
-    vllm.complete(requests(2))
+    fake.incarnation = "second"
+    assert fake.url in str(lost(vllm, 2))
+    vllm.facts()
+    assert vllm.complete(requests(2))
     fake.answers[GENERATE] = restart
-    assert "was restarted" in str(lost(vllm, 2))
+    assert fake.url in str(lost(vllm, 2))
+
+
+def test_ctrl_c_ends_a_wave_at_once_and_cancels_its_requests(fake):
+    fake.answers[GENERATE] = lambda body: slow(3, fake.generate(body))(body)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupted_soon():
+        ServerVllm(fake.url).complete(requests(2, 3))
+    assert time.monotonic() - began < 2
+    assert fake.gone.wait(5)
 
 
 # what is wrong
@@ -240,85 +231,63 @@ def test_a_restart_while_a_wave_was_under_way_is_a_loss_too(fake):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((200, b"<html>hello</html>"), "with something that is no JSON"),
-        ((200, {"choices": []}), "in a form that vLLM does not"),
-        ((200, {"answer": 42}), "in a form that vLLM does not"),
-        ((200, generated([7.5], [-0.5])), "tokens that are no ids"),
-        ((400, error("Token id 99 is out of vocabulary")), "(400): Token id 99 is out of vocabulary"),
-        ((422, b"no good"), "(422): no good"),
-        ((302, None), "(302): it gave no reason"),
+        ((200, b"<html>hello</html>"), "<html>hello"),
+        ((200, b"[" * 100_000), r"\[\["),
+        ((400, b"[" * 100_000), r"\(400\)"),
+        ((200, {"choices": []}), "ValueError"),
+        ((200, {"answer": 42}), "choices"),
+        ((200, generated([7.5], [-0.5])), ""),
+        ((400, error("Token id 99")), r"\(400\): Token id 99"),
+        ((422, b"no good"), r"\(422\)"),
+        ((302, None), r"\(302\)"),
     ],
 )
 def test_a_malformed_or_refusing_answer_is_an_error_with_the_servers_words(fake, answer, said):
     fake.answers[GENERATE] = lambda body: answer
-    with pytest.raises(EngineError) as found:
+    with pytest.raises(EngineError, match=f"{fake.url}.*{said}") as found:
         ServerVllm(fake.url).complete(requests(2))
-    assert said in str(found.value)
     assert not isinstance(found.value, LostEngineError)
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (generated([7, 8], [-0.5]), "2 tokens and 1 log-probs"),
-        (generated([7], [-0.5, -0.5]), "1 tokens and 2 log-probs"),
-        (generated([], []), "0 tokens and 0 log-probs"),
-        (generated([7], [-0.5], None), "ended with 'None'"),
-        (generated([7], [float("nan")]), "NaN or infinite"),
+        (generated([7, 8], [-0.5]), "2 tokens.*1 log-probs"),
+        (generated([7], [-0.5, -0.5]), "1 tokens.*2 log-probs"),
+        (generated([], []), "0 tokens.*0 log-probs"),
+        (generated([7], [-0.5], None), "'None'"),
+        (generated([7], [float("nan")]), "NaN"),
+        (completion([7], [-0.5, -0.1]), "1 tokens.*2 log-probs"),
     ],
 )
-def test_what_has_the_form_of_an_answer_and_is_none_is_told_from_it_as_any_engines_is(fake, answer, said):
-    fake.answers[GENERATE] = lambda body: (200, answer)
-    rows = [Row(0, 0, request) for request in requests(2)]
-    with pytest.raises(EngineError, match=said):
-        checked(rows, ServerVllm(fake.url).complete([row.request for row in rows]), 3, None)
-
-
-def test_completions_with_fewer_tokens_than_logprobs_are_refused_too():
-    with serving(FakeServer(scale_out=False)) as fake:
-        fake.answers["/v1/completions"] = lambda body: (200, completion([7], [-0.5, -0.1]))
+def test_an_answer_of_the_right_form_that_cannot_be_used_is_refused(answer, said):
+    has_version = "weight_versions" in answer["choices"][0]
+    with serving(FakeServer(scale_out=has_version)) as fake:
+        fake.answers[GENERATE if has_version else "/v1/completions"] = lambda body: (200, answer)
         rows = [Row(0, 0, request) for request in requests(2)]
-        with pytest.raises(EngineError, match="1 tokens and 2 log-probs"):
+        with pytest.raises(EngineError, match=said):
             checked(rows, ServerVllm(fake.url).complete([row.request for row in rows]), 3, None)
-
-
-def test_a_token_is_demanded_and_given():
-    with serving(FakeServer(token="secret")) as fake:
-        with pytest.raises(EngineError, match=r"demands a token.*LOWPEAK_SERVER_TOKEN"):
-            ServerVllm(fake.url).facts()
-        assert ServerVllm(fake.url, "secret").facts() == fake.facts
 
 
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((404, error("Not Found")), "has no /collective_rpc .*lowpeak serve"),
-        ((200, {"results": []}), "returned nothing for lowpeak_identity"),
-        ((200, {"results": [{"error": "no such thing"}]}), "no such thing"),
-        ((200, {"results": ["text"]}), "does not answer lowpeak_identity"),
+        ((404, error("Not Found")), "/collective_rpc.*lowpeak serve"),
+        ((200, {"results": []}), "lowpeak_identity"),
+        ((200, {"results": [{"error": "a complaint"}]}), "complaint"),
+        ((200, {"results": ["text"]}), "lowpeak_identity"),
+        ((200, {"results": [{"colour": "red"}]}), "colour"),
     ],
 )
-def test_a_server_that_lowpeak_did_not_start_is_told_from_one_that_it_did(fake, answer, said):
+def test_a_server_that_this_lowpeak_did_not_start_is_refused(fake, answer, said):
     fake.answers["/collective_rpc"] = lambda body: answer
     with pytest.raises(EngineError, match=said):
         ServerVllm(fake.url).facts()
 
 
-def test_facts_of_another_lowpeak_are_refused(fake):
-    fake.answers["/collective_rpc"] = lambda body: (200, {"results": [{"colour": "red"}]})
-    with pytest.raises(EngineError, match="tells other facts"):
-        ServerVllm(fake.url).facts()
-
-
-def test_a_cache_that_is_never_emptied_is_an_error(fake):
-    fake.answers["/reset_prefix_cache"] = lambda body: (200, {"success": False})
-    with pytest.raises(EngineError, match="does not empty its prefix cache"):
-        ServerVllm(fake.url).resume()
-
-
-@pytest.mark.parametrize("url", ["ftp://host", "http://", "://"])
-def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(ArgumentError, match="is no address of a server"):
+@pytest.mark.parametrize("url", ["ftp://host", "http://", "://", "http://[::1"])
+def test_something_that_is_not_an_address_is_refused(url):
+    with pytest.raises(ArgumentError):
         ServerVllm(url)
 
 
@@ -326,15 +295,15 @@ def test_an_address_that_is_none_is_refused(url):
 
 
 def test_a_server_that_comes_up_late_is_waited_for_and_the_log_says_so(caplog):
-    port = free_port()
-    fake = FakeServer()
+    port, fake, done = free_port(), FakeServer(), threading.Event()
+    ill = [503, 503, 200]
+    fake.answers["/health"] = lambda body: (ill.pop(0), None)
 
     def later():
         time.sleep(0.8)
         with serving(fake, port):
             done.wait(10)
 
-    done = threading.Event()
     thread = threading.Thread(target=later)
     thread.start()
     try:
@@ -344,29 +313,72 @@ def test_a_server_that_comes_up_late_is_waited_for_and_the_log_says_so(caplog):
     finally:
         done.set()
         thread.join()
-    assert f"waiting for vLLM at http://127.0.0.1:{port}, 0 s of 10 so far" in caplog.text
+    assert ill == []
+    assert f"http://127.0.0.1:{port}, 0 s of 10" in caplog.text
 
 
 def test_a_server_that_does_not_come_is_an_error_that_says_where_and_what_to_do():
     url = f"http://127.0.0.1:{free_port()}"
     began = time.monotonic()
-    with pytest.raises(
-        EngineError, match=rf"no vLLM was ready at {url} within 1 s .*lowpeak serve.*vllm_server_timeout"
-    ):
+    with pytest.raises(EngineError, match=f"{url}.*lowpeak serve.*vllm_server_timeout"):
         connect(ServerSettings((url,), timeout=1.0))
     assert time.monotonic() - began < 3
 
 
 def test_one_server_under_two_addresses_is_refused_with_both(fake):
     urls = (fake.url, fake.url.replace("127.0.0.1", "localhost"))
-    with pytest.raises(ArgumentError, match=f"{urls[0]} and {urls[1]} are the same server: name it once"):
+    with pytest.raises(ArgumentError, match=f"{urls[0]}.*{urls[1]}"):
         connect(ServerSettings(urls, timeout=5.0))
     with serving(FakeServer()) as other:
         assert len(connect(ServerSettings((fake.url, other.url), timeout=5.0))) == 2
 
 
-def test_a_server_that_is_there_and_not_well_is_waited_for(fake):
-    ill = [503, 503, 200]
-    fake.answers["/health"] = lambda body: (ill.pop(0), None)
-    ServerVllm(fake.url).wait(10)
-    assert ill == []
+# several engines
+
+
+def test_calls_run_together_and_answer_in_order_and_a_single_one_in_the_callers_thread():
+    meeting = threading.Barrier(2, timeout=10)
+
+    def call(number):
+        meeting.wait()
+        return number
+
+    assert call_together([lambda: call(1), lambda: call(2)]) == [1, 2]
+    assert call_together([]) == []
+    assert call_together([threading.current_thread]) == [threading.current_thread()]
+
+
+def test_the_first_error_is_raised_when_all_calls_have_ended():
+    ended = threading.Event()
+
+    def late():
+        time.sleep(0.05)
+        ended.set()
+        raise ValueError
+
+    def early():
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        call_together([early, late])
+    assert ended.is_set()
+
+
+def test_ctrl_c_does_not_wait_for_calls_that_hang():
+    hanging = threading.Event()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), interrupted_soon():
+        call_together([lambda: hanging.wait(10)] * 2)
+    hanging.set()
+    assert time.monotonic() - began < 5
+
+
+class interrupted_soon:
+    """Ctrl-C in this thread after a moment."""
+
+    def __enter__(self):
+        self.before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
+        threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before)

@@ -1,30 +1,27 @@
-"""Shared memory and TCP between real processes: weights arrive, nothing is left behind, and no wait is without an end."""
+"""Weights by TCP between real processes, and a scripted group in NCCL's place: they arrive, and every wait ends."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
 
-from fused import VOCAB, FusedVllm, slices, weights
+from fused import VOCAB, FusedVllm, FusedWorkers, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
-from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.vllm import LostEngineError
-from lowpeak.rollout.vllm.weights.proof import held_version, prove
-from lowpeak.rollout.vllm.weights.push import push
-from lowpeak.rollout.vllm.weights.transports.choose import look, open_sender
-from lowpeak.rollout.vllm.weights.transports.shm import ShmSender, new_name, shared_folder, sweep
-from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender
+from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.rollout.vllm.weights.push import held_version, prove, push
+from lowpeak.rollout.vllm.weights.transports.choose import open_sender
+from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender, usable
+from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
 from remote import RemoteVllm
+from served import free_port
 
 CPU = torch.device("cpu")
+HERE = r"127\.0\.0\.1"
 
 
 @pytest.fixture
@@ -40,172 +37,82 @@ def remote():
         vllm.kill()
 
 
-def _settings(transport):
-    return VllmSettings(ServerSettings(()), bucket_bytes=512, transport=transport)
+def _settings(transport="tcp", port=None):
+    return VllmSettings(ServerSettings((), group_port=port), bucket_bytes=512, transport=transport)
 
 
-def _ours():
-    return [path.name for path in shared_folder().glob(f"lowpeak-{os.getpid()}-*")]
-
-
-@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
-def test_weights_arrive_in_other_processes_and_no_file_stays(transport, remote):
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+def test_weights_arrive_in_other_processes(transport, remote):
     vllms = [remote(), remote()]
     for version in (1, 2):
         tensors = weights(version)
-        report = push(slices(tensors), vllms, _settings(transport), version)
-        assert report.transport == ("shm" if transport == "auto" else transport)
+        assert push(slices(tensors), vllms, _settings(transport), version).transport == "tcp"
         for vllm in vllms:
             found = vllm.weights()
             assert torch.equal(torch.from_numpy(found["embed"])[:VOCAB], tensors["embed.weight"])
             assert torch.equal(torch.from_numpy(found["qkv"])[8:12], tensors["k.weight"])
         assert held_version(vllms) == version
-        assert _ours() == []
     prove(vllms)
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_worker_that_dies_ends_the_update_soon_and_the_others_hold_no_version(transport, remote):
+def test_a_worker_that_dies_ends_the_update_soon_and_the_others_hold_no_version(remote):
     vllms = [remote(), remote(dies_at=2)]
     began = time.monotonic()
-    with pytest.raises(LostEngineError, match="gone"):
-        push(slices(weights()), vllms, _settings(transport), 1, timeout=20)
+    with pytest.raises(LostEngineError):
+        push(slices(weights()), vllms, _settings(), 1, timeout=20)
     assert time.monotonic() - began < 10
     assert held_version(vllms[:1]) is None
-    assert _ours() == []
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_worker_that_hangs_ends_the_update_when_its_time_is_over(transport, remote):
+def test_a_worker_that_hangs_ends_the_update_when_its_time_is_over(remote):
     vllm = remote(sleeps_at=2)
     began = time.monotonic()
     with pytest.raises(EngineError):
-        push(slices(weights()), [vllm], _settings(transport), 1, timeout=1)
+        push(slices(weights()), [vllm], _settings(), 1, timeout=1)
     assert time.monotonic() - began < 10
 
 
-@pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_an_engine_that_failed_takes_the_next_update(transport, remote):
+def test_an_engine_that_failed_takes_the_next_update(remote):
     vllm = remote()
 
     def broken():
         yield next(iter(slices(weights())))
-        raise RuntimeError("a rank is gone")
+        raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        push(broken(), [vllm], _settings(transport), 1)
-    push(slices(weights()), [vllm], _settings(transport), 2)
+        push(broken(), [vllm], _settings(), 1)
+    push(slices(weights()), [vllm], _settings(), 2)
     assert held_version([vllm]) == 2
 
 
-def test_a_killed_trainer_leaves_a_name_only_until_the_next_one_sweeps(tmp_path):
-    program = (
-        "import os, signal, sys; from pathlib import Path; from lowpeak.rollout.vllm.weights.transports.shm import ShmSender; "
-        "ShmSender(4096, Path(sys.argv[1])); os.kill(os.getpid(), signal.SIGKILL)"
+def test_every_update_leaves_by_the_port_that_was_given():
+    vllm, port, seen = FusedVllm(in_process=False), free_port(), []
+    vllm.workers.before = lambda method, arguments: (
+        seen.append(arguments["invitation"]) if method == "lowpeak_begin" else None
     )
-    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=False, timeout=120)
-    assert len(list(tmp_path.iterdir())) == 1
-    mine = tmp_path / new_name()
-    mine.touch()
-    sweep(tmp_path)
-    assert list(tmp_path.iterdir()) == [mine]
+    for version in (1, 2):
+        push(slices(weights(version)), [vllm], _settings(port=port), version)
+    push(slices(weights(3)), [vllm], _settings(), 3)
+    ports = [invitation["port"] for invitation in seen]
+    assert ports[:2] == [port, port] != ports[2]
+    assert all(invitation["hosts"] == ["127.0.0.1"] for invitation in seen)
 
 
-def test_the_files_name_is_gone_while_weights_travel():
-    vllm, seen = FusedVllm(in_process=False), []
-    vllm.workers.before = lambda method, arguments: seen.extend(_ours()) if method == "lowpeak_take" else None
-    push(slices(weights()), [vllm], _settings("shm"), 1)
-    assert "lowpeak_take" in vllm.workers.calls
-    assert seen == []
+def test_a_port_that_is_taken_is_named_with_its_argument():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineError, match=f"{port} .*vllm_group_port"):
+            push(slices(weights()), [FusedVllm(in_process=False)], _settings(port=port), 1)
 
 
-def test_shared_memory_without_room_says_what_to_do():
-    with pytest.raises(EngineError, match="tcp"):
-        ShmSender(1 << 50)
-    assert _ours() == []
-
-
-def test_auto_falls_back_to_tcp_where_shared_memory_has_no_room(remote):
-    sender = open_sender("auto", [remote()], 1 << 50, CPU, 10)
-    sender.close()
-    assert sender.name == "tcp"
-
-
-def test_a_worker_shows_no_file_that_a_trainer_did_not_make(tmp_path):
-    secret = tmp_path / "secret"
-    secret.write_text("x")
-    assert look(str(secret), CPU)["content"] == ""
-    assert look("/etc/hostname", CPU)["content"] == ""
-
-
-def test_who_does_not_know_the_token_gets_nothing():
-    sender = TcpSender(1 << 16, loopback=True, timeout=5)
-    try:
-        given = sender.invitation()
-        with pytest.raises(EngineError, match="cannot connect"):
-            TcpInlet(given["hosts"], given["port"], "0" * 64, 5)
-        known = TcpInlet(given["hosts"], given["port"], given["token"], 5)
-        known.close()
-    finally:
-        sender.close()
-    with pytest.raises(EngineError, match="cannot connect"):
-        TcpInlet(given["hosts"], given["port"], given["token"], 5)
-
-
-def test_the_trainer_writes_nothing_to_one_who_does_not_know_the_token():
-    sender = TcpSender(1 << 16, loopback=True, timeout=5)
-    with (
-        contextlib.closing(sender),
-        socket.create_connection(("127.0.0.1", sender.invitation()["port"]), 5) as stranger,
-    ):
-        stranger.sendall(b"0" * 64)
-        assert stranger.recv(1) == b""
-
-
-def test_a_worker_does_not_take_weights_from_one_who_answers_wrongly():
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-
-        def answer():
-            peer, _ = stranger.accept()
-            peer.sendall(peer.recv(64))
-            peer.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        with pytest.raises(EngineError, match="somebody else answers"):
-            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 5)
-
-
-def test_a_worker_does_not_take_weights_from_one_who_does_not_know_the_token():
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        stranger.settimeout(5)
-        began = time.monotonic()
-        with pytest.raises(EngineError, match="cannot connect"):
-            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
-        assert time.monotonic() - began < 5
-
-
-def test_a_silent_stranger_keeps_nobody_waiting():
-    sender = TcpSender(1 << 16, loopback=True, timeout=5)
-    with contextlib.closing(sender):
-        given = sender.invitation()
-        with socket.create_connection(("127.0.0.1", given["port"])):
-            began = time.monotonic()
-            TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
-            assert time.monotonic() - began < 10
-
-
-@pytest.mark.parametrize("data", [b"", b"5\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000, bytes(range(256))])
-def test_many_strangers_keep_nobody_waiting_whatever_they_send(data):
-    with contextlib.ExitStack() as stack:
-        sender = stack.enter_context(contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)))
-        given = sender.invitation()
-        for _ in range(200):
-            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", given["port"]), 5))
-            with contextlib.suppress(ConnectionError):
-                stranger.sendall(data)
-        began = time.monotonic()
-        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
-        assert time.monotonic() - began < 5
+def test_a_worker_in_another_network_is_given_this_hosts_addresses():
+    vllm, call = FusedVllm(in_process=False), FusedWorkers.call
+    vllm.workers.call = lambda method, *given: (
+        [{"network": "elsewhere", "device": "cpu"}] if method == "lowpeak_look" else call(vllm.workers, method, *given)
+    )
+    with contextlib.closing(open_sender("tcp", [vllm], 512, CPU, 5)) as sender:
+        hosts = sender.invitation()["hosts"]
+    assert hosts == own_addresses()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
@@ -225,16 +132,119 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
         assert time.monotonic() - began < 8
 
 
-def test_the_process_transport_is_refused_for_other_processes(remote):
-    with pytest.raises(EngineError, match="other processes"):
-        open_sender("process", [remote()], 512, CPU, 5)
-
-
-@pytest.mark.parametrize("transport", ["ipc", "nccl"])
-def test_a_transport_between_gpus_is_refused_where_there_is_none_before_anything_waits(remote, transport):
-    with pytest.raises(EngineError, match=f"vllm_transport='{transport}' is between GPUs.*use 'auto'"):
+@pytest.mark.parametrize("transport", ["process", "nccl"])
+def test_a_transport_that_does_not_reach_the_workers_is_refused_before_anything_waits(remote, transport):
+    with pytest.raises(EngineError, match=f"vllm_transport='{transport}'.*'auto'"):
         open_sender(transport, [remote()], 512, CPU, 5)
 
 
-def test_in_process_engines_are_given_the_bucket_itself():
-    assert open_sender("auto", [FusedVllm()], 512, CPU, 5).name == "process"
+class Group:
+    """Counts its ends."""
+
+    def __init__(self):
+        self.ends = 0
+
+    def destroy(self):
+        self.ends += 1
+
+
+def nccl_sender(form, timeout=10.0):
+    return NcclSender(64, CPU, "127.0.0.1", 2, timeout, form=form)
+
+
+def test_both_ends_of_an_update_free_their_communicator_once():
+    theirs, ours, formed = Group(), Group(), []
+
+    def form(host, port, rank, world_size, device):
+        formed.append((host, port, rank, world_size))
+        return ours if rank == 0 else theirs
+
+    one = nccl_sender(form)
+    one.joined()
+    given = one.invitation()
+    assert given.pop("transport") == "nccl"
+    other = NcclInlet(**given, rank=2, device=CPU, form=form)
+    for end in (one, other, one, other):
+        end.close()
+    assert (ours.ends, theirs.ends) == (1, 1)
+    assert formed == [("127.0.0.1", given["port"], 0, 3), ("127.0.0.1", given["port"], 2, 3)]
+
+
+def test_a_group_that_forms_after_its_update_was_given_up_ends_at_once():
+    group, late, ended = Group(), threading.Event(), threading.Event()
+    group.destroy = ended.set
+
+    def form(*meeting):
+        late.wait(10)
+        return group
+
+    one = nccl_sender(form, timeout=0.01)
+    with pytest.raises(EngineError, match="vllm_transport='tcp'"):
+        one.joined()
+    one.close()
+    assert not ended.is_set()
+    late.set()
+    assert ended.wait(10)
+
+
+def test_why_a_group_did_not_form_is_told():
+    def form(*meeting):
+        raise OSError("a reason")
+
+    with pytest.raises(EngineError, match=r"\(a reason\)"):
+        nccl_sender(form).joined()
+
+
+def test_a_communicator_that_broadcasts_nothing_is_none():
+    group = Group()
+    assert usable(group) is group
+    group.disabled = True
+    with pytest.raises(EngineError, match="NCCL"):
+        usable(group)
+
+
+def test_a_worker_that_does_not_know_the_token_gets_nothing():
+    with contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)) as sender:
+        given = sender.invitation()
+        with socket.create_connection(("127.0.0.1", given["port"]), 5) as stranger:
+            stranger.sendall(b"0" * 64)
+            assert stranger.recv(1) == b""
+        with pytest.raises(EngineError, match=HERE):
+            TcpInlet(given["hosts"], given["port"], "0" * 64, 5)
+        TcpInlet(given["hosts"], given["port"], given["token"], 5).close()
+    with pytest.raises(EngineError, match=HERE):
+        TcpInlet(given["hosts"], given["port"], given["token"], 5)
+
+
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_worker_takes_no_weights_from_one_that_does_not_know_the_token(answers):
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+
+        def echo():
+            peer, _ = stranger.accept()
+            peer.sendall(peer.recv(64))
+            peer.close()
+
+        if answers:
+            threading.Thread(target=echo, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(EngineError, match=HERE):
+            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("count", "data"),
+    [(1, b""), *((200, data) for data in (b"", b"5\n", b"GET / HTTP/1.1\r\n\r\n", b"[" * 60_000, bytes(range(256))))],
+)
+def test_strangers_keep_no_worker_waiting_whatever_they_send(count, data):
+    with contextlib.ExitStack() as stack:
+        sender = stack.enter_context(contextlib.closing(TcpSender(1 << 16, loopback=True, timeout=5)))
+        given = sender.invitation()
+        for _ in range(count):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", given["port"]), 5))
+            with contextlib.suppress(ConnectionError):
+                stranger.sendall(data)
+        began = time.monotonic()
+        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+        assert time.monotonic() - began < 5

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import Adapter
-from lowpeak.rollout.vllm.weights.buckets import Piece, read_sums
+from lowpeak.rollout.vllm.weights.buckets import Piece, few, read_sums
 from lowpeak.rollout.vllm.weights.checksum import checksum
 
 
@@ -71,17 +71,16 @@ class AdapterReceiver:
         """EngineError with names where the tensors are not what was sent, or vLLM does not take the adapter."""
         lost = sorted(name for name in sent if self._left.get(name) != 0)
         if lost:
-            raise EngineError(f"These tensors of the adapter did not come whole: {', '.join(lost[:5])}.")
+            raise EngineError(f"These tensors of the adapter did not come whole: {few(lost)}.")
         found = read_sums({name: checksum(tensor) for name, tensor in self._tensors.items()})
         wrong = sorted(name for name, value in sent.items() if value and found.get(name) != value)
         if wrong:
-            raise EngineError(f"The adapter is not the policy's: {', '.join(wrong[:5])}.")
+            raise EngineError(f"The adapter is not the policy's: {few(wrong)}.")
         self._next = _Held.of(self.worker, self._given, self._tensors)
         self._drop_tensors()
         return {}
 
     def commit(self, policy_version: int) -> None:
-        """The new adapter takes the place of the former one."""
         if self._held is not None:
             self._held.remove(self.worker)
         self._held, self._next = self._next, None
@@ -104,7 +103,6 @@ class AdapterReceiver:
             raise EngineError(f"vLLM's adapter {self._held.adapter.name} is no longer the policy's.")
 
     def adapter(self) -> dict[str, Any] | None:
-        """What requests name."""
         return None if self._held is None else asdict(self._held.adapter)
 
     def _drop_tensors(self) -> None:

@@ -34,7 +34,6 @@ class Piece:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the piece is all of its tensor."""
         return self.count == self.numel
 
     def values_in(self, bucket: Tensor) -> Tensor:
@@ -42,12 +41,10 @@ class Piece:
         return bucket[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """What JSON can hold of it."""
         return asdict(self) | {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @staticmethod
     def from_json(given: Mapping[str, Any]) -> Piece:
-        """What `to_json` gave."""
         return Piece(**{**given, "shape": tuple(given["shape"]), "dtype": getattr(torch, given["dtype"])})
 
 
@@ -83,7 +80,7 @@ class Sums:
     def read(self) -> dict[str, str]:
         """All of them as hexadecimal, read from the device together; EngineError where a tensor is not whole."""
         if self._open:
-            raise EngineError(f"The slices of {', '.join(sorted(self._open)[:5])} ended before the tensor did.")
+            raise EngineError(f"The slices of {few(self._open)} ended before the tensor did.")
         return read_sums(self.of)
 
 
@@ -95,6 +92,13 @@ def read_sums(sums: Mapping[str, Tensor]) -> dict[str, str]:
         numbers = torch.stack([sums[name] for name in names]).tolist()
         found |= {name: f"{number % 2**64:016x}" for name, number in zip(names, numbers, strict=True)}
     return found
+
+
+def few(names: Iterable[str], most: int = 5) -> str:
+    """Return a handful of names, and how many more there are."""
+    found = sorted(names)
+    more = f" and {len(found) - most} more" if len(found) > most else ""
+    return ", ".join(found[:most]) + more
 
 
 def fill(

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,16 +15,29 @@ import torch
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Adapter, Vllm
-from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, fill
-from lowpeak.rollout.vllm.weights.report import PushReport
+from lowpeak.rollout.vllm.vllm import Adapter, Vllm, ask
+from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, few, fill
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.transport import Sender
-from lowpeak.rollout.vllm.weights.workers import ask
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
-
 ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """What an update took: tensors, bytes sent and bytes held back because they were there, seconds and the proof's of them.
+
+    `adapters` is, for each engine, what requests have to name to be answered with these weights (`Request.adapter`).
+    """
+
+    num_tensors: int = 0
+    num_bytes: int = 0
+    num_bytes_held_back: int = 0
+    seconds: float = 0.0
+    proof_seconds: float = 0.0
+    transport: str = ""
+    adapters: tuple[Adapter | None, ...] = ()
 
 
 def push(
@@ -46,7 +60,7 @@ def push(
     """
     rest = iter(slices)
     if not vllms:
-        _exhaust(rest)
+        exhaust(rest)
         return PushReport()
     began = time.perf_counter()
     try:
@@ -59,7 +73,7 @@ def push(
             update.commit(policy_version)
     except BaseException as error:
         if isinstance(error, Exception):
-            _exhaust(rest)
+            exhaust(rest)
         raise
     return update.report(time.perf_counter() - began)
 
@@ -117,14 +131,12 @@ class _Update:
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
-        """All engines hold this version from here on."""
         given = [{"policy_version": policy_version}] * len(self._vllms)
         answers = ask(self._vllms, "lowpeak_commit", given, self._timeout)
         named = [each[0]["adapter"] for each in answers]
         self._adapters = tuple(None if one is None else Adapter(**one) for one in named)
 
     def report(self, seconds: float) -> PushReport:
-        """What it took."""
         proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
         name = "" if self._sender is None else self._sender.name
         return PushReport(
@@ -175,8 +187,7 @@ def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int]
     lost = sorted(name for name in names if placed[name] < counts[name])
     if lost and not shared:
         raise EngineError(
-            f"vLLM took only a part of {', '.join(lost[:5])}{f' and {len(lost) - 5} more' if lost[5:] else ''}: its model has "
-            "other shapes, or does not have these tensors."
+            f"vLLM took only a part of {few(lost)}: its model has other shapes, or does not have these tensors."
         )
 
 
@@ -185,5 +196,22 @@ def _new_number() -> int:
     return (1 << 20) + secrets.randbelow(1 << 30)
 
 
-def _exhaust(slices: Iterator[WeightSlice]) -> None:
+def exhaust(slices: Iterator[WeightSlice]) -> None:
+    """Take the rest of the slices: other ranks wait for each."""
     deque(slices, maxlen=0)
+
+
+def prove(vllms: Sequence[Vllm], timeout: float | None = TIMEOUT) -> None:
+    """Each worker sums its parameters again; EngineError with the tensors' names where they changed, and no version then.
+
+    A worker that was pushed to without proof (`verify=False`), or that holds no version, proves nothing: EngineError.
+    """
+    if vllms:
+        ask(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
+
+
+def held_version(vllms: Sequence[Vllm], timeout: float | None = 60.0) -> int | None:
+    """The policy version that every worker of every engine holds; None where one holds none, or they differ."""
+    answers = [answer for each in ask(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each]
+    versions = {answer["policy_version"] for answer in answers}
+    return versions.pop() if len(versions) == 1 else None

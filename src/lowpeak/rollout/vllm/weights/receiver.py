@@ -6,15 +6,18 @@ loaded from there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.buckets import Piece
-from lowpeak.rollout.vllm.weights.loader import Loader
+from lowpeak.rollout.vllm.weights.buckets import Piece, few, read_sums
+from lowpeak.rollout.vllm.weights.reload import Reloads
+from lowpeak.rollout.vllm.weights.write_tracing import Placement
 
 
 @dataclass
@@ -24,7 +27,9 @@ class Receiver:
     `known` are the tensors whose values it holds and could prove now, so that they need not come again.
     """
 
-    loader: Loader
+    model: Any
+    names: Names
+    reloads: Reloads
     policy_version: int | None = None
     known: tuple[str, ...] = ()
     _parts: dict[str, Tensor] = field(default_factory=dict)
@@ -33,6 +38,11 @@ class Receiver:
     _held: frozenset[str] = frozenset()
     _summing: bool = True
     _written: bool = False
+    _reloaded: dict[str, int] = field(default_factory=dict)
+    _reload_sums: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._placement = Placement(self.model)
 
     @property
     def is_broken(self) -> bool:
@@ -46,7 +56,9 @@ class Receiver:
         self._held, self._summing = frozenset(held), summing
         self._drop_parts()
         self._loaded.clear()
-        self.loader.begin(summing)
+        self.reloads.begin()
+        self._reloaded = {}
+        self._placement.begin(summing, skipped=self.reloads.parameters())
         return held
 
     @torch.no_grad()
@@ -65,27 +77,28 @@ class Receiver:
         The answer is how many elements of each tensor this worker holds less than `shapes` say: its ranks share them.
         """
         if self._parts:
-            raise EngineError(f"Only parts came of {_few(self._parts)}.")
-        lost = {*(sent.keys() - self._loaded - self._held), *self.loader.lacking(sent)}
+            raise EngineError(f"Only parts came of {few(self._parts)}.")
+        lost = {*(sent.keys() - self._loaded - self._held), *self.names.lacking(sent)}
         if lost:
-            raise EngineError(f"These tensors did not come: {_few(lost)}.")
-        missing = self.loader.finish()
-        wrong = self.loader.wrong(sent) if self._summing else []
-        if wrong:
-            raise EngineError(f"vLLM's weights are not the policy's: {_few(wrong)}.")
-        missing += self.loader.missing(sent)
+            raise EngineError(f"These tensors did not come: {few(lost)}.")
+        missing = self.reloads.missing()
+        self.reloads.finish()
+        if self._summing:
+            self._reload_sums = read_sums(self.reloads.sums())
+            if wrong := self._placement.verify(sent):
+                raise EngineError(f"vLLM's weights are not the policy's: {few(wrong)}.")
+        missing += self._placement.missing(sent)
         if missing:
-            raise EngineError(f"The update has no values for these parameters of vLLM's model: {_few(missing)}.")
-        self.known = self.loader.known if self._summing else ()
-        placed = self.loader.num_placed(sent)
+            raise EngineError(f"The update has no values for these parameters of vLLM's model: {few(missing)}.")
+        # Reloaded tensors lie in no parameter as they came, so they have to come again to be proved.
+        self.known = tuple(n for n, regions in self._placement.regions.items() if regions) if self._summing else ()
+        placed = self._placement.num_placed(sent) | self._reloaded
         return {name: placed[name] for name, count in shapes.items() if placed[name] < count}
 
     def commit(self, policy_version: int) -> None:
-        """The weights are this version's."""
         self.policy_version = policy_version
 
     def adapter(self) -> None:
-        """Requests name no adapter."""
         return
 
     def abort(self) -> None:
@@ -97,17 +110,34 @@ class Receiver:
         """EngineError with names, and no version any more, where weights changed since they were verified."""
         if self.policy_version is None:
             raise EngineError("vLLM holds the weights of no version.")
-        changed = self.loader.changed()
+        found = read_sums(self.reloads.sums())
+        changed = [name for name in found if found[name] != self._reload_sums.get(name)] + self._placement.changed()
         if changed:
             self.abort()
-            raise EngineError(f"vLLM's weights are no longer the policy's: {_few(changed)}.")
+            raise EngineError(f"vLLM's weights are no longer the policy's: {few(changed)}.")
 
     def _load(self, name: str, tensor: Tensor) -> None:
+        """Load one tensor as the first of its `candidates` that vLLM takes, and note where that was."""
         if name in self._loaded:
             raise EngineError(f"The tensor {name} came twice.")
         self._written = True
-        self.loader.load(name, tensor)
-        self._loaded.add(name)
+        own = tensor.clone() if self.reloads else tensor  # reloading keeps it
+        failed: Exception | None = None
+        for weights in self.names.candidates(name, own):
+            try:
+                taken = self._placement.load(name, own, partial(self.model.load_weights, weights))
+            except Exception as error:
+                failed = failed or error
+                continue
+            reloaded = bool(self.reloads) and (taken is None or bool(taken))  # some models do not tell
+            if self._placement.regions[name] or reloaded:
+                if not self._placement.regions[name]:
+                    self._reloaded[name] = own.numel()
+                self._loaded.add(name)
+                return
+        shape = "x".join(map(str, tensor.shape))
+        said = "it writes it nowhere" if failed is None else f"{type(failed).__name__}: {failed}".splitlines()[0][:300]
+        raise EngineError(f"vLLM's model does not take the tensor {name} of shape {shape} ({said}).") from failed
 
     def _join(self, piece: Piece, values: Tensor) -> None:
         if piece.name not in self._parts:
@@ -124,8 +154,53 @@ class Receiver:
         self._left.clear()
 
 
-def _few(names: Iterable[str], most: int = 5) -> str:
-    """A handful of names, and how many there are beside them."""
-    found = sorted(names)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+class Names:
+    """The names that a model of vLLM takes whose configuration is transformers' `config`."""
+
+    def __init__(self, config: Any = None) -> None:
+        self._config = config
+
+    def candidates(self, name: str, tensor: Tensor) -> Iterator[list[tuple[str, Tensor]]]:
+        """What to load for a parameter: itself, then what transformers makes of it in a checkpoint, where that is another thing.
+
+        transformers renames (Mixtral's `block_sparse_moe` is its `mlp`) and joins experts; vLLM knows most models both ways, and
+        some by the checkpoint alone. The second is made when the first was refused.
+        """
+        yield [(name, tensor)]
+        reverted = self._in_checkpoint(name, tensor)
+        if [other for other, _ in reverted] != [name]:
+            yield reverted
+
+    def lacking(self, sent: Collection[str]) -> list[str]:
+        """The parameters of transformers' model that did not come, where all that came are its parameters; else none is known.
+
+        What lacks may show nowhere else: an expert among many that vLLM keeps in one parameter, or values that would all be zero.
+        """
+        own = self._own
+        return sorted(own.difference(sent)) if own.issuperset(sent) else []
+
+    @cached_property
+    def _own(self) -> frozenset[str]:
+        return (
+            frozenset() if self._skeleton is None else frozenset(name for name, _ in self._skeleton.named_parameters())
+        )
+
+    def _in_checkpoint(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        if self._skeleton is None:
+            return [(name, tensor)]
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return list(revert_weight_conversion(self._skeleton, {name: tensor}).items())
+
+    @cached_property
+    def _skeleton(self) -> Any:
+        """transformers' model of the same config, without weights; None where it has none."""
+        from transformers import AutoModelForCausalLM
+
+        if self._config is None:
+            return None
+        try:
+            with torch.device("meta"), torch.random.fork_rng(devices=[]):
+                return AutoModelForCausalLM.from_config(self._config)
+        except Exception:  # a model that only vLLM has: its names are the checkpoint's
+            return None

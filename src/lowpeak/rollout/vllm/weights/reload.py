@@ -63,7 +63,6 @@ class Reloads:
         return bool(self._modules)
 
     def parameters(self) -> dict[str, Tensor]:
-        """Their parameters as they are now, by name."""
         return {
             f"{self._names[module]}.{name}".lstrip("."): parameter
             for module in self._modules
@@ -95,7 +94,6 @@ class Reloads:
         self._open = False
 
     def sums(self) -> dict[str, Tensor]:
-        """The checksum of each of their parameters as it is."""
         with torch.no_grad():
             return {
                 name: checksum(parameter.data) for name, parameter in self.parameters().items() if parameter.numel()

@@ -6,8 +6,9 @@ beside the trainer's process groups and ends with the update. The trainer is ran
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.vllm import start
 from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.transport import Ask
 
@@ -45,12 +47,8 @@ class NcclSender:
         self._port = port or free_ports(1, "")[0]
         self._world_size = num_workers + 1
         self._timeout = timeout
-        self._group: Any = None
-        self._failed: Exception | None = None
         self._closed = False
-        self._form_group = form or _group
-        self._forming = threading.Thread(target=self._form, name="lowpeak-weights", daemon=True)
-        self._forming.start()
+        self._forming = start(partial(form or _group, host, self._port, 0, self._world_size, device))
 
     def invitation(self) -> dict[str, Any]:
         """Where the group forms; each worker adds its rank."""
@@ -58,53 +56,33 @@ class NcclSender:
         return {"transport": self.name, "num_bytes": self._bucket_bytes, **given}
 
     def joined(self) -> None:
-        """Wait until the group stands."""
-        self._forming.join(self._timeout)
-        if self._group is None:
-            reason = f"not within {self._timeout:.0f} s" if self._failed is None else str(self._failed)
+        try:
+            self._group = self._forming.result(self._timeout)
+        except Exception as error:
+            reason = f"not within {self._timeout:.0f} s" if isinstance(error, TimeoutError) else str(error)
             raise EngineError(
                 f"The NCCL group for weights did not form ({reason}): set vllm_transport='tcp'."
-            ) from self._failed
+            ) from error
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Bytes on the trainer's device."""
         return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        """Broadcast while the workers take part, and wait for them."""
-        failed: list[BaseException] = []
-
-        def take_part() -> None:
-            try:
-                ask({"num_bytes": len(bucket.data)})
-            except BaseException as error:
-                failed.append(error)
-
-        answering = threading.Thread(target=take_part, name="lowpeak-weights", daemon=True)
-        answering.start()
+        answering = start(partial(ask, {"num_bytes": len(bucket.data)}))
         self._group.broadcast(bucket.data, src=0)
-        answering.join()
-        if failed:
-            raise failed[0]
+        answering.result()
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """End the group, now or when it has formed at last."""
-        self._closed = True
-        self._end()
+        """End the group, now or when it has formed at last: nothing else frees its device memory."""
+        if not self._closed:
+            self._closed = True
+            self._forming.add_done_callback(_destroy)
 
-    def _form(self) -> None:
-        try:
-            self._group = self._form_group(self._host, self._port, 0, self._world_size, self._device)
-        except Exception as error:  # told by `joined`
-            self._failed = error
-        if self._closed:
-            self._end()
 
-    def _end(self) -> None:
-        group, self._group = self._group, None
-        if group is not None:
-            group.destroy()  # nothing else frees a communicator's device memory, and each update has one
+def _destroy(forming: Future[Any]) -> None:
+    if forming.exception() is None:
+        forming.result().destroy()
 
 
 class NcclInlet:
@@ -124,13 +102,11 @@ class NcclInlet:
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        """The broadcast bytes."""
         data = self._data[: arguments["num_bytes"]]
         self._group.broadcast(data, src=0)
         return data
 
     def close(self) -> None:
-        """End the group and let the buffer go."""
         group, self._group = self._group, None
         if group is not None:
             group.destroy()

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
+from lowpeak.rollout.vllm.vllm import start
 from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.transport import Ask
 from lowpeak.watch.handshake import accept_known
@@ -49,41 +50,33 @@ class TcpSender:
         self._door.start()
 
     def invitation(self) -> dict[str, Any]:
-        """Where to connect, and with what."""
         port = self._listener.getsockname()[1]
         given = {"hosts": self._hosts, "port": port, "token": self._token, "timeout": self._timeout}
         return {"transport": self.name, **given}
 
     def joined(self) -> None:
-        """Nobody else may come."""
         self._shut()
 
     def buffer(self, device: torch.device) -> Tensor:
-        """Bytes on the host."""
         return torch.empty(self._bytes, dtype=torch.uint8)
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
         """Write the bucket to every worker while they read it; what a worker says is wrong comes before a broken socket."""
-        failed: list[BaseException] = []
 
         def read() -> None:
             try:
                 ask({"num_bytes": len(bucket.data)})
-            except BaseException as error:
-                failed.append(error)
+            except BaseException:
                 self._hang_up()  # so that nobody writes to a worker that does not read
+                raise
 
-        reading = threading.Thread(target=read, name="lowpeak-weights", daemon=True)
-        reading.start()
+        reading = start(read)
         broken = self._write(bucket.data.numpy().data)
-        reading.join()
-        if failed:
-            raise failed[0]
+        reading.result()
         if broken is not None:
             raise EngineError(f"A worker of vLLM did not read the weights ({broken}).") from broken
 
     def close(self) -> None:
-        """End the connections."""
         self._shut()
         self._hang_up()
 
@@ -127,7 +120,6 @@ class TcpInlet:
         self._data = bytearray()
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        """As many bytes as were announced."""
         num_bytes = arguments["num_bytes"]
         if len(self._data) < num_bytes:
             self._data = bytearray(num_bytes)
@@ -135,7 +127,6 @@ class TcpInlet:
         return torch.frombuffer(self._data, dtype=torch.uint8)
 
     def close(self) -> None:
-        """End the connection."""
         self._peer.close()
         self._data = bytearray()
 

@@ -19,27 +19,21 @@ class Sender(Protocol):
     @property
     def name(self) -> str:
         """The transport's name in the settings."""
-        ...
 
     def invitation(self) -> dict[str, Any]:
         """What a worker needs to open its end, for JSON; made before any worker is asked."""
-        ...
 
     def joined(self) -> None:
         """Every worker has opened its end."""
-        ...
 
     def buffer(self, device: torch.device) -> Tensor:
         """The bytes that buckets are filled in, where the values are on `device`."""
-        ...
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
         """Give a bucket to every worker; when this returns, the buffer may be filled again."""
-        ...
 
     def close(self) -> None:
         """Leave nothing behind, however the update ended."""
-        ...
 
 
 class Inlet(Protocol):
@@ -47,8 +41,6 @@ class Inlet(Protocol):
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
         """The bytes of the bucket that `arguments` speak of, good until the next call."""
-        ...
 
     def close(self) -> None:
         """Leave nothing behind."""
-        ...

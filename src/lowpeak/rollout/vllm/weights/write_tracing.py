@@ -36,12 +36,10 @@ class Region:
     expected: Tensor | None
 
     def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """What stands there now."""
         return parameters[self.parameter].data.as_strided(self.size, self.stride, self.offset)
 
     @property
     def numel(self) -> int:
-        """Elements of the region."""
         return torch.Size(self.size).numel()
 
 
