@@ -46,7 +46,7 @@ def pushed(vllm):
 def test_a_push_goes_over_every_transport_that_reaches_the_engine():
     vllm = FusedVllm()
     assert pushed(vllm) == ["process", "tcp"]
-    assert torch.equal(vllm.model.norm.data, weights(3)["norm.weight"])
+    assert torch.equal(vllm.model.norm.data, weights(2)["norm.weight"])
     assert pushed(FusedVllm(in_process=False)) == ["tcp"]
 
 
