@@ -273,7 +273,7 @@ TRAINER = SimpleNamespace(
 )
 def test_out_of_memory_says_where_and_what_to_set(phase: Phase, error: Exception, remedy: str) -> None:
     with (
-        pytest.raises(MemoryExhaustedError, match=f"out of memory in phase {phase}: .*{remedy}"),
+        pytest.raises(MemoryExhaustedError, match=rf"out of memory in phase {phase}: .*{remedy}"),
         explained(phase, TRAINER),
     ):
         raise error
