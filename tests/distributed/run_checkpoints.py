@@ -21,8 +21,7 @@ from transformers import TrainerCallback
 
 from damage import DAMAGES, harm
 from lowpeak.errors import CheckpointError
-from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
-from lowpeak.training.checkpoints import save_checkpoint
+from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_apart, save_apart, save_checkpoint
 
 # A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
 ARGUMENTS: dict[str, Any] = {

@@ -43,11 +43,12 @@ from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded
 from lowpeak.strategies.share import shares_of
 from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.critics import check_reads
-from lowpeak.training.engines import check_adapters, check_engine, make_engine
+from lowpeak.training.engines import OnlineParts, check_adapters, check_engine, make_engine
 from lowpeak.training.evaluation import Success
-from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
+    LOGPROBS,
+    Head,
     Reference,
     adapter_reference,
     context_length,
@@ -58,7 +59,6 @@ from lowpeak.training.models import (
     load_tokenizer,
     upcast_trainable,
 )
-from lowpeak.training.parts import OnlineParts
 from lowpeak.training.progress import ProgressTracker
 from lowpeak.training.resting import check_resting, make_rest, resting
 from lowpeak.training.rollouts import RolloutMaker, Tally
@@ -126,7 +126,6 @@ def prepare_online(
 
 
 def _load_reference(policy: nn.Module, model: Any, ref_model: Any, args: Any) -> nn.Module | None:
-    """The reference's own model, where a KL asks for one."""
     if args.beta:
         return load_reference(
             policy,
@@ -253,7 +252,6 @@ def make_run(
 
 
 def _check_cast(args: Any, policy: nn.Module, reference: Reference | None) -> None:
-    """Raise ArgumentError for a head that is cast to fp32 where every product is in fp32."""
     own = None if reference is None else reference.model
     parameters = [parameter for model in (policy, own) if model is not None for parameter in model.parameters()]
     in_fp32 = not args.bf16 and all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -294,7 +292,6 @@ def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Ref
 
 
 def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
-    """ArgumentError for what concerns other strategies or devices than the run has."""
     gathering = given_gathering(parts.args)
     if gathering is not None and not strategy.cuts_parameters:
         raise ArgumentError(
@@ -324,7 +321,6 @@ def _check_offloading(parts: OnlineParts, device: torch.device, world_size: int)
 
 
 def _has_frozen(parts: OnlineParts) -> bool:
-    """Whether the run has a model that is never trained."""
     return parts.reference_model is not None or any(isinstance(reward, ModelReward) for reward in parts.rewards)
 
 
@@ -367,14 +363,8 @@ def _max_prompt_tokens(
 
 
 def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
-    """All rows checked before anything trains, and those left out that are too long and may be dropped."""
+    """Check all rows, and that they are enough for a rollout (a stream starts again when it ends)."""
     cursor = cursor_over(dataset, reader, args)
-    _check_length(cursor, settings)
-    return cursor
-
-
-def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings) -> None:
-    """Enough prompts for a rollout; a stream starts again when it ends."""
     prompts = cursor.prompts_per_epoch
     if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
@@ -382,3 +372,4 @@ def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings) -> Non
             f"({settings.rollout.num_rows} completions, num_generations={settings.rollout.num_generations}): add rows, or "
             "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
         )
+    return cursor

@@ -22,8 +22,7 @@ from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.pretrained import from_pretrained
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig
-from lowpeak.training.heads import SCORES, Head
-from lowpeak.training.models import load_policy
+from lowpeak.training.models import SCORES, Head, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
 from lowpeak.training.reward_arguments import RewardConfig
 from lowpeak.training.step import score
@@ -53,12 +52,10 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        """A sequence classifier with one label."""
         return load_reward_model(model, args, peft_config)
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        """Bradley-Terry as the arguments describe it."""
         return make_reward_model(resolve_reward_model(args))
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
@@ -81,19 +78,15 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def records_of(items: Sequence[Any]) -> list[Record]:
-        """Both records of each pair."""
         return flat(items)
 
     def num_tokens(self, records: Sequence[Record]) -> int:
-        """Tokens of the records' rows, slots left out."""
         return super().num_tokens(records) - len(records)
 
     def check_row(self, args: Any, row: Any, where: str) -> None:
-        """Raise DataError for a row without two answers."""
         check_columns(row, where)
 
     def read(self, data: Any) -> list[Record]:
-        """The pairs that are not left out."""
         return read_pairs(data, self.reader)
 
     def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:

@@ -18,11 +18,10 @@ from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExha
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker, PhaseUse
 from lowpeak.ranks import Ranks
-from lowpeak.training.alike import require_same_arguments, require_same_data
 from lowpeak.training.arguments import GRPOConfig
-from lowpeak.training.exhausted import explained
+from lowpeak.training.progress import explained
 from lowpeak.training.readout import read_spent
-from lowpeak.training.start import note_launch, quiet_replicas, take_up
+from lowpeak.training.start import note_launch, quiet_replicas, require_same_arguments, require_same_data, take_up
 
 
 def checkpoint(folder: Path, step: int) -> Path:
