@@ -52,7 +52,30 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        return load_reward_model(model, args, peft_config)
+        """The classifier to train, by name, path or instance; with `peft_config`, under an adapter.
+
+        A checkpoint without a score head (a causal language model's) starts one: it gets a new head, drawn from `seed`.
+        """
+        if args.cut != WHOLE:
+            raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
+        if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
+            raise ArgumentError(
+                "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
+            )
+        is_new = False
+        if isinstance(model, str):
+            model, is_new = _load_named(model, args)
+            policy = load_policy(model, None, trust_remote_code=False, peft_config=peft_config)
+        else:
+            trusted = args.trust_remote_code
+            policy = load_policy(model, args.model_init_kwargs, trust_remote_code=trusted, peft_config=peft_config)
+        classifier = classifier_of(policy)
+        if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
+            raise ArgumentError(
+                "the checkpoint has no score head, and the adapter would leave the new one as it was drawn: pass "
+                "LoraConfig(modules_to_save=['score'], ...)."
+            )
+        return policy
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
@@ -99,33 +122,6 @@ class RewardTrainer(OfflineTrainer):
         found = reduce(lambda merged, part: {**merged, **part}, self.run.strategy.ranks.gather(own))
         scores = np.array([found[row] for row in range(len(records))], dtype=np.float32).reshape(-1, 2)
         return EvalPrediction(predictions=scores, label_ids=np.zeros(len(scores), dtype=np.int64))
-
-
-def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-    """The classifier to train, by name, path or instance; with `peft_config`, under an adapter.
-
-    A checkpoint without a score head (a causal language model's) starts one: it gets a new head, drawn from `seed`.
-    """
-    if args.cut != WHOLE:
-        raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
-    if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
-        raise ArgumentError(
-            "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
-        )
-    is_new = False
-    if isinstance(model, str):
-        model, is_new = _load_named(model, args)
-        policy = load_policy(model, None, trust_remote_code=False, peft_config=peft_config)
-    else:
-        trusted = args.trust_remote_code
-        policy = load_policy(model, args.model_init_kwargs, trust_remote_code=trusted, peft_config=peft_config)
-    classifier = classifier_of(policy)
-    if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
-        raise ArgumentError(
-            "the checkpoint has no score head, and the adapter would leave the new one as it was drawn: pass "
-            "LoraConfig(modules_to_save=['score'], ...)."
-        )
-    return policy
 
 
 def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:

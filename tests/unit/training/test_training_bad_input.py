@@ -34,7 +34,7 @@ def names(error: type[LowpeakError], pattern: str):
 @pytest.mark.parametrize(
     ("data", "pattern"),
     [
-        ([], "data set"),
+        ([], "empty"),
         ([{"question": "1="}], "row 0 .*'prompt'.*'question'"),
         ([*ROWS, {"prompt": ""}], "row 8"),
         ([*ROWS, {"prompt": None}], "row 8"),
@@ -54,7 +54,7 @@ def test_a_data_set_that_cannot_be_used_names_the_row(tmp_path, data, pattern):
 @pytest.mark.parametrize(
     ("data", "pattern"),
     [
-        ([], "data set"),
+        ([], "empty"),
         ([{"question": "1="}], "row 0 .*'question'.*'prompt'.*'completion'"),
         ([{"prompt": "1="}], "row 0 .*'prompt'"),
         ([{"input_ids": [3, 4, -5, 1]}], "row 0 .* -5"),
@@ -251,9 +251,3 @@ def test_an_output_folder_below_a_file_is_refused(tmp_path):
     for trainer, folder in ((grpo, tmp_path / "run"), (sft, tmp_path / "run/below")):
         with names(ArgumentError, f"output_dir '{folder}'"):
             trainer(folder)
-
-
-@pytest.mark.parametrize("kind", ["SFT", "Reward"])
-def test_offline_training_has_no_rows_of_an_evaluation_to_count(tmp_path, kind):
-    with names(ArgumentError, "per_device_eval_batch_size=4"):
-        make(kind, tmp_path, per_device_eval_batch_size=4)

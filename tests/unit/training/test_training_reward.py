@@ -193,7 +193,7 @@ def test_a_row_as_long_as_the_context_leaves_no_place_for_its_slot(tmp_path, cap
     ("data", "pattern"),
     [
         (None, "train_dataset"),
-        ([], "data set"),
+        ([], "empty"),
         ([{"prompt": "1", "completion": "2"}], "row 0 .*'prompt', 'completion'"),
         ([*ROWS, {"prompt": "1", "chosen": "2", "rejected": None}], "row 16 .*'rejected' .*NoneType"),
         ([{"chosen": "1", "rejected": "1"}], " 1 rows .* 127 "),
