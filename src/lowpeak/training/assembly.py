@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,14 +70,21 @@ from lowpeak.wrapped import num_embeddings, transformers_model
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class OnlineInputs:
+    """Models, rewards and tokenizers as the user passed them to an online trainer."""
+
+    model: Any
+    reward_funcs: Any
+    processing_class: Any
+    reward_processing_classes: Any
+    peft_config: Any
+    ref_model: Any
+
+
 def prepare_online(
-    model: Any,
-    reward_funcs: Any,
+    inputs: OnlineInputs,
     args: Any,
-    processing_class: Any,
-    reward_processing_classes: Any,
-    peft_config: Any,
-    ref_model: Any,
     make_algorithm: Callable[[Any, OnlineSettings], Algorithm],
     complete: Callable[[nn.Module, Any, Any], None],
 ) -> OnlineParts:
@@ -87,25 +94,25 @@ def prepare_online(
     is trained, once the reference has been taken.
     """
     check_devices(bool(args.fsdp), args.cut.tensor > 1)
-    settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
+    settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(inputs.reward_funcs)))
     algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's start is drawn
     check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     rewards = make_rewards(
-        reward_funcs,
-        reward_processing_classes,
+        inputs.reward_funcs,
+        inputs.reward_processing_classes,
         model_kwargs={"trust_remote_code": True} if args.trust_remote_code else {},
         chat_template_kwargs=args.chat_template_kwargs,
         device=args.device,
     )
     success = _success(args, rewards)
     policy = load_policy(
-        model,
+        inputs.model,
         args.model_init_kwargs,
         trust_remote_code=args.trust_remote_code,
-        peft_config=peft_config,
+        peft_config=inputs.peft_config,
         cut=args.cut,
         device=None if args.fsdp else args.device,
     )
@@ -114,10 +121,10 @@ def prepare_online(
             "sync_ref_model moves a reference that has weights of its own, and under an adapter the reference is the "
             "policy without it: remove sync_ref_model, or train without an adapter."
         )
-    tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+    tokenizer = load_tokenizer(inputs.processing_class, inputs.model, args.trust_remote_code)
     check_embedded(tokenizer, num_embeddings(policy))
-    reference = _load_reference(policy, model, ref_model, args)
-    complete(policy, model, args)
+    reference = _load_reference(policy, inputs, args, "reference" in algorithm.needs)
+    complete(policy, inputs.model, args)
     upcast_trainable(policy)
     if args.disable_dropout:
         for each in filter(None, (policy, reference)):
@@ -125,18 +132,18 @@ def prepare_online(
     return OnlineParts(args, settings, algorithm, policy, reference, tokenizer, rewards, success)
 
 
-def _load_reference(policy: nn.Module, model: Any, ref_model: Any, args: Any) -> nn.Module | None:
-    if args.beta:
+def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_needed: bool) -> nn.Module | None:
+    if is_needed:
         return load_reference(
             policy,
-            model,
+            inputs.model,
             args.model_init_kwargs,
-            ref_model,
+            inputs.ref_model,
             trust_remote_code=args.trust_remote_code,
             cut=args.cut,
             device=args.device,
         )
-    if ref_model is not None:
+    if inputs.ref_model is not None:
         raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
     return None
 
@@ -165,7 +172,7 @@ def connect_online(
         cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     rest = make_rest(trainer, parts.policy, strategy) if settings.memory.idle_on_host else None
     freeze = _freezer(trainer, parts, strategy, rest)
-    reference = _reference(parts, freeze) if args.beta else None
+    reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     for reward in parts.rewards:
         if isinstance(reward, ModelReward):
             frozen = freeze(reward.model)

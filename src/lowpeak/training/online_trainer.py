@@ -24,7 +24,7 @@ from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut
 from lowpeak.strategies.shards import has_shards
 from lowpeak.training.arguments import OnlineConfig
-from lowpeak.training.assembly import connect_online, prepare_online
+from lowpeak.training.assembly import OnlineInputs, connect_online, prepare_online
 from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_run
@@ -100,17 +100,10 @@ class OnlineTrainer(StepTrainer):
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_columns)
             check_hub(args)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
-            parts = prepare_online(
-                model,
-                reward_funcs,
-                args,
-                processing_class,
-                reward_processing_classes,
-                peft_config,
-                ref_model,
-                self.make_algorithm,
-                self.complete,
+            inputs = OnlineInputs(
+                model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
             )
+            parts = prepare_online(inputs, args, self.make_algorithm, self.complete)
         super().__init__(
             model=parts.policy,
             args=base_arguments(args),
