@@ -99,7 +99,7 @@ def test_its_own_argument_trains_other_weights(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_iterations": 2}, "num_iterations=2"),
+        ({"num_iterations": 2}, "num_iterations"),
         ({"epsilon": 0.1}, r"epsilon=0\.1"),
         ({"baseline_decay": 1.0}, r"baseline_decay=1\.0"),
         ({"baseline_decays": 0.5}, "baseline_decays"),

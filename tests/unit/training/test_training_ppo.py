@@ -169,7 +169,7 @@ def test_the_steered_coefficient_is_logged_and_survives_a_resume(tmp_path):
     assert again.coefficients() == run.coefficients()
 
 
-BASE = {"beta": 0.5, "num_iterations": 3, "max_steps": 3, "vf_coef": 0.3}
+BASE = {"beta": 0.5, "num_iterations": 3, "max_steps": 4, "vf_coef": 0.3}
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ def test_the_critic_learns_the_exact_values_of_a_small_chain(tmp_path):
 
     run = make(
         "PPO", tmp_path, policy, Dataset.from_list([{"prompt": prompt}] * 256), tokenizer, reward_funcs=letters,
-        per_device_train_batch_size=256, max_steps=160, num_iterations=8, learning_rate=0.0, max_completion_length=3,
+        per_device_train_batch_size=256, max_steps=240, num_iterations=4, learning_rate=0.0, max_completion_length=3,
         critic="model", value_learning_rate=3e-3, lam=1.0, beta=0.0, cliprange_value=None, vf_coef=1.0, max_grad_norm=1e9,
         lr_scheduler_type="cosine", micro_batch_tokens=4096,
     )  # fmt: skip
