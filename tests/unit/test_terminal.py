@@ -10,7 +10,7 @@ import fake_server
 from lowpeak.cli.tell import tell
 from lowpeak.errors import CheckpointError, EngineError, show_controls
 from lowpeak.rollout.vllm.server import ServerVllm
-from lowpeak.training.completions import print_completions
+from lowpeak.training.rollout_rows import print_completions
 from lowpeak.watch.watch import told
 
 EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\r\x00\x7f\x08"

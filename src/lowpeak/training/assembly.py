@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,12 @@ from lowpeak.rewards.reward import Reward
 from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded, shares_of
 from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.critics import check_reads
-from lowpeak.training.engines import check_adapters, check_engine, make_engine
+from lowpeak.training.engines import OnlineParts, check_adapters, check_engine, make_engine
 from lowpeak.training.evaluation import Success
-from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
+    LOGPROBS,
+    Head,
     Reference,
     adapter_reference,
     context_length,
@@ -57,7 +58,6 @@ from lowpeak.training.models import (
     load_tokenizer,
     upcast_trainable,
 )
-from lowpeak.training.parts import OnlineParts
 from lowpeak.training.progress import ProgressTracker
 from lowpeak.training.resting import check_resting, make_rest, resting
 from lowpeak.training.rollouts import RolloutMaker, Tally
@@ -69,14 +69,21 @@ from lowpeak.wrapped import num_embeddings, transformers_model
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class OnlineInputs:
+    """Models, rewards and tokenizers as the user passed them to an online trainer."""
+
+    model: Any
+    reward_funcs: Any
+    processing_class: Any
+    reward_processing_classes: Any
+    peft_config: Any
+    ref_model: Any
+
+
 def prepare_online(
-    model: Any,
-    reward_funcs: Any,
+    inputs: OnlineInputs,
     args: Any,
-    processing_class: Any,
-    reward_processing_classes: Any,
-    peft_config: Any,
-    ref_model: Any,
     make_algorithm: Callable[[Any, OnlineSettings], Algorithm],
     complete: Callable[[nn.Module, Any, Any], None],
 ) -> OnlineParts:
@@ -86,25 +93,25 @@ def prepare_online(
     is trained, once the reference has been taken.
     """
     check_devices(bool(args.fsdp), args.cut.tensor > 1)
-    settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(reward_funcs)))
+    settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(inputs.reward_funcs)))
     algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's start is drawn
     check_engine(settings.vllm, args.cut.tensor)
     if args.process_index == 0:
         check_writable(Path(args.output_dir))
     rewards = make_rewards(
-        reward_funcs,
-        reward_processing_classes,
+        inputs.reward_funcs,
+        inputs.reward_processing_classes,
         model_kwargs={"trust_remote_code": True} if args.trust_remote_code else {},
         chat_template_kwargs=args.chat_template_kwargs,
         device=args.device,
     )
     success = _success(args, rewards)
     policy = load_policy(
-        model,
+        inputs.model,
         args.model_init_kwargs,
         trust_remote_code=args.trust_remote_code,
-        peft_config=peft_config,
+        peft_config=inputs.peft_config,
         cut=args.cut,
         device=None if args.fsdp else args.device,
     )
@@ -113,10 +120,10 @@ def prepare_online(
             "sync_ref_model moves a reference that has weights of its own, and under an adapter the reference is the "
             "policy without it: remove sync_ref_model, or train without an adapter."
         )
-    tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+    tokenizer = load_tokenizer(inputs.processing_class, inputs.model, args.trust_remote_code)
     check_embedded(tokenizer, num_embeddings(policy))
-    reference = _load_reference(policy, model, ref_model, args)
-    complete(policy, model, args)
+    reference = _load_reference(policy, inputs, args, "reference" in algorithm.needs)
+    complete(policy, inputs.model, args)
     upcast_trainable(policy)
     if args.disable_dropout:
         for each in filter(None, (policy, reference)):
@@ -124,19 +131,18 @@ def prepare_online(
     return OnlineParts(args, settings, algorithm, policy, reference, tokenizer, rewards, success)
 
 
-def _load_reference(policy: nn.Module, model: Any, ref_model: Any, args: Any) -> nn.Module | None:
-    """The reference's own model, where a KL asks for one."""
-    if args.beta:
+def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_needed: bool) -> nn.Module | None:
+    if is_needed:
         return load_reference(
             policy,
-            model,
+            inputs.model,
             args.model_init_kwargs,
-            ref_model,
+            inputs.ref_model,
             trust_remote_code=args.trust_remote_code,
             cut=args.cut,
             device=args.device,
         )
-    if ref_model is not None:
+    if inputs.ref_model is not None:
         raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
     return None
 
@@ -165,7 +171,7 @@ def connect_online(
         cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
     rest = make_rest(trainer, parts.policy, strategy) if settings.memory.idle_on_host else None
     freeze = _freezer(trainer, parts, strategy, rest)
-    reference = _reference(parts, freeze) if args.beta else None
+    reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     for reward in parts.rewards:
         if isinstance(reward, ModelReward):
             frozen = freeze(reward.model)
@@ -252,7 +258,6 @@ def make_run(
 
 
 def _check_cast(args: Any, policy: nn.Module, reference: Reference | None) -> None:
-    """Raise ArgumentError for a head that is cast to fp32 where every product is in fp32."""
     own = None if reference is None else reference.model
     parameters = [parameter for model in (policy, own) if model is not None for parameter in model.parameters()]
     in_fp32 = not args.bf16 and all(parameter.dtype == torch.float32 for parameter in parameters)
@@ -293,7 +298,6 @@ def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Ref
 
 
 def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
-    """ArgumentError for what concerns other strategies or devices than the run has."""
     gathering = given_gathering(parts.args)
     if gathering is not None and not strategy.cuts_parameters:
         raise ArgumentError(
@@ -323,7 +327,6 @@ def _check_offloading(parts: OnlineParts, device: torch.device, world_size: int)
 
 
 def _has_frozen(parts: OnlineParts) -> bool:
-    """Whether the run has a model that is never trained."""
     return parts.reference_model is not None or any(isinstance(reward, ModelReward) for reward in parts.rewards)
 
 
@@ -366,14 +369,8 @@ def _max_prompt_tokens(
 
 
 def _cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
-    """All rows checked before anything trains, and those left out that are too long and may be dropped."""
+    """Check all rows, and that they are enough for a rollout (a stream starts again when it ends)."""
     cursor = cursor_over(dataset, reader, args)
-    _check_length(cursor, settings)
-    return cursor
-
-
-def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings) -> None:
-    """Enough prompts for a rollout; a stream starts again when it ends."""
     prompts = cursor.prompts_per_epoch
     if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
@@ -381,3 +378,4 @@ def _check_length(cursor: PromptCursor[Prompt], settings: OnlineSettings) -> Non
             f"({settings.rollout.num_rows} completions, num_generations={settings.rollout.num_generations}): add rows, or "
             "lower per_device_train_batch_size, gradient_accumulation_steps or steps_per_generation."
         )
+    return cursor

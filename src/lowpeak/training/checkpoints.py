@@ -5,6 +5,7 @@ Ranks write it together. A part of it that waits for all ranks ends in `Ranks.to
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
@@ -25,9 +27,10 @@ from lowpeak.checkpoint.state import RunState, save_run_state
 from lowpeak.damage import name_damaged_file
 from lowpeak.errors import CheckpointError, LowpeakError, first_line
 from lowpeak.memory.exhaustion import is_exhaustion
-from lowpeak.ranks import is_lost_connection
-from lowpeak.strategies.outgoing import active_adapters, adapter_state
-from lowpeak.strategies.shards import has_shards
+from lowpeak.ranks import Ranks, is_lost_connection
+from lowpeak.strategies.outgoing import active_adapters, adapter_state, plain_name
+from lowpeak.strategies.shards import has_shards, load_shards, read_saved, save_shards
+from lowpeak.strategies.states import WEIGHT, TrainingState
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import is_peft
 
@@ -184,7 +187,6 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
 
 
 def _save_beside(trainer: Any, folder: Path) -> None:
-    """The tokenizer and the arguments, as transformers saves them."""
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)
     torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
@@ -225,3 +227,87 @@ def _note_callbacks(trainer: Any) -> None:
             kept.append(state)
         else:
             trainer.state.stateful_callbacks[name] = state
+
+
+REFERENCE_FOLDER = "reference"
+CRITIC_FOLDER = "critic"
+_WITHOUT = {
+    REFERENCE_FOLDER: "the checkpoint was written without sync_ref_model; resume without it.",
+    CRITIC_FOLDER: "the checkpoint holds no critic; resume from one that PPO wrote.",
+}
+
+
+def save_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    """Write each rank's ranges into a folder of a (staged) checkpoint, on all ranks together."""
+    save_shards(checkpoint, _state(parameters), ranks.processes, folder)
+
+
+def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+    """Copy what `save_apart` wrote into this rank's ranges; CheckpointError where it is missing or of another model."""
+    if not (checkpoint / folder).is_dir():
+        raise CheckpointError(f"{checkpoint / folder} is missing: {_WITHOUT[folder]}")
+    state = _state(parameters)
+    saved = read_saved(checkpoint, ranks.processes, folder)
+    load_shards(checkpoint, saved, state.fragments, folder)
+    state.put_back()
+
+
+def _state(parameters: Mapping[str, nn.Parameter]) -> TrainingState:
+    state = TrainingState()
+    for name, parameter in parameters.items():
+        state.add_range(f"{WEIGHT}/{plain_name(name)}", state.range_of(parameter))
+    return state
+
+
+logger = logging.getLogger(__name__)
+
+_RATE = "learning_rate"
+
+# What optimizers and schedules keep of arguments in their states. Other entries move as a run goes on.
+_OF_GROUP = {"weight_decay": ("weight_decay",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)} | {
+    name: (f"optim's {name}",)
+    for name in ("momentum", "dampening", "nesterov", "alpha", "centered", "amsgrad", "fused")
+}
+_OF_SCHEDULE = ("factor", "patience", "threshold", "cooldown", "warmup", "min_lrs", "max_lrs")
+
+
+Settings = dict[tuple[str, int], Any]
+
+
+@contextmanager
+def telling_of_held(trainer: Any, checkpoint: str) -> Iterator[None]:
+    """Warn, once the block has loaded the states of `checkpoint`, of arguments that have no effect because of them."""
+    asked = _settings(trainer)
+    yield
+    held = _settings(trainer)
+    changed = [key for key in asked if key in held and asked[key] != held[key]]
+    told = dict.fromkeys(
+        f"{_named(key[0], asked[key], trainer)}={asked[key]!r} ({held[key]!r} acts)" for key in changed
+    )
+    if told:
+        logger.warning(
+            "The optimizer and the schedule go on as %s holds them, so arguments of this run have no effect: %s. To change them, "
+            "start a new run from its weights (model=that folder).",
+            checkpoint,
+            ", ".join(told),
+        )
+
+
+def _settings(trainer: Any) -> Settings:
+    """What the states have of each argument, by its name and the number of the group of parameters."""
+    schedule = trainer.lr_scheduler
+    found: Settings = {(_RATE, i): rate for i, rate in enumerate(getattr(schedule, "base_lrs", ()))}
+    for i, group in enumerate(trainer.optimizer.param_groups):
+        for key, names in _OF_GROUP.items():
+            if key in group:
+                value = tuple(group[key]) if isinstance(group[key], list) else group[key]
+                values = value if isinstance(value, tuple) and len(value) == len(names) else [value] * len(names)
+                found |= {(name, i): each for name, each in zip(names, values, strict=True)}
+    own = {(f"lr_scheduler_kwargs' {key}", 0): getattr(schedule, key) for key in _OF_SCHEDULE if hasattr(schedule, key)}
+    return found | own
+
+
+def _named(name: str, value: Any, trainer: Any) -> str:
+    """Under PPO the critic's groups have a rate of their own, where one is given."""
+    critics = getattr(trainer.user_args, "value_learning_rate", None)
+    return "value_learning_rate" if name == _RATE and value == critics != trainer.user_args.learning_rate else name

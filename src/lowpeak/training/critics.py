@@ -126,7 +126,6 @@ class _Leaving:
 
 
 def _checked(classifier: Any) -> Any:
-    """A classifier whose `score` gives one number for a hidden state."""
     score = getattr(classifier, "score", None)
     if getattr(getattr(classifier, "config", None), "num_labels", None) != 1 or not isinstance(score, nn.Linear):
         raise ArgumentError(

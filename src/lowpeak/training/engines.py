@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.config.gathering import ALL
+from lowpeak.config.resolve import OnlineSettings
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs.head import causal_lm
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks
+from lowpeak.rewards.reward import Reward
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.function import FunctionEngine
 from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype
@@ -33,11 +36,26 @@ from lowpeak.rollout.vllm.vllm import Facts, Vllm
 from lowpeak.rollout.vllm.weights.adapters import adapter_config
 from lowpeak.strategies.outgoing import parts_tied, unchanging
 from lowpeak.strategies.strategy import Strategy
+from lowpeak.training.evaluation import Success
 from lowpeak.training.models import context_length, first_rotations, is_peft
-from lowpeak.training.parts import OnlineParts
 from lowpeak.training.rollouts import Tally
 from lowpeak.training.step_trainer import Run
 from lowpeak.wrapped import num_embeddings
+
+
+@dataclass(frozen=True)
+class OnlineParts:
+    """The arguments and what they resolved to, models and tokenizer, the rewards, and what an evaluation counts as a success."""
+
+    args: Any
+    settings: OnlineSettings
+    algorithm: Algorithm
+    policy: nn.Module
+    reference_model: nn.Module | None
+    tokenizer: Any
+    rewards: Sequence[Reward]
+    success: Success
+
 
 _MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
 _LEAST_CACHE = 1 << 24

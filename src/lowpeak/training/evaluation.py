@@ -141,7 +141,6 @@ def _outputs(batch: MicroBatch, rows: Sequence[Record]) -> dict[str, torch.Tenso
 
 
 def _numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The metrics that are known, as numbers."""
     values = {name: metric.value() for name, metric in metrics.items()}
     return {name: value for name, value in values.items() if math.isfinite(value)}
 

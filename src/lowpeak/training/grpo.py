@@ -29,5 +29,4 @@ class GRPOTrainer(OnlineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        """GRPO as the arguments describe it."""
         return make_grpo(resolve_grpo(args, settings))

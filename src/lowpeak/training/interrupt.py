@@ -110,17 +110,14 @@ class StepCallback(TrainerCallback):
         self._optimizer = ExitStack()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The optimizer's phase begins."""
         self._optimizer.close()  # open still when the last optimizer step raised
         self._optimizer.enter_context(self._trainer.run.tracker.phase(Phase.OPTIMIZER))
         self._trainer.run.strategy.own_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The optimizer's phase ends."""
         self._optimizer.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """The step is journaled; a run that was asked to stop saves and stops here."""
         self._trainer.finish_step()
         if self._trainer.run.interrupts.agreed:
             control.should_save = True

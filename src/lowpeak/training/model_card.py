@@ -107,12 +107,10 @@ def _shown(value: Any) -> str:
 
 
 def _last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The last logged value of each metric."""
     return {name: value for row in log_history for name, value in row.items() if name not in _NO_METRICS}
 
 
 def _dataset_id(dataset: Any) -> str | None:
-    """The hub's name of a data set that was loaded from there."""
     sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or ()
     return next((found[1] for found in map(_HUB_DATASET.match, sources) if found), None)
 

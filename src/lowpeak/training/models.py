@@ -22,6 +22,9 @@ from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
 from lowpeak.data.prompts import check_tokenizer
 from lowpeak.errors import ArgumentError, MissingPackageError, ModelError, first_line
 from lowpeak.loading import straight_to
+from lowpeak.logprobs.head import install_head
+from lowpeak.logprobs.score_head import install_score_head, verify_score_head
+from lowpeak.logprobs.verify import verify_head
 from lowpeak.pretrained import from_pretrained
 from lowpeak.ranks import Ranks
 
@@ -81,7 +84,6 @@ def _loaded_or_given(
 
 
 def _check_instance(model: Any, has_load_arguments: bool) -> None:
-    """Raise for what is no model, and for arguments of loading where nothing is loaded."""
     if has_load_arguments:
         raise ArgumentError(
             "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
@@ -105,7 +107,6 @@ def _load_causal(
 
 
 def _check_cut(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
-    """ArgumentError for what tensor parallelism was not tried with."""
     if not isinstance(model, str):
         raise ArgumentError(
             "tensor parallelism cuts a model where it is loaded: pass its name or path, not an instance."
@@ -360,3 +361,15 @@ def _activate(policy: Any, adapter: str) -> None:
     for name, parameter in policy.named_parameters():
         if REFERENCE_ADAPTER in name.split("."):
             parameter.requires_grad_(False)
+
+
+@dataclass(frozen=True)
+class Head:
+    """`install(model, cast_head_to_fp32=...)` lets a model take a `HeadRequest`; `verify(model)` raises where it answers wrong."""
+
+    install: Callable[..., Any]
+    verify: Callable[[nn.Module], float]
+
+
+LOGPROBS = Head(install_head, verify_head)
+SCORES = Head(install_score_head, verify_score_head)

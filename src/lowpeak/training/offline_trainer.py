@@ -30,9 +30,8 @@ from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.assembly import make_run
 from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_offline
-from lowpeak.training.heads import LOGPROBS, Head
 from lowpeak.training.interrupt import StepCallback
-from lowpeak.training.models import context_length, disable_dropout, load_tokenizer, upcast_trainable
+from lowpeak.training.models import LOGPROBS, Head, context_length, disable_dropout, load_tokenizer, upcast_trainable
 from lowpeak.training.preflight import check_adapter, check_data, check_hub
 from lowpeak.training.readout import Readout, read_metrics
 from lowpeak.training.sizes import Sizes
@@ -65,12 +64,10 @@ class OfflineTrainer(StepTrainer):
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        """The model to train."""
         raise AssertionError("a thin trainer says what it trains")
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        """The algorithm that the arguments describe."""
         raise AssertionError("a thin trainer says which algorithm it is")
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
@@ -83,7 +80,6 @@ class OfflineTrainer(StepTrainer):
 
     @staticmethod
     def records_of(items: Sequence[Any]) -> list[Record]:
-        """The records of what the reader made of rows."""
         return list(items)
 
     def read(self, data: Any) -> list[Record]:
@@ -181,7 +177,6 @@ class OfflineTrainer(StepTrainer):
         return None if rows is None else max(1, -(-rows // self.rows_per_step))
 
     def next_step(self) -> StepWork:
-        """The next rows as micro-batches."""
         with self.run.strategy.ranks.together():
             records = self.records_of(self.cursor.take(self.rows_per_step))
         return self._work(records)
@@ -191,7 +186,6 @@ class OfflineTrainer(StepTrainer):
         return describe_offline(self)
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
-        """What the algorithm measures on one data set, each number under `prefix`, and how long it took."""
         return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -222,11 +216,9 @@ class OfflineTrainer(StepTrainer):
         return StepWork(batches, self.num_tokens(records))
 
     def num_tokens(self, records: Sequence[Record]) -> int:
-        """Tokens of the records' rows."""
         return sum(record.num_tokens for record in records)
 
     def run_state(self) -> RunState:
-        """Cursor, generators, what `auto` became."""
         return RunState(
             policy_version=self.state.global_step,
             cursor=self.cursor.state_dict(),
@@ -236,12 +228,10 @@ class OfflineTrainer(StepTrainer):
         )
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
-        """Go on where the checkpoint was written, with what `auto` had become then."""
         self.cursor.load_state_dict(state.cursor)
         self.use_sizes(self.run.sizes.resumed(state.resolved, self.memory))
 
     def use_sizes(self, sizes: Sizes) -> None:
-        """Run every pass within these sizes."""
         super().use_sizes(sizes)
         self.budget = sizes.within(self.budget)
 
@@ -277,7 +267,6 @@ def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
 
 
 def _add_end_token(model: Any, end_id: int) -> None:
-    """Let generation end at `end_id`, and at the tokens that ended it before."""
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
@@ -285,7 +274,6 @@ def _add_end_token(model: Any, end_id: int) -> None:
 
 
 def _read_template(name: str) -> str:
-    """The text of a template's file; ArgumentError if it is none."""
     path = Path(name)
     if path.suffix not in (".jinja", ".j2") or not path.is_file():
         raise ArgumentError(

@@ -76,5 +76,4 @@ class OnlineDPOTrainer(OnlineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        """Online DPO as the arguments describe it."""
         return make_online_dpo(resolve_online_dpo(args, settings))

@@ -23,20 +23,19 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut
 from lowpeak.strategies.shards import has_shards
-from lowpeak.training.apart import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.arguments import OnlineConfig
-from lowpeak.training.assembly import connect_online, prepare_online
-from lowpeak.training.completions import print_completions
+from lowpeak.training.assembly import OnlineInputs, connect_online, prepare_online
+from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_apart, save_apart
 from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_run
 from lowpeak.training.evaluation import Evaluation, evaluate_prompts
 from lowpeak.training.interrupt import StepCallback
 from lowpeak.training.preflight import check_adapter, check_data, check_hub
-from lowpeak.training.reuse import Rollout, rows_of_step
+from lowpeak.training.rollout_rows import print_completions
 from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step_trainer import StepTrainer
-from lowpeak.training.work import StepWork, step_batches
+from lowpeak.training.work import Rollout, StepWork, rows_of_step, step_batches
 from lowpeak.watch.watch import watched
 
 logger = logging.getLogger(__name__)
@@ -69,7 +68,6 @@ class OnlineTrainer(StepTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        """The algorithm that the arguments describe."""
         raise AssertionError("a thin trainer says which algorithm it is")
 
     def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
@@ -102,17 +100,10 @@ class OnlineTrainer(StepTrainer):
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_columns)
             check_hub(args)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
-            parts = prepare_online(
-                model,
-                reward_funcs,
-                args,
-                processing_class,
-                reward_processing_classes,
-                peft_config,
-                ref_model,
-                self.make_algorithm,
-                self.complete,
+            inputs = OnlineInputs(
+                model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
             )
+            parts = prepare_online(inputs, args, self.make_algorithm, self.complete)
         super().__init__(
             model=parts.policy,
             args=base_arguments(args),
@@ -156,7 +147,6 @@ class OnlineTrainer(StepTrainer):
     # a step
 
     def num_steps_per_epoch(self) -> int | None:
-        """Steps in which each prompt is asked once."""
         prompts, rollout = self.maker.cursor.prompts_per_epoch, self.maker.settings.rollout
         if prompts is None:
             return None
@@ -192,7 +182,6 @@ class OnlineTrainer(StepTrainer):
         return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, and print the rollout's completions with the metrics of steps, if that was asked for."""
         metrics = self.run.metrics
         super().log(logs, start_time)
         if (
@@ -210,7 +199,6 @@ class OnlineTrainer(StepTrainer):
             )
 
     def use_sizes(self, sizes: Sizes) -> None:
-        """Run every pass within these sizes; the engine asks for its own."""
         super().use_sizes(sizes)
         self.maker.core = self.run.core
         self.maker.budget = sizes.within(self.maker.budget)
@@ -222,7 +210,6 @@ class OnlineTrainer(StepTrainer):
     # evaluation
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
-        """Rewards, accuracy and pass@k on one data set."""
         return self._evaluated(data, prefix).metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
@@ -242,7 +229,6 @@ class OnlineTrainer(StepTrainer):
     # what a checkpoint holds
 
     def run_state(self) -> RunState:
-        """Cursor, rollout in use, generators, the algorithm's numbers, what `auto` became."""
         in_use = None
         if self.rollout is not None:
             done = self.steps_used >= self.maker.settings.rollout.num_steps
@@ -258,7 +244,6 @@ class OnlineTrainer(StepTrainer):
         )
 
     def identity(self) -> dict[str, Any]:
-        """The algorithm, its rewards and the shape of its rollouts."""
         rollout = self.maker.settings.rollout
         return {
             **super().identity(),
@@ -270,7 +255,6 @@ class OnlineTrainer(StepTrainer):
         }
 
     def save_more(self, folder: Path) -> None:
-        """The weights that are `apart` from the model's own."""
         with self.run.strategy.ranks.together():
             for name, parameters in self.apart(self.run.strategy.cuts_states).items():
                 save_apart(folder, name, parameters, self.run.strategy.ranks)
@@ -286,12 +270,10 @@ class OnlineTrainer(StepTrainer):
         return {REFERENCE_FOLDER: dict(self._reference_model().named_parameters())}
 
     def take_apart(self, checkpoint: Path) -> None:
-        """Take back what `save_more` wrote."""
         for name, parameters in self.apart(has_shards(checkpoint)).items():
             load_apart(checkpoint, name, parameters, self.run.strategy.ranks)
 
     def take_run_state(self, state: RunState, checkpoint: Path) -> None:
-        """Go on where the checkpoint was written, with what `auto` had become then."""
         self.maker.cursor.load_state_dict(state.cursor)
         start, saved = self.run.algorithm.state, state.algorithm_state
         self.run.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
@@ -312,12 +294,10 @@ class OnlineTrainer(StepTrainer):
         self.maker.weights_changed = True
 
     def take_weights(self, checkpoint: Path) -> None:
-        """What ranks wrote together; the engine hears of it."""
         super().take_weights(checkpoint)
         self.maker.weights_changed = True
 
     def take_best(self, best: Path) -> None:
-        """The base's way; the engine hears of it."""
         super().take_best(best)
         self.maker.weights_changed = True
 

@@ -15,8 +15,8 @@ from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.resolve import OnlineSettings
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.make import listed
-from lowpeak.training.apart import CRITIC_FOLDER
 from lowpeak.training.arguments import OnlineConfig
+from lowpeak.training.checkpoints import CRITIC_FOLDER
 from lowpeak.training.critics import (
     EXPORT_FOLDER,
     attach_critic,
@@ -47,7 +47,6 @@ class PPOTrainer(OnlineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        """PPO as the arguments describe it."""
         return make_ppo(resolve_ppo(args, settings))
 
     def __init__(
@@ -66,7 +65,6 @@ class PPOTrainer(OnlineTrainer):
             self._check_optimizer(self.optimizer)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ArgumentError for an optimizer that was passed in and does not train the critic as the arguments say."""
         if self.user_args.value_learning_rate is not None:
             raise ArgumentError(
                 "value_learning_rate has no effect on an optimizer that is passed in: give the critic a group of its own in it."
@@ -74,11 +72,9 @@ class PPOTrainer(OnlineTrainer):
         check_held(optimizer, self.model)
 
     def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
-        """Attach the critic: one module is prepared, and one forward gives log-probs and values."""
         attach_critic(policy, origin, self.value_model, args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's way; the critic's parameters at a rate of their own, where one was given."""
         optimizer = super().create_optimizer(*args, **kwargs)
         rate = self.user_args.value_learning_rate
         if rate is not None:
@@ -91,7 +87,6 @@ class PPOTrainer(OnlineTrainer):
         return {**super().apart(with_states), **critic}
 
     def take_best(self, best: Path) -> None:
-        """The base's way; the critic comes along."""
         super().take_best(best)
         self.take_apart(best)
 

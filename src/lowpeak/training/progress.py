@@ -1,4 +1,4 @@
-"""Progress: what a step is busy with, beside the bar that transformers draws; and where memory ran out, what to set."""
+"""The phase of a step beside transformers' progress bar, and what to set where memory runs out in it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,35 @@ from typing import Any
 import torch
 from transformers.trainer_callback import ProgressCallback
 
+from lowpeak.errors import MemoryExhaustedError, first_line
+from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.phases import Phase
 from lowpeak.memory.tracker import MemoryTracker
-from lowpeak.training.exhausted import explained
+
+_PASSES = "set micro_batch_tokens below {micro_batch_tokens} and logprob_chunk_size below {logprob_chunk_size}"
+_SHARD = "shard over more ranks (FSDP2, ZeRO-3), or train an adapter"
+_REMEDIES = {
+    Phase.ROLLOUT: "set kv_cache_bytes below {kv_cache_bytes}, or max_completion_length lower",
+    Phase.EVALUATE: "set kv_cache_bytes below {kv_cache_bytes}, or per_device_eval_batch_size lower",
+    Phase.SCORE: _PASSES,
+    Phase.TRAIN: f"{_PASSES}; where weights, gradients and optimizer states alone do not fit, {_SHARD}",
+    Phase.OPTIMIZER: _SHARD,
+}
+
+
+@contextmanager
+def explained(phase: Phase, trainer: Any) -> Iterator[None]:
+    """MemoryExhaustedError, with the sizes that the trainer runs with, in the place of torch's or Python's own."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
+            raise
+        sizes = trainer.run.sizes.as_dict()
+        remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**sizes)
+        words = first_line(error)
+        raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({words})") from error
+
 
 _SHOWN = {
     Phase.ROLLOUT: "generating",
@@ -32,7 +58,6 @@ class ProgressTracker(MemoryTracker):
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Measure the block, and show its name."""
         if phase in _SHOWN:
             self._show(_SHOWN[phase])
         with super().phase(phase), explained(phase, self._trainer):

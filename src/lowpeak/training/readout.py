@@ -118,7 +118,6 @@ def _broken(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _merged(names: Iterable[Sequence[str]]) -> list[str]:
-    """Each name once, in the order of the first rank that tells it."""
     return list(dict.fromkeys(name for each in names for name in each))
 
 

@@ -59,5 +59,4 @@ def resting(rest: Rest | None, strategy: Strategy, frozen: Frozen) -> Frozen:
 
 
 def _tensors(model: nn.Module, strategy: Strategy) -> Iterable[Tensor]:
-    """This rank's tensors of a model."""
     return [*strategy.shards(model).values(), *model.buffers()]

@@ -22,8 +22,7 @@ from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.pretrained import from_pretrained
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig
-from lowpeak.training.heads import SCORES, Head
-from lowpeak.training.models import load_policy
+from lowpeak.training.models import SCORES, Head, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
 from lowpeak.training.reward_arguments import RewardConfig
 from lowpeak.training.step import score
@@ -53,12 +52,33 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        """A sequence classifier with one label."""
-        return load_reward_model(model, args, peft_config)
+        """The classifier to train, by name, path or instance; with `peft_config`, under an adapter.
+
+        A checkpoint without a score head (a causal language model's) starts one: it gets a new head, drawn from `seed`.
+        """
+        if args.cut != WHOLE:
+            raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
+        if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
+            raise ArgumentError(
+                "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
+            )
+        is_new = False
+        if isinstance(model, str):
+            model, is_new = _load_named(model, args)
+            policy = load_policy(model, None, trust_remote_code=False, peft_config=peft_config)
+        else:
+            trusted = args.trust_remote_code
+            policy = load_policy(model, args.model_init_kwargs, trust_remote_code=trusted, peft_config=peft_config)
+        classifier = classifier_of(policy)
+        if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
+            raise ArgumentError(
+                "the checkpoint has no score head, and the adapter would leave the new one as it was drawn: pass "
+                "LoraConfig(modules_to_save=['score'], ...)."
+            )
+        return policy
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        """Bradley-Terry as the arguments describe it."""
         return make_reward_model(resolve_reward_model(args))
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
@@ -81,19 +101,15 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def records_of(items: Sequence[Any]) -> list[Record]:
-        """Both records of each pair."""
         return flat(items)
 
     def num_tokens(self, records: Sequence[Record]) -> int:
-        """Tokens of the records' rows, slots left out."""
         return super().num_tokens(records) - len(records)
 
     def check_row(self, args: Any, row: Any, where: str) -> None:
-        """Raise DataError for a row without two answers."""
         check_columns(row, where)
 
     def read(self, data: Any) -> list[Record]:
-        """The pairs that are not left out."""
         return read_pairs(data, self.reader)
 
     def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
@@ -106,33 +122,6 @@ class RewardTrainer(OfflineTrainer):
         found = reduce(lambda merged, part: {**merged, **part}, self.run.strategy.ranks.gather(own))
         scores = np.array([found[row] for row in range(len(records))], dtype=np.float32).reshape(-1, 2)
         return EvalPrediction(predictions=scores, label_ids=np.zeros(len(scores), dtype=np.int64))
-
-
-def load_reward_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-    """The classifier to train, by name, path or instance; with `peft_config`, under an adapter.
-
-    A checkpoint without a score head (a causal language model's) starts one: it gets a new head, drawn from `seed`.
-    """
-    if args.cut != WHOLE:
-        raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
-    if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
-        raise ArgumentError(
-            "a reward model is a classifier: set task_type='SEQ_CLS' in peft_config in place of 'CAUSAL_LM'."
-        )
-    is_new = False
-    if isinstance(model, str):
-        model, is_new = _load_named(model, args)
-        policy = load_policy(model, None, trust_remote_code=False, peft_config=peft_config)
-    else:
-        trusted = args.trust_remote_code
-        policy = load_policy(model, args.model_init_kwargs, trust_remote_code=trusted, peft_config=peft_config)
-    classifier = classifier_of(policy)
-    if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
-        raise ArgumentError(
-            "the checkpoint has no score head, and the adapter would leave the new one as it was drawn: pass "
-            "LoraConfig(modules_to_save=['score'], ...)."
-        )
-    return policy
 
 
 def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:

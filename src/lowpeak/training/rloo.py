@@ -26,5 +26,4 @@ class RLOOTrainer(OnlineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        """RLOO as the arguments describe it."""
         return make_rloo(resolve_rloo(args, settings))

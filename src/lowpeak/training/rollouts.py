@@ -31,10 +31,9 @@ from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.weights.push import PushReport
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
-from lowpeak.training.reuse import Rollout
 from lowpeak.training.rollout_rows import describe, length_metrics
 from lowpeak.training.step import Core, Scored, score
-from lowpeak.training.work import matched
+from lowpeak.training.work import Rollout, matched
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +52,6 @@ class Tally:
     pushes: dict[str, Metric] = field(default_factory=dict)
 
     def add(self, useful: int, computed: int) -> None:
-        """One forward more."""
         self.useful += useful
         self.computed += computed
 
@@ -64,7 +62,6 @@ class Tally:
         return {"useful_tokens/rollout": metric} if metric.count else {}
 
     def note_push(self, report: PushReport) -> None:
-        """Weights were pushed."""
         sums = {"bytes": report.num_bytes, "seconds": report.seconds, "proof_seconds": report.proof_seconds}
         new = {f"push/{name}": Metric(float(value), 1.0, "sum") for name, value in sums.items()}
         self.pushes = merge_metrics(self.pushes, new)
@@ -132,7 +129,6 @@ class RolloutMaker:
         return Rollout(number, records, metrics, describe(judged, told, self.panel.names), num_tokens)
 
     def _left_out(self) -> dict[str, Metric]:
-        """Prompts of a stream that were too long so far, where there were any."""
         count = self.cursor.num_dropped
         return {"num_overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
 
@@ -305,7 +301,6 @@ class RolloutMaker:
         return filled, reduce(merge_metrics, [useful for _, useful in shares])
 
     def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]) -> Scores:
-        """The policy's pass and the reference's, each only where something needs it."""
         passes: dict[str, list[Scored]] = {}
         if needs & {"old", "entropy", "values"}:
             wishes = {"entropy": "entropy" in needs, "values": "values" in needs}

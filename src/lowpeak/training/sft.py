@@ -82,7 +82,6 @@ class SFTTrainer(OfflineTrainer):
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        """A causal language model."""
         return load_policy(
             model,
             args.model_init_kwargs,
@@ -94,11 +93,9 @@ class SFTTrainer(OfflineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        """Maximum likelihood, or DFT."""
         return make_supervised(args.loss_type)
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
-        """One record a row."""
         return SupervisedReader(
             tokenizer,
             max_length=longest_row(args, policy),
@@ -111,12 +108,10 @@ class SFTTrainer(OfflineTrainer):
         )
 
     def check_row(self, args: Any, row: Any, where: str) -> None:
-        """Raise DataError for a row without the columns that the reader takes."""
         if self.formatting_func is None:
             check_columns(row, args.dataset_text_field, where)
 
     def read(self, data: Any) -> list[Record]:
-        """The rows of which a token counts."""
         return read_records(data, self.reader)
 
     def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:

@@ -83,7 +83,6 @@ class Sizes:
         )
 
     def as_dict(self) -> dict[str, int | str]:
-        """As plain numbers and words, for the checkpoint."""
         return {**{name: getattr(self, name) for name in _NUMBERS}, "layout": self.choice.layout}
 
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
@@ -95,11 +94,9 @@ class Sizes:
         return replace(self, **numbers, choice=self.choice.resumed(saved.get("layout", "padded")))
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
-        """How micro-batches of the policy with this config are cut."""
         shape = Shape.of(config, 4)
         costs = None if memory.share_prompt else Costs.of(shape.hidden, shape.intermediate)
         return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.choice.layout, costs)
 
     def within(self, budget: Budget) -> Budget:
-        """The budget with its size and layout as they are here."""
         return replace(budget, max_tokens=self.micro_batch_tokens, layout=self.choice.layout)

@@ -35,7 +35,6 @@ from lowpeak.records import Metric, merge_metrics
 from lowpeak.strategies.shards import has_shards
 from lowpeak.strategies.states import trained
 from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.alike import require_same_arguments, require_same_data
 from lowpeak.training.checkpoints import (
     check_groups,
     check_kind,
@@ -44,8 +43,8 @@ from lowpeak.training.checkpoints import (
     load_training,
     policys_adapter_alone,
     save_checkpoint,
+    telling_of_held,
 )
-from lowpeak.training.held import telling_of_held
 from lowpeak.training.interrupt import STOPS, WISHES, Interrupts, agree_on, saved_where_it_waits
 from lowpeak.training.model_card import ModelCardMixin
 from lowpeak.training.readout import (
@@ -58,7 +57,7 @@ from lowpeak.training.readout import (
     read_spent,
 )
 from lowpeak.training.sizes import Sizes
-from lowpeak.training.start import check_name, clear_folder, take_up
+from lowpeak.training.start import check_name, clear_folder, require_same_arguments, require_same_data, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
 from lowpeak.watch.watch import watched
@@ -103,7 +102,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         raise AssertionError("a trainer says how long an epoch is")
 
     def next_step(self) -> StepWork:
-        """The next step's work."""
         raise AssertionError("a trainer says what a step is")
 
     def run_state(self) -> RunState:
@@ -135,14 +133,16 @@ class StepTrainer(ModelCardMixin, Trainer):
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
-        with ExitStack() as stack:
+        # Signals are given back last: a SIGTERM must not end rank 0 before `watched` has said which rank died.
+        with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
             require_same_arguments(self.args, ranks)
             require_same_data({"train_dataset": self.train_dataset, "eval_dataset": self.eval_dataset}, ranks)
             ranks.first(lambda: stack.enter_context(only_run(output_dir)))
             checkpoint = self._start(output_dir, resume_from_checkpoint)
+            signals.enter_context(self.run.interrupts.watched())
             try:
-                with self.run.interrupts.watched(), saved_where_it_waits(self, output_dir):
+                with saved_where_it_waits(self, output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
             except EngineError:
@@ -195,7 +195,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         """Nothing: `get_batch_samples` has restored them, before the rollout that draws from them."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of the step's micro-batches."""
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
@@ -210,7 +209,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         return loss * self.run.strategy.ranks.world_size
 
     def coefficients(self) -> dict[str, float]:
-        """The algorithm's own numbers for the step to come."""
         done = self.state
         return self.run.algorithm.coefficients(self.run.algorithm_state, done.global_step, done.epoch or 0.0)
 
@@ -273,7 +271,6 @@ class StepTrainer(ModelCardMixin, Trainer):
             agree_on(self.control, STOPS, ranks)
 
     def note(self, metrics: Mapping[str, Metric]) -> None:
-        """Numbers of the step under way that are known now."""
         self.run.noted = merge_metrics(self.run.noted, metrics)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -336,7 +333,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         return prepared
 
     def take_weights(self, checkpoint: Path) -> None:
-        """Weights, optimizer states and schedule from a checkpoint that ranks wrote together."""
         with fitting(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
             load_training(self, checkpoint)
 
@@ -352,7 +348,6 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.state.best_model_checkpoint = None  # the base would look for it again
 
     def take_best(self, best: Path) -> None:
-        """The weights of the best checkpoint."""
         if has_shards(best):
             self.take_weights(best)
         else:
@@ -376,11 +371,9 @@ class StepTrainer(ModelCardMixin, Trainer):
             check_groups(self.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Staged, synced, renamed; then the oldest goes."""
         self.save_state(trial, self.run_state())
 
     def save_state(self, trial: Any, state: RunState) -> None:
-        """The checkpoint of the last step, with `state` of the run."""
         with self.run.strategy.ranks.together():
             self._check_weights()
         with self.run.tracker.phase(Phase.SAVE):

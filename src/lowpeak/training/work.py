@@ -1,15 +1,19 @@
-"""Station 10: the rows of one optimizer step as this rank's micro-batches, weighed by the counts of the whole step."""
+"""A rollout, and station 10: the rows of one optimizer step as micro-batches, weighed by the whole step's counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import torch
 
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
+from lowpeak.algorithms.select import rows_by_group
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget, masked, pack, share
+from lowpeak.config.rollout import RolloutSettings
 from lowpeak.ranks import Ranks
-from lowpeak.records import MicroBatch, Record
+from lowpeak.records import Metric, MicroBatch, Record, Unit
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,6 @@ class StepWork:
 
     @property
     def num_computed(self) -> int:
-        """Tokens of the forward, padding included."""
         return sum(batch.input_ids_BL.numel() for batch in self.micro_batches)
 
 
@@ -71,3 +74,39 @@ def matched(batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int 
 
 def _is_idle(record: Record) -> bool:
     return record.advantages is not None and not bool(record.advantages.any())
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups made from one set of weights, scored and with advantages; `number` counts rollouts from 0.
+
+    `metrics`, `rows` (what the journal writes of each completion) and `num_tokens` are of all that was generated for it, and are
+    said once, when the rollout is made.
+    """
+
+    number: int
+    records: tuple[Record, ...]
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    rows: tuple[dict[str, object], ...] = ()
+    num_tokens: int = 0
+
+
+def rows_of_step(
+    rollout: Rollout, settings: RolloutSettings, seed: int, step: int, unit: Unit = "token"
+) -> tuple[int, ...]:
+    """Indices of the records that step `step` of a rollout (0 <= step < num_steps) trains on.
+
+    Groups are shuffled by (seed, rollout number) and their rows stay together; each pass takes the same cut again. A
+    rollout that dynamic sampling left short is cut evenly; pairs are never cut.
+    """
+    groups = _shuffled_groups(rollout, seed)
+    items = groups if unit == "pair" else [[i] for group in groups for i in group]
+    slot = step % settings.steps_per_pass
+    start, stop = (len(items) * s // settings.steps_per_pass for s in (slot, slot + 1))
+    return tuple(i for item in items[start:stop] for i in item)
+
+
+def _shuffled_groups(rollout: Rollout, seed: int) -> list[list[int]]:
+    groups = list(rows_by_group(rollout.records).values())
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + rollout.number) % (1 << 63))
+    return [groups[g] for g in torch.randperm(len(groups), generator=generator).tolist()]

@@ -171,7 +171,7 @@ def test_the_users_arguments_do_not_get_the_quantization_config(tmp_path):
 @pytest.mark.parametrize("trainer", CONFIGS)
 def test_virtual_tokens_are_refused_before_anything_is_loaded(tmp_path, trainer, config):
     kind = "SEQ_CLS" if trainer is RewardTrainer else "CAUSAL_LM"
-    with pytest.raises(ArgumentError, match=f"{config.__name__} is not supported: .*use LoraConfig"):
+    with pytest.raises(ArgumentError, match=rf"{config.__name__} is not supported: .*use LoraConfig"):
         made(trainer, tmp_path, model="nowhere", peft_config=config(task_type=kind, num_virtual_tokens=2))
 
 

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.config.algorithm import Correction
 from lowpeak.config.resolve import resolve_grpo, resolve_rloo
-from tiny import char_tokenizer, tiny_model
+from small_runs import SGD, make, same, weights
 
 DATA = [{"prompt": f"{i}="} for i in range(16)]
 MODES = {
@@ -22,8 +21,8 @@ MODES = {
     "sequence_mask": Correction(True, True, 0.9, 1.1),
 }
 KINDS = {
-    "grpo": (GRPOConfig, GRPOTrainer, resolve_grpo, make_grpo),
-    "rloo": (RLOOConfig, RLOOTrainer, resolve_rloo, make_rloo),
+    "GRPO": (resolve_grpo, make_grpo),
+    "RLOO": (resolve_rloo, make_rloo),
 }
 RATIO = "sampling/importance_sampling_ratio"
 
@@ -32,14 +31,12 @@ def spread(completions, **columns):
     return [len(set(text)) / 5 + len(text) / 50 for text in completions]
 
 
-def trained(folder, correction, kind="grpo", drift=0.0, **changes):
+def trained(folder, correction, kind="GRPO", drift=0.0, **changes):
     """A run of the native engine whose log-probs are off by `drift` nats a token."""
-    config, trainer, resolve, make = KINDS[kind]
-    args = {"beta": 0.0, "num_generations": 4, "max_completion_length": 6, "max_steps": 4, "learning_rate": 1e-2}
-    args |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none", "use_cpu": True, "disable_tqdm": True}
-    args = config(output_dir=str(folder), per_device_train_batch_size=8, **{**args, **changes})
-    run = trainer(tiny_model(), spread, args, DATA, processing_class=char_tokenizer())
-    algorithm = make(replace(resolve(args, run.maker.settings), correction=correction))
+    resolve, make_algorithm = KINDS[kind]
+    settings = {"data": DATA, "reward_funcs": spread, "beta": 0.0, "max_completion_length": 6, **changes}
+    run = make(kind, folder, **settings)
+    algorithm = make_algorithm(replace(resolve(run.user_args, run.maker.settings), correction=correction))
     run.run.algorithm = run.maker.algorithm = algorithm
     generate = run.maker.engine.generate
 
@@ -50,23 +47,18 @@ def trained(folder, correction, kind="grpo", drift=0.0, **changes):
         ]
 
     run.maker.engine.generate = drifting
-    before = {name: weight.detach().clone() for name, weight in run.model.named_parameters()}
+    before = weights(run)
     run.train()
     return run, before
 
 
-def same(first, second):
-    return all(torch.equal(weight, second[name]) for name, weight in first.items())
-
-
 @pytest.mark.parametrize("steps", [{}, {"num_iterations": 2}], ids=["on-policy", "reused"])
 @pytest.mark.parametrize(
-    ("kind", "mode"), [*(("grpo", mode) for mode in MODES), ("rloo", "sequence_truncate"), ("rloo", "sequence_mask")]
+    ("kind", "mode"), [*(("GRPO", mode) for mode in MODES), ("RLOO", "sequence_truncate"), ("RLOO", "sequence_mask")]
 )
 def test_where_the_sampler_is_the_policy_a_corrected_run_is_the_run_without(tmp_path, kind, mode, steps):
-    sgd = {"optim": "sgd", "learning_rate": 0.1}  # AdamW divides by gradients that may be rounding alone
-    plain, before = trained(tmp_path / "plain", None, kind, **sgd, **steps)
-    corrected, _ = trained(tmp_path / "corrected", MODES[mode], kind, **sgd, **steps)
+    plain, before = trained(tmp_path / "plain", None, kind, **SGD, **steps)
+    corrected, _ = trained(tmp_path / "corrected", MODES[mode], kind, **SGD, **steps)
     assert not same(before, dict(plain.model.named_parameters()))
     for name, weight in plain.model.named_parameters():
         torch.testing.assert_close(corrected.model.get_parameter(name), weight, atol=5e-5, rtol=0, msg=name)
@@ -78,7 +70,7 @@ def test_where_the_sampler_is_the_policy_a_corrected_run_is_the_run_without(tmp_
 
 @pytest.mark.parametrize("steps", [{}, {"num_iterations": 2}], ids=["on-policy", "reused"])
 @pytest.mark.parametrize(
-    ("kind", "mode"), [("grpo", "token_mask"), ("grpo", "sequence_mask"), ("rloo", "sequence_mask")]
+    ("kind", "mode"), [("GRPO", "token_mask"), ("GRPO", "sequence_mask"), ("RLOO", "sequence_mask")]
 )
 def test_what_drifted_beyond_its_bounds_trains_nothing(tmp_path, kind, mode, steps):
     run, before = trained(tmp_path, MODES[mode], kind, drift=0.5, **steps)

@@ -43,10 +43,10 @@ def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
         (
             Auto({"model.layers.*.mlp.experts": "moe_tp_experts"}),
             Cut(2, 1),
-            "has moe_tp_experts, with which lowpeak was",
+            "moe_tp_experts",
         ),
-        (Auto(), Cut(4, 1), "num_key_value_heads=2, which tp_size=4 does not divide"),
-        (Auto(vocab_size=14), Cut(2, 2), "the tied embedding has 14 rows, which 2 x 2 processes do not divide"),
+        (Auto(), Cut(4, 1), "num_key_value_heads=2.*tp_size=4"),
+        (Auto(vocab_size=14), Cut(2, 2), "14 .* 2 x 2 "),
     ],
 )
 def test_a_model_that_would_be_cut_wrong_is_refused(auto, cut, message):
@@ -67,7 +67,7 @@ def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
             model, _ = super().from_pretrained(name, **options)
             return model, {"missing_keys": {"lm_head.weight"}, "mismatched_keys": set()}
 
-    with pytest.raises(ModelError, match=r"'m' lacks lm_head\.weight, which would be random"):
+    with pytest.raises(ModelError, match=r"'m' .*lm_head\.weight"):
         from_pretrained(Lacking(vocab_size=16), "m", Cut(2, 4))
 
 
@@ -84,9 +84,9 @@ def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
 @pytest.mark.parametrize(
     ("model", "options", "adapter", "message"),
     [
-        (nn.Linear(1, 1), None, None, "pass its name or path, not an instance"),
-        ("m", None, SimpleNamespace(), "adapters and quantised models do not run under tensor parallelism"),
-        ("m", {"quantization_config": {}}, None, "adapters and quantised models"),
+        (nn.Linear(1, 1), None, None, "instance"),
+        ("m", None, SimpleNamespace(), "adapters"),
+        ("m", {"quantization_config": {}}, None, "quantised"),
     ],
 )
 def test_what_is_not_cut_where_it_loads_is_refused(model, options, adapter, message):
@@ -99,5 +99,5 @@ def test_a_critic_other_than_a_head_is_refused(tmp_path, critic):
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
     resolve_ppo(args, resolve_online(args, 1, 1))
     cut = SimpleNamespace(**vars(args), cut=Cut(2, 1))
-    with pytest.raises(ArgumentError, match=f"critic='{critic}' does not run under tensor parallelism"):
+    with pytest.raises(ArgumentError, match=f"critic='{critic}'"):
         resolve_ppo(cut, resolve_online(args, 1, 1))

@@ -7,35 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
 
-from lowpeak import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from lowpeak.critic import critics_model
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.training.models import load_policy, load_reference
+from small_runs import make, rows
 from tiny import char_tokenizer, tiny_model
 
-TABLE = Dataset.from_list([{"prompt": f"{i}=", "completion": "1"} for i in range(8)])
-SMALL = {"max_steps": 2, "save_steps": 1, "disable_tqdm": True, "use_cpu": True, "report_to": "none"}
+MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2}
 
 
-def ones(completions, **columns):
-    return [float(completion.count("1")) for completion in completions]
-
-
-def build(folder, model=None, rewards=ones, eval_dataset=None, **changes):
-    moving = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2}
-    sizes = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 5}
-    return GRPOTrainer(
-        model=model or tiny_model(),
-        reward_funcs=rewards,
-        args=GRPOConfig(output_dir=str(folder), **{**SMALL, **moving, **sizes, **changes}),
-        train_dataset=TABLE,
-        eval_dataset=eval_dataset,
-        processing_class=None if isinstance(model, str) else char_tokenizer(),
-    )
+def build(kind, folder):
+    """A trainer of the model in a folder, with the tokenizer beside it."""
+    return make(kind, folder / "run", str(folder / "model"), tokenizer=False)
 
 
 def truncate(file):
@@ -58,12 +44,9 @@ def test_the_damaged_checkpoint_of_the_best_model_is_named_when_it_is_loaded_at_
         "eval_strategy": "steps",
         "eval_steps": 1,
     }
-    trainer = build(tmp_path / "run", eval_dataset=TABLE, **best)
-    trainer.add_callback(Damaging())
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-\d/model.safetensors is damaged \(.*\): resume from another"
-    ):
-        trainer.train()
+    saving = {"save_strategy": "steps", "save_steps": 1, "callbacks": [Damaging()], "eval_dataset": rows(8)}
+    with pytest.raises(CheckpointError, match=r"checkpoint-\d/model.safetensors"):
+        make("GRPO", tmp_path, **MOVING, **best, **saving).train()
 
 
 @pytest.fixture
@@ -78,18 +61,17 @@ def folder(tmp_path):
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json"])
 def test_a_damaged_file_of_the_model_is_named(folder, tmp_path, file, damage):
     damage(folder / file)
-    with pytest.raises(ModelError, match=rf"{folder / file} is damaged \(.*\): copy or download the model again"):
-        build(tmp_path / "run", str(folder))
-    with pytest.raises(ModelError, match=rf"{folder / file} is damaged"):
-        SFTTrainer(str(folder), args=SFTConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=TABLE)
+    for kind in ("GRPO", "SFT"):
+        with pytest.raises(ModelError, match=str(folder / file)):
+            build(kind, tmp_path)
 
 
 def test_damaged_weights_of_torch_s_own_format_are_named(folder, tmp_path):
     (folder / "model.safetensors").unlink()
     torch.save(tiny_model().state_dict(), folder / "pytorch_model.bin")
     truncate(folder / "pytorch_model.bin")
-    with pytest.raises(ModelError, match=r"pytorch_model.bin is damaged"):
-        build(tmp_path / "run", str(folder))
+    with pytest.raises(ModelError, match=r"pytorch_model.bin"):
+        build("GRPO", tmp_path)
 
 
 def test_a_damaged_file_of_a_reward_model_is_named(tmp_path):
@@ -97,10 +79,8 @@ def test_a_damaged_file_of_a_reward_model_is_named(tmp_path):
     Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "judge")
     char_tokenizer().save_pretrained(tmp_path / "judge")
     truncate(tmp_path / "judge" / "model.safetensors")
-    with pytest.raises(
-        ModelError, match=r"judge/model.safetensors is damaged \(.*\): copy or download the reward model"
-    ):
-        build(tmp_path / "run", rewards=str(tmp_path / "judge"))
+    with pytest.raises(ModelError, match=r"judge/model.safetensors"):
+        make("GRPO", tmp_path, reward_funcs=str(tmp_path / "judge"))
 
 
 # a checkpoint that is not all of the model
@@ -119,24 +99,16 @@ def configure(folder, **changes):
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
-LACKS = rf"model' lacks {UP}, which would be random: copy or download the model again"
+LACKS = f"model' .*{UP}"
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named(folder, tmp_path):
     without(folder, UP)
-    with pytest.raises(ModelError, match=LACKS):
-        build(tmp_path / "run", str(folder))
-    with pytest.raises(ModelError, match=LACKS):
-        SFTTrainer(str(folder), args=SFTConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=TABLE)
-    pairs = Dataset.from_list([{"prompt": "1=", "chosen": "1", "rejected": "2"}] * 8)
-    with pytest.raises(ModelError, match=LACKS):
-        RewardTrainer(str(folder), args=RewardConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=pairs)
+    for kind in ("GRPO", "SFT", "Reward"):
+        with pytest.raises(ModelError, match=LACKS):
+            build(kind, tmp_path)
     with pytest.raises(ModelError, match=LACKS):
         load_reference(tiny_model(), tiny_model(), None, str(folder), trust_remote_code=False)
-
-
-def test_a_tensor_that_the_checkpoint_of_a_quantised_model_lacks_is_named(folder):
-    without(folder, UP)
     loading = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     with pytest.raises(ModelError, match=LACKS):
         load_policy(str(folder), loading, trust_remote_code=False)
@@ -144,67 +116,62 @@ def test_a_tensor_that_the_checkpoint_of_a_quantised_model_lacks_is_named(folder
 
 def test_a_head_that_is_not_tied_and_not_there_is_named(folder):
     configure(folder, tie_word_embeddings=False)
-    with pytest.raises(ModelError, match=r"model' lacks lm_head\.weight, which would be random"):
+    with pytest.raises(ModelError, match=r"model' .*lm_head\.weight"):
         load_policy(str(folder), None, trust_remote_code=False)
 
 
 def test_the_critic_starts_from_the_policy_s_backbone_and_a_head_of_its_own(folder, tmp_path):
-    args = {"per_device_train_batch_size": 4, "max_completion_length": 5, "critic": "model"}
-    critic = PPOTrainer(str(folder), ones, PPOConfig(output_dir=str(tmp_path / "run"), **SMALL, **args), TABLE)
+    critic = make("PPO", tmp_path, str(folder), tokenizer=False, critic="model")
     assert not critics_model(critic.model).score.weight.any()
 
 
 def test_a_mismatch_of_shapes_names_the_tensor(folder):
     configure(folder, vocab_size=20)
-    with pytest.raises(
-        ModelError, match=r"model.embed_tokens.weight has the shape 13x32 in the file, and 20x32 in the"
-    ):
+    with pytest.raises(ModelError, match=r"model.embed_tokens.weight .*13x32.*20x32"):
         load_policy(str(folder), None, trust_remote_code=False)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\) must be equal to"),
-        ({"hidden_size": None}, "Field 'hidden_size' expected int"),
-        ({"rms_norm_eps": "x"}, "Field 'rms_norm_eps' expected float"),
-        ({"num_attention_heads": 0}, "ZeroDivisionError: integer division"),
+        ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\)"),
+        ({"hidden_size": None}, "'hidden_size'"),
+        ({"rms_norm_eps": "x"}, "'rms_norm_eps'"),
+        ({"num_attention_heads": 0}, "ZeroDivisionError"),
     ],
 )
 def test_a_number_of_the_config_that_makes_no_model_is_one_sentence(folder, changes, words):
     configure(folder, **changes)
-    with pytest.raises(ModelError, match=rf"cannot load '.*model' \(.*{words}.*\): correct its config.json"):
+    with pytest.raises(ModelError, match=rf"'.*model' \(.*{words}.*\).*config.json"):
         load_policy(str(folder), None, trust_remote_code=False)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
 def test_a_config_that_is_no_object_is_named(folder, tmp_path, file):
     (folder / file).write_text("null")
-    with pytest.raises(ModelError, match=rf"{folder / file} is damaged"):
-        build(tmp_path / "run", str(folder))
+    with pytest.raises(ModelError, match=rf"{folder / file}"):
+        build("GRPO", tmp_path)
 
 
 def test_a_changed_byte_of_the_tokenizer_names_its_file(folder, tmp_path):
     text = (folder / "tokenizer.json").read_text()
     (folder / "tokenizer.json").write_text(text.replace('"WordLevel"', '"WordLevek"'))
-    with pytest.raises(ModelError, match=rf"{folder / 'tokenizer.json'} is damaged"):
-        build(tmp_path / "run", str(folder))
+    with pytest.raises(ModelError, match=rf"{folder / 'tokenizer.json'}"):
+        build("GRPO", tmp_path)
 
 
 def test_ends_that_the_model_does_not_embed_are_told(folder, tmp_path):
     (folder / "tokenizer_config.json").unlink()
-    words = "the tokenizer's pad_token '<|endoftext|>' is token 13, and the model embeds 13 tokens"
-    with pytest.raises(ModelError, match=words.replace("|", r"\|")):
-        build(tmp_path / "run", str(folder))
-    with pytest.raises(ModelError, match="the model embeds 13 tokens"):
-        SFTTrainer(str(folder), args=SFTConfig(output_dir=str(tmp_path / "run"), **SMALL), train_dataset=TABLE)
+    for kind in ("GRPO", "SFT"):
+        with pytest.raises(ModelError, match=r"pad_token '<\|endoftext\|>' .* 13.* 13 "):
+            build(kind, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("loading", "error", "words"),
     [
-        ({"foo": 4}, ModelError, "unexpected keyword argument 'foo'.* or model_init_kwargs"),
-        ({"dtype": "foo"}, ArgumentError, "dtype='foo' is no dtype of torch"),
+        ({"foo": 4}, ModelError, "'foo'.*model_init_kwargs"),
+        ({"dtype": "foo"}, ArgumentError, "dtype='foo'"),
         ({"attn_implementation": "foo"}, ModelError, r"cannot load .*\(Specified `attn_implementation=\"foo\"`"),
     ],
 )
@@ -217,5 +184,5 @@ def test_weights_that_are_not_finite_are_named(folder, tmp_path):
     weights = load_file(folder / "model.safetensors")
     weights[UP][0, 0] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=f"weights are not finite: {UP} has NaN or infinite numbers"):
-        build(tmp_path / "run", str(folder))
+    with pytest.raises(ModelError, match=rf"{UP} .*NaN"):
+        build("GRPO", tmp_path)

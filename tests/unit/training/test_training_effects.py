@@ -3,51 +3,25 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from lowpeak import GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from lowpeak import GRPOConfig
 from lowpeak.config.algorithm import EntropyBonus
 from lowpeak.config.resolve import resolve_grpo, resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
-from preferences import tiny_classifier
+from small_runs import TOKENIZER, column, make, ones, rows, same, spread, trained, weights
 from tiny import char_tokenizer, tiny_model
 
-TOKENIZER = char_tokenizer()
-SMALL = {
-    "per_device_train_batch_size": 8,
-    "num_generations": 4,
-    "max_completion_length": 5,
-    "max_steps": 2,
-    "learning_rate": 1e-2,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "micro_batch_tokens": 512,
-    "logprob_chunk_size": 64,
-}
-
-
-def rows(count=16):
-    return Dataset.from_list([{"prompt": f"{i % 10}{i * 7 % 10}="} for i in range(count)])
-
-
-def ones(completions, **columns):
-    return [float(text.count("1")) for text in completions]
-
-
-def grpo(tmp_path, data=None, reward=ones, model=None, tokenizer=TOKENIZER, **changes):
-    args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
-    return GRPOTrainer(
-        model or tiny_model(), reward, args, rows() if data is None else data, processing_class=tokenizer
-    )
+grpo = partial(make, "GRPO")
 
 
 def settings(tmp_path, num_rewards=1, **changes):
-    args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, "num_iterations": 2, **changes})
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, num_iterations=2, **changes)
     return resolve_grpo(args, resolve_online(args, 1, num_rewards))
 
 
@@ -104,68 +78,76 @@ def test_several_rewards_can_be_normalised_before_they_are_summed(tmp_path):
     assert changed.aggregation == "normalize_then_sum"
 
 
-REUSED = {"num_iterations": 2}
-WITH_KL = {"beta": 0.5, "num_iterations": 2}
+BASES = {
+    "on-policy": {},
+    "reused": {"num_iterations": 2},
+    "with a KL": {"beta": 0.5, "num_iterations": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def weights_after(tmp_path_factory):
+    """Give the weights after two steps with some changed arguments."""
+
+    def train(changes):
+        folder = tmp_path_factory.mktemp("run")
+        return weights(trained("GRPO", folder, **{"per_device_train_batch_size": 32, **changes}))
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def plain_weights(weights_after):
+    return {name: weights_after(base) for name, base in BASES.items()}
 
 
 @pytest.mark.parametrize(
     ("base", "changes"),
     [
-        ({}, {"loss_type": "grpo"}),
-        ({}, {"loss_type": "dr_grpo"}),
-        ({}, {"scale_rewards": "batch"}),
-        ({}, {"scale_rewards": "none"}),
-        ({}, {"top_entropy_quantile": 0.3}),
-        ({}, {"entropy_coef": 0.1}),
-        ({}, {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.5}),
-        ({}, {"mask_truncated_completions": True}),
-        ({}, {"temperature": 0.7}),
-        ({}, {"top_p": 0.5}),
-        ({}, {"top_k": 3}),
-        ({}, {"min_p": 0.3}),
-        ({}, {"repetition_penalty": 1.5}),
-        ({}, {"reward_weights": [-1.0]}),
-        (REUSED, {"loss_type": "cispo", "epsilon_high": 0.0}),
-        (REUSED, {"epsilon": 0.01}),
-        (REUSED, {"epsilon_high": 0.01}),
-        (REUSED, {"delta": 1.201}),
-        (REUSED, {"importance_sampling_level": "sequence"}),
-        (WITH_KL, {"beta": 0.1}),
-        (WITH_KL, {"kl_estimator": "k1"}),
-        (WITH_KL, {"use_bias_correction_kl": False}),
+        ("on-policy", {"loss_type": "grpo"}),
+        ("on-policy", {"loss_type": "dr_grpo"}),
+        ("on-policy", {"scale_rewards": "batch"}),
+        ("on-policy", {"scale_rewards": "none"}),
+        ("on-policy", {"top_entropy_quantile": 0.3}),
+        ("on-policy", {"entropy_coef": 0.1}),
+        ("on-policy", {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.5}),
+        ("on-policy", {"mask_truncated_completions": True}),
+        ("on-policy", {"temperature": 0.7}),
+        ("on-policy", {"top_p": 0.5}),
+        ("on-policy", {"top_k": 3}),
+        ("on-policy", {"min_p": 0.3}),
+        ("on-policy", {"repetition_penalty": 1.5}),
+        ("on-policy", {"reward_weights": [-1.0]}),
+        ("reused", {"loss_type": "cispo", "epsilon_high": 0.0}),
+        ("reused", {"epsilon": 0.01}),
+        ("reused", {"epsilon_high": 0.01}),
+        ("reused", {"delta": 1.201}),
+        ("reused", {"importance_sampling_level": "sequence"}),
+        ("with a KL", {"beta": 0.1}),
+        ("with a KL", {"kl_estimator": "k1"}),
+        ("with a KL", {"use_bias_correction_kl": False}),
     ],
     ids=str,
 )
-def test_each_member_of_the_family_trains_other_weights(tmp_path, base, changes):
-    changed, plain = trained(tmp_path / "a", **{**base, **changes}), trained(tmp_path / "b", **base)
-    assert any(not torch.equal(changed[name], weight) for name, weight in plain.items())
+def test_each_member_of_the_family_trains_other_weights(weights_after, plain_weights, base, changes):
+    assert not same(weights_after({**BASES[base], **changes}), plain_weights[base])
 
 
 @pytest.mark.parametrize("changes", [{"loss_type": "bnpo"}, {"loss_type": "cispo", "epsilon_high": 4.0}], ids=str)
-def test_what_is_the_same_on_policy_trains_the_same_weights(tmp_path, changes):
-    changed, plain = trained(tmp_path / "a", **changes), trained(tmp_path / "b")
-    for name, weight in plain.items():
+def test_losses_that_are_equal_on_policy_train_the_same_weights(weights_after, plain_weights, changes):
+    changed = weights_after(changes)
+    for name, weight in plain_weights["on-policy"].items():
         torch.testing.assert_close(changed[name], weight, rtol=1e-5, atol=1e-6)
 
 
-def trained(tmp_path, **changes):
-    settings = {"per_device_train_batch_size": 32, "learning_rate": 1e-2, "max_steps": 2, **changes}
-    run = grpo(tmp_path, **settings)
-    run.train()
-    return {name: p.detach() for name, p in run.model.named_parameters()}
-
-
 def test_the_log_comes_every_logging_steps(tmp_path):
-    run = grpo(tmp_path, logging_steps=2, max_steps=4)
-    run.train()
+    run = trained("GRPO", tmp_path, logging_steps=2, max_steps=4)
     assert [row["step"] for row in run.state.log_history if "loss" in row] == [2, 4]
 
 
 def test_entropy_is_logged_unless_turned_off(tmp_path):
     for on in (True, False):
-        run = grpo(tmp_path / str(on), log_entropy=on, logging_steps=1)
-        run.train()
-        assert any("entropy" in row for row in run.state.log_history) == on
+        assert bool(column(trained("GRPO", tmp_path, log_entropy=on, reward_funcs=spread), "entropy")) == on
 
 
 ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_delta": 0.25, "entropy_coef": 0.5}
@@ -188,11 +170,8 @@ def test_an_entropy_bonus_logs_the_loss_without_it_and_the_coefficient_that_acte
 
 def test_the_head_can_run_in_fp32(tmp_path):
     def head_dtypes(**changes):
-        args = GRPOConfig(output_dir=str(tmp_path), **{**SMALL, **changes})
         lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
-        run = GRPOTrainer(
-            tiny_model(dtype=torch.bfloat16), ones, args, rows(), processing_class=TOKENIZER, peft_config=lora
-        )
+        run = grpo(tmp_path, tiny_model(dtype=torch.bfloat16), peft_config=lora, **changes)
         seen = set()
         head = run.model.get_base_model().lm_head
         head.register_forward_hook(lambda module, inputs, out: seen.add(out.dtype) if torch.is_tensor(out) else None)
@@ -204,20 +183,12 @@ def test_the_head_can_run_in_fp32(tmp_path):
 
 
 def test_a_head_of_a_run_in_fp32_need_not_be_cast(tmp_path):
-    cast = {"cast_lm_head_to_fp32": True}
-    with pytest.raises(
-        ArgumentError, match="cast_lm_head_to_fp32=True has no effect: the run computes in fp32 already"
-    ):
-        grpo(tmp_path, **cast)
-    with pytest.raises(ArgumentError, match="cast_lm_head_to_fp32=True has no effect"):
-        RewardTrainer(
-            tiny_classifier(),
-            RewardConfig(output_dir=str(tmp_path), use_cpu=True, **cast),
-            train_dataset=Dataset.from_list([{"chosen": "12", "rejected": "3"}] * 8),
-            processing_class=TOKENIZER,
-        )
-    grpo(tmp_path, bf16=True, **cast)
-    grpo(tmp_path, model=tiny_model(dtype=torch.bfloat16), beta=0.1, **cast)  # the reference stays in bf16
+    for kind in ("GRPO", "Reward"):
+        with pytest.raises(ArgumentError, match="cast_lm_head_to_fp32=True"):
+            make(kind, tmp_path, cast_lm_head_to_fp32=True)
+    grpo(tmp_path, bf16=True, cast_lm_head_to_fp32=True)
+    half = tiny_model(dtype=torch.bfloat16)
+    grpo(tmp_path, half, beta=0.1, cast_lm_head_to_fp32=True)  # the reference stays in bf16
 
 
 def test_chat_template_kwargs_reach_the_template(tmp_path):
@@ -226,15 +197,7 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
     data = Dataset.from_list([{"prompt": [{"role": "user", "content": str(i)}]} for i in range(4)])
 
     def prompt_of(**changes):
-        run = grpo(
-            tmp_path,
-            data,
-            lambda completions, **c: [0.0] * len(completions),
-            tiny_model(len(tokenizer)),
-            tokenizer,
-            shuffle_dataset=False,
-            **changes,
-        )
+        run = grpo(tmp_path, tiny_model(len(tokenizer)), data, tokenizer, shuffle_dataset=False, **changes)
         return run.maker.cursor.take(1)[0].ids
 
     assert prompt_of(chat_template_kwargs={"think": True}) == (*prompt_of(), tokenizer.convert_tokens_to_ids("7"))
@@ -248,7 +211,7 @@ def test_without_shuffling_prompts_come_in_their_order(tmp_path):
 
 
 def test_the_engines_cache_keeps_to_its_bytes(tmp_path):
-    with pytest.raises(EngineError, match="raise kv_cache_bytes"):
+    with pytest.raises(EngineError, match="kv_cache_bytes"):
         grpo(tmp_path, kv_cache_bytes=100).train()
 
 
@@ -260,8 +223,8 @@ def test_padding_to_a_multiple_reaches_the_micro_batches(tmp_path):
 def test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop(tmp_path, caplog):
     data = Dataset.from_list([{"prompt": "1="}, {"prompt": "2" * 200}, {"prompt": "3="}] * 2)
     with pytest.raises(DataError, match="200 tokens"):
-        grpo(tmp_path, data)
-    run = grpo(tmp_path, data, overlong_prompts="drop")
+        grpo(tmp_path, data=data)
+    run = grpo(tmp_path, data=data, overlong_prompts="drop")
     assert run.maker.cursor.prompts_per_epoch == 4
     assert "2 of 6" in caplog.text
 
@@ -272,8 +235,10 @@ def test_a_slow_reward_stops_the_run_or_counts_as_none(tmp_path):
         return ones(completions)
 
     with pytest.raises(RewardTimeoutError, match="slow"):
-        grpo(tmp_path / "a", reward=slow, reward_timeout=0.1).train()
-    run = grpo(tmp_path / "b", reward=slow, reward_timeout=0.1, reward_failures="none", max_steps=1, logging_steps=1)
+        grpo(tmp_path / "a", reward_funcs=slow, reward_timeout=0.1).train()
+    run = grpo(
+        tmp_path / "b", reward_funcs=slow, reward_timeout=0.1, reward_failures="none", max_steps=1, logging_steps=1
+    )
     run.train()
     assert run.state.log_history[0]["rewards/slow/failed"] == 8.0
 
@@ -298,12 +263,7 @@ def test_a_model_whose_code_is_its_own_needs_trust(tmp_path):
 
 def test_supervised_arguments_reach_the_reader(tmp_path):
     def counted(data, **changes):
-        small = {
-            name: value for name, value in SMALL.items() if name not in ("num_generations", "max_completion_length")
-        }
-        args = SFTConfig(output_dir=str(tmp_path), **{**small, **changes})
-        run = SFTTrainer(tiny_model(), args, train_dataset=Dataset.from_list(data), processing_class=TOKENIZER)
-        (record,) = run.cursor.take(1)
+        (record,) = make("SFT", tmp_path, data=Dataset.from_list(data), **changes).cursor.take(1)
         return int(record.completion.loss_mask.sum())
 
     pair = [{"prompt": "12=", "completion": "34"}]

@@ -6,42 +6,19 @@ import pytest
 import torch
 from datasets import Dataset
 
-import lowpeak
 from lowpeak.errors import ArgumentError
-from tiny import char_tokenizer, tiny_experts, tiny_model
+from small_runs import make, rows, spread
+from tiny import tiny_experts, tiny_model
 
-SMALL = {
-    "per_device_train_batch_size": 8,
-    "max_steps": 2,
-    "logging_steps": 1,
-    "learning_rate": 1e-2,
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "micro_batch_tokens": 40,
-    "logprob_chunk_size": 64,
-}
-ONLINE = {"num_generations": 4, "max_completion_length": 5}
-ARGUMENTS = {
-    "GRPO": {**ONLINE, "num_iterations": 2},
-    "RLOO": {**ONLINE, "beta": 0.0},
-    "PPO": {**ONLINE, "beta": 0.0},
-    "OnlineDPO": ONLINE,
-    "SFT": {},
-}
-
-
-def digits(completions, **columns):
-    return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 7 / 7 for text in completions]
+ARGUMENTS = {"GRPO": {"num_iterations": 2}, "RLOO": {"beta": 0.0}, "PPO": {"beta": 0.0}, "OnlineDPO": {}, "SFT": {}}
+ANSWERS = Dataset.from_list([{"prompt": row["prompt"], "completion": "12"} for row in rows()])
 
 
 def trainer(tmp_path, name, model, **changes):
-    data = [{"prompt": f"{i % 10}{i * 7 % 10}=", **({"completion": "12"} if name == "SFT" else {})} for i in range(16)]
-    args = getattr(lowpeak, f"{name}Config")(output_dir=str(tmp_path), **{**SMALL, **ARGUMENTS[name], **changes})
-    rewards = {} if name == "SFT" else {"reward_funcs": digits}
-    kind = getattr(lowpeak, f"{name}Trainer")
-    tokenizer = char_tokenizer()
-    return kind(model, args=args, train_dataset=Dataset.from_list(data), processing_class=tokenizer, **rewards)
+    kind = {"data": ANSWERS} if name == "SFT" else {"reward_funcs": spread, "data": rows()}
+    if name == "PPO":
+        kind["num_generations"] = 4
+    return make(name, tmp_path, model, **{**kind, "micro_batch_tokens": 40, **ARGUMENTS[name], **changes})
 
 
 def steps_of(run):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from test_training_step_fake import GRPO, fake_model, micro_batches
+from test_training_step_fake import GRPO, SEVEN_B, fake_model, micro_batches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -34,7 +34,7 @@ class FakeMover:
         pass
 
 
-def test_a_7b_step_keeps_the_inputs_of_its_layers_in_host_memory():
+def test_a_step_of_7b_shapes_keeps_the_inputs_of_its_layers_in_host_memory():
     batches = micro_batches()
     mover = FakeMover()
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -45,7 +45,9 @@ def test_a_7b_step_keeps_the_inputs_of_its_layers_in_host_memory():
         score(model, batches, core)
         assert offload.bytes_away == 0, "a pass without gradients saves nothing"
         run_step(model, batches, make_grpo(GRPO), core, LocalStrategy(), make_grpo(GRPO).coefficients())
+    num_layers = SEVEN_B.num_hidden_layers
     tokens = sum(batch.input_ids_BL.numel() for batch in batches)
-    layer_inputs = 28 * tokens * 3584 * 4
-    assert layer_inputs <= offload.bytes_away <= 1.1 * layer_inputs  # and the last norm's, which is not recomputed
-    assert mover.came == mover.went > 2 * 28
+    layer_inputs = num_layers * tokens * 3584 * 4
+    last_norm = tokens * 3584 * 4  # is not recomputed
+    assert layer_inputs <= offload.bytes_away <= layer_inputs + 3 * last_norm
+    assert mover.came == mover.went > 2 * num_layers

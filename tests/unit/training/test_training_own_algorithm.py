@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,57 +13,29 @@ from peft import LoraConfig
 import lowpeak
 from closeness import assert_each_close_to_largest
 from lowpeak.errors import ArgumentError
-from tiny import char_tokenizer, tiny_model
-
-TOKENIZER = char_tokenizer()
-SMALL = {
-    "per_device_train_batch_size": 8,
-    "max_completion_length": 6,
-    "max_steps": 3,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "kv_cache_bytes": 1 << 24,
-}
+from small_runs import COMMON, PARTS, TOKENIZER, column, journal, same, weights
+from tiny import tiny_model
 
 
 def digits(completions, **columns):
     return [sum(int(c) for c in text if c.isdigit()) / 9 for text in completions]
 
 
-def reinforce(folder, reward=digits, **changes):
-    more = {name: changes.pop(name) for name in ("peft_config", "eval_dataset", "rollout_func") if name in changes}
+def reinforce(folder, **changes):
+    parts = {"reward_funcs": digits} | {name: changes.pop(name) for name in PARTS if name in changes}
+    small = {**COMMON, "max_completion_length": 6, "max_steps": 3, "kv_cache_bytes": 1 << 24}
     return ReinforceTrainer(
         model=tiny_model(),
-        reward_funcs=reward,
-        args=ReinforceConfig(output_dir=str(folder), **{**SMALL, **changes}),
+        args=ReinforceConfig(output_dir=str(folder), **{**small, **changes}),
         train_dataset=Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(40)]),
         processing_class=TOKENIZER,
-        **more,
+        **parts,
     )
-
-
-def weights(run):
-    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
-
-
-def column(run, name):
-    return [row[name] for row in run.state.log_history if name in row]
 
 
 def test_the_library_does_not_know_it():
     source = Path(lowpeak.__file__).parent
     assert not [path for path in source.rglob("*.py") if "einforceTrainer" in path.read_text()]
-
-
-def test_it_raises_the_reward(tmp_path):
-    run = reinforce(tmp_path, max_steps=60, per_device_train_batch_size=32, learning_rate=1e-2)
-    run.train()
-    rewards = column(run, "reward")
-    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 1.0
 
 
 def test_the_baseline_is_the_moving_average_of_the_rewards_before(tmp_path):
@@ -82,7 +53,7 @@ def test_its_step_is_the_plain_gradient_of_the_weighed_log_probs(tmp_path):
         return {"prompt_ids": [prompt] * 2, "completion_ids": ids, "logprobs": [[0.0] * len(row) for row in ids]}
 
     run = reinforce(
-        tmp_path, lambda completions, **columns: [2.0, -1.0], rollout_func=written, num_generations=2,
+        tmp_path, reward_funcs=lambda completions, **columns: [2.0, -1.0], rollout_func=written, num_generations=2,
         per_device_train_batch_size=2, max_steps=1, max_grad_norm=0.0, optim="sgd", learning_rate=1.0,
     )  # fmt: skip
     plain = tiny_model()
@@ -95,15 +66,14 @@ def test_its_step_is_the_plain_gradient_of_the_weighed_log_probs(tmp_path):
 
 
 def test_a_run_that_is_cut_goes_on_to_the_same_bits_with_the_same_baseline(tmp_path):
-    changes = {"max_steps": 5, "save_strategy": "steps", "save_steps": 3}
+    changes = {"max_steps": 3, "save_strategy": "steps", "save_steps": 2}
     whole = reinforce(tmp_path / "whole", **changes)
     whole.train()
     again = reinforce(tmp_path / "again", **changes)
-    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-3"))
-    for (name, expected), found in zip(weights(whole).items(), weights(again).values(), strict=True):
-        assert torch.equal(found, expected), name
+    again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
+    assert same(weights(again), weights(whole))
     assert again.run.algorithm_state == whole.run.algorithm_state
-    assert again.run.algorithm_state["weight"] == pytest.approx(1 - 0.9**5)
+    assert again.run.algorithm_state["weight"] == pytest.approx(1 - 0.9**3)
 
 
 def test_an_adapter_a_reference_and_an_evaluation_are_there_as_for_every_algorithm(tmp_path):
@@ -116,25 +86,24 @@ def test_an_adapter_a_reference_and_an_evaluation_are_there_as_for_every_algorit
     assert kl[0] == pytest.approx(0.0, abs=1e-5)
     assert abs(kl[2]) > 1e-3
     assert len(column(run, "eval_reward")) == 1
-    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
-    assert {"baseline", "entropy", "reward", "time/rollout"} <= rows[0].keys()
+    assert {"baseline", "entropy", "reward", "time/rollout"} <= journal(tmp_path)[0].keys()
 
 
 def test_its_own_argument_trains_other_weights(tmp_path):
     runs = [reinforce(tmp_path / str(decay), baseline_decay=decay) for decay in (0.9, 0.1)]
     for run in runs:
         run.train()
-    assert any(not torch.equal(a, b) for a, b in zip(*(weights(run).values() for run in runs), strict=True))
+    assert not same(*map(weights, runs))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_iterations": 2}, "REINFORCE is on-policy"),
-        ({"epsilon": 0.1}, "epsilon=0.1 has no effect: there is no ratio to clip"),
-        ({"baseline_decay": 1.0}, "baseline_decay=1.0 must be in"),
+        ({"num_iterations": 2}, "num_iterations"),
+        ({"epsilon": 0.1}, r"epsilon=0\.1"),
+        ({"baseline_decay": 1.0}, r"baseline_decay=1\.0"),
         ({"baseline_decays": 0.5}, "baseline_decays"),
-        ({"dynamic_sampling_rounds": 2}, "groups whose rewards are equal are learned from"),
+        ({"dynamic_sampling_rounds": 2}, "dynamic_sampling_rounds=2"),
     ],
 )
 def test_what_cannot_act_is_refused_as_everywhere(tmp_path, changes, words):

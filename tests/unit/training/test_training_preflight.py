@@ -9,36 +9,16 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
-from lowpeak import (
-    GRPOConfig,
-    GRPOTrainer,
-    OnlineDPOConfig,
-    OnlineDPOTrainer,
-    PPOConfig,
-    PPOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+import lowpeak
 from lowpeak.cli.main import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.training.preflight import check_adapter
+from small_runs import make
 from tiny import char_tokenizer, tiny_model
 
 ROWS = {"prompt": ["1="] * 8, "completion": ["1"] * 8, "chosen": ["1"] * 8, "rejected": ["2"] * 8}
 TABLE, WRONG = Dataset.from_dict(ROWS), Dataset.from_dict({"question": ["1="] * 8})
-TRAINERS = {
-    GRPOTrainer: GRPOConfig,
-    RLOOTrainer: RLOOConfig,
-    PPOTrainer: PPOConfig,
-    OnlineDPOTrainer: OnlineDPOConfig,
-    SFTTrainer: SFTConfig,
-    RewardTrainer: RewardConfig,
-}
-EACH = pytest.mark.parametrize("trainer", TRAINERS)
+EACH = pytest.mark.parametrize("trainer", ["GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward"])
 
 
 @pytest.fixture
@@ -50,21 +30,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def ones(completions, **columns):
-    return [1.0] * len(completions)
-
-
-def build(trainer, folder, data=TABLE, eval_data=None, peft_config=None, **changes):
-    online = TRAINERS[trainer] not in (SFTConfig, RewardConfig)
-    sizes = {"num_generations": 4, "max_completion_length": 4} if online else {}
-    return trainer(
-        model=str(folder / "model"),
-        args=TRAINERS[trainer](output_dir=str(folder / "run"), use_cpu=True, report_to="none", **sizes, **changes),
-        train_dataset=data,
-        eval_dataset=eval_data,
-        peft_config=peft_config,
-        **({"reward_funcs": ones} if online else {}),
-    )
+def build(trainer, folder, data=TABLE, eval_data=None, **changes):
+    return make(trainer, folder / "run", str(folder / "model"), data, False, eval_dataset=eval_data, **changes)
 
 
 @EACH
@@ -81,15 +48,13 @@ def test_wrong_columns_are_told_first(folder, trainer):
         build(trainer, folder, eval_data=WRONG)
     with pytest.raises(DataError, match=r"^eval_dataset\['hard'\]: row 0 has .*'question'.*rename"):
         build(trainer, folder, eval_data={"easy": TABLE, "hard": WRONG})
-    with pytest.raises(DataError, match="train_dataset is None: pass a data set with "):
+    with pytest.raises(DataError, match="train_dataset"):
         build(trainer, folder, None)
 
 
 @EACH
 def test_an_evaluation_without_data_is_told_first(folder, trainer):
-    with pytest.raises(
-        ArgumentError, match=r"eval_strategy='steps' has no data: pass eval_dataset \(.*\), or set eval_st"
-    ):
+    with pytest.raises(ArgumentError, match=r"eval_strategy='steps'.*eval_dataset"):
         build(trainer, folder, eval_strategy="steps")
 
 
@@ -97,42 +62,34 @@ def test_an_evaluation_without_data_is_told_first(folder, trainer):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"target_modules": ["nope"]}, r"does not fit the model \(Target modules .*'nope'.* not found"),
-        ({"layers_to_transform": [9]}, r"does not fit the model \(Target modules .* not found"),
-        ({"r": 0}, "has r=0, which must be a whole number of at least 1"),
-        ({"r": -1}, "has r=-1, which must be a whole number of at least 1"),
-        ({"lora_alpha": 0}, "has lora_alpha=0, which must be a finite number above 0"),
-        ({"lora_dropout": 1.5}, r"has lora_dropout=1.5, which must be in \[0, 1\)"),
+        ({"target_modules": ["nope"]}, "'nope'"),
+        ({"layers_to_transform": [9]}, "Target modules"),
+        *(
+            ({name: value}, f"{name}={value}")
+            for name, value in (("r", 0), ("r", -1), ("lora_alpha", 0), ("lora_dropout", 1.5))
+        ),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_told_first(folder, trainer, changes, words):
-    with pytest.raises(ArgumentError, match=f"peft_config {words}"):
+    with pytest.raises(ArgumentError, match=rf"peft_config .*{words}"):
         build(trainer, folder, peft_config=LoraConfig(**changes))
 
 
-@pytest.mark.parametrize("trainer", [GRPOTrainer, SFTTrainer])
+@pytest.mark.parametrize("trainer", ["GRPO", "SFT"])
 def test_an_adapter_for_another_task_is_told_first(folder, trainer):
-    with pytest.raises(
-        ArgumentError, match="peft_config has task_type='SEQ_CLS', and the model is trained as CAUSAL_LM"
-    ):
+    with pytest.raises(ArgumentError, match=r"peft_config .*task_type='SEQ_CLS'.*CAUSAL_LM"):
         build(trainer, folder, peft_config=LoraConfig(task_type="SEQ_CLS"))
 
 
 def test_an_adapter_that_does_not_fit_an_instance_is_one_sentence(tmp_path):
-    with pytest.raises(ArgumentError, match=r"peft_config does not fit the model \(Target modules"):
-        SFTTrainer(
-            tiny_model(),
-            SFTConfig(output_dir=str(tmp_path), use_cpu=True),
-            train_dataset=TABLE,
-            processing_class=char_tokenizer(),
-            peft_config=LoraConfig(target_modules=["nope"]),
-        )
+    with pytest.raises(ArgumentError, match=r"peft_config .*\(Target modules"):
+        make("SFT", tmp_path, peft_config=LoraConfig(target_modules=["nope"]))
 
 
 def test_looking_whether_an_adapter_fits_draws_no_random_number(folder):
     from transformers import AutoModelForCausalLM
 
-    args, before = SFTConfig(output_dir=str(folder), use_cpu=True), torch.get_rng_state()
+    args, before = lowpeak.SFTConfig(output_dir=str(folder), use_cpu=True), torch.get_rng_state()
     check_adapter(LoraConfig(target_modules="all-linear"), str(folder / "model"), AutoModelForCausalLM, args)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -143,8 +100,8 @@ def test_the_command_says_first_that_there_is_nothing_to_resume_from(folder, cap
     )
     words = ["sft", "--model", f"{folder}/model", "--dataset", f"{folder}/rows.jsonl", "--output_dir", f"{folder}/out"]
     for given, sentence in (
-        ("true", "holds no whole checkpoint-N"),
-        (f"{folder}/no", "no is not a folder that exists"),
+        ("true", "checkpoint-N"),
+        (f"{folder}/no", f"{folder}/no"),
     ):
         assert main([*words, "--use_cpu", "--resume_from_checkpoint", given]) == 2
         assert sentence in capsys.readouterr().err

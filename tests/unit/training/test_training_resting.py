@@ -8,13 +8,12 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from lowpeak import GRPOConfig, GRPOTrainer
 from lowpeak.errors import ArgumentError
 from lowpeak.strategies.strategy import Frozen
 from lowpeak.training.models import Reference
 from lowpeak.training.resting import check_resting, make_rest, resting
 from movers import CopyingMover
-from tiny import char_tokenizer, tiny_model
+from small_runs import make, same, weights
 
 DATA = [{"prompt": f"{i}="} for i in range(16)]
 
@@ -37,19 +36,8 @@ def watched(trainer, seen):
 
 
 def trained(folder, rests):
-    args = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        num_generations=4,
-        max_completion_length=6,
-        max_steps=3,
-        logging_steps=1,
-        learning_rate=1e-2,
-        beta=0.1,
-        save_strategy="no",
-    )
-    trainer = GRPOTrainer(tiny_model(), spread, args, DATA, processing_class=char_tokenizer())
+    settings = {"max_completion_length": 6, "max_steps": 3, "beta": 0.1}
+    trainer = make("GRPO", folder, data=DATA, reward_funcs=spread, **settings)
     seen: list[tuple[int, int]] = []
     if rests:
         strategy, reference = trainer.run.strategy, trainer.maker.reference
@@ -67,8 +55,7 @@ def test_states_and_the_reference_are_away_while_completions_are_written_and_not
     assert [states > 0 for states, _ in there] == [False, True, True]  # the first step makes them
     assert all(reference > 0 for _, reference in there)
     assert away == [(0, 0)] * 3
-    for name, weight in plain.model.named_parameters():
-        assert torch.equal(weight, rested.model.get_parameter(name)), name
+    assert same(weights(plain), weights(rested))
     rows = [row for row in rested.state.log_history if "loss" in row]
     reference = there[0][1]
     assert [row["offload/bytes"] for row in rows] == [reference, *(reference + there[1][0],) * 2]
@@ -91,7 +78,7 @@ def accelerator(device="cuda", offload="none", **plugins):
     ],
 )
 def test_where_states_are_on_the_host_already_resting_needs_a_frozen_model(where):
-    with pytest.raises(ArgumentError, match="states are in host memory already, and there is no reference"):
+    with pytest.raises(ArgumentError, match="offload_during_rollout=True"):
         check_resting(where, has_frozen=False)
     check_resting(where, has_frozen=True)
     for here in (

@@ -53,7 +53,7 @@ def test_no_text_of_the_settings_shows_a_token(tmp_path):
 
 
 def test_a_server_s_address_with_a_password_is_refused_without_it(tmp_path):
-    for mode, words in (({"use_vllm": True, "vllm_mode": "server"}, "are not sent"), ({}, "<hidden>@host")):
+    for mode, words in (({"use_vllm": True, "vllm_mode": "server"}, "vllm_server_base_url"), ({}, "<hidden>@host")):
         args = lowpeak.GRPOConfig(
             output_dir=str(tmp_path), use_cpu=True, vllm_server_base_url="http://user:S3CRET@host:1", **mode
         )

@@ -32,23 +32,18 @@ def test_a_server_of_a_version_that_was_not_tried_is_warned_of(version, num_warn
 
 
 def test_a_server_of_another_model_is_refused():
-    with (
-        serving(FakeServer()) as fake,
-        pytest.raises(EngineError, match="has other sizes than the model that is trained"),
-    ):
+    with serving(FakeServer()) as fake, pytest.raises(EngineError, match="sizes"):
         served(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
 
 
 def test_a_context_beyond_the_first_rotations_of_a_longrope_model_is_refused():
     policy, tokenizer = longrope_model(), char_tokenizer()
     same = fingerprint(policy.config, tokenizer.get_vocab())
-    beyond = pytest.raises(
-        EngineError, match=r"rotates all rows as long ones .*: start it with `lowpeak serve --max_model_len` 16"
-    )
+    beyond = pytest.raises(EngineError, match="`lowpeak serve --max_model_len` 16")
     with serving(FakeServer(fingerprint=same)) as fake, beyond:
         served(ServerSettings((fake.url,), timeout=10.0), policy, tokenizer)
     assert within_rotations(ColocateSettings(), FIRST).max_model_length == FIRST
     assert within_rotations(ColocateSettings(max_model_length=8), FIRST).max_model_length == 8
     assert within_rotations(ColocateSettings(), None).max_model_length is None
-    with pytest.raises(ArgumentError, match="vllm_max_model_length=32 is beyond 16"):
+    with pytest.raises(ArgumentError, match=r"vllm_max_model_length=32 .* 16"):
         within_rotations(ColocateSettings(max_model_length=32), FIRST)

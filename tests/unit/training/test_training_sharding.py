@@ -43,13 +43,11 @@ def test_half_precision_of_an_accelerate_config_is_refused_as_the_argument_is(tm
         if taken:
             assert config(tmp_path).mixed_precision == "no"
         else:
-            with pytest.raises(
-                ArgumentError, match=f"^the accelerate config has mixed_precision: {asked}, and log-ratios"
-            ):
+            with pytest.raises(ArgumentError, match=f"mixed_precision: {asked}"):
                 config(tmp_path)
 
 
-FSDP = "FSDP was asked for and is not in force: accelerate chose NO on 1 processes of cpu"
+FSDP = "FSDP .*NO .* 1 .*cpu"
 
 
 def test_fsdp_that_would_be_something_else_is_an_error_before_the_model_loads(tmp_path):
@@ -64,7 +62,7 @@ def test_fsdp_that_would_be_something_else_is_an_error_before_the_model_loads(tm
 
 def test_ranks_that_would_each_train_by_themselves_are_an_error(tmp_path):
     os.environ["WORLD_SIZE"] = "2"
-    with pytest.raises(ArgumentError, match="2 processes were launched and accelerate found no device for them"):
+    with pytest.raises(ArgumentError, match="2 processes"):
         make(tmp_path, use_cpu=False, per_device_train_batch_size=8)
 
 
@@ -102,7 +100,7 @@ def test_a_deepspeed_config_that_does_not_clip_gets_the_run_s_own_norm(where, tm
 
 
 def test_a_deepspeed_config_that_clips_otherwise_is_an_error(tmp_path):
-    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 and the run max_grad_norm=0.3"):
+    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 .*max_grad_norm=0.3"):
         config(tmp_path, deepspeed={**ZERO, "gradient_clipping": 1.0}, max_grad_norm=0.3)
 
 
@@ -110,9 +108,7 @@ def test_a_deepspeed_config_that_clips_otherwise_is_an_error(tmp_path):
 def test_a_critics_own_rate_needs_an_optimizer_that_is_not_deepspeeds(tmp_path, rate):
     own = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     told = {"output_dir": str(tmp_path), "use_cpu": True, "value_learning_rate": rate}
-    with (
-        pytest.raises(ArgumentError, match="the DeepSpeed config has a section for its own") if rate else nullcontext()
-    ):
+    with pytest.raises(ArgumentError, match="DeepSpeed") if rate else nullcontext():
         PPOConfig(deepspeed=own, **told)
     PPOConfig(deepspeed=ZERO, **told)
 
@@ -120,9 +116,9 @@ def test_a_critics_own_rate_needs_an_optimizer_that_is_not_deepspeeds(tmp_path, 
 def test_other_parallelism_is_refused_where_it_is_asked_for(tmp_path):
     from accelerate.parallelism_config import ParallelismConfig
 
-    with pytest.raises(ArgumentError, match="cp_size=2 in parallelism_config asks for context parallelism"):
+    with pytest.raises(ArgumentError, match=r"cp_size=2 .*parallelism_config"):
         config(tmp_path, parallelism_config=ParallelismConfig(cp_size=2))
-    with pytest.raises(ArgumentError, match="tp_size=2 and dp_shard_size=1 in parallelism_config do not fill 1"):
+    with pytest.raises(ArgumentError, match=r"tp_size=2 .*dp_shard_size=1 .*parallelism_config"):
         config(tmp_path, parallelism_config=ParallelismConfig(tp_size=2))
-    with pytest.raises(ArgumentError, match="model_init_kwargs has tp_plan"):
+    with pytest.raises(ArgumentError, match=r"model_init_kwargs .*tp_plan"):
         config(tmp_path, model_init_kwargs='{"tp_plan": "auto"}')

@@ -22,10 +22,11 @@ from lowpeak.training.step import Core, run_step, score
 from steps import GRPO as BASE
 from steps import LocalStrategy
 
+# The shapes of a 7B model; each further layer is the same code again.
 SEVEN_B = Qwen2Config(
     vocab_size=152064,
     hidden_size=3584,
-    num_hidden_layers=28,
+    num_hidden_layers=2,
     num_attention_heads=28,
     num_key_value_heads=4,
     intermediate_size=18944,
@@ -73,7 +74,7 @@ def fake_model():
     [make_grpo(GRPO), make_grpo(MASKED), make_rloo(RLOO), make_online_dpo(DPO)],
     ids=["grpo", "masked", "rloo", "online_dpo"],
 )
-def test_a_7b_step_is_scored_and_trained_on_fake_tensors(algorithm, layout):
+def test_a_step_of_7b_shapes_is_scored_and_trained_on_fake_tensors(algorithm, layout):
     batches = micro_batches(layout=layout, unit=algorithm.unit)
     core = Core(1.0, 256, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
-from lowpeak import GRPOConfig, GRPOTrainer
+from lowpeak import GRPOConfig
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, LostEngineError, MissingPackageError
 from lowpeak.training.engines import check_adapters
 from lowpeak.training.rollouts import MOST_RETURNS
-from tiny import char_tokenizer, tiny_model
+from small_runs import journal, make, same, weights
+from tiny import tiny_model
 from vllms import engine_over, said, scripted
 
 DATA = Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(10)])
@@ -34,36 +33,13 @@ class Reward:
 
 
 def grpo(folder, *vllms, reward=None, **changes):
-    args = {
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 3,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "micro_batch_tokens": 512,
-        "logprob_chunk_size": 64,
-        **changes,
-    }
-    run = GRPOTrainer(
-        tiny_model(),
-        reward or Reward(),
-        GRPOConfig(output_dir=str(folder), **args),
-        DATA,
-        DATA if "eval_strategy" in changes else None,
-        char_tokenizer(),
-    )
+    evaluation = DATA if "eval_strategy" in changes else None
+    settings = {"max_completion_length": 3, "max_steps": 3, "reward_funcs": reward or Reward(), **changes}
+    run = make("GRPO", folder, data=DATA, eval_dataset=evaluation, **settings)
     if vllms:
         run.maker.engine = engine_over(*vllms, batch_size=4)
         run.maker.engine.close()
     return run
-
-
-def weights(run):
-    return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
 
 class Watching:
@@ -99,8 +75,7 @@ def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judg
     disturbed.train()
     assert rewards[0].judged == rewards[1].judged
     assert [len(wave) for wave in shaken.waves] == [4, 4, 4, 4, 2, 4, 4]
-    for name, weight in weights(undisturbed).items():
-        assert torch.equal(weights(disturbed)[name], weight), name
+    assert same(weights(undisturbed), weights(disturbed))
 
 
 def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path):
@@ -154,15 +129,13 @@ def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_pa
     assert vllm.policy_version == 1
 
 
-def test_the_journal_says_the_versions_loads(tmp_path):
-    run = grpo(tmp_path, scripted(), max_steps=2)
-    run.train()
-    rows = [json.loads(line) for line in (tmp_path / "journal" / "steps.jsonl").read_text().splitlines()]
-    assert all(row["time/sync"] > 0 for row in rows)
+def test_the_journal_has_the_time_of_each_load(tmp_path):
+    grpo(tmp_path, scripted(), max_steps=2).train()
+    assert all(row["time/sync"] > 0 for row in journal(tmp_path))
 
 
 def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
-    with pytest.raises(MissingPackageError, match=r"needs vLLM >=0\.31,<0\.34: pip install 'lowpeak\[vllm\]'"):
+    with pytest.raises(MissingPackageError, match=r"vLLM >=0\.31,<0\.34.*'lowpeak\[vllm\]'"):
         grpo(tmp_path, use_vllm=True)
 
 
@@ -188,10 +161,10 @@ THERE = ServerSettings(("http://a:1",))
 @pytest.mark.parametrize(
     ("where", "lora", "num_ranks", "because"),
     [
-        (THERE, None, 1, "the policy has no adapter"),
-        (HERE, LORA, 1, "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora"),
-        (SERVING, LORA | {"use_dora": True}, 1, "vLLM cannot serve this adapter"),
-        (THERE, LORA, 2, "servers that several ranks share get merged weights"),
+        (THERE, None, 1, "adapter"),
+        (HERE, LORA, 1, "vllm_engine_kwargs .*enable_lora"),
+        (SERVING, LORA | {"use_dora": True}, 1, "vLLM .*adapter"),
+        (THERE, LORA, 2, "servers"),
         (THERE, LORA, 1, None),
         (SERVING, LORA, 2, None),
     ],
@@ -203,5 +176,5 @@ def test_adapters_that_are_merged_anyway_cannot_be_turned_off(where, lora, num_r
     if because is None:
         check_adapters(off, policy, num_ranks)
         return
-    with pytest.raises(ArgumentError, match=f"vllm_adapters=False has no effect: {because}"):
+    with pytest.raises(ArgumentError, match=rf"vllm_adapters=False .*{because}"):
         check_adapters(off, policy, num_ranks)

@@ -1,0 +1,114 @@
+"""Trainers of tiny models on sums of digits: one factory for all tests that run one in their own process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+
+import lowpeak
+from preferences import tiny_classifier
+from tiny import char_tokenizer, tiny_model
+
+TOKENIZER = char_tokenizer()
+PARTS = (
+    *("reward_funcs", "peft_config", "eval_dataset", "rollout_func", "callbacks", "optimizers", "ref_model", "judge"),
+    *("value_model", "reward_model", "reward_processing_classes", "compute_metrics", "preprocess_logits_for_metrics"),
+    "formatting_func",
+)
+COMMON = {
+    "per_device_train_batch_size": 8,
+    "max_steps": 2,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "micro_batch_tokens": 512,
+}
+ONLINE = {"max_completion_length": 5, "logprob_chunk_size": 64}
+GROUPS = {"GRPO": 4, "RLOO": 4, "OnlineDPO": 4}
+SGD = {"optim": "sgd", "learning_rate": 0.1}  # AdamW makes whole steps of gradients that are rounding alone
+
+
+def rows(count: int = 16) -> Dataset:
+    """Prompts of two digits and a sign, each with the digit that it asks for."""
+    prompts = [f"{i % 10}{i * 7 % 10}=" for i in range(count)]
+    return Dataset.from_list([{"prompt": prompt, "answer": prompt[0]} for prompt in prompts])
+
+
+def supervised_rows(count: int = 8) -> Dataset:
+    """Sums with completions of one to three tokens."""
+    return Dataset.from_list([{"prompt": f"{i % 10}=", "completion": str(i % 10) * (1 + i % 3)} for i in range(count)])
+
+
+def pair_rows(count: int = 8) -> Dataset:
+    """Questions with a chosen and a rejected answer."""
+    return Dataset.from_list(
+        [{"prompt": f"{i % 10}=", "chosen": str(i % 10), "rejected": str((i + 3) % 10)} for i in range(count)]
+    )
+
+
+DATA = {"SFT": supervised_rows, "Reward": pair_rows}
+
+
+def ones(completions: list[str], **columns: Any) -> list[float]:
+    """How often each completion has a 1."""
+    return [float(text.count("1")) for text in completions]
+
+
+def spread(completions: list[str], **columns: Any) -> list[float]:
+    """A number from each completion that seldom is another's."""
+    return [sum(ord(letter) * (i + 1) for i, letter in enumerate(text)) % 7 / 7 for text in completions]
+
+
+def make(
+    kind: str, folder: Path | str, model: Any = None, data: Any = ..., tokenizer: Any = None, **changes: Any
+) -> Any:
+    """A trainer of `kind`; `changes` are arguments of its config, or of its constructor where they are in PARTS.
+
+    `tokenizer=False` passes none.
+    """
+    online = kind not in DATA
+    parts = {name: changes.pop(name) for name in PARTS if name in changes}
+    if online:
+        parts.setdefault("reward_funcs", ones)
+    groups = {"num_generations": GROUPS[kind]} if kind in GROUPS else {}
+    settings = {**COMMON, **(ONLINE if online else {}), **groups, **changes}
+    return getattr(lowpeak, f"{kind}Trainer")(
+        model=(tiny_classifier() if kind == "Reward" else tiny_model()) if model is None else model,
+        args=getattr(lowpeak, f"{kind}Config")(**{"output_dir": str(folder), **settings}),
+        train_dataset=DATA.get(kind, rows)() if data is ... else data,
+        processing_class=TOKENIZER if tokenizer is None else tokenizer or None,
+        **parts,
+    )
+
+
+def trained(*args: Any, **changes: Any) -> Any:
+    """A trainer of `make` that has trained."""
+    run = make(*args, **changes)
+    run.train()
+    return run
+
+
+def weights(run: Any) -> dict[str, Any]:
+    """A copy of the model's weights."""
+    return {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
+
+
+def column(run: Any, name: str) -> list[Any]:
+    """What the log has of one metric, step by step."""
+    return [row[name] for row in run.state.log_history if name in row]
+
+
+def journal(folder: Path, name: str = "steps") -> list[dict[str, Any]]:
+    """The rows of a run's journal."""
+    return [json.loads(line) for line in (folder / "journal" / f"{name}.jsonl").read_text().splitlines()]
+
+
+def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    """Whether two runs' weights are the same bits."""
+    return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
