@@ -7,6 +7,7 @@ A process that a launcher has started (this one, `accelerate launch`, torchrun, 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -86,7 +87,7 @@ def launch_words(path: Path, config: Any, given: Mapping[str, Any], devices: int
     on_cpu = devices == 0
     devices = num_devices() if devices is None else devices
     hosts = _hosts(path, config, given)
-    ids = given.get("gpu_ids") or config.gpu_ids or "all"
+    ids = str(given.get("gpu_ids", "all" if config.gpu_ids is None else config.gpu_ids))
     devices = devices if ids == "all" else min(devices, len(ids.split(",")))
     processes = given.get("num_processes") or max(config.num_processes or 0, 0) or devices * hosts
     if not processes:
@@ -100,12 +101,8 @@ def launch_words(path: Path, config: Any, given: Mapping[str, Any], devices: int
             f"{devices * hosts}, or train on CPUs with --use_cpu (ddp or a ZeRO preset)."
         )
     # Port 0 is one that is free.
-    settings = {
-        "main_process_port": 0,
-        **given,
-        "num_processes": processes,
-        **_sizes(path, config, given, hosts, per_host),
-    }
+    port = {"main_process_port": 0} if config.main_process_port is None else {}
+    settings = {**port, **given, "num_processes": processes, **_sizes(path, config, given, hosts, per_host)}
     return [*_as_words(path, config, settings), "-m", "lowpeak"]
 
 
@@ -124,30 +121,36 @@ def _hosts(path: Path, config: Any, given: Mapping[str, Any]) -> int:
 
 
 def _sizes(path: Path, config: Any, given: Mapping[str, Any], hosts: int, per_host: int) -> dict[str, int]:
-    """Return the mesh's sizes, which a preset leaves to the run: a copy a host (hsdp) or tensors over two devices (fsdp2-tp), and
-    rows over the devices that are left.
+    """Return the mesh's sizes as given or as the file has them; ArgumentError if they do not fill the processes.
 
-    accelerate checks in every rank that they fill the processes.
+    A preset leaves them to the run: a copy a host (hsdp) or tensors over two devices (fsdp2-tp), and rows over the rest.
     """
-    sizes = {name: given[name] for name in _SIZES if name in given}
-    if not config.parallelism_config:
-        _refuse(sizes, "the config has no parallelism_config, as --accelerate_config hsdp and fsdp2-tp have")
-    if path.parent != FOLDER or not config.parallelism_config:
-        return sizes
-    tensors = sizes.get(_TENSORS) or config.parallelism_config.get(_TENSORS, 1)
-    if tensors == 1 and hosts == 1 and not {_COPIES, _SHARDS} & sizes.keys():
+    own = config.parallelism_config
+    if not own:
+        others = {name: given[name] for name in _SIZES if name in given}
+        _refuse(others, "the config has no parallelism_config, as --accelerate_config hsdp and fsdp2-tp have")
+        return {}
+    sizes = {name: int(given.get(name) or own.get(name, 1)) for name in _SIZES}
+    processes = hosts * per_host
+    if path.parent == FOLDER:
+        if path.stem == "hsdp" and hosts == 1 and not {_COPIES, _SHARDS} & given.keys():
+            raise ArgumentError(
+                "hsdp keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
+                f"--{_COPIES}."
+            )
+        if per_host % sizes[_TENSORS]:
+            raise ArgumentError(
+                f"--{_TENSORS} {sizes[_TENSORS]} does not divide the {per_host} processes of a host: tensors are sharded over "
+                "devices of one host."
+            )
+        sizes[_COPIES] = given.get(_COPIES) or (hosts if path.stem == "hsdp" else 1)
+        sizes[_SHARDS] = given.get(_SHARDS) or processes // (sizes[_COPIES] * sizes[_TENSORS])
+    if math.prod(sizes.values()) != processes or (sizes[_COPIES] > 1 and sizes[_SHARDS] < 2):
+        shape = " x ".join(f"{name.split('_', 2)[2]}={size}" for name, size in sizes.items())
         raise ArgumentError(
-            f"{path.stem} keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
-            f"--{_COPIES}."
+            f"{shape} does not fill {processes} processes, with several shards in each of several copies."
         )
-    if per_host % tensors:
-        raise ArgumentError(
-            f"--{_TENSORS} {tensors} does not divide the {per_host} processes of a host: tensors are sharded over devices of "
-            "one host."
-        )
-    copies = sizes.get(_COPIES) or (hosts if path.stem == "hsdp" else 1)
-    shards = sizes.get(_SHARDS) or hosts * per_host // (copies * tensors)
-    return {_COPIES: copies, _SHARDS: shards, _TENSORS: tensors}
+    return sizes
 
 
 def _as_words(path: Path, config: Any, settings: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from lowpeak.errors import ArgumentError, RankError, RewardError
 
 COMMAND = ["grpo", "--model", "m"]
 HOST = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 COPIES, SHARDS, TENSORS = (f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp"))
 
 
@@ -139,11 +141,22 @@ def test_a_preset_shards_over_the_devices_that_are_left(name, given, sizes):
     assert tuple(int(words[f"--{size}"]) for size in (COPIES, SHARDS, TENSORS)) == sizes
 
 
-def test_a_file_of_the_users_keeps_its_sizes(tmp_path):
-    fsdp, sizes = {"fsdp_version": 2}, {COPIES: 2, SHARDS: 4}
-    file = written(tmp_path, distributed_type="FSDP", fsdp_config=fsdp, parallelism_config=sizes)
-    assert f"--{COPIES}" not in words_of(file)
-    assert words_of(file, **{SHARDS: 2})[f"--{SHARDS}"] == "2"
+def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
+    settings = {**FSDP2, "parallelism_config": {COPIES: 2, SHARDS: 4}, "main_process_port": 29501}
+    words = words_of(written(tmp_path, **settings))
+    assert [words[f"--{size}"] for size in (COPIES, SHARDS, TENSORS)] == ["2", "4", "1"]
+    assert "--main_process_port" not in words
+    words = words_of(written(tmp_path, **settings), main_process_port=29502, **{SHARDS: 2, TENSORS: 2})
+    assert [words[f"--{size}"] for size in (COPIES, SHARDS, TENSORS)] == ["2", "2", "2"]
+    assert words["--main_process_port"] == "29502"
+    one = written(tmp_path, distributed_type="MULTI_GPU", gpu_ids=0)
+    assert words_of(one)["--num_processes"] == "1"
+
+
+@pytest.mark.parametrize("given", [{COPIES: 3}, {SHARDS: 2}, {COPIES: 16}, {SHARDS: 1}])
+def test_sizes_that_do_not_fill_the_processes_are_refused(given):
+    with pytest.raises(ArgumentError, match=r"dp_replicate_size=.* 16 processes"):
+        words_of("hsdp", **HOST, **given)
 
 
 # what is refused
@@ -152,7 +165,7 @@ def test_a_file_of_the_users_keeps_its_sizes(tmp_path):
 @pytest.mark.parametrize(
     ("name", "told", "message"),
     [
-        ("fsdp3", {"num_processes": 2}, f"'fsdp3'.*{', '.join(ORDER)}"),
+        ("fsdp3", {"num_processes": 2}, rf"'fsdp3'.*{', '.join(ORDER)}"),
         ("ddp", {}, "--num_processes .*CPUs"),
         ("ddp", {"num_processes": 3, **HOST}, "--num_processes 3 .* 2 hosts"),
         (
@@ -179,11 +192,8 @@ def test_a_launch_that_cannot_work_is_refused_with_its_argument(name, told, mess
 
 @pytest.mark.parametrize("devices", [{"devices": 4}, {"gpu_ids": "0,1,2,3"}])
 def test_more_processes_than_devices_are_refused(devices):
-    with pytest.raises(ArgumentError, match="5 processes .* 4: .*--num_processes"):
+    with pytest.raises(ArgumentError, match=r"5 processes .* 4: .*--num_processes"):
         words_of("ddp", num_processes=5, **devices)
-
-
-FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
 
 
 @pytest.mark.parametrize(
