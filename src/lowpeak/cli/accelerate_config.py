@@ -17,6 +17,8 @@ _NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port"
 # Groups of settings, and the prefix that accelerate gives their names.
 _GROUPS = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config": "", "dynamo_config": "dynamo_"}
 
+_OLDER = "fsdp_backward_prefetch_policy"  # of older versions of accelerate; `accelerate to-fsdp2` leaves it in
+
 
 def find(name: str) -> Path:
     """Return the file of a preset, or the file itself; ArgumentError that lists the presets."""
@@ -69,7 +71,7 @@ def _check_values(config: Any, path: Path) -> None:
         value = getattr(config, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
             raise ArgumentError(f"{path}: {name} must be an integer, got {value!r}.")
-    known = {action.dest for action in launch_command_parser()._actions}
+    known = {action.dest for action in launch_command_parser()._actions} | {_OLDER}
     for group, prefix in _GROUPS.items():
         settings = getattr(config, group)
         if settings is not None and not isinstance(settings, Mapping):
