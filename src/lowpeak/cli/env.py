@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from importlib import metadata
-from typing import Any
 
 import lowpeak
 
@@ -28,15 +27,17 @@ PACKAGES = (
 
 
 def report() -> str:
-    """One `name: value` line for each thing worth knowing."""
+    """Return one `name: value` line for each package and each part of the hardware."""
     facts = {"lowpeak": lowpeak.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    facts |= {name: version(name) for name in PACKAGES}
-    facts |= accelerators() | {"cpu": cpu(), "memory": memory()}
+    facts |= {name: version(name) for name in PACKAGES} | _accelerators()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
+    facts["memory"] = _memory()
     return "".join(f"{name}: {value}\n" for name, value in facts.items())
 
 
 def version(package: str) -> str:
-    """The installed version of a package, without importing it; vLLM's CPU build goes by another name."""
+    """Return a package's installed version without importing it; vLLM's CPU build has another name."""
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)
@@ -45,50 +46,32 @@ def version(package: str) -> str:
     return "not installed"
 
 
-def accelerators() -> dict[str, str]:
-    """CUDA's version and each device with its memory, as torch sees them."""
+def _accelerators() -> dict[str, str]:
+    """Return torch's builds, its process groups, and each device with its memory."""
     try:
         import torch
     except (ImportError, OSError) as error:
         return {"devices": f"unknown: torch does not import ({error})"}
     facts = {"CUDA of torch": str(torch.version.cuda or "none"), "ROCm of torch": str(torch.version.hip or "none")}
-    facts |= {"process groups": backends()}
+    dist = torch.distributed
+    backends = [name for name in ("nccl", "gloo") if dist.is_available() and dist.is_backend_available(name)]
+    facts["process groups"] = ", ".join(backends) or "none"
     if not torch.cuda.is_available():
         return facts | {"devices": "no GPU that torch can use"}
     for index in range(torch.cuda.device_count()):
-        facts[f"device {index}"] = _device(torch.cuda.get_device_properties(index))
+        device = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {device.major}.{device.minor}"
+        facts[f"device {index}"] = f"{device.name}, {_gibibytes(device.total_memory)}, {capability}"
     return facts
 
 
-def _device(properties: Any) -> str:
-    capability = f"{properties.major}.{properties.minor}"
-    return f"{properties.name}, {gibibytes(properties.total_memory)}, compute capability {capability}"
-
-
-def backends() -> str:
-    """What ranks can talk through, as torch was built."""
-    import torch
-
-    if not torch.distributed.is_available():
-        return "none: torch was built without torch.distributed"
-    found = {"nccl": torch.distributed.is_nccl_available(), "gloo": torch.distributed.is_gloo_available()}
-    return ", ".join(name for name, there in found.items() if there) or "none"
-
-
-def cpu() -> str:
-    """How many cores the machine has, and how many this process may use."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
-
-
-def memory() -> str:
-    """Physical memory, where the system tells."""
+def _memory() -> str:
     try:
-        return gibibytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):
-        return "unknown"
+        import psutil  # type: ignore[import-untyped]
+    except ImportError:
+        return "unknown: psutil is not installed"
+    return _gibibytes(psutil.virtual_memory().total)
 
 
-def gibibytes(number: int) -> str:
-    """Bytes as GiB with one decimal."""
+def _gibibytes(number: int) -> str:
     return f"{number / 2**30:.1f} GiB"

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import lowpeak
 from lowpeak.cli.launch import MARK
@@ -42,8 +43,9 @@ Several devices (docs/distributed.md); torchrun and accelerate launch work as we
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 0; 1 if a self-test failed; 2 after a user's error; 130 after Ctrl-C; of several
-    ranks, their launcher's.
+    """Run one command and return its exit status.
+
+    It is 0; 1 if a self-test failed; 2 after a user's error; 130 after Ctrl-C; of several ranks, their launcher's.
 
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """
@@ -60,18 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             tell(f"lowpeak: error: {error}")
         return 2
     except KeyboardInterrupt as stop:
-        return _stopped(str(stop))
-
-
-def _stopped(words: str) -> int:
-    """Say how a run was stopped, with its own words where it saved; the exit status."""
-    at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
-    tell(f"lowpeak: {words or at_once}")
-    return 0 if words and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
+        saved = str(stop)
+        at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
+        tell(f"lowpeak: {saved or at_once}")
+        return 0 if saved and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
 
 
 def _is_told_by_its_own(error: LowpeakError) -> bool:
-    """Whether this repeats what a living rank of the same host has raised, and so says itself."""
+    """Return whether this repeats the error of a living rank of the same host, which reports it."""
     if error.rank is None or isinstance(error, RankError) or "LOCAL_RANK" not in os.environ:
         return False
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
@@ -92,13 +90,10 @@ def dispatch(arguments: list[str]) -> int:
     return COMMANDS[command](rest)
 
 
-def _train(kind: str) -> Callable[[list[str]], int]:
-    def command(arguments: list[str]) -> int:
-        from lowpeak.cli.train import run
+def _train(kind: str, arguments: list[str]) -> int:
+    from lowpeak.cli.train import run
 
-        return run(kind, arguments)
-
-    return command
+    return run(kind, arguments)
 
 
 def _serve(arguments: list[str]) -> int:
@@ -113,7 +108,7 @@ def _env(arguments: list[str]) -> int:
     others = [word for word in arguments if word not in ("--selftest", "--gpu")]
     if others:
         raise ArgumentError(f"`lowpeak env` takes --selftest and --gpu alone; leave {' '.join(others)} out.")
-    if "--gpu" in arguments and "--selftest" not in arguments:
+    if arguments == ["--gpu"]:
         raise ArgumentError("`lowpeak env --gpu` is the self-test of a GPU: add --selftest.")
     if not arguments:
         print(report(), end="")
@@ -128,19 +123,14 @@ def _env(arguments: list[str]) -> int:
 def _preset(arguments: list[str]) -> int:
     from lowpeak.cli.accelerate_config import ORDER, text_of
 
-    if len(arguments) != 1:
+    if len(arguments) != 1 or arguments[0] not in ORDER:
         raise ArgumentError(f"`lowpeak preset` takes the name of one: {', '.join(ORDER)}.")
     print(text_of(arguments[0]), end="")
     return 0
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
-    "grpo": _train("grpo"),
-    "rloo": _train("rloo"),
-    "ppo": _train("ppo"),
-    "online-dpo": _train("online-dpo"),
-    "sft": _train("sft"),
-    "reward": _train("reward"),
+    **{kind: partial(_train, kind) for kind in ("grpo", "rloo", "ppo", "online-dpo", "sft", "reward")},
     "serve": _serve,
     "env": _env,
     "preset": _preset,

@@ -12,11 +12,11 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from lowpeak.cli.devices import named
+from lowpeak.cli.devices import read_devices
 from lowpeak.cli.parse import Parser
 from lowpeak.cli.tell import tell
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.command import LOOPBACK, Server, check
+from lowpeak.rollout.vllm.command import LOOPBACK, Server
 from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.token import TOKEN, saved_token
 from lowpeak.rollout.vllm.versions import require_vllm
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def wait_for(process: ServerProcess) -> int:
-    """Start it, and wait until it ends or is to end: 0 after SIGTERM, 130 after Ctrl-C, else what it ended with."""
+    """Start the process and wait for its end, or for a signal: 0 after SIGTERM, 130 after Ctrl-C, else its exit status."""
     status: int | None = None
     with Signals() as signals:
         try:
@@ -54,14 +54,13 @@ def wait_for(process: ServerProcess) -> int:
             process.stop()
     if status is None:
         return 130 if signals.last == signal.SIGINT else 0
-    tell(f"lowpeak: error: {process.told_of_end(status)}")
+    tell(f"lowpeak: error: {process.describe_end(status)}")
     return 128 - status if status < 0 else status or 1
 
 
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
-    """The server that the words ask for; ArgumentError where it could not be, or should not."""
-    parser = _parser()
-    told, options = parser.parse_known_args([_with_underscores(word, _OURS) for word in argv])
+    """Return the server that the words ask for; ArgumentError if it cannot be started."""
+    told, options = _parser().parse_known_args(argv)
     token = told.token or environ.get(TOKEN)
     server = Server(
         model=told.model,
@@ -69,11 +68,10 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
         port=told.port,
         **({"token": token} if token else {}),
         tensor_parallel_size=told.tensor_parallel_size,
-        devices=named(told.devices, "--devices") if told.devices is not None else (),
+        devices=() if told.devices is None else read_devices(told.devices, "--devices"),
         dtype=told.dtype,
         options=tuple(options),
     )
-    check(server)
     if not token and environ.get(_VLLM_TOKEN):
         raise ArgumentError(
             f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead."
@@ -92,9 +90,6 @@ def check_port(server: Server) -> None:
         ) from error
 
 
-_OURS = ("model", "host", "port", "token", "tensor_parallel_size", "devices", "dtype")
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="lowpeak serve",
@@ -106,19 +101,11 @@ def _parser() -> Parser:
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
     parser.add_argument("--token", help=f"demand this token (a new one); better in the environment, as {TOKEN}")
-    parser.add_argument(
-        "--tensor_parallel_size", type=int, default=1, help="devices that a copy of the model is cut over"
-    )
+    parallel = ("--tensor_parallel_size", "--tensor-parallel-size")
+    parser.add_argument(*parallel, type=int, default=1, help="devices that a copy of the model is sharded over")
     parser.add_argument("--devices", help="devices to run on, as in 1,2 or cpu; by default those that vLLM takes")
     parser.add_argument("--dtype", help="dtype of the weights; by default the checkpoint's")
     return parser
-
-
-def _with_underscores(word: str, names: Sequence[str]) -> str:
-    """Ours in the spelling that the parser knows; vLLM's are left alone."""
-    name, equals, value = word.partition("=")
-    ours = name[2:].replace("-", "_")
-    return f"--{ours}{equals}{value}" if word.startswith("--") and ours in names else word
 
 
 class Signals:
@@ -129,9 +116,8 @@ class Signals:
         self.count = 0
 
     def __enter__(self) -> Signals:
-        self._before = {
-            each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        self._before = {number: signal.signal(number, self._note) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:

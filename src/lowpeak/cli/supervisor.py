@@ -1,4 +1,4 @@
-"""Servers and a trainer under way: a server that has died is started again, signals are passed on, and what ends one ends all."""
+"""Servers and a trainer under way: a dead server is started again, signals are passed on, and what ends one ends all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,35 +23,7 @@ _LASTING_SECONDS = 600.0
 _FAILED_STARTS = 2  # in a row: a device's memory may not have been free yet the first time
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 15.0
-_SAVE_SECONDS = 60.0  # for a trainer whose server cannot be had: it gives up waiting, and saves
-
-
-@dataclass
-class _Lives:
-    """How a server has fared: since when it is ready, and how often in a row it did not last, or did not even start."""
-
-    ready_since: float | None = None
-    was_ready: bool = False
-    restarts: int = 0
-    failed_starts: int = 0
-
-    def note_ready(self) -> None:
-        """It answers."""
-        self.ready_since, self.was_ready, self.failed_starts = time.monotonic(), True, 0
-
-    def note_end(self) -> None:
-        """It has died."""
-        if self.ready_since is None:
-            self.failed_starts += 1
-        elif time.monotonic() - self.ready_since > _LASTING_SECONDS:
-            self.restarts = 0
-        self.ready_since = None
-        self.restarts += 1
-
-    @property
-    def is_hopeless(self) -> bool:
-        """Whether another start would end like the last ones."""
-        return not self.was_ready or self.failed_starts >= _FAILED_STARTS or self.restarts > _RESTARTS
+_SAVE_SECONDS = 60.0  # for a trainer without a server: it gives up waiting, and saves
 
 
 @dataclass(frozen=True)
@@ -64,95 +36,98 @@ class ServersAndTrainer:
     logs: Path
 
 
-class Supervisor:
-    """Servers and a trainer under way; `command` makes a server's command line."""
+@dataclass
+class _Watched:
+    """A server, since when it is ready, and how often in a row it did not last, or did not even start."""
 
-    def __init__(
-        self, both: ServersAndTrainer, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words
-    ) -> None:
-        self._servers = [
-            ServerProcess(each, environ, both.logs / f"vllm-{number}.log", command)
-            for number, each in enumerate(both.servers)
-        ]
-        self._both = both
-        self._environ = environ
-        self._lives = [_Lives() for _ in both.servers]
+    process: ServerProcess
+    ready_since: float | None = None
+    was_ready: bool = False
+    restarts: int = 0
+    failed_starts: int = 0
 
-    def run(self) -> int:
-        """The trainer's exit status; EngineError where a server cannot be had."""
-        trainer: subprocess.Popen[bytes] | None = None
-        grace = 1.0
-        with Signals() as signals:
-            try:
-                for each in self._servers:
-                    each.start()
-                    where = f"{','.join(each.server.devices)} at {each.server.url}"
-                    tell(f"lowpeak: vLLM starts on {where} (process {each.pid}), log in {each.log}")
-                trainer = self._start_trainer()
-                status = self._watch(trainer, signals)
-            except EngineError:
-                tell("lowpeak: a vLLM server cannot be had; the run is asked to save and to stop")
-                grace = _SAVE_SECONDS
-                raise
-            finally:
-                if trainer is not None:
-                    _end(trainer, grace)
-                for each in self._servers:
-                    each.stop()
-        return 128 - status if status < 0 else status
-
-    def _start_trainer(self) -> subprocess.Popen[bytes]:
-        environ = {**self._environ, **self._both.trainer_environ, PARENT: str(os.getpid())}
-        return subprocess.Popen(self._both.command, env=environ, start_new_session=True)
-
-    def _watch(self, trainer: subprocess.Popen[bytes], signals: Signals) -> int:
-        """Wait for the trainer's end: pass on what this process is told, and keep the servers running."""
-        passed, asked_at = 0, 0.0
-        while trainer.poll() is None:
-            if signals.count > passed:
-                passed += 1
-                asked_at = time.monotonic()
-                trainer.send_signal(signal.SIGINT if signals.last == signal.SIGINT else signal.SIGTERM)
-            if passed > 1 and time.monotonic() - asked_at > _STOP_SECONDS:
-                break
-            for number in range(len(self._servers)):
-                self._look_after(number)
-            time.sleep(_POLL_SECONDS)
-        return trainer.returncode if trainer.returncode is not None else -signal.SIGKILL
-
-    def _look_after(self, number: int) -> None:
-        """Start a server again that died after it had been ready; EngineError where it never was, or dies again and again."""
-        server, lives = self._servers[number], self._lives[number]
-        status = server.status()
+    def look_after(self) -> None:
+        """Start the server again if it died after it had been ready; EngineError if it never was, or dies again and again."""
+        process, status = self.process, self.process.status()
         if status is None:
-            if lives.ready_since is None and server.is_ready():
-                lives.note_ready()
-                tell(f"lowpeak: vLLM at {server.server.url} is ready")
+            if self.ready_since is None and process.is_ready():
+                self.ready_since, self.was_ready, self.failed_starts = time.monotonic(), True, 0
+                tell(f"lowpeak: vLLM at {process.server.url} is ready")
             return
-        lives.note_end()
-        said = server.told_of_end(status)
-        if lives.is_hopeless:
-            again = f"(after {lives.restarts - 1} restarts) " if lives.restarts > 1 else ""
-            raise EngineError(f"{again}{said}")
-        server.start()
-        tell(f"lowpeak: {said}\nlowpeak: vLLM at {server.server.url} is started again (process {server.pid})")
+        if self.ready_since is None:
+            self.failed_starts += 1
+        elif time.monotonic() - self.ready_since > _LASTING_SECONDS:
+            self.restarts = 0
+        self.ready_since = None
+        end = process.describe_end(status)
+        if not self.was_ready or self.failed_starts >= _FAILED_STARTS or self.restarts >= _RESTARTS:
+            raise EngineError(f"(after {self.restarts} restarts) {end}" if self.restarts else end)
+        self.restarts += 1
+        process.start()
+        tell(f"lowpeak: {end}\nlowpeak: vLLM at {process.server.url} is started again (process {process.pid})")
+
+
+def supervise(
+    both: ServersAndTrainer, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words
+) -> int:
+    """Run servers and trainer until the trainer ends, and return its exit status; EngineError if a server cannot be had.
+
+    `command` makes a server's command line.
+    """
+    servers = [
+        _Watched(ServerProcess(each, environ, both.logs / f"vllm-{number}.log", command))
+        for number, each in enumerate(both.servers)
+    ]
+    trainer: subprocess.Popen[bytes] | None = None
+    grace = 1.0
+    with Signals() as signals:
+        try:
+            for each in servers:
+                each.process.start()
+                server = each.process.server
+                where = f"{','.join(server.devices)} at {server.url}"
+                tell(f"lowpeak: vLLM starts on {where} (process {each.process.pid}), log in {each.process.log}")
+            trainer_environ = {**environ, **both.trainer_environ, PARENT: str(os.getpid())}
+            trainer = subprocess.Popen(both.command, env=trainer_environ, start_new_session=True)
+            status = _wait(trainer, servers, signals)
+        except EngineError:
+            tell("lowpeak: no vLLM server available; saving and stopping")
+            grace = _SAVE_SECONDS
+            raise
+        finally:
+            if trainer is not None:
+                _end(trainer, grace)
+            for each in servers:
+                each.process.stop()
+    return 128 - status if status < 0 else status
+
+
+def _wait(trainer: subprocess.Popen[bytes], servers: Sequence[_Watched], signals: Signals) -> int:
+    """Wait for the trainer's end: pass on the signals that this process gets, and keep the servers running."""
+    passed, asked_at = 0, 0.0
+    while trainer.poll() is None:
+        if signals.count > passed:
+            passed += 1
+            asked_at = time.monotonic()
+            trainer.send_signal(signal.SIGINT if signals.last == signal.SIGINT else signal.SIGTERM)
+        if passed > 1 and time.monotonic() - asked_at > _STOP_SECONDS:
+            break
+        for each in servers:
+            each.look_after()
+        time.sleep(_POLL_SECONDS)
+    return trainer.returncode if trainer.returncode is not None else -signal.SIGKILL
 
 
 def _end(trainer: subprocess.Popen[bytes], grace: float) -> None:
-    """End the trainer and its ranks, where they have not ended: asked, asked again after `grace` seconds, killed.
+    """End the trainer if it has not ended: asked, asked again after `grace` seconds, killed. Ranks end with their launcher.
 
     SIGTERM asks a run to finish its step, and a launcher to end its ranks; Ctrl-C after it stops a run at once.
     """
-    import psutil  # type: ignore[import-untyped]
-
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGINT, _STOP_SECONDS)):
         if trainer.poll() is None:
             trainer.send_signal(number)
             with suppress(subprocess.TimeoutExpired):
                 trainer.wait(seconds)
-    with suppress(psutil.NoSuchProcess):
-        for each in psutil.Process(trainer.pid).children(recursive=True) if trainer.poll() is None else ():
-            each.kill()
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(trainer.pid, signal.SIGKILL)
     trainer.wait()

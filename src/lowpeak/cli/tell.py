@@ -1,4 +1,4 @@
-"""A sentence to the user, said once where several ranks of a host have it to say."""
+"""Messages to the user on stderr, said once if several ranks of a host have the same one."""
 
 from __future__ import annotations
 
@@ -10,22 +10,18 @@ from pathlib import Path
 from lowpeak.errors import show_controls
 
 
-def tell(sentence: str) -> None:
-    """Write a line to stderr, unless another rank that the same torch agent started has written the very same.
+def tell(message: str) -> None:
+    """Write a line to stderr, unless another rank that the same torch agent started has written it.
 
-    The ranks' folders for errors, which the agent makes side by side, say who was first.
+    The agent makes the ranks' folders for errors side by side: a file beside them says who was first.
     """
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if file is None or _is_first(Path(file).parent.parent, sentence):
-        print(show_controls(sentence), file=sys.stderr, flush=True)
-
-
-def _is_first(folder: Path, sentence: str) -> bool:
-    said = folder / f"lowpeak-{hashlib.sha256(sentence.encode()).hexdigest()[:16]}"
-    try:
-        said.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # no such folder: say it
-        return True
-    return True
+    folder = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if folder is not None:
+        try:
+            name = f"lowpeak-{hashlib.sha256(message.encode()).hexdigest()[:16]}"
+            (Path(folder).parents[1] / name).touch(exist_ok=False)
+        except FileExistsError:
+            return
+        except OSError:  # no such folder
+            pass
+    print(show_controls(message), file=sys.stderr, flush=True)

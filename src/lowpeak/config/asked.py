@@ -5,14 +5,11 @@ Nothing here loads torch. Whether what was asked for is also in force is known o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from lowpeak.config.fsdp1 import Converted, convert_fsdp1, is_fsdp1
 from lowpeak.errors import ArgumentError, MissingPackageError
 
 _AXES = {
@@ -179,31 +176,11 @@ def settle_deepspeed(config: MutableMapping[str, Any], args: Any) -> None:
             config[name] = "auto"  # the trainer's step is one mapping, and its accumulation 1
 
 
-def settled_fsdp(fsdp: Any, config: Any) -> tuple[Any, Any, Converted | None]:
-    """TrainingArguments' `fsdp` and `fsdp_config` for FSDP2, as copies; what was converted, or None.
-
-    The older spelling `fsdp="full_shard auto_wrap offload"` says what a strategy and a placement are.
-    """
-    if not fsdp:
-        return fsdp, config, None
-    settings = {name.removeprefix("fsdp_"): value for name, value in _read(config).items()}
-    words = () if isinstance(fsdp, bool) or str(fsdp).lower() == "true" else _words(fsdp)
-    if not words and not is_fsdp1(settings, default=2):
-        return True, {**settings, "version": 2}, None
-    strategy = [word for word in words if word.lower() not in ("offload", "auto_wrap")]
-    if strategy:
-        settings["sharding_strategy"] = strategy[0]
-    if "offload" in words:
-        settings["cpu_offload"] = True
-    converted = convert_fsdp1(settings)
-    return True, {**converted.settings, "version": 2}, converted
-
-
-def _read(config: Any) -> dict[str, Any]:
-    """`fsdp_config`: the name of a JSON file, or its content."""
-    return json.loads(Path(config).read_text(encoding="utf-8")) if isinstance(config, str) else dict(config or {})
-
-
-def _words(fsdp: Any) -> tuple[str, ...]:
-    items = fsdp.split() if isinstance(fsdp, str) else fsdp
-    return tuple(str(getattr(item, "value", item)) for item in items)
+def refuse_fsdp1(version: Any, where: str) -> None:
+    """ArgumentError for FSDP of another version than 2; `where` is what asks for it."""
+    if str(version) != "2":
+        raise ArgumentError(
+            f"{where} asks for FSDP version {version}, and lowpeak runs version 2 alone: set fsdp_version: 2. "
+            "`accelerate to-fsdp2 --config_file FILE --output_file FILE` converts a config file. FSDP2 has no HYBRID_SHARD "
+            "(use the preset hsdp) and no NO_SHARD (use ddp)."
+        )

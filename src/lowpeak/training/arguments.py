@@ -21,15 +21,14 @@ from lowpeak.config.asked import (
     WHOLE,
     Cut,
     is_on,
+    refuse_fsdp1,
     refuse_half_precision,
     refuse_other_parallelism,
     require_deepspeed,
     settle_deepspeed,
     settled_cut,
-    settled_fsdp,
     take_fsdp_over,
 )
-from lowpeak.config.fsdp1 import convert_environment
 from lowpeak.config.ranges import Range, check_finite, check_range, one_of
 from lowpeak.config.rollout import SAID_BY_ARGUMENTS
 from lowpeak.config.secrets import hide_secrets
@@ -122,6 +121,8 @@ class CommonConfig(TrainingArguments):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
         check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers makes them whole
         super().__post_init__()
+        if self.fsdp_plugin_args is not None:
+            refuse_fsdp1(self.fsdp_plugin_args["fsdp_version"], "fsdp_config")
         use_one_device(self)
         if self.deepspeed_plugin is not None:
             settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
@@ -155,7 +156,7 @@ class CommonConfig(TrainingArguments):
         return hide_secrets(super().to_dict())
 
     def _settle_sharding(self) -> None:
-        """What was asked of accelerate, here or in the environment: FSDP1 as FSDP2, an error for what lowpeak does not run."""
+        """ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
         refuse_other_parallelism(os.environ, loading)
         refuse_half_precision(os.environ)
@@ -165,11 +166,11 @@ class CommonConfig(TrainingArguments):
             take_fsdp_over(os.environ)
         if deepspeed:
             require_deepspeed("a run under DeepSpeed needs")
+        if is_on(os.environ, "ACCELERATE_USE_FSDP"):
+            refuse_fsdp1(os.environ.get("FSDP_VERSION", "1"), "the environment (accelerate's config, or FSDP_VERSION)")
         given: Any = self  # transformers' own types are those of its command line
-        given.fsdp, given.fsdp_config, converted = settled_fsdp(given.fsdp, given.fsdp_config)
-        for changed, where in ((converted, "fsdp"), (convert_environment(os.environ), "the environment (FSDP_*)")):
-            if changed is not None and os.environ.get("RANK", "0") == "0":
-                logger.warning(changed.sentence(where))
+        if str(given.fsdp).lower() == "true":
+            given.fsdp = True
 
     def _default_checkpointing(self) -> None:
         """Activation checkpointing on by default, under the name that the installed transformers has for it."""

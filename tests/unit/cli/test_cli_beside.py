@@ -47,7 +47,6 @@ def seen(both):
     ],
 )
 def test_each_list_names_what_its_processes_see(given, trainer, servers):
-    given = dict(given)
     assert seen(planned(**given)) == (trainer, servers)
 
 
@@ -56,57 +55,47 @@ def test_indexes_count_what_this_process_sees():
         {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, train_devices="0,3", vllm_devices="1,2", accelerate_config="ddp"
     )
     assert both.trainer_environ["CUDA_VISIBLE_DEVICES"] == "4,7"
-
-
-def test_without_devices_of_its_own_a_machine_has_a_server_on_its_cpus():
     assert seen(planned(num_devices=0, vllm_devices="cpu")) == (None, [("cpu",)])
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"train_devices": "0,1", "vllm_devices": "1,2", "accelerate_config": "ddp"}, "both name 1: give vLLM its own"),
-        ({"vllm_devices": "1,1"}, "names a device twice"),
-        ({"vllm_devices": "4"}, "names the device 4, and the devices of this machine are 0 to 3"),
-        ({"train_devices": "9", "vllm_devices": "1"}, "--train_devices names the device 9"),
-        ({"vllm_devices": "one"}, "'one' is no device"),
-        ({"vllm_devices": "1,cpu"}, "cpu stands alone"),
-        ({"vllm_devices": "1,2,3", "vllm_tensor_parallel_size": 2}, "2 does not divide the 3 devices"),
-        ({"vllm_devices": "0,1,2,3"}, "none is left to train on"),
-        ({"vllm_devices": "GPU-2a"}, "has GPUs' own names, and which are left to train on is not known"),
-        ({"train_devices": "0", "vllm_devices": "GPU-2a"}, "name GPUs in two ways: write both lists as indexes"),
-        ({"train_devices": "0,GPU-8f", "vllm_devices": "cpu"}, "name GPUs in two ways"),
-        ({"train_devices": "0", "vllm_devices": "2", "gpu_ids": "0"}, "say the same"),
-        ({"vllm_devices": "1", "use_vllm": False}, "no effect without --use_vllm true"),
-        ({"vllm_devices": "1", "vllm_mode": "colocate"}, "colocate runs vLLM on the training devices"),
-        ({"vllm_devices": "1", "vllm_server_port": 8000}, "--vllm_server_port names one that runs"),
-        ({"vllm_devices": "1", "vllm_enable_sleep_mode": True}, "servers have devices of their own"),
-        ({"vllm_devices": "1", "num_machines": 2}, "a run on one host"),
-        ({"vllm_devices": ""}, "'' is no device"),
-        ({"vllm_devices": "cpu", "vllm_tensor_parallel_size": 0}, "the tensor parallel size 0 must be at least 1"),
-        ({"vllm_devices": "1", "vllm_engine_kwargs": {"model": "x"}}, "has model, which lowpeak sets itself"),
-        ({"vllm_devices": "1", "vllm_engine_kwargs": "x"}, "vllm_engine_kwargs is not a JSON object"),
+        ({"train_devices": "0,1", "vllm_devices": "1,2"}, "--train_devices 0,1 .*--vllm_devices 1,2"),
+        ({"vllm_devices": "1,1"}, "--vllm_devices 1,1"),
+        ({"vllm_devices": "4"}, "--vllm_devices .*4.*0 to 3"),
+        ({"train_devices": "9", "vllm_devices": "1"}, "--train_devices .*9.*0 to 3"),
+        ({"vllm_devices": "one"}, "--vllm_devices one: 'one'"),
+        ({"vllm_devices": ""}, "--vllm_devices : ''"),
+        ({"vllm_devices": "1,cpu"}, "--vllm_devices 1,cpu: cpu"),
+        ({"vllm_devices": "1,2,3", "vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size 2 .* 3 devices"),
+        ({"vllm_devices": "0,1,2,3"}, "--vllm_devices"),
+        ({"vllm_devices": "GPU-2a"}, "--vllm_devices .*UUIDs.*--train_devices"),
+        ({"train_devices": "0", "vllm_devices": "GPU-2a"}, "--train_devices .*--vllm_devices .*UUIDs"),
+        ({"train_devices": "0,GPU-8f", "vllm_devices": "cpu"}, "--train_devices .*--vllm_devices .*UUIDs"),
+        ({"train_devices": "0", "vllm_devices": "2", "gpu_ids": "0"}, "--gpu_ids"),
+        ({"vllm_devices": "1", "use_vllm": False}, "--use_vllm true"),
+        ({"vllm_devices": "1", "vllm_mode": "colocate"}, "--vllm_mode colocate"),
+        ({"vllm_devices": "1", "vllm_server_port": 8000}, "--vllm_server_port 8000"),
+        ({"vllm_devices": "1", "vllm_enable_sleep_mode": True}, "--vllm_enable_sleep_mode True"),
+        ({"vllm_devices": "1", "num_machines": 2}, "--num_machines 2.*--vllm_server_base_url"),
+        ({"vllm_devices": "cpu", "vllm_tensor_parallel_size": 0}, "size 0"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": {"model": "x"}}, "model"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": "x"}, "vllm_engine_kwargs .*JSON"),
         (
             {"vllm_devices": "1", "kv_cache_bytes": 1, "vllm_gpu_memory_utilization": 0.8},
-            "0.8 has no effect: --kv_cache_bytes is",
+            r"--vllm_gpu_memory_utilization 0\.8 .*--kv_cache_bytes 1",
         ),
-        ({"vllm_devices": "1", "vllm_engine_kwargs": {"api_key": "x"}}, "--api-key is lowpeak's own"),
+        ({"vllm_devices": "1", "vllm_engine_kwargs": {"api_key": "x"}}, "--api-key"),
+        ({"num_devices": 0, "vllm_devices": "0"}, "none; cpu"),
+        ({"environ": {"LOCAL_RANK": "0"}, "vllm_devices": "1"}, "--accelerate_config"),
+        ({"environ": {"WORLD_SIZE": "2"}, "vllm_devices": "1"}, "--accelerate_config"),
+        ({"environ": {"LOWPEAK_LAUNCHED": "1"}, "vllm_devices": "1"}, "--accelerate_config"),
     ],
 )
-def test_what_does_not_go_together_is_one_sentence_before_anything_starts(given, message):
+def test_arguments_that_do_not_go_together_are_refused_before_anything_starts(given, message):
     with pytest.raises(ArgumentError, match=message):
         planned(**given)
-
-
-def test_an_unknown_device_is_refused_where_there_are_none():
-    with pytest.raises(ArgumentError, match="none; cpu is always there"):
-        planned(num_devices=0, vllm_devices="0")
-
-
-@pytest.mark.parametrize("environ", [{"LOCAL_RANK": "0"}, {"WORLD_SIZE": "2"}, {"LOWPEAK_LAUNCHED": "1"}])
-def test_a_rank_of_another_launcher_starts_no_servers(environ):
-    with pytest.raises(ArgumentError, match="that another launcher started"):
-        planned(environ, vllm_devices="1")
 
 
 # what servers and trainer are told
@@ -125,11 +114,6 @@ def test_what_was_said_of_the_engine_goes_to_the_servers():
     assert (server.model, server.tensor_parallel_size, server.dtype, server.host) == ("m", 2, "bfloat16", "127.0.0.1")
     said = "--gpu-memory-utilization 0.01 --max-model-len 512 --kv-cache-memory-bytes 1048576 --enforce-eager --hf-overrides"
     assert server.options == (*said.split(), '{"a": 1}', "--no-enable-chunked-prefill")
-
-
-def test_a_servers_share_is_said_where_its_cache_has_no_size():
-    said = planned(vllm_devices="1", vllm_gpu_memory_utilization=0.8).servers[0].options
-    assert said == ("--gpu-memory-utilization", "0.8")
 
 
 @pytest.mark.parametrize(
@@ -155,9 +139,10 @@ def test_a_server_computes_in_the_trainers_dtype_where_that_is_known(given, dtyp
         ({"use_peft": True, "vllm_adapters": False}, ()),
         ({"use_peft": True, "accelerate_config": "ddp"}, ()),
         ({"use_peft": True, "vllm_engine_kwargs": {"max_lora_rank": 64}}, ("--enable-lora", "--max-lora-rank", "64")),
+        ({"vllm_gpu_memory_utilization": 0.8}, ("--gpu-memory-utilization", "0.8")),
     ],
 )
-def test_a_server_is_ready_for_the_runs_adapter(given, said):
+def test_a_server_gets_its_share_and_room_for_the_runs_adapter(given, said):
     assert planned(vllm_devices="1", **given).servers[0].options == said
 
 
@@ -191,37 +176,15 @@ def test_servers_on_this_host_demand_a_token_that_nobody_else_knows():
     assert planned({TOKEN: "mine"}, vllm_devices="1").servers[0].token == "mine"
 
 
-def test_the_lists_are_arguments_of_the_command(capsys):
-    words = ["--model", "m", "--dataset", "d", "--reward", "r", "--use_vllm", "--train_devices", "0"]
-    assert main(["grpo", *words, "--vllm_devices", "0"]) == 2
-    assert "lowpeak: error: --" in capsys.readouterr().err
-
-
 def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path, capfd):
     tiny_model().save_pretrained(tmp_path / "model")
     char_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "{i}="}}\n' for i in range(8)))
     (tmp_path / "judge.py").write_text("def judge(completions, **columns):\n    return [0.0] * len(completions)\n")
-    words = [
-        "--model",
-        f"{tmp_path}/model",
-        "--dataset",
-        f"{tmp_path}/rows.jsonl",
-        "--reward",
-        f"{tmp_path}/judge.py:judge",
-    ]
-    words += ["--output_dir", f"{tmp_path}/out", "--use_cpu", "--report_to", "none", "--max_steps", "1", "--dry_run"]
-    words += [
-        "--use_vllm",
-        "true",
-        "--vllm_devices",
-        "cpu",
-        "--vllm_max_model_length",
-        "64",
-        "--max_completion_length",
-        "8",
-    ]
-    assert main(["grpo", *words]) == 0
+    words = f"--model {tmp_path}/model --dataset {tmp_path}/rows.jsonl --reward {tmp_path}/judge.py:judge --dry_run"
+    words += f" --output_dir {tmp_path}/out --use_cpu --report_to none --max_steps 1 --max_completion_length 8"
+    words += " --use_vllm true --vllm_devices cpu --vllm_max_model_length 64"
+    assert main(["grpo", *words.split()]) == 0
     assert "vllm_devices: cpu" in capfd.readouterr().out
     assert BESIDE not in os.environ
 
@@ -251,7 +214,7 @@ START = """
 import os, sys
 from pathlib import Path
 from lowpeak.cli.beside import plan
-from lowpeak.cli.supervisor import Supervisor
+from lowpeak.cli.supervisor import supervise
 from lowpeak.errors import EngineError
 from dataclasses import replace
 given = {'use_vllm': True, 'model': 'm', 'output_dir': 'logs', 'vllm_devices': '1,2', 'train_devices': '0,3',
@@ -260,7 +223,7 @@ both = replace(plan('grpo', [], given, 4, os.environ), command=(sys.executable, 
 def command(server):
     return [sys.executable, 'server.py', 'server' + server.devices[0], str(server.port)]
 try:
-    sys.exit(Supervisor(both, os.environ, command).run())
+    sys.exit(supervise(both, os.environ, command))
 except EngineError as error:
     sys.exit(f'lowpeak: error: {error}')
 """
@@ -312,6 +275,14 @@ def gone(folder, *names):
     return are_gone([recorded(folder, name)["PID"] for name in names], 10)
 
 
+def ready(process, folder):
+    """The supervisor once both servers are ready, and the first one's id."""
+    said = ""
+    while said.count("is ready") < 2:
+        said += process.stderr.readline()
+    return process, recorded(folder, "server1")["PID"]
+
+
 ALL = ("server1", "server2", "trainer")
 
 
@@ -333,16 +304,12 @@ def test_a_server_that_never_was_ready_ends_all_and_its_last_words_are_shown(sta
     (tmp_path / "broken").touch()
     status, err = ended(start("time.sleep(60)"))
     assert status == 1
-    assert "ended with status 1; the end of logs/vllm-0.log:\nvLLM: no such option" in err
+    assert "logs/vllm-0.log:\nvLLM: no such option" in err
     assert gone(tmp_path, "trainer")
 
 
 def test_a_server_that_dies_later_is_started_again(start, tmp_path):
-    process = start("while not os.path.exists('end'): time.sleep(0.05)")
-    first = recorded(tmp_path, "server1")["PID"]
-    said = ""
-    while said.count("is ready") < 2:
-        said = said + process.stderr.readline()
+    process, first = ready(start("while not os.path.exists('end'): time.sleep(0.05)"), tmp_path)
     os.kill(first, signal.SIGKILL)
     assert recorded(tmp_path, "server1", life=1)["PID"] != first
     (tmp_path / "end").touch()
@@ -359,25 +326,19 @@ def test_a_server_that_dies_again_and_again_ends_all_with_its_last_words_and_wha
     status, err = ended(start(f"{SAVES}time.sleep(60)"))
     assert status == 1
     assert 3 <= err.count("is started again") <= 6  # there are two of them
-    assert "error: (after 3 restarts) the vLLM server of http://127.0.0.1:" in err
-    assert "ended with status 9: vLLM ran out of memory: set vllm_batch_size below the rows" in err
-    assert "raise vllm_tensor_parallel_size (now 1); the end of logs/vllm-" in err
+    assert all(each in err for each in ("(after 3 restarts)", "status 9", "vllm_batch_size", "logs/vllm-"))
     assert (tmp_path / "saved").exists()
     assert gone(tmp_path, *ALL)
 
 
 def test_a_server_that_cannot_be_started_again_is_given_up_soon_and_only_its_last_life_is_shown(start, tmp_path):
-    process = start("time.sleep(60)")
-    first = recorded(tmp_path, "server1")["PID"]
-    said = ""
-    while said.count("is ready") < 2:
-        said = said + process.stderr.readline()
+    process, first = ready(start("time.sleep(60)"), tmp_path)
     (tmp_path / "broken").touch()
     os.kill(first, signal.SIGKILL)
     status, err = ended(process)
     assert (status, err.count("is started again")) == (1, 2)
-    assert "error: (after 2 restarts) the vLLM server of" in err
-    assert err.endswith("ended with status 1; the end of logs/vllm-0.log:\nvLLM: no such option\n")
+    assert "(after 2 restarts)" in err
+    assert err.endswith("logs/vllm-0.log:\nvLLM: no such option\n")
     assert gone(tmp_path, "server2", "trainer")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -14,18 +15,20 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from lowpeak.cli.accelerate_config import FOLDER, ORDER, read, text_of
+from lowpeak.cli.accelerate_config import FOLDER, ORDER, find, read, text_of
 from lowpeak.cli.arguments import LaunchArguments
-from lowpeak.cli.launch import MARK, Places, launch_or_join, mesh_sizes
-from lowpeak.cli.main import main
-from lowpeak.errors import ArgumentError, MissingPackageError
+from lowpeak.cli.launch import MARK, launch_or_join, launch_words
+from lowpeak.cli.main import COMMANDS, main
+from lowpeak.errors import ArgumentError, RankError, RewardError
 
 COMMAND = ["grpo", "--model", "m"]
 HOST = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1", "main_process_port": 29500}
+FSDP2 = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}
+COPIES, SHARDS, TENSORS = (f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp"))
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch):
+def environment(monkeypatch):
     """No launcher, and an environment that is put back."""
     before = dict(os.environ)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", MARK, "ACCELERATE_MIXED_PRECISION"):
@@ -39,9 +42,9 @@ def launch(name, on_cpu=True, **told):
     return launch_or_join(LaunchArguments(accelerate_config=name, **told), COMMAND, on_cpu=on_cpu)
 
 
-def as_rank(monkeypatch, world_size=2, local=2):
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": local}.items():
-        monkeypatch.setenv(name, str(value))
+def as_rank(world_size=2):
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
 
 
 def written(folder, **settings):
@@ -50,9 +53,12 @@ def written(folder, **settings):
     return str(path)
 
 
-def fsdp1(folder):
-    fsdp = {"fsdp_sharding_strategy": "FULL_SHARD", "fsdp_use_orig_params": True}
-    return written(folder, distributed_type="FSDP", num_processes=2, fsdp_config=fsdp)
+def words_of(name, devices=8, **given):
+    """The launcher's arguments as a mapping."""
+    path = find(name)
+    words = launch_words(path, read(path), given, devices)
+    assert words[-2:] == ["-m", "lowpeak"]
+    return dict(zip(words[:-2:2], words[1:-2:2], strict=True))
 
 
 # presets
@@ -66,7 +72,7 @@ def test_every_preset_is_listed_and_accelerate_reads_it():
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp"])
 def test_sharding_presets_are_fsdp2_by_layer(name):
-    assert read(name).settings["fsdp_config"] == {
+    assert read(find(name)).fsdp_config == {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
@@ -78,8 +84,7 @@ def test_sharding_presets_are_fsdp2_by_layer(name):
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-offload"])
 def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
-    file = read(name).settings["deepspeed_config"]["deepspeed_config_file"]
-    config = json.loads(Path(file).read_text())
+    config = json.loads(Path(read(find(name)).deepspeed_config["deepspeed_config_file"]).read_text())
     zero = config["zero_optimization"]
     assert zero["stage"] == int(name[4])
     assert (config["gradient_clipping"], config["zero_allow_untested_optimizer"]) == ("auto", True)
@@ -93,14 +98,65 @@ def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
 def test_a_preset_can_be_printed_for_other_launchers(capsys):
     assert main(["preset", "zero3"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert Path(printed["deepspeed_config"]["deepspeed_config_file"]).is_absolute()
-    assert printed == yaml.safe_load(text_of("zero3"))
-    assert main(["preset"]) == 2
+    assert printed["deepspeed_config"]["deepspeed_config_file"] == str(FOLDER / "zero3.json")
+    assert main(["preset"]) == main(["preset", "zero4"]) == 2
 
 
-def test_an_unknown_preset_is_answered_with_those_there_are():
-    with pytest.raises(ArgumentError, match=f"'fsdp3' is neither a file nor a preset.*{', '.join(ORDER)}"):
-        launch("fsdp3", num_processes=2)
+# what accelerate's launcher is called with
+
+
+def test_the_launcher_gets_the_file_the_ranks_and_a_free_port():
+    words = words_of("zero2", num_processes=4, monitor_interval=0.5)
+    assert words == {
+        "--config_file": str(FOLDER / "zero2.yaml"),
+        "--deepspeed_config_file": str(FOLDER / "zero2.json"),
+        "--main_process_port": "0",
+        "--num_processes": "4",
+        "--monitor_interval": "0.5",
+    }
+
+
+def test_all_devices_of_all_hosts_train_unless_it_is_said_otherwise(tmp_path):
+    assert words_of("ddp")["--num_processes"] == "8"
+    assert words_of("ddp", gpu_ids="0,3")["--num_processes"] == "2"
+    assert words_of("ddp", **HOST)["--num_processes"] == "16"
+    assert words_of(written(tmp_path, distributed_type="MULTI_GPU", num_processes=3))["--num_processes"] == "3"
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "sizes"),
+    [
+        ("hsdp", HOST, (2, 8, 1)),
+        ("hsdp", {COPIES: 4, **HOST}, (4, 4, 1)),
+        ("hsdp", {COPIES: 1, SHARDS: 16, **HOST}, (1, 16, 1)),
+        ("hsdp", {COPIES: 2}, (2, 4, 1)),
+        ("fsdp2-tp", {}, (1, 4, 2)),
+        ("fsdp2-tp", {TENSORS: 8}, (1, 1, 8)),
+        ("fsdp2-tp", {TENSORS: 2, SHARDS: 4}, (1, 4, 2)),
+        ("fsdp2-tp", HOST, (1, 8, 2)),
+    ],
+)
+def test_a_preset_shards_over_the_devices_that_are_left(name, given, sizes):
+    words = words_of(name, **given)
+    assert tuple(int(words[f"--{size}"]) for size in (COPIES, SHARDS, TENSORS)) == sizes
+
+
+def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
+    settings = {**FSDP2, "parallelism_config": {COPIES: 2, SHARDS: 4}, "main_process_port": 29501}
+    words = words_of(written(tmp_path, **settings))
+    assert [words[f"--{size}"] for size in (COPIES, SHARDS, TENSORS)] == ["2", "4", "1"]
+    assert "--main_process_port" not in words
+    words = words_of(written(tmp_path, **settings), main_process_port=29502, **{SHARDS: 2, TENSORS: 2})
+    assert [words[f"--{size}"] for size in (COPIES, SHARDS, TENSORS)] == ["2", "2", "2"]
+    assert words["--main_process_port"] == "29502"
+    one = written(tmp_path, distributed_type="MULTI_GPU", gpu_ids=0)
+    assert words_of(one)["--num_processes"] == "1"
+
+
+@pytest.mark.parametrize("given", [{COPIES: 3}, {SHARDS: 2}, {COPIES: 16}, {SHARDS: 1}])
+def test_sizes_that_do_not_fill_the_processes_are_refused(given):
+    with pytest.raises(ArgumentError, match=r"dp_replicate_size=.* 16 processes"):
+        words_of("hsdp", **HOST, **given)
 
 
 # what is refused
@@ -109,163 +165,74 @@ def test_an_unknown_preset_is_answered_with_those_there_are():
 @pytest.mark.parametrize(
     ("name", "told", "message"),
     [
-        ("ddp", {}, "--num_processes is needed on CPUs"),
-        ("ddp", {"num_processes": 3, **HOST}, "3 does not divide among 2 hosts"),
+        ("fsdp3", {"num_processes": 2}, rf"'fsdp3'.*{', '.join(ORDER)}"),
+        ("ddp", {}, "--num_processes .*CPUs"),
+        ("ddp", {"num_processes": 3, **HOST}, "--num_processes 3 .* 2 hosts"),
         (
             "ddp",
             {"num_processes": 4, "num_machines": 2},
             "--machine_rank and --main_process_ip and --main_process_port",
         ),
-        (
-            "ddp",
-            {"num_processes": 2, "parallelism_config_dp_shard_size": 2},
-            "no effect: that is --accelerate_config hsdp",
-        ),
-        ("single", {"num_processes": 2}, "2 was asked for, and the number of processes here is 1"),
-        ("single", {"max_restarts": 2}, "--max_restarts 2 has no effect: the config has this one process alone"),
-        ("fsdp2", {"num_processes": 2}, "on CPUs accelerate would train DDP in its place"),
-        ("ddp", {"num_processes": 0}, "--num_processes 0 must be at least 1"),
-        ("ddp", {"num_processes": -2}, "--num_processes -2 must be at least 1"),
-        ("ddp", {"num_processes": 2, "num_machines": 0}, "--num_machines 0 must be at least 1"),
-        ("ddp", {"num_processes": 2, "main_process_port": 99999}, "--main_process_port 99999 must be a port"),
-        ("ddp", {"num_processes": 4, **HOST, "machine_rank": 2}, "machine_rank 2 names no host"),
+        ("ddp", {"num_processes": 2, SHARDS: 2}, f"--{SHARDS} 2 .*hsdp"),
+        ("hsdp", {"num_processes": 2}, f"hsdp .*fsdp2.*--{COPIES}"),
+        ("fsdp2-tp", {"num_processes": 6, **HOST}, f"--{TENSORS} 2 .* 3 processes"),
+        ("single", {"num_processes": 2}, "--num_processes 2 .*1"),
+        ("single", {"max_restarts": 2}, "--max_restarts 2"),
+        ("ddp", {"num_processes": 0}, "--num_processes .*1, got 0"),
+        ("ddp", {"num_processes": 2, "num_machines": 0}, "--num_machines .*1, got 0"),
+        ("ddp", {"num_processes": 2, "main_process_port": 99999}, "port must be 0-65535"),
+        ("ddp", {"num_processes": 4, **HOST, "machine_rank": 2}, "--machine_rank 2 .*0 to 1"),
+        (None, {"num_processes": 2}, "--num_processes 2 .*--accelerate_config"),
     ],
 )
-def test_what_cannot_be_started_is_said_first(name, told, message):
+def test_a_launch_that_cannot_work_is_refused_with_its_argument(name, told, message):
     with pytest.raises(ArgumentError, match=message):
         launch(name, **told)
 
 
-def test_more_processes_than_devices_are_refused():
-    with pytest.raises(ArgumentError, match=r"needs devices, and there is none here|need as many devices"):
-        launch("ddp", on_cpu=False, num_processes=99)
-
-
-def test_sizes_of_processes_without_a_config_are_refused():
-    with pytest.raises(ArgumentError, match="--num_processes 2 has no effect: there is no --accelerate_config"):
-        launch_or_join(LaunchArguments(num_processes=2), COMMAND, on_cpu=True)
+@pytest.mark.parametrize("devices", [{"devices": 4}, {"gpu_ids": "0,1,2,3"}])
+def test_more_processes_than_devices_are_refused(devices):
+    with pytest.raises(ArgumentError, match=r"5 processes .* 4: .*--num_processes"):
+        words_of("ddp", num_processes=5, **devices)
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"distributed_type": "MULTI_CPU"}, "MPI alone: use the preset ddp with --use_cpu"),
-        ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM, which lowpeak does not run"),
-        (
-            {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_cp_size": 2}},
-            "context parallelism",
-        ),
-        ({"zero_optimization": {"stage": 3}}, "no config of accelerate's.*--deepspeed"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, "not there"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD"}}, "cannot be run as FSDP2"),
-        ({"distributed_type": "MULTI_GPU", "num_processes": "two"}, "num_processes: two, which is no whole number"),
-        ({"distributed_type": "FSDP", "fsdp_config": "full"}, "fsdp_config: full, which is no group of settings"),
-        ({"distributed_type": "MULTI_GPU", "parallelism_config": [1]}, "parallelism_config: .*no group of settings"),
-        ({"distributed_type": "MULTI_GPU", "num_procs": 2}, "num_procs, which accelerate does not know; did you mean"),
-        (
-            {"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stagee": 3}},
-            "deepspeed_config of .* has zero_stagee, which accelerate does not know; did you mean zero_stage",
-        ),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "bogus": 1}}, "has fsdp_bogus, which"),
-        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stage": "three"}}, "zero_stage: three"),
+        ({"distributed_type": "MULTI_CPU"}, "MULTI_CPU .*--use_cpu"),
+        ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM"),
+        ({**FSDP2, "parallelism_config": {"parallelism_config_cp_size": 2}}, "cp_size=2"),
+        ({"zero_optimization": {"stage": 3}}, "distributed_type.*--deepspeed"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "no.json"}}, r"no\.json"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, "version 1.*to-fsdp2"),
+        ({"distributed_type": "MULTI_GPU", "num_processes": "two"}, "num_processes .*'two'"),
+        ({"distributed_type": "FSDP", "fsdp_config": "full"}, "fsdp_config .*'full'"),
+        ({"distributed_type": "MULTI_GPU", "parallelism_config": [1]}, r"parallelism_config .*\[1\]"),
+        ({"distributed_type": "MULTI_GPU", "num_procs": 2}, "num_procs"),
+        ({"distributed_type": "DEEPSPEED", "deepspeed_config": {"zero_stagee": 3}}, r"zero_stagee.*zero_stage\?"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "bogus": 1}}, "fsdp_bogus"),
+        ("\0", r"config\.yaml"),
+        ("- 1", r"config\.yaml"),
     ],
 )
 def test_a_config_that_lowpeak_does_not_run_is_refused(settings, message, tmp_path):
+    file = written(tmp_path, **(settings if isinstance(settings, dict) else {}))
+    if isinstance(settings, str):
+        Path(file).write_text(settings)
     with pytest.raises(ArgumentError, match=message):
-        launch(written(tmp_path, **settings), num_processes=2)
-
-
-def test_a_missing_deepspeed_is_said_before_anything_starts():
-    program = (
-        "import sys\n"
-        "class Without:\n"
-        "    def __init__(self, finder): self.finder = finder\n"
-        "    def find_spec(self, name, *more):\n"
-        "        return None if name == 'deepspeed' else self.finder.find_spec(name, *more)\n"
-        "sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]\n"
-        "from lowpeak.cli.accelerate_config import read\n"
-        f"from lowpeak.errors import {MissingPackageError.__name__}\n"
-        "try:\n"
-        "    read('zero2')\n"
-        f"except {MissingPackageError.__name__} as error:\n"
-        "    print(error)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.startswith("accelerate_config='zero2' needs deepspeed, which is not installed; pip install")
-
-
-def test_a_config_that_is_no_text_is_refused(tmp_path):
-    (tmp_path / "config.yaml").write_bytes(b"\x00\xff")
-    with pytest.raises(ArgumentError, match=r"config\.yaml cannot be read"):
-        launch(str(tmp_path / "config.yaml"))
+        launch(file, num_processes=2)
 
 
 def test_names_of_older_configs_are_known(tmp_path):
-    fsdp = {"fsdp_sharding_strategy": 1, "fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_use_orig_params": False}
-    older = written(tmp_path, distributed_type="FSDP", fp16=False, fsdp_config=fsdp, downcast_bf16="no")
-    assert "backward_prefetch_policy, use_orig_params left out" in str(read(older).converted)
+    older = {"fsdp_version": 2, "fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_use_orig_params": False}
+    read(Path(written(tmp_path, distributed_type="FSDP", fp16=False, fsdp_config=older, downcast_bf16="no")))
 
 
-@pytest.mark.parametrize(
-    ("environ", "message"),
-    [
-        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc stands in the environment"),
-        ({"WORLD_SIZE": "2", "RANK": "5"}, "RANK=5 and WORLD_SIZE=2 stand in the environment"),
-    ],
-)
-def test_an_environment_that_no_launcher_made_is_refused(environ, message, monkeypatch):
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ArgumentError, match=message):
-        launch("ddp", num_processes=2)
-
-
-REPLICATE, SHARD = "parallelism_config_dp_replicate_size", "parallelism_config_dp_shard_size"
-TENSOR = "parallelism_config_tp_size"
-
-
-@pytest.mark.parametrize(
-    ("given", "sizes"), [({}, (2, 8)), ({REPLICATE: 4}, (4, 4)), ({REPLICATE: 1, SHARD: 16}, (1, 16))]
-)
-def test_hybrid_sharding_is_a_copy_a_host_unless_it_is_told_otherwise(given, sizes):
-    assert mesh_sizes(read("hsdp"), given, Places(2, 8, on_cpu=False)) == {
-        REPLICATE: sizes[0],
-        SHARD: sizes[1],
-        TENSOR: 1,
-    }
-
-
-def test_a_file_of_the_user_s_own_keeps_its_sizes(tmp_path):
-    fsdp, sizes = {"fsdp_version": 2}, {REPLICATE: 2, SHARD: 4}
-    file = written(tmp_path, distributed_type="FSDP", fsdp_config=fsdp, parallelism_config=sizes)
-    assert mesh_sizes(read(file), {}, Places(1, 8, on_cpu=False)) == {**sizes, TENSOR: 1}
-
-
-@pytest.mark.parametrize(
-    ("given", "sizes"), [({}, (4, 2)), ({TENSOR: 4}, (2, 4)), ({TENSOR: 8}, (1, 8)), ({TENSOR: 2, SHARD: 4}, (4, 2))]
-)
-def test_tensors_are_cut_over_two_devices_unless_it_is_told_otherwise(given, sizes):
-    found = mesh_sizes(read("fsdp2-tp"), given, Places(1, 8, on_cpu=False))
-    assert found == {REPLICATE: 1, SHARD: sizes[0], TENSOR: sizes[1]}
-
-
-def test_tensors_are_cut_within_a_host():
-    with pytest.raises(ArgumentError, match="does not divide the 3 processes of a host"):
-        mesh_sizes(read("fsdp2-tp"), {}, Places(2, 3, on_cpu=False))
-
-
-@pytest.mark.parametrize(
-    ("given", "places", "message"),
-    [
-        ({}, Places(1, 8, on_cpu=False), "there is one host: use fsdp2"),
-        ({REPLICATE: 3}, Places(2, 4, on_cpu=False), "3 copies cut over 2 x 1 devices each do not fill 8 processes"),
-        ({SHARD: 2}, Places(2, 4, on_cpu=False), "2 copies cut over 2 x 1 devices each do not fill 8 processes"),
-        ({REPLICATE: 8}, Places(2, 4, on_cpu=False), "8 copies cut over 1 x 1 devices each"),
-    ],
-)
-def test_hybrid_sharding_that_does_not_come_out_even_is_refused(given, places, message):
-    with pytest.raises(ArgumentError, match=message):
-        mesh_sizes(read("hsdp"), given, places)
+def test_a_missing_deepspeed_is_reported_before_anything_starts(monkeypatch, capsys):
+    monkeypatch.setattr("lowpeak.config.asked.find_spec", lambda name: None)
+    words = [*COMMAND, "--dataset", "d", "--reward", "r", "--use_cpu", "--num_processes", "2"]
+    assert main([*words, "--accelerate_config", "zero2"]) == 2
+    assert "pip install 'lowpeak[deepspeed]'" in capsys.readouterr().err
 
 
 # a process that a launcher started
@@ -276,12 +243,19 @@ def test_a_rank_never_launches_again(monkeypatch):
     assert launch("no such config", num_processes=7) is None
 
 
-def test_a_rank_of_another_launcher_takes_the_config_over(monkeypatch):
-    as_rank(monkeypatch)
+def test_a_rank_of_another_launcher_takes_the_config_over():
+    as_rank()
     assert launch("zero2") is None
     assert os.environ["ACCELERATE_USE_DEEPSPEED"] == "true"
     assert os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] == str(FOLDER / "zero2.json")
     assert (os.environ["WORLD_SIZE"], os.environ.get("MASTER_PORT")) == ("2", None)
+
+
+def test_a_rank_of_another_launcher_takes_the_mesh_over():
+    as_rank(4)
+    assert launch("fsdp2-tp") is None
+    names = ("ACCELERATE_USE_FSDP", "FSDP_VERSION", "PARALLELISM_CONFIG_DP_SHARD_SIZE", "PARALLELISM_CONFIG_TP_SIZE")
+    assert [os.environ[name] for name in names] == ["true", "2", "2", "2"]
 
 
 def test_one_process_takes_the_config_of_one_over():
@@ -290,68 +264,63 @@ def test_one_process_takes_the_config_of_one_over():
 
 
 @pytest.mark.parametrize(
-    ("told", "message"),
-    [({"num_processes": 3}, "the number of processes here is 2"), ({"machine_rank": 1}, "leave it to that launcher")],
+    ("told", "environ", "message"),
+    [
+        ({"num_processes": 3}, {}, "--num_processes 3 .*2"),
+        ({"machine_rank": 1}, {}, "--machine_rank 1"),
+        ({}, {"ACCELERATE_MIXED_PRECISION": "no"}, "`accelerate launch`.*--accelerate_config"),
+    ],
 )
-def test_what_the_other_launcher_has_settled_is_refused(told, message, monkeypatch):
-    as_rank(monkeypatch)
+def test_what_the_other_launcher_has_settled_is_refused(told, environ, message):
+    as_rank()
+    os.environ.update(environ)
     with pytest.raises(ArgumentError, match=message):
         launch("ddp", **told)
 
 
-def test_two_configs_are_one_too_many(monkeypatch):
-    as_rank(monkeypatch)
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    with pytest.raises(ArgumentError, match="`accelerate launch` has a config of its own"):
-        launch("ddp")
-
-
-def test_fsdp1_in_a_file_becomes_fsdp2(tmp_path):
-    config = read(fsdp1(tmp_path))
-    assert config.settings["fsdp_config"] == {"fsdp_reshard_after_forward": True, "fsdp_version": 2}
-    assert "use_orig_params left out" in config.converted.sentence(config.source)
-
-
-# starting, with a program of no weight in the place of a run
-
-
-def started(folder, program, *words, processes=2):
-    """The launcher's exit status and what it and its ranks wrote."""
-    process = start(folder, program, *words, processes=processes)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
-
-
-def start(folder, program, *words, processes=2):
-    script = folder / "rank.py"
-    script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{program}")
-    config = ["--config_file", str(FOLDER / "ddp.yaml"), "--num_processes", str(processes), "--main_process_port", "0"]
-    call = f"import sys; from lowpeak.cli.agent import run_agent; sys.exit(run_agent({[*config, *words, str(script)]!r}, {{}}))"
-    return subprocess.Popen(
-        [sys.executable, "-c", call], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-
-
-def test_a_port_that_is_taken_is_one_sentence(tmp_path):
+def test_a_port_that_is_taken_is_reported_with_its_number():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        port = str(taken.getsockname()[1])
-        hosts = [
-            "--num_machines",
-            "2",
-            "--machine_rank",
-            "0",
-            "--main_process_ip",
-            "127.0.0.1",
-            "--main_process_port",
-            port,
-        ]
-        status, _, err = started(tmp_path, "", *hosts)
-    last = err.strip().splitlines()[-1]
-    assert status == 1
-    assert last.startswith("lowpeak.errors.ArgumentError: the processes cannot be started: Tried to launch")
-    assert f"on port `{port}`, but another process is utilizing it" in last
+        here = {**HOST, "main_process_ip": "127.0.0.1", "main_process_port": taken.getsockname()[1]}
+        with pytest.raises(ArgumentError, match=f"port `{here['main_process_port']}`"):
+            launch("ddp", num_processes=2, **here)
+
+
+# which rank speaks
+
+
+@pytest.mark.parametrize(
+    ("kind", "failed_on", "told"),
+    [(RewardError, None, 1), (RewardError, 0, 0), (RewardError, 5, 1), (RankError, 0, 1)],
+    ids=["its own", "of a rank beside it", "of another host's rank", "of a rank that is gone"],
+)
+def test_an_error_is_told_by_the_rank_that_raised_it(kind, failed_on, told, monkeypatch, capsys):
+    """Others of its host stay silent; if that rank cannot speak, they speak."""
+
+    def fail(words):
+        error = kind("no luck")
+        error.rank = failed_on
+        raise error
+
+    as_rank()
+    os.environ.update(RANK="1", LOCAL_RANK="1")
+    monkeypatch.setitem(COMMANDS, "env", fail)
+    assert main(["env"]) == 2
+    assert capsys.readouterr().err.count("lowpeak: error: ") == told
+
+
+# ranks under way: a program takes the place of a run
+
+
+def start(folder, program, processes=2):
+    script = folder / "rank.py"
+    script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{program}")
+    words = ["--config_file", str(FOLDER / "ddp.yaml"), "--num_processes", str(processes), "--main_process_port", "0"]
+    call = f"import sys; from lowpeak.cli.launch import run_launcher; sys.exit(run_launcher({[*words, str(script)]!r}))"
+    return subprocess.Popen(
+        [sys.executable, "-c", call], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
 
 
 def test_the_same_command_runs_on_every_rank():
@@ -361,74 +330,48 @@ def test_the_same_command_runs_on_every_rank():
         "raise SystemExit(launch_or_join(told, ['preset', 'single'], on_cpu=True))"
     )
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == 2 * text_of("single")
+    assert (done.returncode, done.stdout, done.stderr) == (0, 2 * text_of("single"), "")
 
 
-@pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        ("RewardError('no luck')", 1),
-        ("echo(RewardError('no luck, says rank 0'), 0)", 0),
-        ("echo(RewardError('no luck, says rank 5'), 5)", 1),
-        ("echo(RankError('rank 0 is gone'), 0)", 1),
-    ],
-    ids=["its own", "of a rank beside it", "of another host's rank", "of a rank that is gone"],
-)
-def test_an_error_is_told_by_the_rank_that_raised_it(error, told, tmp_path):
-    """Others of its host repeat it to themselves alone; where it cannot speak, they speak."""
-    program = (
-        "from lowpeak.cli import main\nfrom lowpeak.errors import RankError, RewardError\n"
-        "def echo(error, rank):\n    error.rank = rank\n    return error\n"
-        f"def fail(words):\n    raise {error}\n"
-        "main.COMMANDS['env'] = fail\nsys.exit(main.main(['env']))"
-    )
-    status, _, err = started(tmp_path, program, processes=1)
-    assert (status, err.count("lowpeak: error: ")) == (2, told)
-
-
-def test_ranks_that_end_well_are_a_run_that_ends_well(tmp_path):
-    status, out, err = started(tmp_path, "os.write(1, f'{rank} of {os.environ[\"WORLD_SIZE\"]}\\n'.encode())")
-    assert (status, sorted(out.split("\n")), err) == (0, ["", "0 of 2", "1 of 2"], "")
-
-
-def test_a_sentence_that_all_ranks_have_to_say_is_said_once(tmp_path):
+def test_a_message_of_all_ranks_is_written_once(tmp_path):
     program = "from lowpeak.cli.tell import tell\ntell('lowpeak: error: no.')\ntime.sleep(1)\nsys.exit(2)"
-    assert started(tmp_path, program) == (2, "", "lowpeak: error: no.\n")
+    process = start(tmp_path, program)
+    assert process.communicate(timeout=60) == ("", "lowpeak: error: no.\n")
+    assert process.returncode == 2
 
 
-def test_a_rank_that_could_not_say_why_it_ended_is_named(tmp_path):
-    program = "rank or time.sleep(30)\nos.kill(os.getpid(), signal.SIGKILL)"
+def test_a_rank_that_was_killed_is_named(tmp_path):
     began = time.monotonic()
-    status, _, err = started(tmp_path, program)
-    assert status == 137
-    assert err.startswith("lowpeak: error: rank 1 was ended by SIGKILL")
+    process = start(tmp_path, "rank or time.sleep(30)\nos.kill(os.getpid(), signal.SIGKILL)")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 137
+    assert err.startswith("lowpeak: error: rank 1 ")
+    assert "SIGKILL" in err
     assert err.count("\n") == 1
     assert time.monotonic() - began < 25
 
 
-def test_ctrl_c_goes_through_to_the_ranks_which_end_by_themselves(tmp_path):
+def test_the_first_ctrl_c_goes_to_the_ranks_which_end_by_themselves(tmp_path):
     program = (
         "def stop(*of):\n    time.sleep(1 + rank)\n    print('saved', rank, flush=True)\n    sys.exit(0)\n"
         "signal.signal(signal.SIGINT, stop)\nos.write(1, b'on\\n')\ntime.sleep(40)"
     )
     process = start(tmp_path, program)
     assert [process.stdout.readline(), process.stdout.readline()] == ["on\n", "on\n"]
-    process.send_signal(2)
-    out, err = process.communicate(timeout=30)
-    assert (process.returncode, out, err) == (130, "saved 0\nsaved 1\n", "")
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=30) == ("saved 0\nsaved 1\n", "")
+    assert process.returncode == 130
 
 
-def test_a_second_ctrl_c_ends_the_ranks_now(tmp_path):
+def test_the_second_ctrl_c_ends_the_ranks_at_once(tmp_path):
     program = (
         "pressed = 0\ndef stop(*of):\n    global pressed\n    pressed += 1\n    print('pressed', flush=True)\n"
         "    if pressed > 1:\n        sys.exit(130)\n"
         "signal.signal(signal.SIGINT, stop)\nos.write(1, b'on\\n')\nwhile True:\n    time.sleep(0.1)"
     )
     process = start(tmp_path, program, processes=1)
-    assert process.stdout.readline() == "on\n"
-    process.send_signal(2)
-    assert process.stdout.readline() == "pressed\n"
-    process.send_signal(2)
+    for line in ("on\n", "pressed\n"):
+        assert process.stdout.readline() == line
+        process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
     assert process.returncode == 130

@@ -21,16 +21,14 @@ def test_the_version_is_the_library_s(capsys):
     assert capsys.readouterr().out.strip() == lowpeak.__version__
 
 
-def test_an_error_of_the_user_s_is_one_sentence_and_status_2(capsys):
+def test_an_error_of_the_user_s_is_one_line_and_status_2_or_a_traceback_on_request(capsys, monkeypatch):
     assert main(["grop"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("lowpeak: error: The command 'grop' does not exist; use one of grpo, ")
+    assert error.startswith("lowpeak: error: ")
+    assert "'grop'" in error
     assert error.count("\n") == 1
-
-
-def test_the_traceback_is_there_when_it_is_asked_for(monkeypatch):
     monkeypatch.setenv("LOWPEAK_TRACEBACK", "1")
-    with pytest.raises(ArgumentError, match="does not exist"):
+    with pytest.raises(ArgumentError, match="'grop'"):
         main(["grop"])
 
 

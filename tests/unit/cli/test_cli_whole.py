@@ -27,16 +27,8 @@ def folder(tmp_path):
 
 
 def words(folder, *more):
-    return [
-        "--model",
-        f"{folder}/model",
-        "--dataset",
-        f"{folder}/rows.jsonl",
-        "--output_dir",
-        f"{folder}/out",
-        *COMMON,
-        *more,
-    ]
+    files = f"--model {folder}/model --dataset {folder}/rows.jsonl --output_dir {folder}/out"
+    return [*files.split(), *COMMON, *more]
 
 
 def rewarded(folder, *more):
@@ -69,14 +61,8 @@ def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
 
 
 def test_a_dry_run_shows_no_token(folder, capsys):
-    more = [
-        "--hub_token",
-        "S3CRET",
-        "--eos_token",
-        "9",
-        "--model_init_kwargs",
-        '{"token": "S3CRET", "revision": "main"}',
-    ]
+    more = ["--hub_token", "S3CRET", "--eos_token", "9"]
+    more += ["--model_init_kwargs", '{"token": "S3CRET", "revision": "main"}']
     assert main(["sft", *words(folder, *more, "--dry-run")]) == 0
     text = capsys.readouterr().out
     shown = yaml.safe_load(text)["arguments"]
@@ -98,17 +84,8 @@ def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, caps
 
 def test_a_dry_run_of_pairs_plans_pairs(folder, capsys):
     """A pair is not cut, though one of its rows would fit."""
-    both = rewarded(
-        folder,
-        "--num_generations",
-        "2",
-        "--micro_batch_tokens",
-        "8",
-        "--padding_free",
-        "false",
-        "--share_prompt",
-        "false",
-    )
+    more = "--num_generations 2 --micro_batch_tokens 8 --padding_free false --share_prompt false"
+    both = rewarded(folder, *more.split())
     assert main(["online-dpo", *both, "--dry-run"]) == 0
     plan = yaml.safe_load(capsys.readouterr().out)["micro_batches"]
     assert (plan["rows_per_step"], plan["micro_batches_at_most"], plan["rows_per_micro_batch_at_least"]) == (8, 4, 2)
@@ -130,11 +107,8 @@ def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys
         (["--num_generations", "3"], "3"),
         (["--reward", "nowhere.py:f"], "nowhere.py"),
         (["--temperature", "-1"], "temperature"),
-        (["--use_peft", "--lora_target_modules", "nope"], "peft_config does not fit the model (Target modules"),
-        (
-            ["--eval_strategy", "epoch"],
-            "eval_strategy='epoch' has no data: pass eval_dataset (--eval_dataset or --eval_split)",
-        ),
+        (["--use_peft", "--lora_target_modules", "nope"], "peft_config"),
+        (["--eval_strategy", "epoch"], "--eval_dataset"),
         (["--prompt_column", "question"], "question"),
     ],
 )
@@ -154,4 +128,4 @@ def test_ctrl_c_says_where_everything_is_saved(folder, capsys):
         "    return [-len(x) for x in completions]\n"
     )
     assert main(["grpo", *rewarded(folder, "--num_generations", "4")]) == 130
-    assert f"lowpeak: stopped on request; everything is saved in {folder}/out/checkpoint-1" in capsys.readouterr().err
+    assert f"{folder}/out/checkpoint-1. " in capsys.readouterr().err

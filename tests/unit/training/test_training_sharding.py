@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from contextlib import nullcontext
 
@@ -31,10 +30,6 @@ def config(folder, kind=GRPOConfig, **arguments):
 
 def make(folder, **arguments):
     return GRPOTrainer("nowhere", reward_funcs=len, args=config(folder, **arguments), train_dataset=ROWS)
-
-
-def ours(caplog):
-    return [record.message for record in caplog.records if record.name.startswith("lowpeak")]
 
 
 def test_half_precision_of_an_accelerate_config_is_refused_as_the_argument_is(tmp_path):
@@ -66,25 +61,34 @@ def test_ranks_that_would_each_train_by_themselves_are_an_error(tmp_path):
         make(tmp_path, use_cpu=False, per_device_train_batch_size=8)
 
 
-def test_fsdp1_in_the_environment_becomes_fsdp2_with_one_warning(tmp_path, caplog):
-    os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_SHARDING_STRATEGY="FULL_SHARD", FSDP_FORWARD_PREFETCH="true")
-    with caplog.at_level(logging.WARNING, logger="lowpeak"):
-        config(tmp_path)
-        config(tmp_path)
-    assert [line.split(",")[0] for line in ours(caplog)] == ["the environment (FSDP_*) asks for FSDP1"]
-    assert (os.environ["FSDP_VERSION"], os.environ["FSDP_RESHARD_AFTER_FORWARD"]) == ("2", "true")
+@pytest.mark.parametrize(
+    ("environ", "arguments"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"}, {}),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, {}),
+        ({}, {"fsdp": True, "fsdp_config": {"version": 1}}),
+        ({}, {"fsdp": "full_shard offload", "fsdp_config": {"fsdp_version": "1"}}),
+    ],
+)
+def test_version_1_of_fsdp_is_refused_with_the_command_that_converts_a_file(environ, arguments, tmp_path):
+    os.environ.update(environ)
+    remedy = "fsdp_version: 2.*accelerate to-fsdp2 --config_file FILE --output_file FILE"
+    with pytest.raises(ArgumentError, match=remedy):
+        config(tmp_path, **arguments)
 
 
-def test_fsdp1_in_arguments_becomes_fsdp2_with_one_warning(tmp_path, caplog):
-    given = {"version": 1, "reshard_after_forward": "SHARD_GRAD_OP", "limit_all_gathers": True}
-    with caplog.at_level(logging.WARNING, logger="lowpeak"):
-        args = config(tmp_path, fsdp=True, fsdp_config=given)
-    assert [record.message.split(",")[0] for record in caplog.records if record.name.startswith("lowpeak")] == [
-        "fsdp asks for FSDP1"
-    ]
-    assert args.fsdp_plugin_args["fsdp_version"] == 2
-    assert args.fsdp_plugin_args["reshard_after_forward"] is False
-    assert given == {"version": 1, "reshard_after_forward": "SHARD_GRAD_OP", "limit_all_gathers": True}
+@pytest.mark.parametrize(
+    ("fsdp", "given", "wanted"),
+    [
+        (True, {}, {"reshard_after_forward": True}),
+        ("true", {"version": 2}, {"reshard_after_forward": True}),
+        ("shard_grad_op offload auto_wrap", {}, {"reshard_after_forward": False, "cpu_offload": True}),
+    ],
+)
+def test_fsdp_in_arguments_is_version_2(fsdp, given, wanted, tmp_path):
+    os.environ["FSDP_VERSION"] = "1"  # of a launcher that does not use FSDP
+    plugin = config(tmp_path, fsdp=fsdp, fsdp_config=given).fsdp_plugin_args
+    assert plugin.items() >= {"fsdp_version": 2, **wanted}.items()
 
 
 @pytest.mark.parametrize("where", ["argument", "environment"])

@@ -1,7 +1,7 @@
 """A route that names the adapter of the last push, so that requests can ask for it: `POST /lowpeak_adapter`.
 
-vLLM's own `/v1/load_lora_adapter` would read the adapter's files again, under a number of its own: a second copy, which nothing has
-proved. Here the server only learns the number that its workers hold. It is an ASGI middleware for vLLM's `--middleware`.
+vLLM's own `/v1/load_lora_adapter` would read the adapter's files again, under another number: a second copy, which nothing has
+proved. Here the server only learns the number that its workers store. It is an ASGI middleware for vLLM's `--middleware`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ class AdapterMiddleware:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer the route, or pass the request on."""
         if scope["type"] != "http" or scope["path"] != ROUTE:
             await self._app(scope, receive, send)
             return

@@ -26,7 +26,7 @@ _TAKEN = ("worker-extension-cls", "api-key", "uds")
 
 @dataclass(frozen=True)
 class Server:
-    """One server to be: `devices` are those that it sees (empty: all, `("cpu",)`: none), `options` are vLLM's, as written."""
+    """A server to start: `devices` are those that it sees (empty: all, `("cpu",)`: none), `options` are vLLM's, as written."""
 
     model: str
     host: str = LOOPBACK
@@ -37,58 +37,59 @@ class Server:
     dtype: str | None = None
     options: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ArgumentError("a server needs --model, the folder or hub name of the model that is trained.")
+        if not 1 <= self.port <= _LAST_PORT:
+            raise ArgumentError(f"--port {self.port} is no port; use one from 1 to {_LAST_PORT}.")
+        if self.tensor_parallel_size < 1:
+            raise ArgumentError(f"the tensor parallel size {self.tensor_parallel_size} must be at least 1.")
+        for option in _TAKEN:
+            if _has(self.options, option):
+                raise ArgumentError(f"--{option} is lowpeak's own to set; leave it out (a token is --token).")
+        if 1 < len(self.devices) < self.tensor_parallel_size:
+            raise ArgumentError(
+                f"--tensor_parallel_size {self.tensor_parallel_size} needs as many devices, and {len(self.devices)} were named."
+            )
+
     @property
     def url(self) -> str:
-        """Where a client on this host finds it."""
+        """The address for a client on this host."""
         host = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
 
-def check(server: Server) -> None:
-    """ArgumentError for a server that cannot be, or whose options are ours to set."""
-    if not server.model:
-        raise ArgumentError("a server needs --model, the folder or hub name of the model that is trained.")
-    if not 1 <= server.port <= _LAST_PORT:
-        raise ArgumentError(f"--port {server.port} is no port; use one from 1 to {_LAST_PORT}.")
-    if server.tensor_parallel_size < 1:
-        raise ArgumentError(f"the tensor parallel size {server.tensor_parallel_size} must be at least 1.")
-    for option in _TAKEN:
-        if _has(server.options, option):
-            raise ArgumentError(f"--{option} is lowpeak's own to set; leave it out (a token is --token).")
-    if len(server.devices) > 1 and len(server.devices) < server.tensor_parallel_size:
-        raise ArgumentError(
-            f"--tensor_parallel_size {server.tensor_parallel_size} needs as many devices, and {len(server.devices)} were named."
-        )
-
-
 def words(server: Server) -> list[str]:
-    """The command; where an option of ours was written by the user, the user's stands.
+    """Return the command; an option that the user wrote replaces ours.
 
     Log-probs are of the full softmax, the cache serves a group's prompt once, and a request alone says how it is sampled: defaults
     that a checkpoint brings along are off. On a CPU, where vLLM's share is nine tenths of all the host's memory, the KV cache is
-    bounded unless the user says either.
+    bounded unless the user sets either.
     """
-    ours = {
+    ours: dict[str, str | None] = {
         "model": server.model,
         "host": server.host,
         "port": str(server.port),
         "tensor-parallel-size": str(server.tensor_parallel_size),
         **{name.replace("_", "-"): value for name, value in ALWAYS.items()},
+        "enable-prefix-caching": None,
+        SCALE_OUT.removeprefix("--"): None,
     }
     if server.dtype is not None:
         ours["dtype"] = server.dtype
     if server.devices == (CPU,) and not _has(server.options, "gpu-memory-utilization"):
         ours["kv-cache-memory-bytes"] = str(_CPU_CACHE)
-    said = [word for name, value in ours.items() if not _has(server.options, name) for word in (f"--{name}", value)]
-    flags = ["--enable-prefix-caching"] if not _has(server.options, "enable-prefix-caching") else []
-    flags += [SCALE_OUT] if not _has(server.options, SCALE_OUT[2:]) else []
-    flags += ["--middleware", _ADAPTERS]
-    guard = ["--middleware", _GUARD]  # the last one stands before all others
-    return [sys.executable, "-m", "lowpeak.rollout.vllm.launched", *said, *flags, *server.options, *guard]
+    added: list[str] = []
+    for name, value in ours.items():
+        if not _has(server.options, name):
+            added += [f"--{name}"] if value is None else [f"--{name}", value]
+    # The last middleware stands before all others.
+    middleware = ["--middleware", _ADAPTERS, *server.options, "--middleware", _GUARD]
+    return [sys.executable, "-m", "lowpeak.rollout.vllm.launched", *added, *middleware]
 
 
 def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The server's environment: its devices, the routes that weight updates need, who started it.
+    """Return the server's environment: its devices, the routes that weight updates need, the process that started it.
 
     On a CPU, vLLM's default binds each server's threads to the first cores and asserts on two workers: it is off unless set.
     """
@@ -100,30 +101,22 @@ def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
 
 
 def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """The variables that show a process these devices and no others; indexes count those that are visible here.
-
-    Of no devices: nothing is changed.
-    """
+    """Return the variables that show a process these devices alone (none: no change); indexes count those visible here."""
     if not devices:
         return {}
     if tuple(devices) == (CPU,):
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    shown = ",".join(_counted_from(inherited.get("CUDA_VISIBLE_DEVICES", ""), devices))
-    variables = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if "HIP_VISIBLE_DEVICES" in inherited else [])]
-    return dict.fromkeys(variables, shown)
-
-
-def _counted_from(visible_here: str, devices: Sequence[str]) -> list[str]:
-    """The devices by the names that `CUDA_VISIBLE_DEVICES` has for their indexes here, where it has any."""
-    here = [each.strip() for each in visible_here.split(",") if each.strip()]
+    here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     if here and any(each.isdigit() and int(each) >= len(here) for each in devices):
         raise ArgumentError(
             f"the devices {', '.join(devices)} are not all there: CUDA_VISIBLE_DEVICES shows {len(here)} here."
         )
-    return [here[int(each)] if here and each.isdigit() else each for each in devices]
+    shown = ",".join(here[int(each)] if here and each.isdigit() else each for each in devices)
+    variables = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if "HIP_VISIBLE_DEVICES" in inherited else [])]
+    return dict.fromkeys(variables, shown)
 
 
 def _has(options: Sequence[str], name: str) -> bool:
-    """Whether the user wrote `--name`, `--no-name` or `--name=...`, with dashes or underscores."""
+    """Return whether the user wrote `--name`, `--no-name` or `--name=...`, with dashes or underscores."""
     written = {option.split("=")[0].replace("_", "-") for option in options if option.startswith("--")}
     return f"--{name}" in written or f"--no-{name}" in written

@@ -1,7 +1,7 @@
 """vLLM's API server as a process: `python -m lowpeak.rollout.vllm.launched --model ...`, with vLLM's own options.
 
-The processes that vLLM spawns import this module again, as multiprocessing does with a main module: that is how they, too, come to
-watch who started them. `vllm serve` is not used: it looks for a distribution named vllm, which the CPU build has not.
+The processes that vLLM spawns import this module again, as multiprocessing does with a main module: so they, too, watch their
+parent. `vllm serve` is not used: it looks for a distribution named vllm, which the CPU build has not.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if PARENT in os.environ:
 
 
 def main() -> None:
-    """Call vLLM's server, whose settings are `sys.argv`."""
+    """Call vLLM's server with the settings of `sys.argv`."""
     if SCALE_OUT in sys.argv and not _has(SCALE_OUT):
         sys.argv.remove(SCALE_OUT)
     if _on_cpu() and not any(word.replace("_", "-").split("=")[0] in _CHUNKED for word in sys.argv):
@@ -35,14 +35,14 @@ def main() -> None:
 
 
 def _on_cpu() -> bool:
-    """Whether vLLM runs on CPUs, where a seed cannot be wound back as vLLM does for a prompt that it cuts."""
+    """Return whether vLLM runs on CPUs, whose generators cannot rewind, as chunked prefill needs."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def _has(option: str) -> bool:
-    """Whether this version of vLLM's server takes the option."""
+    """Return whether this version of vLLM's server takes the option."""
     from dataclasses import fields
 
     try:

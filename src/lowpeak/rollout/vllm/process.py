@@ -1,4 +1,4 @@
-"""A vLLM server as a child of this process: started in a group of its own, watched, and ended with all that it started.
+"""A vLLM server as a child of this process: started in a separate process group, watched, and ended with all its processes.
 
 What can go wrong on the way out was measured with vLLM 0.32: SIGTERM with requests under way hung in most runs, and a killed API
 server left its engine running. So requests are given up first, SIGTERM gets a few seconds, and the group is killed in any case.
@@ -6,22 +6,18 @@ server left its engine running. So requests are given up first, SIGTERM gets a f
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import IO
 
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
 from lowpeak.rollout.vllm.http import Http, deadline
 from lowpeak.rollout.vllm.misfit import Launched, remedy
-
-logger = logging.getLogger(__name__)
 
 _ABORT_SECONDS = 2.0
 _TERM_SECONDS = 5.0
@@ -31,7 +27,7 @@ _LINES = 20
 
 
 class ServerProcess:
-    """One server; `log` is the file that its output goes to, None where it is this process's. `command` makes its command line."""
+    """A server; its output goes to the file `log` (None: to this process's). `command` makes its command line."""
 
     def __init__(
         self,
@@ -50,17 +46,17 @@ class ServerProcess:
 
     @property
     def pid(self) -> int | None:
-        """The number of its process and of its group, while it was started."""
+        """The id of its process and of its group; None if it was not started."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start it, or start it again; its output is appended to the log."""
-        out: IO[bytes] | None = None
-        if self.log is not None:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            out = self.log.open("ab")
-            self._log_start = out.tell()
-        try:
+        """Start the server, or start it again; its output is appended to the log."""
+        with ExitStack() as files:
+            out = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                out = files.enter_context(self.log.open("ab"))
+                self._log_start = out.tell()
             self._process = subprocess.Popen(
                 self._command(self.server),
                 env=environment(self.server, self._inherited),
@@ -69,12 +65,9 @@ class ServerProcess:
                 stderr=out,
                 start_new_session=True,
             )
-        finally:
-            if out is not None:
-                out.close()
 
     def status(self) -> int | None:
-        """Its exit status, None while it runs; what it has left behind is ended."""
+        """Return the exit status, None while it runs; end the processes that it has left behind."""
         assert self._process is not None
         status = self._process.poll()
         if status is not None:
@@ -82,11 +75,11 @@ class ServerProcess:
         return status
 
     def is_ready(self) -> bool:
-        """Whether it answers."""
+        """Return whether it answers."""
         return self._http.is_healthy()
 
     def stop(self) -> None:
-        """End it and all that it started, within seven seconds and whatever state it is in; nothing where it has ended."""
+        """End the server and all its processes within seven seconds, in whatever state it is."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -99,16 +92,16 @@ class ServerProcess:
         self._process.wait()
 
     def _kill_group(self) -> None:
-        """The leader's number names the group for as long as one member lives."""
+        # The leader's id names the group for as long as one member lives.
         assert self._process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
-    def told_of_end(self, status: int) -> str:
-        """A sentence about its end, the last lines of its log, and what to change if it was about memory."""
+    def describe_end(self, status: int) -> str:
+        """Return a sentence about its end, what to change if it ran out of memory, and the last lines of its log."""
         said = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
-            return f"{said}; what it said stands above."
+            return f"{said}; its output stands above."
         text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
         end = "\n".join(text.splitlines()[-_LINES:])
         return f"{said}; the end of {self.log}:\n{end}\n{remedy(Launched(self.server.tensor_parallel_size))}"
@@ -116,7 +109,7 @@ class ServerProcess:
 
 @contextmanager
 def served(server: Server, log: Path) -> Iterator[None]:
-    """A block during which the server answers; EngineError with its last words where it ends before, or takes too long."""
+    """Run the block while the server answers; EngineError with the end of its log if it ends before, or takes too long."""
     process = ServerProcess(server, os.environ, log)
     process.start()
     try:
@@ -124,7 +117,7 @@ def served(server: Server, log: Path) -> Iterator[None]:
         while not process.is_ready():
             status = process.status()
             if status is not None:
-                raise EngineError(process.told_of_end(status))
+                raise EngineError(process.describe_end(status))
             if time.monotonic() > until:
                 raise EngineError(f"the vLLM server of {server.url} did not answer within {_START_SECONDS:.0f} s.")
             time.sleep(_POLL_SECONDS)

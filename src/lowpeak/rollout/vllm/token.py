@@ -1,7 +1,7 @@
-"""The token that a server demands, on every route but `/health`, and where runs on the same host find it.
+"""The token that a server demands, on every route but `/health`, and the file in which runs on the same host find it.
 
-vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): whoever
-reaches the port could replace the weights through `/collective_rpc`. `TokenMiddleware` is for vLLM's `--middleware`.
+vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): any client
+could replace the weights through `/collective_rpc`. `TokenMiddleware` is for vLLM's `--middleware`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hmac
 import os
 import socket
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ class TokenMiddleware:
         self._expected = f"Bearer {os.environ[TOKEN]}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or refuse it; a socket that is refused is closed."""
         if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._knows(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
@@ -59,13 +58,11 @@ def saved_token(port: int, token: str) -> Iterator[Path]:
     import fcntl  # of Unix alone, as vLLM
 
     path = _token_file(port)
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    except OSError as error:
-        raise _not_written(path, error) from error
-    with os.fdopen(descriptor, "w") as file:
+    with ExitStack() as files:
         try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            file = files.enter_context(os.fdopen(descriptor, "w"))
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.fchmod(descriptor, 0o600)
             file.truncate(0)
@@ -76,18 +73,12 @@ def saved_token(port: int, token: str) -> Iterator[Path]:
                 f"another lowpeak serve on this host uses port {port}: choose another --port."
             ) from error
         except OSError as error:
-            raise _not_written(path, error) from error
-        try:
-            yield path
-        finally:
-            path.unlink(missing_ok=True)
-
-
-def _not_written(path: Path, error: OSError) -> ArgumentError:
-    return ArgumentError(
-        f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {TOKEN} to it, for the server "
-        "and for the run."
-    )
+            raise ArgumentError(
+                f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {TOKEN} to it, for "
+                "the server and for the run."
+            ) from error
+        files.callback(path.unlink, missing_ok=True)
+        yield path
 
 
 def find_token(host: str | None, port: int | None) -> str | None:
@@ -99,6 +90,6 @@ def find_token(host: str | None, port: int | None) -> str | None:
 
 
 def _token_file(port: int) -> Path:
-    """The file of a port's token; hosts may share the folder."""
+    # hosts may share the folder
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "lowpeak" / f"{socket.gethostname()}-{port}.token"
