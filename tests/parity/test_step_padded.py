@@ -10,7 +10,7 @@ from step_cases import BASE, assert_same_gradients, plain_grpo_loss, plain_rloo_
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.algorithm import RLOOSettings
+from lowpeak.config.rloo import RLOOSettings
 from lowpeak.logprobs.head import install_head
 from tiny import tiny_model
 

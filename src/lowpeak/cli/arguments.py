@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass, field
+from typing import NoReturn
+
+from lowpeak.errors import ArgumentError
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser whose complaints are our errors, without the usage of two hundred arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise it as ours."""
+        raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
 
 
 @dataclass(frozen=True)

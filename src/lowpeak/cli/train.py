@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,9 +23,7 @@ from lowpeak.cli.arguments import (
 )
 from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
-from lowpeak.cli.groups import DATA, DEVICES, LOGGING, MODEL, REWARDS
 from lowpeak.cli.launch import is_first, launch_or_join
-from lowpeak.cli.parse import arguments_of, parse
 from lowpeak.cli.show import dump
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
 
@@ -99,23 +96,19 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
 def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """What was told, without the trainer's configuration: making that one takes the devices."""
+    from lowpeak.cli.parse import names_of, parse
+
     config_class = getattr(library, f"{NAMES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
-    own = {
-        ModelArguments: arguments_of(ModelArguments, MODEL),
-        DataArguments: arguments_of(DataArguments, DATA),
-        judging: arguments_of(judging, REWARDS) if kind not in ANSWERS else [],
-        RunArguments: arguments_of(RunArguments, LOGGING),
-        LaunchArguments: arguments_of(LaunchArguments, DEVICES),
-        ServingArguments: arguments_of(ServingArguments, DEVICES) if kind not in ANSWERS else [],
-    }
-    theirs = arguments_of(config_class)
-    given = parse(
-        [*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {})
-    )
+    online = kind not in ANSWERS
+    own: dict[type, str | None] = {ModelArguments: "model", DataArguments: "data"}
+    own |= {judging: "rewards"} if online else {}
+    own |= {RunArguments: "logging and saving", LaunchArguments: "several devices"}
+    own |= {ServingArguments: "several devices"} if online else {}
+    given = parse({**own, config_class: None}, argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
 
     def pick(part: type[Part]) -> Part:
-        return part(**{each.name: given[each.name] for each in own[part] if each.name in given})
+        return part(**{name: given[name] for name in names_of(part) & given.keys() if part in own})
 
     model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
     job = Job(kind, model, data, rewards, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
@@ -126,7 +119,7 @@ def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
 def configured(job: Job, library: Any = lowpeak) -> Job:
     """The job with its trainer's configuration; what that refuses is an error with its own words."""
     config_class = getattr(library, f"{NAMES[job.kind]}Config")
-    known = {each.name for each in arguments_of(config_class)}
+    known = {field.name for field in dataclasses.fields(config_class) if field.init}
     settings = {name: value for name, value in handed_over(job.given, os.environ).items() if name in known}
     return dataclasses.replace(job, config=make_config(config_class, settings, job.model))
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.config.gathering import ALL
+from lowpeak.config.rollout import ALL
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
@@ -61,13 +61,12 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
         check_options(settings.where.engine_kwargs, server=False)
 
 
-def check_adapters(settings: VllmSettings | None, policy: Any, num_ranks: int) -> None:
-    """ArgumentError for `vllm_adapters=False` where merged weights are sent in any case."""
+def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) -> str:
+    """Return why `vllm_adapters=False` changes nothing, since merged weights are sent in any case; nothing where it acts."""
     if settings is None or settings.adapters:
-        return
+        return ""
     because = _why_merged(settings.where, policy, num_ranks)
-    if because:
-        raise ArgumentError(f"vllm_adapters=False has no effect: {because}; remove it.")
+    return because and f"{because}; remove it"
 
 
 def _why_merged(where: Any, policy: Any, num_ranks: int) -> str:

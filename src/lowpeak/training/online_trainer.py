@@ -14,7 +14,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
-from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.online import OnlineSettings
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_columns

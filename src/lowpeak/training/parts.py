@@ -9,15 +9,19 @@ from typing import Any
 from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.online import OnlineSettings
 from lowpeak.rewards.reward import Reward
 from lowpeak.training.evaluation import Success
 
 
 @dataclass(frozen=True)
 class OnlineParts:
-    """The arguments and what they resolved to, models and tokenizer, the rewards, and what an evaluation counts as a success."""
+    """What was `given`, `args` with defaults for what does not act, and what these resolved to.
 
+    Beside them models and tokenizer, the rewards, and what an evaluation counts as a success.
+    """
+
+    given: Any
     args: Any
     settings: OnlineSettings
     algorithm: Algorithm

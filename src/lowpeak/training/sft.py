@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.config.sft import check_packing
 from lowpeak.data.supervised import SupervisedReader, check_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.records import Record
@@ -95,6 +96,7 @@ class SFTTrainer(OfflineTrainer):
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
         """Maximum likelihood, or DFT."""
+        check_packing(args)
         return make_supervised(args.loss_type)
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:

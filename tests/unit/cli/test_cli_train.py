@@ -9,9 +9,7 @@ import yaml
 from lowpeak.cli.show import dump
 from lowpeak.cli.train import checkpoint_to_resume, configured, read_words, run
 from lowpeak.errors import ArgumentError, DataError
-from lowpeak.training.arguments import GRPOConfig, RLOOConfig, SFTConfig
-from lowpeak.training.online_dpo_arguments import OnlineDPOConfig
-from lowpeak.training.reward_arguments import RewardConfig
+from lowpeak.training.arguments import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 
 class RecordingTrainer:

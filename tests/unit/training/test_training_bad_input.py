@@ -407,11 +407,3 @@ def test_an_output_folder_below_a_file_is_told(tmp_path):
         SFTTrainer(
             tiny_model(), args, train_dataset=Dataset.from_list([{"text": "1"}]), processing_class=char_tokenizer()
         )
-
-
-def test_supervised_training_has_no_rows_of_an_evaluation_to_count(tmp_path):
-    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, per_device_eval_batch_size=4)
-    with told(ArgumentError, "per_device_eval_batch_size=4 has no effect: evaluation runs micro-batches"):
-        SFTTrainer(
-            tiny_model(), args, train_dataset=Dataset.from_list([{"text": "1"}]), processing_class=char_tokenizer()
-        )

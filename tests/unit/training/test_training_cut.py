@@ -9,8 +9,8 @@ from torch import nn
 
 from lowpeak import PPOConfig
 from lowpeak.config.asked import Cut
+from lowpeak.config.online import resolve_online
 from lowpeak.config.ppo import resolve_ppo
-from lowpeak.config.resolve import resolve_online
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.loading import IN_PARTS, in_parts, styled
 from lowpeak.pretrained import from_pretrained

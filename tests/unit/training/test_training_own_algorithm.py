@@ -131,7 +131,7 @@ def test_its_own_argument_trains_other_weights(tmp_path):
     ("changes", "words"),
     [
         ({"num_iterations": 2}, "REINFORCE is on-policy"),
-        ({"epsilon": 0.1}, "epsilon=0.1 has no effect: there is no ratio to clip"),
+        ({"epsilon": 0.1, "strict_arguments": True}, r"epsilon=0\.1"),
         ({"baseline_decay": 1.0}, "baseline_decay=1.0 must be in"),
         ({"baseline_decays": 0.5}, "baseline_decays"),
         ({"dynamic_sampling_rounds": 2}, "groups whose rewards are equal are learned from"),

@@ -252,7 +252,6 @@ def test_trls_names_say_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_iterations": 1, "cliprange": 0.1}, r"cliprange=0\.1 has no effect"),
         ({"cliprange": -0.1}, r"cliprange=-0\.1 must be"),
         ({"num_mini_batches": 0}, "num_mini_batches=0 must be a whole number of at least 1"),
         ({"num_mini_batches": 2.0}, r"num_mini_batches=2\.0 must be a whole number"),
@@ -288,18 +287,12 @@ def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
         ({"value_model_path": "x"}, {}, "value_model_path='x' has no effect"),
         ({}, {"value_model": tiny_model()}, "value_model has no effect with critic='head'"),
         ({"critic": "model"}, {"value_model": tiny_model()}, "value_model is a Qwen2ForCausalLM; a critic is"),
-        ({"num_iterations": 1, "cliprange_value": 0.5}, {}, "cliprange_value=0.5 has no effect"),
-        ({"num_iterations": 1, "early_stop_kl": 0.5}, {}, "early_stop_kl=0.5 has no effect"),
-        ({"beta": 0.0, "kl_target": 1.0}, {}, "kl_target=1.0 has no effect: beta is 0"),
-        ({"kl_horizon": 5}, {}, "kl_horizon=5 has no effect: the coefficient is fixed"),
         ({"dynamic_sampling_rounds": 2}, {}, "dynamic_sampling_rounds=2 has no effect: PPO learns"),
         ({"beta": 0.0}, {"ref_model": tiny_model()}, "ref_model has no effect: beta is 0"),
         ({"mask_truncated_completions": True, "missing_eos_penalty": 1.0}, {}, "missing_eos_penalty=1.0 has no effect"),
         ({"kl_target": -1.0}, {}, "kl_target=-1.0 must be above 0"),
         ({"value_warmup_steps": 2, "vf_coef": 0.0}, {}, "vf_coef must be above 0"),
         ({"value_warmup_steps": 4, "max_steps": 4}, {}, "and max_steps above them"),
-        ({"vf_coef": 0.0, "cliprange_value": 0.5}, {}, "cliprange_value=0.5 has no effect: vf_coef is 0"),
-        ({"vf_coef": 0.0, "value_learning_rate": 0.5}, {}, "value_learning_rate=0.5 has no effect: vf_coef is 0"),
         ({"vf_coef": float("inf")}, {}, "vf_coef=inf must be a finite number"),
         ({"value_warmup_steps": 2, "weight_decay": 0.1}, {}, "weight_decay=0.1 would shrink it meanwhile"),
     ],
@@ -310,8 +303,8 @@ def test_what_cannot_act_is_told_with_the_remedy(tmp_path, changes, trainer, wor
 
 
 def test_a_wrong_argument_of_the_algorithm_costs_no_loading(tmp_path):
-    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, vf_coef=0.0, cliprange_value=0.5)
-    with pytest.raises(ArgumentError, match=r"cliprange_value=0\.5 has no effect"):
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, vf_coef=0.0, value_warmup_steps=2)
+    with pytest.raises(ArgumentError, match="value_warmup_steps=2"):
         PPOTrainer(
             "a model that is nowhere", lambda completions, **columns: [0.0], args, train_dataset=[{"prompt": "1"}]
         )

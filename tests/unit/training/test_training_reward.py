@@ -253,12 +253,6 @@ def test_a_data_set_that_cannot_be_used_is_told(tmp_path, data, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"logprob_chunk_size": 8}, "logprob_chunk_size=8 has no effect: a reward model gives one score a row"),
-        ({"log_entropy": False}, "log_entropy=False has no effect: a reward model gives one score a row"),
-        (
-            {"per_device_eval_batch_size": 4},
-            "per_device_eval_batch_size=4 has no effect: evaluation runs micro-batches",
-        ),
         ({"center_rewards_coefficient": -1.0}, "center_rewards_coefficient=-1.0 must be 0 or more"),
         ({"max_length": 1}, "max_length=1 must be at least 2 tokens"),
         ({"dataset_num_proc": 2}, "'dataset_num_proc' is TRL's and does not exist in lowpeak: rows are tokenised as"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.config.resolve import resolve_online
+from lowpeak.config.online import resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.training.constructor import base_arguments
 
