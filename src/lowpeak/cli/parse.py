@@ -38,13 +38,12 @@ _METAVARS = {bool: "BOOL", int: "INT", float: "NUMBER"}
 
 
 def parse(
-    kinds: Mapping[type, str | None], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
+    kinds: Sequence[type], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """What the user gave, by name and converted: the YAML files of `--config` in their order, then the command line over them.
 
-    `kinds` are dataclasses whose fields are the arguments, each with the group of its fields in `--help`, or None where they
-    have groups of their own. `rejected` are names that the command does not take, each with what to do instead, beside those that
-    no command takes. `--help` prints the arguments in groups and exits.
+    `kinds` are dataclasses whose fields are the arguments. `rejected` are names that the command does not take, each with what to
+    do instead, beside those that no command takes. `--help` prints the arguments in groups and exits.
     """
     parser = TypedParser(kinds, prog=program)
     refused = {**REJECTED, **RENAMED, **(rejected or {})}
@@ -83,9 +82,8 @@ def _with_underscores(token: str) -> str:
 class TypedParser(Parser, HfArgumentParser):
     """HfArgumentParser with groups, `none` as a value, unions of several types, and nothing where nothing was given."""
 
-    def __init__(self, kinds: Mapping[type, str | None], prog: str) -> None:
+    def __init__(self, kinds: Sequence[type], prog: str) -> None:
         self.hints: dict[str, Any] = {}
-        self.own_group: str | None = None
         super().__init__(
             prog=prog,
             usage=f"{prog} [--config FILE.yaml] [--argument value ...]",
@@ -100,7 +98,7 @@ class TypedParser(Parser, HfArgumentParser):
             help="YAML file with defaults for any of the arguments below; of several files a later one goes over those before",
         )
         self.groups = {title: self.add_argument_group(title) for title in GROUPS}
-        for kind, self.own_group in kinds.items():
+        for kind in kinds:
             self._add_dataclass_arguments(kind)
 
     def _add_dataclass_arguments(self, dtype: Any) -> None:
@@ -117,7 +115,7 @@ class TypedParser(Parser, HfArgumentParser):
             default=None, metadata={"help": _help(declared)} | ({"action": "extend"} if listed else {})
         )
         field.name, field.type = name, simple
-        self._parse_dataclass_field(self.groups[self.own_group or _group_of(declared)], field)
+        self._parse_dataclass_field(self.groups[_group_of(declared)], field)
         action = self._option_string_actions[f"--{name}"]
         action.option_strings, action.default = (
             [f"--{name}"],

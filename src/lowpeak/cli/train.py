@@ -101,11 +101,9 @@ def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     config_class = getattr(library, f"{NAMES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
     online = kind not in ANSWERS
-    own: dict[type, str | None] = {ModelArguments: "model", DataArguments: "data"}
-    own |= {judging: "rewards"} if online else {}
-    own |= {RunArguments: "logging and saving", LaunchArguments: "several devices"}
-    own |= {ServingArguments: "several devices"} if online else {}
-    given = parse({**own, config_class: None}, argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
+    own: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
+    own += [judging, ServingArguments] if online else []
+    given = parse([*own, config_class], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
 
     def pick(part: type[Part]) -> Part:
         return part(**{name: given[name] for name in names_of(part) & given.keys() if part in own})

@@ -8,16 +8,7 @@ from typing import Any, Literal
 
 from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import (
-    NOT_NEGATIVE,
-    SHARE,
-    ActsWhen,
-    argument,
-    fill,
-    one_of,
-    redeclared,
-    require,
-)
+from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, argument, fill, one_of, redeclared, require
 from lowpeak.config.online import (
     HAS_KL,
     REUSES_ROLLOUTS,
@@ -60,10 +51,7 @@ class GRPOArguments(OnlineArguments):
         "token", "algorithm", "The ratio's unit: token, or sequence (GSPO).", one_of(ImportanceLevel), _LEVELS_DIFFER
     )
     delta: float | None = argument(
-        None,
-        "algorithm",
-        "Ceiling of the ratio where the advantage is negative.",
-        acts=(_NOT_CISPO, REUSES_ROLLOUTS),
+        None, "algorithm", "Ceiling of the ratio where the advantage is negative.", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
     )
     scale_rewards: str | bool = argument(
         "group",

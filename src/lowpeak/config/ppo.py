@@ -26,14 +26,7 @@ from lowpeak.config.declare import (
     require,
     within,
 )
-from lowpeak.config.online import (
-    HAS_KL,
-    REUSES_ROLLOUTS,
-    KLEstimator,
-    OnlineArguments,
-    OnlineSettings,
-    clip_high,
-)
+from lowpeak.config.online import HAS_KL, REUSES_ROLLOUTS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
 from lowpeak.config.rloo import KL_IN_REWARD
 
 CriticLayout = Literal["head", "model", "adapter"]
@@ -84,9 +77,7 @@ class PPOArguments(OnlineArguments):
     num_ppo_epochs: int | None = argument(None, "algorithm", "TRL's name of num_iterations.", means="num_iterations")
     cliprange: float | None = argument(None, "algorithm", "TRL's name of epsilon.", means="epsilon")
     num_mini_batches: int | None = argument(
-        None,
-        "algorithm",
-        "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way.",
+        None, "algorithm", "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way."
     )
     kl_target: float | None = argument(
         None,
@@ -103,8 +94,7 @@ class PPOArguments(OnlineArguments):
         (
             HAS_KL,
             ActsWhen(
-                lambda args, facts: args.kl_target is not None,
-                "the coefficient is fixed; set kl_target or remove it",
+                lambda args, facts: args.kl_target is not None, "the coefficient is fixed; set kl_target or remove it"
             ),
         ),
     )

@@ -34,10 +34,7 @@ class RewardArguments(OfflineArguments):
         None, "memory", "Forward what both rows of a pair begin with once (None: where it pays)."
     )
     center_rewards_coefficient: float | None = argument(
-        None,
-        "algorithm",
-        "Weight of the square of a pair's summed rewards, which keeps them around 0.",
-        NOT_NEGATIVE,
+        None, "algorithm", "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
     )
 
 

@@ -8,16 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lowpeak.config.declare import (
-    SHARE,
-    ActsWhen,
-    Check,
-    above_zero,
-    argument,
-    at_least,
-    one_of,
-    require,
-)
+from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, argument, at_least, one_of, require
 from lowpeak.config.sizes import parse_bytes
 from lowpeak.config.vllm_kwargs import engine_kwargs, sampling_kwargs
 
@@ -73,11 +64,7 @@ class VllmArguments:
         USES_VLLM,
     )
     vllm_model_impl: str = argument(
-        "vllm",
-        "vllm",
-        "Colocated: whose model code runs: vllm, transformers or auto.",
-        one_of(ModelImpl),
-        _COLOCATED,
+        "vllm", "vllm", "Colocated: whose model code runs: vllm, transformers or auto.", one_of(ModelImpl), _COLOCATED
     )
     vllm_enable_sleep_mode: bool = argument(
         False, "vllm", "Colocated: give the engine's memory back while training (GPUs).", acts=_COLOCATED

@@ -13,7 +13,7 @@ from lowpeak.cli.show import dump
 from lowpeak.errors import ArgumentError
 from lowpeak.training.arguments import GRPOConfig
 
-KINDS = {ModelArguments: "model", GRPOConfig: None}
+KINDS = (ModelArguments, GRPOConfig)
 
 
 def given(*argv):
@@ -159,7 +159,7 @@ class Several:
 
 
 def several(*argv):
-    return parse({Several: "model"}, argv, "lowpeak test")
+    return parse([Several], argv, "lowpeak test")
 
 
 @pytest.mark.parametrize(
