@@ -17,11 +17,23 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from lowpeak.cli.arguments import Parser
-from lowpeak.cli.renamed import RENAMED
 from lowpeak.config.load import check_names, load_yaml
 from lowpeak.config.rejected import REJECTED, drop_trl_defaults
 from lowpeak.config.secrets import is_secret
 from lowpeak.errors import ArgumentError
+
+# Names of TRL's command line that lowpeak spells differently, with what to write instead.
+RENAMED = {
+    "model_name_or_path": "use model",
+    "model_revision": "use model_init_kwargs='{\"revision\": ...}'",
+    "dtype": "use model_init_kwargs='{\"dtype\": ...}'",
+    "attn_implementation": "use model_init_kwargs='{\"attn_implementation\": ...}'",
+    "dataset_name": "use dataset (and dataset_config for the hub data set's configuration)",
+    "dataset_train_split": "use dataset_split",
+    "dataset_test_split": "use eval_split",
+    "reward_funcs": "use reward",
+    "reward_model_name_or_path": "use reward",
+}
 
 # The groups of `--help` in their order; those of the declarations whose title is another one; transformers' own by their names.
 GROUPS = ("model", "data", "rewards", "generation", "rollouts by vLLM", "algorithm", "memory", "several devices", "evaluation",

@@ -24,7 +24,7 @@ from lowpeak.cli.arguments import (
 from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
 from lowpeak.cli.launch import is_first, launch_or_join
-from lowpeak.cli.show import dump
+from lowpeak.config.secrets import hide_secrets
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
 
 logger = logging.getLogger(__name__)
@@ -158,6 +158,8 @@ def make_config(config_class: type, settings: Mapping[str, Any], model: ModelArg
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """The trainer with its model, data, rewards and adapters; the same constructor that a script would call."""
+    from lowpeak.rewards.load import load_judge, load_reward
+
     train_dataset, eval_dataset = load_data(job)
     keywords: dict[str, Any] = {
         "model": job.model.model,
@@ -167,7 +169,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
         "peft_config": lora(job.model, _TASKS.get(job.kind, "CAUSAL_LM")) if job.model.use_peft else None,
     }
     if job.online:
-        keywords["reward_funcs"] = load_rewards(job.rewards.reward or [])
+        keywords["reward_funcs"] = [load_reward(spec) for spec in job.rewards.reward or []]
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_judge(job.rewards.judge)
     return getattr(library, f"{NAMES[job.kind]}Trainer")(**keywords)
@@ -210,20 +212,6 @@ def local_split(source: Path, split: str | None) -> str | None:
     return "train" + split[split.index("[") :] if "[" in split else None
 
 
-def load_rewards(specs: Sequence[str]) -> list[Any]:
-    """One reward for each spec, in order."""
-    from lowpeak.rewards.load import load_reward
-
-    return [load_reward(spec) for spec in specs]
-
-
-def load_judge(spec: str) -> Any:
-    """The judge that a spec names."""
-    from lowpeak.rewards import load
-
-    return load.load_judge(spec)
-
-
 def lora(model: ModelArguments, task: str) -> Any:
     """The adapters' configuration for peft, which also trains the whole head of a classifier."""
     require("peft", "--use_peft", extra="peft")
@@ -249,3 +237,19 @@ def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
     """`true` is the newest checkpoint of the output folder, a path is that checkpoint, nothing starts afresh."""
     text = str(value).lower()
     return {"true": True, "false": None, "none": None}.get(text, value)
+
+
+def dump(resolved: Any) -> str:
+    """What a dry run resolved, as YAML without access tokens; values that YAML has no word for are shown as text."""
+    import yaml
+
+    return yaml.safe_dump(hide_secrets(plain(resolved)), sort_keys=False, allow_unicode=True, width=110)
+
+
+def plain(value: Any) -> Any:
+    """Mappings, sequences and scalars as YAML knows them, anything else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)

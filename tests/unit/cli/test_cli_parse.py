@@ -9,7 +9,7 @@ from transformers.trainer_utils import IntervalStrategy
 
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.parse import GROUPS, names_of, parse
-from lowpeak.cli.show import dump
+from lowpeak.cli.train import dump
 from lowpeak.errors import ArgumentError
 from lowpeak.training.arguments import GRPOConfig
 
