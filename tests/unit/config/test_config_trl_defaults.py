@@ -126,7 +126,7 @@ def test_a_name_that_is_not_ours_says_nothing_at_trls_default(tmp_path, name):
         if (name, key) in REFUSED_DEFAULTS:
             continue
         config(output_dir=str(tmp_path), use_cpu=True, **{key: value})
-        with pytest.raises(ArgumentError, match=f"{key!r} is TRL's and does not exist"):
+        with pytest.raises(ArgumentError, match=repr(key)):
             config(output_dir=str(tmp_path), use_cpu=True, **{key: "another"})
 
 
@@ -157,5 +157,5 @@ def test_rejected_names_are_told_from_misspelled_ones(tmp_path):
     assert "off_policy_mask_threshold" in REJECTED
     with pytest.raises(ArgumentError, match="off_policy_mask_threshold"):
         GRPOConfig(output_dir=str(tmp_path), off_policy_mask_threshold=0.5)
-    with pytest.raises(ArgumentError, match="did you mean 'learning_rate'"):
+    with pytest.raises(ArgumentError, match=r"'lerning_rate'.*'learning_rate'"):
         GRPOConfig(output_dir=str(tmp_path), lerning_rate=None)
