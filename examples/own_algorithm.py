@@ -27,7 +27,7 @@ from lowpeak.algorithms.measure import counted_tokens, measure_pass
 from lowpeak.algorithms.reduction import sequence_mean
 from lowpeak.algorithms.select import select_all
 from lowpeak.config.correction import CORRECTION
-from lowpeak.config.declare import ActsWhen, Check, argument, never, redeclared, require
+from lowpeak.config.declare import ActsWhen, Check, in_algorithm, never, redeclared, require
 from lowpeak.config.online import OnlineSettings
 from lowpeak.records import Metric, Record, TokenBatch
 from lowpeak.training.arguments import OnlineConfig, refuses_unknown
@@ -50,11 +50,8 @@ class ReinforceConfig(OnlineConfig):
 
     num_generations: int = redeclared(OnlineConfig, "num_generations", 1)
     kl_estimator: str = redeclared(OnlineConfig, "kl_estimator", "k1")
-    baseline_decay: float = argument(
-        0.9,
-        "algorithm",
-        "How much of the baseline a rollout leaves.",
-        Check(lambda x: 0 <= x < 1, "must be in [0, 1)"),
+    baseline_decay: float = in_algorithm(
+        0.9, "How much of the baseline a rollout leaves.", Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
     )
     vllm_importance_sampling_correction: bool = redeclared(OnlineConfig, "vllm_importance_sampling_correction", False)
 

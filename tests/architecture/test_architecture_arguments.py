@@ -215,6 +215,10 @@ def read_beside_settings() -> set[str]:
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("args", "user_args"):
                 read.add(node.attr)
+            elif isinstance(node, ast.FunctionDef) and "getattr(args, " in ast.unparse(
+                node
+            ):  # by names that stand beside
+                read |= {each.value for each in ast.walk(node) if isinstance(each, ast.Constant)}
     return read
 
 

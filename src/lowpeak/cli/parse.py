@@ -123,7 +123,7 @@ class TypedParser(Parser, HfArgumentParser):
         """Have the base read a field as the simplest type of its hint, then let the action read the hint's other types."""
         name, simple = declared.name, _simple(hint)
         listed = get_origin(simple) is list
-        field = dataclasses.field(
+        field: Any = dataclasses.field(
             default=None, metadata={"help": _help(declared)} | ({"action": "extend"} if listed else {})
         )
         field.name, field.type = name, simple

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, above_zero, argument, one_of, require
+from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, above_zero, in_vllm, one_of, require
 from lowpeak.config.vllm import USES_VLLM
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
@@ -29,25 +29,23 @@ CORRECTION = (
 class CorrectionArguments:
     """Whether the policy loss is weighed by how likely the trainer makes a completion over how likely vLLM did, and how."""
 
-    vllm_importance_sampling_correction: bool = argument(
+    vllm_importance_sampling_correction: bool = in_vllm(
         True,
-        "vllm",
         "Weigh the policy loss by how likely the trainer makes a completion, over how likely vLLM did.",
         acts=USES_VLLM,
     )
-    vllm_importance_sampling_mode: str = argument(
+    vllm_importance_sampling_mode: str = in_vllm(
         "sequence_mask",
-        "vllm",
         "That weight per token or per completion, cut to its bounds or 0 beyond them: token_truncate, token_mask, "
         "sequence_truncate or sequence_mask.",
         one_of(CorrectionMode),
         _CORRECTED,
     )
-    vllm_importance_sampling_clip_max: float | None = argument(
-        3.0, "vllm", "The weight's upper bound (None: none).", above_zero(), _CORRECTED
+    vllm_importance_sampling_clip_max: float | None = in_vllm(
+        3.0, "The weight's upper bound (None: none).", above_zero(), _CORRECTED
     )
-    vllm_importance_sampling_clip_min: float | None = argument(
-        None, "vllm", "The weight's lower bound (None: none).", NOT_NEGATIVE, _CORRECTED
+    vllm_importance_sampling_clip_min: float | None = in_vllm(
+        None, "The weight's lower bound (None: none).", NOT_NEGATIVE, _CORRECTED
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import partial
 from typing import Any, TypeVar, get_args
 
 from lowpeak.errors import ArgumentError
@@ -61,20 +62,33 @@ def never(because: str, raises: bool = False) -> ActsWhen:
 
 def argument(
     default: Any,
-    group: str,
     text: str,
     check: Check | None = None,
     acts: ActsWhen | tuple[ActsWhen, ...] = (),
     means: str | None = None,
+    *,
+    group: str,
 ) -> Any:
     """Return a dataclass field: its help and the group it is listed under, its range, and the conditions under which it acts.
 
     `means` is the argument whose other name this is.
     """
     conditions = acts if isinstance(acts, tuple) else (acts,)
-    return field(
-        default=default, metadata={"group": group, "help": text, "check": check, "acts": conditions, "means": means}
-    )
+    metadata = {"group": group, "help": text, "check": check, "acts": conditions, "means": means}
+    return field(default=default, metadata=metadata)
+
+
+in_model = partial(argument, group="model")
+in_data = partial(argument, group="data")
+in_rewards = partial(argument, group="rewards")
+in_generation = partial(argument, group="generation")
+in_vllm = partial(argument, group="vllm")
+in_algorithm = partial(argument, group="algorithm")
+in_memory = partial(argument, group="memory")
+in_devices = partial(argument, group="several devices")
+in_evaluation = partial(argument, group="evaluation")
+in_logging = partial(argument, group="logging")
+in_training = partial(argument, group="training")
 
 
 def redeclared(family: Any, name: str, default: Any = MISSING, also: ActsWhen | None = None, **changes: Any) -> Any:

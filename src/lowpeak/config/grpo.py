@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, argument, fill, one_of, redeclared, require
+from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, in_algorithm, one_of, redeclared, require
 from lowpeak.config.online import (
     HAS_KL,
     REUSES_ROLLOUTS,
@@ -28,6 +28,7 @@ RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
 _NOT_CISPO = ActsWhen(lambda args, facts: args.loss_type != "cispo", "CISPO has one bound, epsilon_high; remove it")
+_TAKES_LEVEL = ActsWhen(_NOT_CISPO.holds, "loss_type='cispo' is per token; remove it", raises=True)
 _REUSED_OR_CISPO = ActsWhen(
     lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.because
 )
@@ -46,16 +47,15 @@ class GRPOArguments(OnlineArguments):
 
     epsilon: float = redeclared(OnlineArguments, "epsilon", also=_NOT_CISPO)
     epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
-    loss_type: str = argument("dapo", "algorithm", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
-    importance_sampling_level: str = argument(
-        "token", "algorithm", "The ratio's unit: token, or sequence (GSPO).", one_of(ImportanceLevel), _LEVELS_DIFFER
+    loss_type: str = in_algorithm("dapo", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
+    importance_sampling_level: str = in_algorithm(
+        "token", "The ratio's unit: token, or sequence (GSPO).", one_of(ImportanceLevel), (_TAKES_LEVEL, _LEVELS_DIFFER)
     )
-    delta: float | None = argument(
-        None, "algorithm", "Ceiling of the ratio where the advantage is negative.", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
+    delta: float | None = in_algorithm(
+        None, "Ceiling of the ratio where the advantage is negative.", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
     )
-    scale_rewards: str | bool = argument(
+    scale_rewards: str | bool = in_algorithm(
         "group",
-        "algorithm",
         "Divide advantages by the std of: group, batch, none.",
         one_of(RewardScale, True, False),
         ActsWhen(
@@ -64,27 +64,22 @@ class GRPOArguments(OnlineArguments):
             raises=True,
         ),
     )
-    multi_objective_aggregation: str = argument(
+    multi_objective_aggregation: str = in_algorithm(
         "sum_then_normalize",
-        "algorithm",
         "Several rewards: sum_then_normalize or normalize_then_sum.",
         one_of(Aggregation),
         ActsWhen(lambda args, facts: facts.num_rewards != 1, "there is one reward; pass several or remove it"),
     )
-    use_bias_correction_kl: bool = argument(True, "algorithm", "Weigh the KL in the loss by the ratio.", acts=HAS_KL)
-    top_entropy_quantile: float = argument(
-        1.0, "algorithm", "Share of tokens, by entropy, that the policy term takes.", SHARE
+    use_bias_correction_kl: bool = in_algorithm(True, "Weigh the KL in the loss by the ratio.", acts=HAS_KL)
+    top_entropy_quantile: float = in_algorithm(1.0, "Share of tokens, by entropy, that the policy term takes.", SHARE)
+    entropy_coef: float = in_algorithm(0.0, "Weight of an entropy bonus.", NOT_NEGATIVE)
+    use_adaptive_entropy: bool = in_algorithm(False, "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = in_algorithm(0.0, "Least adaptive coefficient.", NOT_NEGATIVE, _STEERED)
+    entropy_coef_max: float = in_algorithm(1.0, "Greatest adaptive coefficient.", acts=_STEERED)
+    entropy_coef_delta: float = in_algorithm(
+        0.005, "Change of the adaptive coefficient a step.", NOT_NEGATIVE, _STEERED
     )
-    entropy_coef: float = argument(0.0, "algorithm", "Weight of an entropy bonus.", NOT_NEGATIVE)
-    use_adaptive_entropy: bool = argument(False, "algorithm", "Steer entropy_coef towards entropy_target.")
-    entropy_coef_min: float = argument(0.0, "algorithm", "Least adaptive coefficient.", NOT_NEGATIVE, _STEERED)
-    entropy_coef_max: float = argument(1.0, "algorithm", "Greatest adaptive coefficient.", acts=_STEERED)
-    entropy_coef_delta: float = argument(
-        0.005, "algorithm", "Change of the adaptive coefficient a step.", NOT_NEGATIVE, _STEERED
-    )
-    entropy_target: float = argument(
-        0.2, "algorithm", "Entropy that the adaptive coefficient aims at.", NOT_NEGATIVE, _STEERED
-    )
+    entropy_target: float = in_algorithm(0.2, "Entropy that the adaptive coefficient aims at.", NOT_NEGATIVE, _STEERED)
 
 
 @dataclass(frozen=True)
@@ -149,10 +144,6 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
             args.epsilon_high is not None,
             "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
             "type, so TRL's epsilon_high=5.0 is 4.0 here).",
-        )
-        require(
-            args.importance_sampling_level == "token",
-            "loss_type='cispo' is per token; remove importance_sampling_level.",
         )
     if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
         logger.warning(

@@ -15,8 +15,11 @@ from lowpeak.config.declare import (
     Check,
     Facts,
     above_zero,
-    argument,
     at_least,
+    in_algorithm,
+    in_evaluation,
+    in_logging,
+    in_rewards,
     never,
     one_of,
     require,
@@ -61,58 +64,49 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         "remove_unused_columns": never("columns go to the rewards; remove it")
     }
 
-    num_generations_eval: int | None = argument(
-        None, "evaluation", "Sampled completions of each prompt in evaluation.", at_least(1)
+    num_generations_eval: int | None = in_evaluation(
+        None, "Sampled completions of each prompt in evaluation.", at_least(1)
     )
-    beta: float = argument(0.0, "algorithm", "KL coefficient; 0 loads no reference model.", NOT_NEGATIVE)
-    kl_estimator: str = argument(
-        "k3", "algorithm", "KL estimate per token: k1, k2 or k3.", one_of(KLEstimator), HAS_REFERENCE
-    )
-    epsilon: float = argument(
+    beta: float = in_algorithm(0.0, "KL coefficient; 0 loads no reference model.", NOT_NEGATIVE)
+    kl_estimator: str = in_algorithm("k3", "KL estimate per token: k1, k2 or k3.", one_of(KLEstimator), HAS_REFERENCE)
+    epsilon: float = in_algorithm(
         0.2,
-        "algorithm",
         "The ratio's clip range below 1.",
         Check(lambda x: 0 <= x < 1, "must be in [0, 1): the ratio is clipped to 1 - epsilon from below"),
         REUSES_ROLLOUTS,
     )
-    epsilon_high: float | None = argument(
+    epsilon_high: float | None = in_algorithm(
         None,
-        "algorithm",
         "The clip range above 1 (None: epsilon).",
         Check(lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
         REUSES_ROLLOUTS,
     )
-    reward_weights: list[float] | None = argument(None, "rewards", "A weight for each reward (None: all 1).")
-    reward_timeout: float | None = argument(
-        None, "rewards", "Seconds that one call of a reward may take.", above_zero("a number of seconds")
+    reward_weights: list[float] | None = in_rewards(None, "A weight for each reward (None: all 1).")
+    reward_timeout: float | None = in_rewards(
+        None, "Seconds that one call of a reward may take.", above_zero("a number of seconds")
     )
-    reward_failures: str = argument(
+    reward_failures: str = in_rewards(
         "raise",
-        "rewards",
         "A reward that fails: 'raise', or 'none': the row counts as not scored, and is counted.",
         one_of(Literal["raise", "none"]),
     )
-    mask_truncated_completions: bool = argument(
-        False, "algorithm", "Completions cut at max_completion_length take no part in the loss."
+    mask_truncated_completions: bool = in_algorithm(
+        False, "Completions cut at max_completion_length take no part in the loss."
     )
-    sync_ref_model: bool = argument(
-        False, "algorithm", "Move the reference towards the policy as training goes on.", acts=HAS_REFERENCE
+    sync_ref_model: bool = in_algorithm(
+        False, "Move the reference towards the policy as training goes on.", acts=HAS_REFERENCE
     )
-    ref_model_mixup_alpha: float = argument(
-        0.6, "algorithm", "The policy's share in that move.", within(0, 1), _MOVES_REFERENCE
+    ref_model_mixup_alpha: float = in_algorithm(0.6, "The policy's share in that move.", within(0, 1), _MOVES_REFERENCE)
+    ref_model_sync_steps: int = in_algorithm(512, "Steps between two such moves.", at_least(1), _MOVES_REFERENCE)
+    success_reward: str | None = in_evaluation(
+        None, "Name of the reward that says whether a completion succeeds (None: the first)."
     )
-    ref_model_sync_steps: int = argument(
-        512, "algorithm", "Steps between two such moves.", at_least(1), _MOVES_REFERENCE
+    success_threshold: float = in_evaluation(1.0, "A completion succeeds from this reward on.")
+    log_completions: bool = in_logging(False, "Print a table of completions when metrics are logged.")
+    num_completions_to_print: int | None = in_logging(
+        None, "Rows of that table (None: all).", at_least(1), _PRINTS_COMPLETIONS
     )
-    success_reward: str | None = argument(
-        None, "evaluation", "Name of the reward that says whether a completion succeeds (None: the first)."
-    )
-    success_threshold: float = argument(1.0, "evaluation", "A completion succeeds from this reward on.")
-    log_completions: bool = argument(False, "logging", "Print a table of completions when metrics are logged.")
-    num_completions_to_print: int | None = argument(
-        None, "logging", "Rows of that table (None: all).", at_least(1), _PRINTS_COMPLETIONS
-    )
-    log_unique_prompts: bool = argument(False, "logging", "One row per prompt in that table.", acts=_PRINTS_COMPLETIONS)
+    log_unique_prompts: bool = in_logging(False, "One row per prompt in that table.", acts=_PRINTS_COMPLETIONS)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lowpeak.config.check import acting
 from lowpeak.config.correction import CORRECTION
-from lowpeak.config.declare import ActsWhen, Check, argument, fill, never, one_of, redeclared, require
+from lowpeak.config.declare import ActsWhen, Check, fill, in_algorithm, in_rewards, never, one_of, redeclared, require
 from lowpeak.config.online import OnlineArguments, OnlineSettings, require_groups
 from lowpeak.config.training import CommonArguments
 
@@ -59,18 +59,14 @@ class OnlineDPOArguments(OnlineArguments):
         OnlineArguments, "num_generations", 2, help="Completions of each prompt (G): the best and the worst are a pair."
     )
     max_completion_length: int = redeclared(OnlineArguments, "max_completion_length", 64)
-    beta: float | list[float] = argument(  # type: ignore[assignment]
+    beta: float | list[float] = in_algorithm(  # type: ignore[assignment]
         0.1,
-        "algorithm",
         "Pull towards the reference (IPO's tau); a list has one for each epoch, and the last one stays.",
         Check(_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
     )
-    loss_type: str = argument(
-        "sigmoid", "algorithm", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType)
-    )
-    missing_eos_penalty: float | None = argument(
+    loss_type: str = in_algorithm("sigmoid", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType))
+    missing_eos_penalty: float | None = in_rewards(
         None,
-        "rewards",
         "What a completion that did not end by itself loses of its reward.",
         Check(lambda x: x is None or 0 < x < math.inf, "must be a number above 0, or None"),
         ActsWhen(

@@ -17,9 +17,12 @@ from lowpeak.config.declare import (
     ActsWhen,
     Check,
     above_zero,
-    argument,
     at_least,
     fill,
+    in_algorithm,
+    in_model,
+    in_rewards,
+    in_training,
     never,
     one_of,
     redeclared,
@@ -73,22 +76,20 @@ class PPOArguments(OnlineArguments):
     num_iterations: int = redeclared(
         OnlineArguments, "num_iterations", 4, help="Passes over each rollout (PPO's epochs)."
     )
-    kl_coef: float | None = argument(None, "algorithm", "TRL's name of beta.", means="beta")
-    num_ppo_epochs: int | None = argument(None, "algorithm", "TRL's name of num_iterations.", means="num_iterations")
-    cliprange: float | None = argument(None, "algorithm", "TRL's name of epsilon.", means="epsilon")
-    num_mini_batches: int | None = argument(
-        None, "algorithm", "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way."
+    kl_coef: float | None = in_algorithm(None, "TRL's name of beta.", means="beta")
+    num_ppo_epochs: int | None = in_algorithm(None, "TRL's name of num_iterations.", means="num_iterations")
+    cliprange: float | None = in_algorithm(None, "TRL's name of epsilon.", means="epsilon")
+    num_mini_batches: int | None = in_algorithm(
+        None, "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way."
     )
-    kl_target: float | None = argument(
+    kl_target: float | None = in_algorithm(
         None,
-        "algorithm",
         "Steer beta so that the KL comes to so many nats per completion (None: beta is fixed).",
         Check(lambda x: x is None or x > 0, "must be above 0: nats per completion"),
         HAS_KL,
     )
-    kl_horizon: int = argument(
+    kl_horizon: int = in_algorithm(
         10000,
-        "algorithm",
         "Completions over which that steering acts.",
         at_least(1, "completion"),
         (
@@ -98,20 +99,18 @@ class PPOArguments(OnlineArguments):
             ),
         ),
     )
-    early_stop_kl: float | None = argument(
+    early_stop_kl: float | None = in_algorithm(
         None,
-        "algorithm",
         "Leave a rollout's other steps out once half the mean squared log-ratio is above this.",
         above_zero(),
         REUSES_ROLLOUTS,
     )
-    gamma: float = argument(1.0, "algorithm", "Discount of later rewards, per token.", within(0, 1))
-    lam: float = argument(0.95, "algorithm", "GAE's lambda.", within(0, 1))
-    whiten_rewards: bool = argument(False, "algorithm", "Scale the rewards of tokens to unit variance in the rollout.")
-    whiten_advantages: bool = argument(True, "algorithm", "Centre and scale the advantages of tokens over the rollout.")
-    missing_eos_penalty: float | None = argument(
+    gamma: float = in_algorithm(1.0, "Discount of later rewards, per token.", within(0, 1))
+    lam: float = in_algorithm(0.95, "GAE's lambda.", within(0, 1))
+    whiten_rewards: bool = in_algorithm(False, "Scale the rewards of tokens to unit variance in the rollout.")
+    whiten_advantages: bool = in_algorithm(True, "Centre and scale the advantages of tokens over the rollout.")
+    missing_eos_penalty: float | None = in_rewards(
         None,
-        "rewards",
         "Taken off the reward of a completion that did not end by itself.",
         Check(lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
         ActsWhen(
@@ -120,16 +119,14 @@ class PPOArguments(OnlineArguments):
             raises=True,
         ),
     )
-    critic: str = argument(
+    critic: str = in_model(
         "head",
-        "model",
         "Where values come from: head (on the policy's backbone), adapter (a second LoRA adapter on the base), or model "
         "(a backbone of its own).",
         one_of(CriticLayout),
     )
-    value_model_path: str | None = argument(
+    value_model_path: str | None = in_model(
         None,
-        "model",
         "With critic=model: a reward model's checkpoint that starts it (None: the policy's weights).",
         acts=ActsWhen(
             lambda args, facts: args.critic == "model",
@@ -137,20 +134,16 @@ class PPOArguments(OnlineArguments):
             raises=True,
         ),
     )
-    value_learning_rate: float | None = argument(
+    value_learning_rate: float | None = in_training(
         None,
-        "training",
         "The critic's learning rate (None: learning_rate).",
         FINITE,
         ActsWhen(lambda args, facts: args.vf_coef > 0 or args.weight_decay > 0, _STILL),
     )
-    value_warmup_steps: int = argument(
-        0, "algorithm", "Steps in which the critic alone is trained, at the start.", NOT_NEGATIVE
-    )
-    vf_coef: float = argument(0.1, "algorithm", "Weight of the value loss.", FINITE)
-    cliprange_value: float | None = argument(
+    value_warmup_steps: int = in_algorithm(0, "Steps in which the critic alone is trained, at the start.", NOT_NEGATIVE)
+    vf_coef: float = in_algorithm(0.1, "Weight of the value loss.", FINITE)
+    cliprange_value: float | None = in_algorithm(
         0.2,
-        "algorithm",
         "How far a value may move from the rollout's before its loss is clipped (None: no clip).",
         above_zero(),
         (_TRAINS_VALUES, REUSES_ROLLOUTS),

@@ -7,7 +7,7 @@ from typing import Any
 
 from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import argument, fill, redeclared, require
+from lowpeak.config.declare import fill, in_algorithm, redeclared, require
 from lowpeak.config.online import KLEstimator, OnlineArguments, OnlineSettings, clip_high, require_groups
 
 KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
@@ -20,8 +20,8 @@ class RLOOArguments(OnlineArguments):
     num_generations: int = redeclared(OnlineArguments, "num_generations", 2)
     beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
     kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
-    normalize_advantages: bool = argument(False, "algorithm", "Centre and scale advantages over the rollout.")
-    reward_clip_range: tuple[float, float] | None = argument(None, "algorithm", "Clip rewards to [low, high].")
+    normalize_advantages: bool = in_algorithm(False, "Centre and scale advantages over the rollout.")
+    reward_clip_range: tuple[float, float] | None = in_algorithm(None, "Clip rewards to [low, high].")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,12 @@ from lowpeak.config.declare import (
     ActsWhen,
     Check,
     above_zero,
-    argument,
     at_least,
     fill,
+    in_algorithm,
+    in_data,
+    in_generation,
+    in_memory,
     one_of,
     require,
     said_as,
@@ -69,97 +72,81 @@ _FROZEN = ActsWhen(
 class RolloutArguments:
     """How many completions of how many prompts are drawn, how, and within which memory."""
 
-    num_generations: int = argument(8, "generation", "Completions of each prompt (G).", at_least(1))
-    max_completion_length: int = argument(512, "generation", "Most tokens of a completion.", at_least(1, "token"))
-    max_new_tokens: int | None = argument(
-        None, "generation", "Other name of max_completion_length.", means="max_completion_length"
+    num_generations: int = in_generation(8, "Completions of each prompt (G).", at_least(1))
+    max_completion_length: int = in_generation(512, "Most tokens of a completion.", at_least(1, "token"))
+    max_new_tokens: int | None = in_generation(
+        None, "Other name of max_completion_length.", means="max_completion_length"
     )
-    generation_batch_size: int | None = argument(
-        None, "generation", "Completions of a rollout, over all ranks (in place of steps_per_generation)."
+    generation_batch_size: int | None = in_generation(
+        None, "Completions of a rollout, over all ranks (in place of steps_per_generation)."
     )
-    steps_per_generation: int | None = argument(
-        None,
-        "generation",
-        "Batches of per_device_train_batch_size that a rollout holds (None: one step's).",
-        at_least(1),
+    steps_per_generation: int | None = in_generation(
+        None, "Batches of per_device_train_batch_size that a rollout holds (None: one step's).", at_least(1)
     )
-    num_iterations: int = argument(1, "algorithm", "Passes over each rollout.", at_least(1))
-    dynamic_sampling_rounds: int = argument(
+    num_iterations: int = in_algorithm(1, "Passes over each rollout.", at_least(1))
+    dynamic_sampling_rounds: int = in_algorithm(
         0,
-        "algorithm",
         "Ask again at most so often for groups whose rewards are all equal (DAPO).",
         Check(lambda x: x >= 0, "must be 0 (off) or more"),
     )
-    temperature: float = argument(
+    temperature: float = in_generation(
         1.0,
-        "generation",
         "Softmax temperature of sampling and of every log-prob.",
         Check(lambda x: not x < 1e-6, "must be at least 1e-6 in training (evaluation is greedy as well)"),
     )
-    top_p: float = argument(1.0, "generation", "Sample among the likeliest tokens of this total probability.", SHARE)
-    top_k: int = argument(
+    top_p: float = in_generation(1.0, "Sample among the likeliest tokens of this total probability.", SHARE)
+    top_k: int = in_generation(
         0,
-        "generation",
         "Sample among this many likeliest tokens (0: all).",
         Check(lambda x: x >= 0, "must be 0 (all tokens) or more"),
     )
-    min_p: float | None = argument(
+    min_p: float | None = in_generation(
         None,
-        "generation",
         "Least probability, as a share of the likeliest token's.",
         Check(lambda x: x is None or 0 <= x <= 1, "must be in [0, 1]"),
     )
-    repetition_penalty: float = argument(
-        1.0, "generation", "Above 1 makes tokens that were seen less likely.", above_zero()
-    )
-    generation_kwargs: dict | str | None = argument(
+    repetition_penalty: float = in_generation(1.0, "Above 1 makes tokens that were seen less likely.", above_zero())
+    generation_kwargs: dict | str | None = in_generation(
         None,
-        "generation",
         "More of generation: stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling arguments; vLLM's "
         "own parameters (JSON).",
     )
-    overlong_prompts: str = argument(
+    overlong_prompts: str = in_data(
         "error",
-        "data",
         "A prompt longer than fits: 'error', or 'drop' and count (in the log).",
         one_of(Literal["error", "drop"]),
     )
-    kv_cache_bytes: int | None = argument(
+    kv_cache_bytes: int | None = in_memory(
         None,
-        "memory",
         "Bytes of the engine's KV cache (None: from free memory).",
         above_zero("a number of bytes"),
         acts=_OWN_CACHE,
     )
-    gather_budget: str | int | None = argument(
+    gather_budget: str | int | None = in_memory(
         None,
-        "memory",
         "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered while it generates: 8GiB, 0, or auto (None: auto).",
         acts=_GATHERED,
     )
-    ds3_gather_for_generation: bool | None = argument(
+    ds3_gather_for_generation: bool | None = in_memory(
         None,
-        "memory",
         "True: gather all of a sharded model to generate; False: a layer at a time (gather_budget 0).",
         acts=_GATHERED,
     )
-    disable_unwrapping_for_generation: bool | None = argument(
-        None, "memory", "Older name: True is ds3_gather_for_generation=False.", acts=_GATHERED
+    disable_unwrapping_for_generation: bool | None = in_memory(
+        None, "Older name: True is ds3_gather_for_generation=False.", acts=_GATHERED
     )
-    offload_frozen_models: bool = argument(
+    offload_frozen_models: bool = in_memory(
         False,
-        "memory",
         "Keep reference and reward models in host memory, on the device a layer at a time (GPUs).",
         acts=(OWN_MEMORY, _FROZEN),
     )
-    offload_during_rollout: bool = argument(
+    offload_during_rollout: bool = in_memory(
         False,
-        "memory",
         "Gradients, optimizer states and frozen models wait in host memory while completions are generated (GPUs).",
         acts=(_NO_SERVER, OWN_MEMORY, _SOMETHING_RESTS),
     )
-    share_prompt: bool | None = argument(
-        None, "memory", "Forward a prompt once for all of its completions (None: where it pays)."
+    share_prompt: bool | None = in_memory(
+        None, "Forward a prompt once for all of its completions (None: where it pays)."
     )
 
 

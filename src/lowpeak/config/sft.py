@@ -7,7 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lowpeak.config.declare import ActsWhen, argument, at_least, never, one_of, redeclared, require
+from lowpeak.config.declare import (
+    ActsWhen,
+    at_least,
+    in_algorithm,
+    in_data,
+    in_model,
+    never,
+    one_of,
+    redeclared,
+    require,
+)
 from lowpeak.config.training import CommonArguments
 
 logger = logging.getLogger(__name__)
@@ -30,11 +40,11 @@ class OfflineArguments(CommonArguments):
         )
     }
 
-    eos_token: str | None = argument(None, "model", "The tokenizer's end-of-sequence token (None: its own).")
-    pad_token: str | None = argument(None, "model", "The tokenizer's padding token (None: its own).")
-    chat_template_path: str | None = argument(None, "data", "A .jinja or .j2 file with the chat template.")
-    max_length: int | None = argument(
-        1024, "data", "Most tokens of a row; longer ones are cut at the end (None: no limit).", at_least(2, "tokens")
+    eos_token: str | None = in_model(None, "The tokenizer's end-of-sequence token (None: its own).")
+    pad_token: str | None = in_model(None, "The tokenizer's padding token (None: its own).")
+    chat_template_path: str | None = in_data(None, "A .jinja or .j2 file with the chat template.")
+    max_length: int | None = in_data(
+        1024, "Most tokens of a row; longer ones are cut at the end (None: no limit).", at_least(2, "tokens")
     )
 
 
@@ -47,29 +57,21 @@ class SFTArguments(OfflineArguments):
     }
 
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 2e-5)
-    dataset_text_field: str = argument("text", "data", "Column of plain text rows.")
-    completion_only_loss: bool | None = argument(
-        None, "data", "Loss on the completion alone (None: where there is a prompt)."
+    dataset_text_field: str = in_data("text", "Column of plain text rows.")
+    completion_only_loss: bool | None = in_data(None, "Loss on the completion alone (None: where there is a prompt).")
+    assistant_only_loss: bool = in_data(False, "Loss on the assistant's messages alone.")
+    loss_type: str = in_algorithm(
+        "nll", "nll (negative log-likelihood), or dft (weighed by the token's probability).", one_of(SupervisedLossType)
     )
-    assistant_only_loss: bool = argument(False, "data", "Loss on the assistant's messages alone.")
-    loss_type: str = argument(
-        "nll",
-        "algorithm",
-        "nll (negative log-likelihood), or dft (weighed by the token's probability).",
-        one_of(SupervisedLossType),
+    packing: bool = in_data(
+        False, "Rows one after another without padding, as they are by default; True: an error where they cannot."
     )
-    packing: bool = argument(
-        False,
-        "data",
-        "Rows one after another without padding, as they are by default; True: an error where they cannot.",
-    )
-    packing_strategy: str = argument(
+    packing_strategy: str = in_data(
         "bfd",
-        "data",
         "With packing: 'bfd', which cuts rows longer than max_length at their end.",
         acts=ActsWhen(lambda args, facts: args.packing, "packing is off; remove it"),
     )
-    eval_packing: bool | None = argument(None, "data", "Changes nothing: evaluation lays rows as training does.")
+    eval_packing: bool | None = in_data(None, "Changes nothing: evaluation lays rows as training does.")
 
 
 def check_packing(args: Any) -> None:

@@ -14,9 +14,15 @@ from lowpeak.config.declare import (
     Check,
     Facts,
     above_zero,
-    argument,
     at_least,
     fill,
+    in_algorithm,
+    in_data,
+    in_evaluation,
+    in_logging,
+    in_memory,
+    in_model,
+    in_training,
     never,
     require,
 )
@@ -72,7 +78,6 @@ _IDLE_OF_ACCELERATE: dict[str, tuple[Any, ...]] = {
 }
 
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
-_SEED = Check(lambda x: x is None or 0 <= x < 2**32, "must be from 0 to 2**32 - 1")
 INHERITED_CHECKS: dict[str, Check] = {
     "output_dir": Check(lambda x: str(x).strip() != "", "must name a folder"),
     "per_device_train_batch_size": at_least(1),
@@ -89,8 +94,8 @@ INHERITED_CHECKS: dict[str, Check] = {
     "save_total_limit": Check(lambda x: x is None or x >= 0, "must be 0 (all are kept) or more, or None"),
     "ddp_timeout": above_zero("a number of seconds"),
     "ddp_bucket_cap_mb": above_zero("a number of MB"),
-    "seed": _SEED,
-    "data_seed": _SEED,
+    "seed": Check(lambda x: 0 <= x < 2**32, "must be from 0 to 2**32 - 1"),
+    "data_seed": Check(lambda x: x is None or 0 <= x < 2**32, "must be from 0 to 2**32 - 1, or None"),
 }
 
 
@@ -115,65 +120,52 @@ class CommonArguments:
     never_act: ClassVar[Mapping[str, ActsWhen]] = IDLE_INHERITED
     inherited_checks: ClassVar[Mapping[str, Check]] = INHERITED_CHECKS
 
-    learning_rate: float = argument(1e-6, "training", "The optimizer's learning rate.", FINITE)
-    logging_steps: float = argument(10, "logging", "Log every so many steps (below 1: share of all steps).")
-    bf16: bool | None = argument(None, "training", "Compute in bf16 (None: where the GPU can).")
-    gradient_checkpointing: bool | None = argument(
-        None, "memory", "Recompute activations in the backward pass (None: yes); newer name: activation_checkpointing."
+    learning_rate: float = in_training(1e-6, "The optimizer's learning rate.", FINITE)
+    logging_steps: float = in_logging(10, "Log every so many steps (below 1: share of all steps).")
+    bf16: bool | None = in_training(None, "Compute in bf16 (None: where the GPU can).")
+    gradient_checkpointing: bool | None = in_memory(
+        None, "Recompute activations in the backward pass (None: yes); newer name: activation_checkpointing."
     )
-    remove_unused_columns: bool = argument(False, "data", "Always False: columns go to the rewards.")
-    per_device_eval_batch_size: int | None = argument(
-        None,
-        "evaluation",
-        "Rows generated together in evaluation (None: as many as the KV cache budget allows).",
-        at_least(1),
+    remove_unused_columns: bool = in_data(False, "Always False: columns go to the rewards.")
+    per_device_eval_batch_size: int | None = in_evaluation(
+        None, "Rows generated together in evaluation (None: as many as the KV cache budget allows).", at_least(1)
     )
-    strict_arguments: bool = argument(
-        False, "training", "An argument that has no effect in the run is an error (False: a warning names all of them)."
+    strict_arguments: bool = in_training(
+        False, "An argument that has no effect in the run is an error (False: a warning names all of them)."
     )
-    activation_offloading: bool = argument(
-        False, "memory", "Keep what the backward pass needs in host memory until it is used (GPUs).", acts=OWN_MEMORY
+    activation_offloading: bool = in_memory(
+        False, "Keep what the backward pass needs in host memory until it is used (GPUs).", acts=OWN_MEMORY
     )
-    model_init_kwargs: dict | str | None = argument(
-        None,
-        "model",
-        "Keywords for from_pretrained when the model is given by name or path (JSON on the command line).",
+    model_init_kwargs: dict | str | None = in_model(
+        None, "Keywords for from_pretrained when the model is given by name or path (JSON on the command line)."
     )
-    trust_remote_code: bool = argument(False, "model", "Allow code from the model's repository to run.")
-    disable_dropout: bool = argument(False, "model", "Set every dropout probability to 0.")
-    cast_lm_head_to_fp32: bool = argument(
+    trust_remote_code: bool = in_model(False, "Allow code from the model's repository to run.")
+    disable_dropout: bool = in_model(False, "Set every dropout probability to 0.")
+    cast_lm_head_to_fp32: bool = in_model(
         False,
-        "model",
         "Run the head's product in fp32.",
         acts=ActsWhen(lambda args, facts: not facts.in_fp32, "the run computes in fp32 already; remove it"),
     )
-    chat_template_kwargs: dict | str | None = argument(None, "data", "Keywords for the chat template (JSON).")
-    shuffle_dataset: bool = argument(True, "data", "Draw rows in a random order, new in each epoch.")
-    micro_batch_tokens: int | None = argument(
-        None,
-        "memory",
-        "Tokens, padding included, of one forward and backward (None: from free memory).",
-        at_least(2, "tokens"),
+    chat_template_kwargs: dict | str | None = in_data(None, "Keywords for the chat template (JSON).")
+    shuffle_dataset: bool = in_data(True, "Draw rows in a random order, new in each epoch.")
+    micro_batch_tokens: int | None = in_memory(
+        None, "Tokens, padding included, of one forward and backward (None: from free memory).", at_least(2, "tokens")
     )
-    logprob_chunk_size: int | None = argument(
-        None, "memory", "Tokens whose logits exist at a time (None: from free memory).", at_least(1, "token")
+    logprob_chunk_size: int | None = in_memory(
+        None, "Tokens whose logits exist at a time (None: from free memory).", at_least(1, "token")
     )
-    pad_to_multiple_of: int | str | None = argument(
+    pad_to_multiple_of: int | str | None = in_memory(
         "auto",
-        "memory",
         "Round a micro-batch's padded length up to a multiple of this (auto, None: no multiple).",
         Check(lambda x: padding_multiple(x) is not None, "must be a whole number of 1 or more, 'auto', or None"),
     )
-    padding_free: bool | None = argument(
-        None, "memory", "Rows one after another without padding (None: where the model's attention can)."
+    padding_free: bool | None = in_memory(
+        None, "Rows one after another without padding (None: where the model's attention can)."
     )
-    router_aux_loss_coef: float | None = argument(
-        None,
-        "algorithm",
-        "Weight of a mixture of experts' load-balancing loss (None: the model config's; 0: off).",
-        NOT_NEGATIVE,
+    router_aux_loss_coef: float | None = in_algorithm(
+        None, "Weight of a mixture of experts' load-balancing loss (None: the model config's; 0: off).", NOT_NEGATIVE
     )
-    log_entropy: bool = argument(True, "logging", "Compute and log the policy's entropy.")
+    log_entropy: bool = in_logging(True, "Compute and log the policy's entropy.")
 
 
 @dataclass(frozen=True)

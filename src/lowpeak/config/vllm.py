@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, argument, at_least, one_of, require
+from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, at_least, in_vllm, one_of, require
 from lowpeak.config.sizes import parse_bytes
 from lowpeak.config.vllm_kwargs import engine_kwargs, sampling_kwargs
 
@@ -55,111 +55,91 @@ _PORT = Check(lambda x: x is None or 0 < x < 1 << 16, "must be a port, from 1 to
 class VllmArguments:
     """Where vLLM runs, how weights get there, and how large a wave is."""
 
-    use_vllm: bool = argument(False, "vllm", "Generate with vLLM (needs lowpeak[vllm]) in place of the native engine.")
-    vllm_mode: str = argument(
+    use_vllm: bool = in_vllm(False, "Generate with vLLM (needs lowpeak[vllm]) in place of the native engine.")
+    vllm_mode: str = in_vllm(
         "colocate",
-        "vllm",
         "Where it runs: colocate (in the training processes), or server (lowpeak serve).",
         one_of(VllmMode),
         USES_VLLM,
     )
-    vllm_model_impl: str = argument(
-        "vllm", "vllm", "Colocated: whose model code runs: vllm, transformers or auto.", one_of(ModelImpl), _COLOCATED
+    vllm_model_impl: str = in_vllm(
+        "vllm", "Colocated: whose model code runs: vllm, transformers or auto.", one_of(ModelImpl), _COLOCATED
     )
-    vllm_enable_sleep_mode: bool = argument(
-        False, "vllm", "Colocated: give the engine's memory back while training (GPUs).", acts=_COLOCATED
+    vllm_enable_sleep_mode: bool = in_vllm(
+        False, "Colocated: give the engine's memory back while training (GPUs).", acts=_COLOCATED
     )
-    vllm_gpu_memory_utilization: float = argument(
-        0.3, "vllm", "Colocated: the engine's share of the device's memory.", SHARE, (*_COLOCATED, _OWN_SHARE)
+    vllm_gpu_memory_utilization: float = in_vllm(
+        0.3, "Colocated: the engine's share of the device's memory.", SHARE, (*_COLOCATED, _OWN_SHARE)
     )
-    vllm_max_model_length: int | None = argument(
+    vllm_max_model_length: int | None = in_vllm(
         None,
-        "vllm",
         "Most tokens of prompt and completion together, as a server was told too (None: the model's context).",
         at_least(2, "tokens"),
         USES_VLLM,
     )
-    vllm_tensor_parallel_size: int = argument(
-        1, "vllm", "Colocated: ranks that one engine is cut over.", at_least(1), _COLOCATED
+    vllm_tensor_parallel_size: int = in_vllm(
+        1, "Colocated: ranks that one engine is cut over.", at_least(1), _COLOCATED
     )
-    vllm_engine_kwargs: dict | str | None = argument(
-        None, "vllm", "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", acts=_COLOCATED
+    vllm_engine_kwargs: dict | str | None = in_vllm(
+        None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", acts=_COLOCATED
     )
-    vllm_server_base_url: str | list[str] | None = argument(
-        None,
-        "vllm",
-        "Server: its URL; several, in a list or with commas between, share the prompts.",
-        acts=(USES_VLLM, _ASKED),
+    vllm_server_base_url: str | list[str] | None = in_vllm(
+        None, "Server: its URL; several, in a list or with commas between, share the prompts.", acts=(USES_VLLM, _ASKED)
     )
-    vllm_server_host: str = argument(
-        "0.0.0.0", "vllm", "Server: its host, where no URL is given.", acts=(*_SERVED, _NO_URL)
-    )
-    vllm_server_port: int = argument(
-        8000, "vllm", "Server: its port, where no URL is given.", _PORT, (*_SERVED, _NO_URL)
-    )
-    vllm_server_timeout: float = argument(
+    vllm_server_host: str = in_vllm("0.0.0.0", "Server: its host, where no URL is given.", acts=(*_SERVED, _NO_URL))
+    vllm_server_port: int = in_vllm(8000, "Server: its port, where no URL is given.", _PORT, (*_SERVED, _NO_URL))
+    vllm_server_timeout: float = in_vllm(
         240.0,
-        "vllm",
         "Server: seconds that it may take to be there, at the start and after it died.",
         above_zero("a number of seconds"),
         _SERVED,
     )
-    vllm_group_port: int | None = argument(
+    vllm_group_port: int | None = in_vllm(
         None,
-        "vllm",
         "Server: the trainer's port for weights that go by NCCL or TCP (None: any free one).",
         _PORT,
         (*_SERVED, _BY_PORT),
     )
-    vllm_server_token: str | None = argument(
+    vllm_server_token: str | None = in_vllm(
         None,
-        "vllm",
         f"Server: the token that it demands (None: that of {SERVER_TOKEN} in the environment, if any).",
         acts=_SERVED,
     )
-    vllm_wave_timeout: float | None = argument(
+    vllm_wave_timeout: float | None = in_vllm(
         3600.0,
-        "vllm",
         "Seconds that one wave may take before the engine counts as lost (None: no limit).",
         above_zero("a number of seconds"),
         USES_VLLM,
     )
-    vllm_batch_size: int | None = argument(
+    vllm_batch_size: int | None = in_vllm(
         None,
-        "vllm",
         "Rows of one wave (None: as many as the KV cache holds at their full length).",
         at_least(1, "row"),
         USES_VLLM,
     )
-    vllm_structured_outputs_regex: str | None = argument(
+    vllm_structured_outputs_regex: str | None = in_vllm(
         None,
-        "vllm",
         "A regular expression that each completion must match.",
         Check(lambda x: x is None or x, "must be a pattern, or None"),
         _BOUNDS_COMPLETIONS,
     )
-    vllm_bucket_size: str | int = argument(
+    vllm_bucket_size: str | int = in_vllm(
         "64MiB",
-        "vllm",
         "Bytes of weights that travel to the engine together: 64MiB, or a number.",
         Check(lambda x: (parse_bytes(x) or 0) > 0, "must be a number of bytes above 0, or a size such as '64MiB'"),
         USES_VLLM,
     )
-    vllm_transport: str = argument(
+    vllm_transport: str = in_vllm(
         "auto",
-        "vllm",
         "How weights travel: auto, process (colocated), ipc, nccl, shm or tcp (server).",
         one_of(Transport),
         USES_VLLM,
     )
-    vllm_verify_weights: bool = argument(
-        True, "vllm", "Prove after each sync and wake that the engine's weights are the policy's.", acts=USES_VLLM
+    vllm_verify_weights: bool = in_vllm(
+        True, "Prove after each sync and wake that the engine's weights are the policy's.", acts=USES_VLLM
     )
-    vllm_adapters: bool = argument(
-        True,
-        "vllm",
-        "LoRA: send the adapter alone where the engine can serve it (False: merged weights).",
-        acts=USES_VLLM,
+    vllm_adapters: bool = in_vllm(
+        True, "LoRA: send the adapter alone where the engine can serve it (False: merged weights).", acts=USES_VLLM
     )
 
 

@@ -9,10 +9,7 @@ from lowpeak.config.declare import require
 from lowpeak.config.rollout import EVERY_ENGINE
 
 # vLLM's sampling parameters that say what an argument says, or that the way of asking decides.
-_SAID_ELSEWHERE = {
-    "n": "num_generations",
-    "structured_outputs": "vllm_structured_outputs_regex",
-}
+_SAID_ELSEWHERE = {"n": "num_generations", "structured_outputs": "vllm_structured_outputs_regex"}
 _OURS = (
     "logprobs",
     "prompt_logprobs",
@@ -44,13 +41,7 @@ _ENGINE_SAID_ELSEWHERE = {
     "kv_cache_memory_bytes": "kv_cache_bytes",
     "trust_remote_code": "trust_remote_code",
 }
-_ENGINE_OURS = (
-    "model",
-    "load_format",
-    "distributed_executor_backend",
-    "worker_extension_cls",
-    "logprobs_mode",
-)
+_ENGINE_OURS = ("model", "load_format", "distributed_executor_backend", "worker_extension_cls", "logprobs_mode")
 
 
 def engine_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:

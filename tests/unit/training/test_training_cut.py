@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -98,6 +99,7 @@ def test_what_is_not_cut_where_it_loads_is_refused(model, options, adapter, mess
 def test_a_critic_other_than_a_head_is_refused(tmp_path, critic):
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
     resolve_ppo(args, resolve_online(args, 1, 1))
-    cut = SimpleNamespace(**vars(args), cut=Cut(2, 1))
+    cut = copy.copy(args)
+    cut.__class__ = type("CutConfig", (PPOConfig,), {"cut": Cut(2, 1)})
     with pytest.raises(ArgumentError, match=f"critic='{critic}' does not run under tensor parallelism"):
         resolve_ppo(cut, resolve_online(args, 1, 1))

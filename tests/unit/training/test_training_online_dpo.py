@@ -286,8 +286,9 @@ def test_what_cannot_act_in_online_dpo_raises(tmp_path, changes, words):
 
 
 def test_no_correction_of_a_sampler_acts_with_vllm(tmp_path):
-    args = OnlineDPOConfig(output_dir=str(tmp_path), use_vllm=True, vllm_importance_sampling_correction=True)
-    with pytest.raises(ArgumentError, match="whoever sampled it"):
+    asked = {"vllm_importance_sampling_correction": True, "strict_arguments": True}
+    args = OnlineDPOConfig(output_dir=str(tmp_path), use_vllm=True, **asked)
+    with pytest.raises(ArgumentError, match="vllm_importance_sampling_correction=True"):
         resolve_online_dpo(args, resolve_online(args, 1, 1))
     args = OnlineDPOConfig(output_dir=str(tmp_path), use_vllm=True)
     assert resolve_online_dpo(args, resolve_online(args, 1, 1)).betas == (0.1,)
