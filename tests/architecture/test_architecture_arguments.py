@@ -102,6 +102,7 @@ CHANGED = {
     "success_reward": ({}, "b"),
     "success_threshold": ({}, 0.5),
     "log_completions": ({}, True),
+    "log_completions_steps": (PRINTED, 5),
     "num_completions_to_print": (PRINTED, 3),
     "log_unique_prompts": (PRINTED, True),
     "use_vllm": ({}, True),

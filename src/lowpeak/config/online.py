@@ -103,6 +103,9 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
     )
     success_threshold: float = in_evaluation(1.0, "A completion succeeds from this reward on.")
     log_completions: bool = in_logging(False, "Print a table of completions when metrics are logged.")
+    log_completions_steps: int = in_logging(
+        1, "Print that table at most once in so many steps.", at_least(1), _PRINTS_COMPLETIONS
+    )
     num_completions_to_print: int | None = in_logging(
         None, "Rows of that table (None: all).", at_least(1), _PRINTS_COMPLETIONS
     )

@@ -131,6 +131,7 @@ class OnlineTrainer(StepTrainer):
             setattr(self, name, getattr(args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
+        self.printed_span: int | None = None  # of log_completions_steps
         self.add_callback(StepCallback(self))
 
     @property
@@ -198,7 +199,7 @@ class OnlineTrainer(StepTrainer):
         if (
             metrics
             and self.run.metrics is not metrics
-            and self.user_args.log_completions
+            and self._table_is_due()
             and self.rollout is not None
             and self.is_world_process_zero()
         ):
@@ -208,6 +209,13 @@ class OnlineTrainer(StepTrainer):
                 most=self.user_args.num_completions_to_print,
                 unique=self.user_args.log_unique_prompts,
             )
+
+    def _table_is_due(self) -> bool:
+        """Return whether a table is due: the first one, and then one in each span of `log_completions_steps`."""
+        span = self.state.global_step // self.user_args.log_completions_steps
+        due = self.user_args.log_completions and span != self.printed_span
+        self.printed_span = span if due else self.printed_span
+        return bool(due)
 
     def use_sizes(self, sizes: Sizes) -> None:
         """Run every pass within these sizes; the engine asks for its own."""
