@@ -26,13 +26,11 @@ from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.measure import counted_tokens, measure_pass
 from lowpeak.algorithms.reduction import sequence_mean
 from lowpeak.algorithms.select import select_all
-from lowpeak.config.inapplicable import refuse_idle, require
-from lowpeak.config.ranges import Range
-from lowpeak.config.resolve import OnlineSettings
-from lowpeak.config.resolve_vllm import CORRECTION
+from lowpeak.config.correction import CORRECTION
+from lowpeak.config.declare import ActsWhen, Check, in_algorithm, never, redeclared, require
+from lowpeak.config.online import OnlineSettings
 from lowpeak.records import Metric, Record, TokenBatch
-from lowpeak.training.arguments import OnlineConfig
-from lowpeak.training.fields import argument, refuses_unknown
+from lowpeak.training.arguments import OnlineConfig, refuses_unknown
 from lowpeak.training.online_trainer import OnlineTrainer
 
 # 1. What it can be told.
@@ -43,12 +41,19 @@ from lowpeak.training.online_trainer import OnlineTrainer
 class ReinforceConfig(OnlineConfig):
     """Arguments of REINFORCE with a moving baseline; all others are those of every online run."""
 
-    ranges: ClassVar[Mapping[str, Range]] = {"baseline_decay": (lambda x: 0 <= x < 1, "must be in [0, 1)")}
+    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+        "epsilon": never("there is no ratio to clip; remove it"),
+        "epsilon_high": never("there is no ratio to clip; remove it"),
+        "dynamic_sampling_rounds": never("groups whose rewards are equal are learned from; remove it", raises=True),
+        **dict.fromkeys(CORRECTION, never("no completion is weighed by who sampled it; remove it")),
+    }
 
-    num_generations: int = argument(1, "generation", "Completions of each prompt.")
-    kl_estimator: str = argument("k1", "algorithm", "KL estimate per token: k1, k2 or k3.")
-    baseline_decay: float = argument(0.9, "algorithm", "How much of the baseline a rollout leaves.")
-    vllm_importance_sampling_correction: bool = argument(False, "vllm", "Always False: nothing weighs who sampled.")
+    num_generations: int = redeclared(OnlineConfig, "num_generations", 1)
+    kl_estimator: str = redeclared(OnlineConfig, "kl_estimator", "k1")
+    baseline_decay: float = in_algorithm(
+        0.9, "How much of the baseline a rollout leaves.", Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
+    )
+    vllm_importance_sampling_correction: bool = redeclared(OnlineConfig, "vllm_importance_sampling_correction", False)
 
 
 @dataclass(frozen=True)
@@ -61,14 +66,11 @@ class ReinforceSettings:
 
 
 def resolve_reinforce(args: ReinforceConfig, online: OnlineSettings) -> ReinforceSettings:
-    """The settings; an argument that would have no effect is an ArgumentError."""
+    """The settings; ArgumentError for rollouts that serve several steps."""
     require(
         online.rollout.num_steps == 1,
         "REINFORCE is on-policy, so a rollout serves one step: leave num_iterations and steps_per_generation out.",
     )
-    refuse_idle(args, ("epsilon", "epsilon_high"), False, "there is no ratio to clip; remove it")
-    refuse_idle(args, ("dynamic_sampling_rounds",), False, "groups whose rewards are equal are learned from; remove it")
-    refuse_idle(args, CORRECTION, False, "no completion is weighed by who sampled it; remove it")
     return ReinforceSettings(args.beta, args.kl_estimator, args.baseline_decay)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from lowpeak.config.algorithm import GRPOSettings
+from lowpeak.config.grpo import GRPOSettings
 from lowpeak.config.ppo import PPOSettings
 from lowpeak.ranks import Ranks
 

@@ -22,7 +22,7 @@ HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "
         "from lowpeak.cli.main import main; main(['--version'])",
         "from lowpeak.cli.main import main; main(['nonsense'])",
         "from lowpeak.cli.main import main; main(['serve'])",
-        "import lowpeak.config.algorithm, lowpeak.config.rollout, lowpeak.config.memory",
+        "import lowpeak.config.grpo, lowpeak.config.ppo, lowpeak.config.reward_model",
     ],
 )
 def test_this_loads_no_heavy_package(statement):

@@ -21,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
-from lowpeak.config.memory import MemorySettings
+from lowpeak.config.training import MemorySettings
 from lowpeak.journal import read_steps
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.detect import Shares

@@ -21,7 +21,8 @@ from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.batching.packing import Budget
-from lowpeak.config.algorithm import Correction, RLOOSettings
+from lowpeak.config.correction import Correction
+from lowpeak.config.rloo import RLOOSettings
 from lowpeak.logprobs.head import install_head
 from lowpeak.training.step import Core, run_step
 from steps import LocalStrategy

@@ -29,7 +29,8 @@ from lowpeak.attention.install import install_attention
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget, pack
 from lowpeak.batching.prefix import Costs
-from lowpeak.config.algorithm import EntropyBonus, RLOOSettings
+from lowpeak.config.grpo import EntropyBonus
+from lowpeak.config.rloo import RLOOSettings
 from lowpeak.logprobs.head import install_head
 from lowpeak.training.step import Core, score
 from tiny import tiny_model

@@ -19,7 +19,7 @@ from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.launch import MARK, is_rank, num_devices
 from lowpeak.cli.supervisor import ServersAndTrainer, supervise
-from lowpeak.config.resolve_vllm import engine_kwargs
+from lowpeak.config.vllm_kwargs import engine_kwargs
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.build import NO_SHARE
 from lowpeak.rollout.vllm.command import CPU, Server, visible

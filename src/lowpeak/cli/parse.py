@@ -1,85 +1,82 @@
-"""A command line and its YAML file to configuration objects: the file sets defaults, the command line overrides them.
+"""A command line and its YAML files to what the user gave: a file sets defaults, the command line overrides them.
 
-Every field of the given dataclasses is an argument. Only what the user gave is passed on, so that a configuration's own
-defaults stay in one place; an unknown name is an error that says what may have been meant.
+Every field of the given dataclasses is an argument, and transformers' HfArgumentParser reads it. Only what the user gave is
+passed on, so that a configuration's own defaults stay in one place; an unknown name is an error that says what may have been meant.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, get_origin, get_type_hints
+import json
+import types
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
-from lowpeak.cli.groups import ORDER, group_of
-from lowpeak.cli.renamed import RENAMED
-from lowpeak.cli.values import choices, convert, expected, list_item, members
-from lowpeak.config.secrets import HIDDEN, is_secret
+from transformers.hf_argparser import HfArgumentParser, string_to_bool
+
+from lowpeak.cli.arguments import Parser
+from lowpeak.config.load import check_names, load_yaml
+from lowpeak.config.rejected import REJECTED, drop_trl_defaults
+from lowpeak.config.secrets import is_secret
 from lowpeak.errors import ArgumentError
 
+# Names of TRL's command line that lowpeak spells differently, with what to write instead.
+RENAMED = {
+    "model_name_or_path": "use model",
+    "model_revision": "use model_init_kwargs='{\"revision\": ...}'",
+    "dtype": "use model_init_kwargs='{\"dtype\": ...}'",
+    "attn_implementation": "use model_init_kwargs='{\"attn_implementation\": ...}'",
+    "dataset_name": "use dataset (and dataset_config for the hub data set's configuration)",
+    "dataset_train_split": "use dataset_split",
+    "dataset_test_split": "use eval_split",
+    "reward_funcs": "use reward",
+    "reward_model_name_or_path": "use reward",
+}
 
-@dataclass(frozen=True)
-class Argument:
-    """One argument: its name, what its value must be, the group of its help, and its help."""
-
-    name: str
-    hint: Any
-    group: str
-    default: Any
-    help: str
-
-    def read(self, value: Any, where: str) -> Any:
-        """The value converted; an error names the argument and where it stood."""
-        try:
-            return convert(self.hint, value)
-        except ValueError as error:
-            said = f"expects {expected(self.hint)}, not {HIDDEN}" if is_secret(self.name) else str(error)
-            raise ArgumentError(f"{where}{self.name} {said}.") from None
-        except RecursionError:
-            raise ArgumentError(f"{where}{self.name} nests lists or mappings too deeply; correct it.") from None
-
-
-def arguments_of(kind: type, group: str | None = None) -> list[Argument]:
-    """The fields of a dataclass as arguments, all in `group`, or each where `groups.group_of` puts it."""
-    hints = get_type_hints(kind)
-    return [
-        Argument(
-            name=field.name,
-            hint=hints[field.name],
-            group=group or group_of(field.name, field.metadata),
-            default=field.default if field.default is not dataclasses.MISSING else None,
-            help=field.metadata.get("help", ""),
-        )
-        for field in dataclasses.fields(kind)
-        if field.init
-    ]
+# The groups of `--help` in their order; those of the declarations whose title is another one; transformers' own by their names.
+GROUPS = ("model", "data", "rewards", "generation", "rollouts by vLLM", "algorithm", "memory", "several devices", "evaluation",
+          "logging and saving", "training (transformers)")  # fmt: skip
+_TITLES = {"logging": "logging and saving", "training": "training (transformers)", "vllm": "rollouts by vLLM"}
+_PREFIXES = {
+    "logging": ("log", "save_", "hub_", "push_", "trackio_", "report_to", "output_dir", "run_name", "project",
+                "disable_tqdm", "resume_from"),
+    "evaluation": ("eval_",),
+    "memory": ("gradient_checkpointing", "activation_checkpointing"),
+    "several devices": ("fsdp", "deepspeed", "ddp_", "parallelism_config"),
+}  # fmt: skip
+_METAVARS = {bool: "BOOL", int: "INT", float: "NUMBER"}
 
 
 def parse(
-    arguments: Sequence[Argument], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
+    kinds: Sequence[type], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
     """What the user gave, by name and converted: the YAML files of `--config` in their order, then the command line over them.
 
-    `rejected` are names that the command does not take, each with what to do instead, beside those that no command takes.
-
-    `--help` prints the arguments in groups and exits.
+    `kinds` are dataclasses whose fields are the arguments. `rejected` are names that the command does not take, each with what to
+    do instead, beside those that no command takes. `--help` prints the arguments in groups and exits.
     """
-    from lowpeak.config.load import merge
-
-    known = {argument.name: argument for argument in arguments}
-    rejected = rejected or {}
-    namespace, rest = _make_parser(arguments, program).parse_known_args([_with_underscores(token) for token in argv])
-    _check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], known, rejected)
+    parser = TypedParser(kinds, prog=program)
+    refused = {**REJECTED, **RENAMED, **(rejected or {})}
+    namespace, rest = parser.parse_known_args([_with_underscores(token) for token in argv])
+    check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], parser.hints, refused)
     if rest:
         raise ArgumentError(f"{_stray(rest[0], argv)} belongs to no argument; values follow their --argument.")
     given = vars(namespace)
     settings: dict[str, Any] = {}
     for path in given.pop("config", ()):
-        settings = merge(settings, _read_file(path, known, rejected))
-    return merge(
-        settings, {name: known[name].read(_unwrap(known[name].hint, value), "--") for name, value in given.items()}
-    )
+        try:
+            settings |= parser.read_file(path, refused)
+        except ArgumentError as error:
+            text = str(error)
+            raise ArgumentError(text if path in text else f"{path}: {text}") from None
+    return settings | parser.unwrapped(given)
+
+
+def names_of(kind: type) -> set[str]:
+    """Return the names of the arguments that a dataclass declares."""
+    return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
 def _stray(word: str, argv: Sequence[str]) -> str:
@@ -88,88 +85,189 @@ def _stray(word: str, argv: Sequence[str]) -> str:
     return f"A word behind --{before[-1]}" if before and is_secret(before[-1]) else repr(word)
 
 
-def _read_file(path: str, known: Mapping[str, Argument], rejected: Mapping[str, str]) -> dict[str, Any]:
-    from lowpeak.config.load import load_yaml
-    from lowpeak.config.rejected import drop_trl_defaults
-
-    settings = drop_trl_defaults(load_yaml(path), known)
-    try:
-        _check_names(settings, known, rejected)
-    except ArgumentError as error:
-        raise ArgumentError(f"{path}: {error}") from None
-    return {name: known[name].read(value, f"{path}: ") for name, value in settings.items()}
-
-
-def _check_names(names: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
-    from lowpeak.config.load import check_names
-    from lowpeak.config.rejected import REJECTED
-
-    check_names(names, known, {**REJECTED, **RENAMED, **rejected})
-
-
 def _with_underscores(token: str) -> str:
     """`--learning-rate=1e-6` as `--learning_rate=1e-6`; values are left alone."""
     name, equals, value = token.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value if token.startswith("--") else token
 
 
-def _unwrap(hint: Any, value: Any) -> Any:
-    """A list of one as its item where the argument may be a plain string, too (`--report_to none`)."""
-    return value[0] if isinstance(value, list) and len(value) == 1 and str in members(hint) else value
+class TypedParser(Parser, HfArgumentParser):
+    """HfArgumentParser with groups, `none` as a value, unions of several types, and nothing where nothing was given."""
+
+    def __init__(self, kinds: Sequence[type], prog: str) -> None:
+        self.hints: dict[str, Any] = {}
+        super().__init__(
+            prog=prog,
+            usage=f"{prog} [--config FILE.yaml] [--argument value ...]",
+            allow_abbrev=False,
+            argument_default=argparse.SUPPRESS,
+            formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+        )
+        self.add_argument(
+            "--config",
+            action="append",
+            metavar="FILE",
+            help="YAML file with defaults for any of the arguments below; of several files a later one goes over those before",
+        )
+        self.groups = {title: self.add_argument_group(title) for title in GROUPS}
+        for kind in kinds:
+            self._add_dataclass_arguments(kind)
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        hints = get_type_hints(dtype)
+        for declared in dataclasses.fields(dtype):
+            if declared.init:
+                self._add(declared, hints[declared.name])
+
+    def _add(self, declared: dataclasses.Field[Any], hint: Any) -> None:
+        """Have the base read a field as the simplest type of its hint, then let the action read the hint's other types."""
+        name, simple = declared.name, _simple(hint)
+        listed = get_origin(simple) is list
+        field: Any = dataclasses.field(
+            default=None, metadata={"help": _help(declared)} | ({"action": "extend"} if listed else {})
+        )
+        field.name, field.type = name, simple
+        self._parse_dataclass_field(self.groups[_group_of(declared)], field)
+        action = self._option_string_actions[f"--{name}"]
+        action.option_strings, action.default = (
+            [f"--{name}"],
+            argparse.SUPPRESS,
+        )  # --with-dashes is taken, and not listed
+        action.type = _reader(action.type, simple, hint)
+        action.metavar = _metavar(action, simple)
+        if simple is bool:
+            action.nargs, action.const = "?", True
+        self.hints[name] = hint
+
+    def read_file(self, path: str, rejected: Mapping[str, str]) -> dict[str, Any]:
+        """The settings of a YAML file, each read as its text on the command line would be."""
+        settings = drop_trl_defaults(load_yaml(path), self.hints)
+        check_names(settings, self.hints, rejected)
+        direct = {name: value for name, value in settings.items() if self._stands(name, value)}
+        tokens = [
+            token for name, value in settings.items() if name not in direct for token in self._tokens(name, value)
+        ]
+        found = self.unwrapped(vars(self.parse_args(tokens)))
+        return {name: direct.get(name, found.get(name)) for name in settings}
+
+    def _stands(self, name: str, value: Any) -> bool:
+        """Whether a value of a file needs no reading: None and mappings, where the argument takes them."""
+        kinds = _kinds(self.hints[name])
+        return (value is None and type(None) in kinds) or (isinstance(value, dict) and dict in kinds)
+
+    def _tokens(self, name: str, value: Any) -> list[str]:
+        action = self._option_string_actions[f"--{name}"]
+        if value is None:
+            raise ArgumentError(f"{name} needs a value.")
+        if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
+            raise ArgumentError(f"{name} takes no {'mapping' if isinstance(value, dict) else 'list'}.")
+        if value is False and action.choices:
+            value = "no"  # YAML 1.1 reads a bare `no` as false
+        return [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
+
+    def unwrapped(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What was given, a list of one as its item where the argument may be a plain string, too (`--report_to none`)."""
+        return {
+            name: value[0] if isinstance(value, list) and len(value) == 1 and str in _kinds(self.hints[name]) else value
+            for name, value in given.items()
+        }
 
 
-class Parser(argparse.ArgumentParser):
-    """An argparse parser whose complaints are our errors, without the usage of two hundred arguments."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise it as ours."""
-        raise ArgumentError(f"{message[:1].upper()}{message[1:]}; `{self.prog} --help` lists the arguments.")
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a union; of any other hint, itself."""
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _make_parser(arguments: Sequence[Argument], program: str) -> Parser:
-    parser = Parser(
-        prog=program,
-        usage=f"{program} [--config FILE.yaml] [--argument value ...]",
-        allow_abbrev=False,
-        argument_default=argparse.SUPPRESS,
-        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=36, width=110),
+def _kinds(hint: Any) -> set[Any]:
+    """The alternatives of a hint, without what they hold."""
+    return {get_origin(each) or each for each in _members(hint)}
+
+
+def _simple(hint: Any) -> Any:
+    """The one type as which HfArgumentParser can declare an argument; `_reader` takes the others of its hint."""
+    members = [each for each in _members(hint) if each is not type(None)]
+    listed = next((each for each in members if (get_origin(each) or each) in (list, tuple)), None)
+    if listed is not None:
+        return list[str] if str in members else list[get_args(listed)[0]]  # type: ignore[misc]
+    enum = next((each for each in members if isinstance(each, type) and issubclass(each, Enum)), None)
+    if enum is not None:
+        return enum
+    return members[0] if len(members) == 1 and members[0] in (bool, int, float) else str
+
+
+def _reader(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
+    """What reads a word of an argument: `base`, which the simple type has, and before it what else the hint allows."""
+    kinds = _kinds(hint)
+    if dict in kinds:
+        base = _json_or_text if str in kinds else _json
+    elif simple is str and bool in kinds:
+        base = _switch_or_text
+    base = {string_to_bool: _switch, int: whole_number}.get(base, base)
+    if type(None) not in kinds or str in kinds:
+        return cast(Callable[[str], Any], base)
+
+    def read(text: str) -> Any:
+        return None if text.lower() in ("none", "null") else base(text)
+
+    read.__name__ = getattr(base, "__name__", "value")  # argparse says it of a value that cannot be read
+    return read
+
+
+def _switch(text: str) -> bool:
+    return bool(string_to_bool({"on": "true", "off": "false"}.get(text.lower(), text)))
+
+
+def _switch_or_text(text: str) -> bool | str:
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def whole_number(text: str) -> int:  # argparse says its name of a value that it cannot read
+    """Return the integer that a text is, also one such as 1e3."""
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)
+        if number != int(number):
+            raise
+        return int(number)
+
+
+def _json_or_text(text: str) -> Any:
+    """A JSON object, or the name of a file; text that begins as JSON must be an object."""
+    return _json(text) if text.lstrip()[:1] in ("{", "[") else text
+
+
+def _json(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise argparse.ArgumentTypeError("nests lists or mappings too deeply; correct it") from None
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expects a JSON object ({error})") from None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError("expects a JSON object")
+    return found
+
+
+def _metavar(action: argparse.Action, simple: Any) -> str:
+    choices = list(action.choices or ())
+    if choices and len(choices) <= 6:
+        return "{" + ",".join(map(str, choices)) + "}"
+    return _METAVARS.get(get_args(simple)[0] if get_args(simple) else simple, "VALUE")
+
+
+def _group_of(declared: dataclasses.Field[Any]) -> str:
+    """What the declaration says, else by the name; transformers' other fields come last."""
+    title = declared.metadata.get("group") or next(
+        (title for title, prefixes in _PREFIXES.items() if declared.name.startswith(prefixes)), "training"
     )
-    parser.add_argument(
-        "--config",
-        action="append",
-        metavar="FILE",
-        help="YAML file with defaults for any of the arguments below; of several files a later one goes over those before",
-    )
-    groups = {title: parser.add_argument_group(title) for title in ORDER}
-    for argument in arguments:
-        _add(groups[argument.group], argument)
-    return parser
+    return _TITLES.get(title, title)
 
 
-def _add(group: Any, argument: Argument) -> None:
-    keywords: dict[str, Any] = {"dest": argument.name, "help": _help(argument), "metavar": _metavar(argument.hint)}
-    if list_item(argument.hint) is not None:
-        keywords |= {"nargs": "+", "action": "extend"}
-    elif bool in members(argument.hint):
-        keywords |= {"nargs": "?", "const": "true"}
-    group.add_argument(f"--{argument.name}", **keywords)
-
-
-def _metavar(hint: Any) -> str:
-    allowed = choices(hint)
-    if allowed and len(allowed) <= 6:
-        return "{" + ",".join(str(choice) for choice in allowed) + "}"
-    if str in members(hint):
-        return "VALUE"
-    words = {bool: "BOOL", int: "INT", float: "NUMBER"}
-    kinds = (list_item(each) or get_origin(each) or each for each in members(hint))
-    return next((words[kind] for kind in kinds if kind in words), "VALUE")
-
-
-def _help(argument: Argument) -> str:
-    text = " ".join(argument.help.split())
+def _help(declared: dataclasses.Field[Any]) -> str:
+    text = " ".join(declared.metadata.get("help", "").split())
     first = text.partition(" ")[0]
     text = text[:1].upper() + text[1:] if first.islower() else text  # a name such as vLLM stays
-    default = getattr(argument.default, "value", argument.default)
-    shown = "" if default in (None, "") else f" (default: {default})"
-    return (text.rstrip(".") + shown).strip().replace("%", "%%") or expected(argument.hint).replace("%", "%%")
+    default = getattr(declared.default, "value", declared.default)
+    shown = "" if default in (None, "", dataclasses.MISSING) else f" (default: {default})"
+    return (text.rstrip(".") + shown).strip().replace("%", "%%") or " "

@@ -12,8 +12,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from lowpeak.cli.arguments import Parser
 from lowpeak.cli.devices import read_devices
-from lowpeak.cli.parse import Parser
 from lowpeak.cli.tell import tell
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import LOOPBACK, Server

@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,10 +23,8 @@ from lowpeak.cli.arguments import (
 )
 from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
-from lowpeak.cli.groups import DATA, DEVICES, LOGGING, MODEL, REWARDS
 from lowpeak.cli.launch import is_first, launch_or_join
-from lowpeak.cli.parse import arguments_of, parse
-from lowpeak.cli.show import dump
+from lowpeak.config.secrets import hide_secrets
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
 
 logger = logging.getLogger(__name__)
@@ -99,23 +96,17 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
 def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """What was told, without the trainer's configuration: making that one takes the devices."""
+    from lowpeak.cli.parse import names_of, parse
+
     config_class = getattr(library, f"{NAMES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
-    own = {
-        ModelArguments: arguments_of(ModelArguments, MODEL),
-        DataArguments: arguments_of(DataArguments, DATA),
-        judging: arguments_of(judging, REWARDS) if kind not in ANSWERS else [],
-        RunArguments: arguments_of(RunArguments, LOGGING),
-        LaunchArguments: arguments_of(LaunchArguments, DEVICES),
-        ServingArguments: arguments_of(ServingArguments, DEVICES) if kind not in ANSWERS else [],
-    }
-    theirs = arguments_of(config_class)
-    given = parse(
-        [*chain.from_iterable(own.values()), *theirs], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {})
-    )
+    online = kind not in ANSWERS
+    own: list[type] = [ModelArguments, DataArguments, RunArguments, LaunchArguments]
+    own += [judging, ServingArguments] if online else []
+    given = parse([*own, config_class], argv, f"lowpeak {kind}", getattr(config_class, "rejected", {}))
 
     def pick(part: type[Part]) -> Part:
-        return part(**{each.name: given[each.name] for each in own[part] if each.name in given})
+        return part(**{name: given[name] for name in names_of(part) & given.keys() if part in own})
 
     model, data, rewards = pick(ModelArguments), pick(DataArguments), pick(judging)
     job = Job(kind, model, data, rewards, pick(RunArguments), pick(LaunchArguments), config=None, given=given)
@@ -126,7 +117,7 @@ def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
 def configured(job: Job, library: Any = lowpeak) -> Job:
     """The job with its trainer's configuration; what that refuses is an error with its own words."""
     config_class = getattr(library, f"{NAMES[job.kind]}Config")
-    known = {each.name for each in arguments_of(config_class)}
+    known = {field.name for field in dataclasses.fields(config_class) if field.init}
     settings = {name: value for name, value in handed_over(job.given, os.environ).items() if name in known}
     return dataclasses.replace(job, config=make_config(config_class, settings, job.model))
 
@@ -167,6 +158,8 @@ def make_config(config_class: type, settings: Mapping[str, Any], model: ModelArg
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """The trainer with its model, data, rewards and adapters; the same constructor that a script would call."""
+    from lowpeak.rewards.load import load_judge, load_reward
+
     train_dataset, eval_dataset = load_data(job)
     keywords: dict[str, Any] = {
         "model": job.model.model,
@@ -176,7 +169,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
         "peft_config": lora(job.model, _TASKS.get(job.kind, "CAUSAL_LM")) if job.model.use_peft else None,
     }
     if job.online:
-        keywords["reward_funcs"] = load_rewards(job.rewards.reward or [])
+        keywords["reward_funcs"] = [load_reward(spec) for spec in job.rewards.reward or []]
     if isinstance(job.rewards, JudgeArguments) and job.rewards.judge is not None:
         keywords["judge"] = load_judge(job.rewards.judge)
     return getattr(library, f"{NAMES[job.kind]}Trainer")(**keywords)
@@ -219,20 +212,6 @@ def local_split(source: Path, split: str | None) -> str | None:
     return "train" + split[split.index("[") :] if "[" in split else None
 
 
-def load_rewards(specs: Sequence[str]) -> list[Any]:
-    """One reward for each spec, in order."""
-    from lowpeak.rewards.load import load_reward
-
-    return [load_reward(spec) for spec in specs]
-
-
-def load_judge(spec: str) -> Any:
-    """The judge that a spec names."""
-    from lowpeak.rewards import load
-
-    return load.load_judge(spec)
-
-
 def lora(model: ModelArguments, task: str) -> Any:
     """The adapters' configuration for peft, which also trains the whole head of a classifier."""
     require("peft", "--use_peft", extra="peft")
@@ -258,3 +237,19 @@ def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
     """`true` is the newest checkpoint of the output folder, a path is that checkpoint, nothing starts afresh."""
     text = str(value).lower()
     return {"true": True, "false": None, "none": None}.get(text, value)
+
+
+def dump(resolved: Any) -> str:
+    """What a dry run resolved, as YAML without access tokens; values that YAML has no word for are shown as text."""
+    import yaml
+
+    return yaml.safe_dump(hide_secrets(plain(resolved)), sort_keys=False, allow_unicode=True, width=110)
+
+
+def plain(value: Any) -> Any:
+    """Mappings, sequences and scalars as YAML knows them, anything else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -12,11 +12,7 @@ from typing import Any
 
 from lowpeak.errors import ArgumentError, MissingPackageError
 
-_AXES = {
-    "cp_size": "context parallelism",
-    "sp_size": "sequence parallelism",
-    "pp_size": "pipeline parallelism",
-}
+_AXES = {"cp_size": "context parallelism", "sp_size": "sequence parallelism", "pp_size": "pipeline parallelism"}
 _SIZES = ("tp_size", "dp_shard_size", "dp_replicate_size")
 _LOADING = ("tp_plan", "tp_size", "distributed_config", "device_mesh")
 

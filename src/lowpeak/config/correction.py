@@ -1,24 +1,73 @@
-"""How the drift of an engine that samples with weights of its own is corrected: TRL's arguments to a small record."""
+"""How the drift of an engine that samples with weights of its own is corrected: TRL's arguments, and a small record."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from lowpeak.config.algorithm import Correction
-from lowpeak.config.inapplicable import refuse_idle, require
+from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, above_zero, in_vllm, one_of, require
+from lowpeak.config.vllm import USES_VLLM
 
-_BOUNDS = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+_CORRECTED = (
+    USES_VLLM,
+    ActsWhen(
+        lambda args, facts: args.vllm_importance_sampling_correction,
+        "vllm_importance_sampling_correction is off; turn it on or remove it",
+    ),
+)
+CORRECTION = (
+    "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+    "vllm_importance_sampling_clip_max",
+    "vllm_importance_sampling_clip_min",
+)
+
+
+@dataclass(repr=False)
+class CorrectionArguments:
+    """Whether the policy loss is weighed by how likely the trainer makes a completion over how likely vLLM did, and how."""
+
+    vllm_importance_sampling_correction: bool = in_vllm(
+        True,
+        "Weigh the policy loss by how likely the trainer makes a completion, over how likely vLLM did.",
+        acts=USES_VLLM,
+    )
+    vllm_importance_sampling_mode: str = in_vllm(
+        "sequence_mask",
+        "That weight per token or per completion, cut to its bounds or 0 beyond them: token_truncate, token_mask, "
+        "sequence_truncate or sequence_mask.",
+        one_of(CorrectionMode),
+        _CORRECTED,
+    )
+    vllm_importance_sampling_clip_max: float | None = in_vllm(
+        3.0, "The weight's upper bound (None: none).", above_zero(), _CORRECTED
+    )
+    vllm_importance_sampling_clip_min: float | None = in_vllm(
+        None, "The weight's lower bound (None: none).", NOT_NEGATIVE, _CORRECTED
+    )
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How far an engine that samples with weights of its own is from the trainer, as a weight of the policy loss.
+
+    The weight is old over sampled probability, of each token or of a whole completion (`per_sequence`); beyond the bounds it
+    is 0 (`masks`), or else the bound itself. A bound of None is none.
+    """
+
+    per_sequence: bool
+    masks: bool
+    minimum: float | None
+    maximum: float | None
 
 
 def resolve_correction(args: Any) -> Correction | None:
     """The correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
-    if not args.use_vllm:
+    if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return None
-    off = "vllm_importance_sampling_correction is off; turn it on or remove it"
-    refuse_idle(args, ("vllm_importance_sampling_mode", *_BOUNDS), args.vllm_importance_sampling_correction, off)
-    if not args.vllm_importance_sampling_correction:
-        return None
-    mode, most, least = (getattr(args, name) for name in ("vllm_importance_sampling_mode", *_BOUNDS))
+    mode, most, least = (getattr(args, name) for name in CORRECTION[1:])
     require(
         most is None or least is None or least < most,
         f"vllm_importance_sampling_clip_min={least} must be below vllm_importance_sampling_clip_max={most}.",

@@ -68,11 +68,6 @@ def _reason(error: Exception) -> str:
     return first_line(error)
 
 
-def merge(defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """Both as one; an override replaces the whole value, a mapping too, so that nothing of the default stays."""
-    return {**defaults, **overrides}
-
-
 def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str] | None = None) -> None:
     """Raise one ArgumentError that names every argument that is not known, each with what to do.
 

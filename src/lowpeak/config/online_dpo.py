@@ -1,17 +1,88 @@
-"""What Online DPO can be told: one frozen record, and how flat arguments become it."""
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): arguments, and what its loss is made of."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from lowpeak.config.inapplicable import refuse_idle, require
-from lowpeak.config.ranges import Range, one_of
-from lowpeak.config.resolve import OnlineSettings, require_groups
-from lowpeak.config.resolve_vllm import CORRECTION
+from lowpeak.config.check import acting
+from lowpeak.config.correction import CORRECTION
+from lowpeak.config.declare import ActsWhen, Check, fill, in_algorithm, in_rewards, never, one_of, redeclared, require
+from lowpeak.config.online import OnlineArguments, OnlineSettings, require_groups
+from lowpeak.config.training import CommonArguments
 
 PairLossType = Literal["sigmoid", "ipo"]
+
+REJECTED: dict[str, str] = {
+    "max_length": "prompts are never cut: max_completion_length bounds completions, and overlong_prompts='drop' leaves out "
+    "prompts that do not fit",
+    "reward_model_path": "pass the path to the trainer, as reward_funcs",
+    "judge": "pass the judge to the trainer, as judge=",
+    "gpu_memory_utilization": "its name is vllm_gpu_memory_utilization",
+}
+
+
+def _betas(beta: Any) -> tuple[Any, ...]:
+    return tuple(beta) if isinstance(beta, list | tuple) else (beta,)
+
+
+def _are_positive(beta: Any) -> bool:
+    betas = _betas(beta)
+    numbers = [each for each in betas if isinstance(each, int | float) and not isinstance(each, bool)]
+    return 0 < len(numbers) == len(betas) and all(0 < each < math.inf for each in numbers)
+
+
+_NO_RATIO = never("Online DPO compares the two of a pair and clips no ratio; remove it")
+_NO_CORRECTION = never("a pair is compared by what policy and reference say of it, whoever sampled it; remove it")
+
+
+@dataclass(repr=False)
+class OnlineDPOArguments(OnlineArguments):
+    """What Online DPO takes.
+
+    Sizes count completions as everywhere here, where TRL's per_device_train_batch_size counts prompts.
+    """
+
+    rejected: ClassVar[Mapping[str, str]] = REJECTED
+    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+        "epsilon": _NO_RATIO,
+        "epsilon_high": _NO_RATIO,
+        "kl_estimator": never("the loss is of a pair's log-ratios, which need no estimate of a KL; remove it"),
+        **dict.fromkeys(CORRECTION, _NO_CORRECTION),
+    }
+
+    learning_rate: float = redeclared(CommonArguments, "learning_rate", 5e-7)
+    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
+    num_generations: int = redeclared(
+        OnlineArguments, "num_generations", 2, help="Completions of each prompt (G): the best and the worst are a pair."
+    )
+    max_completion_length: int = redeclared(OnlineArguments, "max_completion_length", 64)
+    beta: float | list[float] = in_algorithm(  # type: ignore[assignment]
+        0.1,
+        "Pull towards the reference (IPO's tau); a list has one for each epoch, and the last one stays.",
+        Check(_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
+    )
+    loss_type: str = in_algorithm("sigmoid", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType))
+    missing_eos_penalty: float | None = in_rewards(
+        None,
+        "What a completion that did not end by itself loses of its reward.",
+        Check(lambda x: x is None or 0 < x < math.inf, "must be a number above 0, or None"),
+        ActsWhen(
+            lambda args, facts: not args.mask_truncated_completions,
+            "mask_truncated_completions leaves completions that did not end by themselves out of every pair; remove one of the "
+            "two",
+            raises=True,
+        ),
+    )
+    vllm_gpu_memory_utilization: float = redeclared(OnlineArguments, "vllm_gpu_memory_utilization", 0.55)
+    vllm_importance_sampling_correction: bool = redeclared(
+        OnlineArguments,
+        "vllm_importance_sampling_correction",
+        False,
+        help="Always False: a pair is compared by policy and reference, whoever sampled it.",
+    )
 
 
 @dataclass(frozen=True)
@@ -27,57 +98,19 @@ class OnlineDPOSettings:
     mask_truncated: bool
 
 
-def _betas(beta: Any) -> tuple[Any, ...]:
-    return tuple(beta) if isinstance(beta, list | tuple) else (beta,)
-
-
-def _are_positive(beta: Any) -> bool:
-    betas = _betas(beta)
-    numbers = [each for each in betas if isinstance(each, int | float) and not isinstance(each, bool)]
-    return 0 < len(numbers) == len(betas) and all(0 < each < math.inf for each in numbers)
-
-
-RANGES: dict[str, Range] = {
-    "beta": (_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
-    "loss_type": one_of(PairLossType),
-    "missing_eos_penalty": (lambda x: x is None or 0 < x < math.inf, "must be a number above 0, or None"),
-}
-
-REJECTED: dict[str, str] = {
-    "max_length": "prompts are never cut: max_completion_length bounds completions, and overlong_prompts='drop' leaves out "
-    "prompts that do not fit",
-    "reward_model_path": "pass the path to the trainer, as reward_funcs",
-    "judge": "pass the judge to the trainer, as judge=",
-    "gpu_memory_utilization": "its name is vllm_gpu_memory_utilization",
-}
-
-_IDLE: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("epsilon", "epsilon_high"), "Online DPO compares the two of a pair and clips no ratio; remove it"),
-    (("kl_estimator",), "the loss is of a pair's log-ratios, which need no estimate of a KL; remove it"),
-    (CORRECTION, "a pair is compared by what policy and reference say of it, whoever sampled it; remove it"),
-)
-
-
 def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
-    """Online DPO's settings; an argument that the run leaves idle is an ArgumentError."""
+    """Online DPO's settings; ArgumentError for betas of epochs that the run does not have."""
+    args = acting(args, online.facts)
     require_groups(args)
-    for names, why in _IDLE:
-        refuse_idle(args, names, False, why)
-    refuse_idle(
-        args,
-        ("missing_eos_penalty",),
-        not online.mask_truncated,
-        "mask_truncated_completions leaves completions that did not end by themselves out of every pair; remove one of the two",
-    )
     betas = _betas(args.beta)
-    epochs = math.ceil(args.num_train_epochs)
     require(
-        args.max_steps > 0 or len(betas) <= max(1, epochs),
+        args.max_steps > 0 or len(betas) <= max(1, math.ceil(args.num_train_epochs)),
         f"beta has {len(betas)} values and num_train_epochs={args.num_train_epochs} is over before the last ones act; give "
         "at most one for each epoch.",
     )
-    return OnlineDPOSettings(
-        loss_type=args.loss_type,
+    return fill(
+        OnlineDPOSettings,
+        args,
         betas=tuple(float(beta) for beta in betas),
         missing_eos_penalty=float(args.missing_eos_penalty or 0.0),
         mask_truncated=online.mask_truncated,

@@ -1,31 +1,38 @@
-"""What PPO can be told: one frozen record, and how flat arguments become it."""
+"""PPO (arXiv 1707.06347) with a KL in the reward (arXiv 1909.08593): arguments, and what its loss is made of.
+
+Names are those of TRL's former PPO trainer where the meaning is the same; `docs/migrating.md` has the rest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-from lowpeak.config.algorithm import Correction, KLEstimator
-from lowpeak.config.correction import resolve_correction
-from lowpeak.config.inapplicable import refuse_idle, require
-from lowpeak.config.ranges import Range, one_of
-from lowpeak.config.resolve import ON_POLICY, OnlineSettings
+from lowpeak.config.check import acting
+from lowpeak.config.correction import Correction, resolve_correction
+from lowpeak.config.declare import (
+    FINITE,
+    NOT_NEGATIVE,
+    ActsWhen,
+    Check,
+    above_zero,
+    at_least,
+    fill,
+    in_algorithm,
+    in_model,
+    in_rewards,
+    in_training,
+    never,
+    one_of,
+    redeclared,
+    require,
+    within,
+)
+from lowpeak.config.online import HAS_KL, REUSES_ROLLOUTS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
+from lowpeak.config.rloo import KL_IN_REWARD
 
 CriticLayout = Literal["head", "model", "adapter"]
-
-RANGES: dict[str, Range] = {
-    "critic": one_of(CriticLayout),
-    "gamma": (lambda x: 0 <= x <= 1, "must be in [0, 1]"),
-    "lam": (lambda x: 0 <= x <= 1, "must be in [0, 1]"),
-    "vf_coef": (lambda x: 0 <= x < float("inf"), "must be a finite number of 0 or more"),
-    "cliprange_value": (lambda x: x is None or x > 0, "must be above 0, or None"),
-    "kl_target": (lambda x: x is None or x > 0, "must be above 0: nats per completion"),
-    "kl_horizon": (lambda x: x >= 1, "must be at least 1 completion"),
-    "early_stop_kl": (lambda x: x is None or x > 0, "must be above 0, or None"),
-    "missing_eos_penalty": (lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
-    "value_learning_rate": (lambda x: x is None or 0 <= x < float("inf"), "must be a finite number of 0 or more"),
-    "value_warmup_steps": (lambda x: x >= 0, "must be 0 or more"),
-}
 
 REJECTED: dict[str, str] = {
     "total_episodes": "it counts completions: set max_steps, of which a rollout takes num_ppo_epochs x num_mini_batches",
@@ -47,6 +54,100 @@ REJECTED: dict[str, str] = {
     "model_adapter_name": "an adapter is chosen by peft_config, or comes with the PeftModel that is passed as model; remove it",
     "ref_adapter_name": "under an adapter the reference is the policy without it, or as it came in; remove it",
 }
+
+_STILL = "vf_coef is 0, so the critic's loss counts nothing; set vf_coef or remove it"
+_TRAINS_VALUES = ActsWhen(lambda args, facts: args.vf_coef > 0, _STILL)
+
+
+@dataclass(repr=False)
+class PPOArguments(OnlineArguments):
+    """What PPO takes."""
+
+    rejected: ClassVar[Mapping[str, str]] = REJECTED
+    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+        "dynamic_sampling_rounds": never(
+            "PPO learns from completions whose rewards are equal, too; remove it", raises=True
+        )
+    }
+
+    num_generations: int = redeclared(OnlineArguments, "num_generations", 1)
+    beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
+    kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
+    num_iterations: int = redeclared(
+        OnlineArguments, "num_iterations", 4, help="Passes over each rollout (PPO's epochs)."
+    )
+    kl_coef: float | None = in_algorithm(None, "TRL's name of beta.", means="beta")
+    num_ppo_epochs: int | None = in_algorithm(None, "TRL's name of num_iterations.", means="num_iterations")
+    cliprange: float | None = in_algorithm(None, "TRL's name of epsilon.", means="epsilon")
+    num_mini_batches: int | None = in_algorithm(
+        None, "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way."
+    )
+    kl_target: float | None = in_algorithm(
+        None,
+        "Steer beta so that the KL comes to so many nats per completion (None: beta is fixed).",
+        Check(lambda x: x is None or x > 0, "must be above 0: nats per completion"),
+        HAS_KL,
+    )
+    kl_horizon: int = in_algorithm(
+        10000,
+        "Completions over which that steering acts.",
+        at_least(1, "completion"),
+        (
+            HAS_KL,
+            ActsWhen(
+                lambda args, facts: args.kl_target is not None, "the coefficient is fixed; set kl_target or remove it"
+            ),
+        ),
+    )
+    early_stop_kl: float | None = in_algorithm(
+        None,
+        "Leave a rollout's other steps out once half the mean squared log-ratio is above this.",
+        above_zero(),
+        REUSES_ROLLOUTS,
+    )
+    gamma: float = in_algorithm(1.0, "Discount of later rewards, per token.", within(0, 1))
+    lam: float = in_algorithm(0.95, "GAE's lambda.", within(0, 1))
+    whiten_rewards: bool = in_algorithm(False, "Scale the rewards of tokens to unit variance in the rollout.")
+    whiten_advantages: bool = in_algorithm(True, "Centre and scale the advantages of tokens over the rollout.")
+    missing_eos_penalty: float | None = in_rewards(
+        None,
+        "Taken off the reward of a completion that did not end by itself.",
+        Check(lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
+        ActsWhen(
+            lambda args, facts: not args.mask_truncated_completions,
+            "mask_truncated_completions lets completions that did not end by themselves count no token; remove one of the two",
+            raises=True,
+        ),
+    )
+    critic: str = in_model(
+        "head",
+        "Where values come from: head (on the policy's backbone), adapter (a second LoRA adapter on the base), or model "
+        "(a backbone of its own).",
+        one_of(CriticLayout),
+    )
+    value_model_path: str | None = in_model(
+        None,
+        "With critic=model: a reward model's checkpoint that starts it (None: the policy's weights).",
+        acts=ActsWhen(
+            lambda args, facts: args.critic == "model",
+            "the critic has no backbone of its own; set critic='model' or remove it",
+            raises=True,
+        ),
+    )
+    value_learning_rate: float | None = in_training(
+        None,
+        "The critic's learning rate (None: learning_rate).",
+        FINITE,
+        ActsWhen(lambda args, facts: args.vf_coef > 0 or args.weight_decay > 0, _STILL),
+    )
+    value_warmup_steps: int = in_algorithm(0, "Steps in which the critic alone is trained, at the start.", NOT_NEGATIVE)
+    vf_coef: float = in_algorithm(0.1, "Weight of the value loss.", FINITE)
+    cliprange_value: float | None = in_algorithm(
+        0.2,
+        "How far a value may move from the rollout's before its loss is clipped (None: no clip).",
+        above_zero(),
+        (_TRAINS_VALUES, REUSES_ROLLOUTS),
+    )
 
 
 @dataclass(frozen=True)
@@ -90,55 +191,23 @@ class PPOSettings:
 
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
-    """PPO's settings; an argument that the run leaves idle is an ArgumentError."""
+    """PPO's settings; ArgumentError for a critic that could not be trained as asked."""
+    args = acting(args, online.facts)
     _check_critic(args)
-    still = "vf_coef is 0, so the critic's loss counts nothing; set vf_coef or remove it"
-    refuse_idle(args, ("cliprange_value",), args.vf_coef > 0, still)
-    refuse_idle(args, ("value_learning_rate",), args.vf_coef > 0 or args.weight_decay > 0, still)
-    reused = online.rollout.num_steps > 1
-    refuse_idle(args, ("epsilon", "epsilon_high", "cliprange_value", "early_stop_kl"), reused, ON_POLICY)
-    refuse_idle(
-        args, ("kl_target", "kl_horizon"), args.beta != 0, "beta is 0, so there is no KL; set beta or remove it"
-    )
-    refuse_idle(
-        args, ("kl_horizon",), args.kl_target is not None, "the coefficient is fixed; set kl_target or remove it"
-    )
-    refuse_idle(
-        args,
-        ("dynamic_sampling_rounds",),
-        False,
-        "PPO learns from completions whose rewards are equal, too; remove it",
-    )
-    refuse_idle(
-        args,
-        ("missing_eos_penalty",),
-        not online.mask_truncated,
-        "mask_truncated_completions lets completions that did not end by themselves count no token; remove one of the two",
-    )
-    refuse_idle(
-        args,
-        ("value_model_path",),
-        args.critic == "model",
-        "the critic has no backbone of its own; set critic='model' or remove it",
-    )
     correction = resolve_correction(args)
-    return PPOSettings(
-        beta=args.beta,
-        kl_estimator=args.kl_estimator,
-        adaptive_kl=_resolve_adaptive(args, online),
-        gamma=args.gamma,
+    steered = args.kl_target is not None
+    return fill(
+        PPOSettings,
+        args,
+        adaptive_kl=AdaptiveKL(args.kl_target, args.kl_horizon, online.rollout.num_rows) if steered else None,
         gae_lambda=args.lam,
         clip_low=args.epsilon,
-        clip_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        clip_high=clip_high(args),
         value_clip=args.cliprange_value,
         value_coef=args.vf_coef,
-        whiten_rewards=args.whiten_rewards,
-        whiten_advantages=args.whiten_advantages,
         missing_eos_penalty=args.missing_eos_penalty or 0.0,
-        early_stop_kl=args.early_stop_kl,
-        value_warmup_steps=args.value_warmup_steps,
         mask_truncated=online.mask_truncated,
-        score_old=reused or args.beta != 0 or correction is not None,
+        score_old=online.rollout.num_steps > 1 or args.beta != 0 or correction is not None,
         correction=correction,
     )
 
@@ -158,9 +227,3 @@ def _check_critic(args: Any) -> None:
         f"value_warmup_steps={args.value_warmup_steps} holds the policy still, and weight_decay={args.weight_decay} would shrink "
         "it meanwhile; leave one of the two out.",
     )
-
-
-def _resolve_adaptive(args: Any, online: OnlineSettings) -> AdaptiveKL | None:
-    if args.kl_target is None:
-        return None
-    return AdaptiveKL(args.kl_target, args.kl_horizon, online.rollout.num_rows)

@@ -1,11 +1,41 @@
-"""What reward model training was told, as the record that its loss is made of."""
+"""Reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155): arguments, and what its loss is made of."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from lowpeak.config.inapplicable import refuse_idle
+from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, in_algorithm, in_memory, never, redeclared
+from lowpeak.config.sft import OfflineArguments
+from lowpeak.config.training import CommonArguments
+
+_NO_LOGPROBS = never("a reward model gives one score a row and no log-probs; remove it")
+
+
+@dataclass(repr=False)
+class RewardArguments(OfflineArguments):
+    """What reward model training takes."""
+
+    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+        "logprob_chunk_size": _NO_LOGPROBS,
+        "log_entropy": _NO_LOGPROBS,
+        "router_aux_loss_coef": never("transformers' classifiers have no load-balancing loss; remove it", raises=True),
+    }
+
+    learning_rate: float = redeclared(CommonArguments, "learning_rate", 1e-4)
+    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
+    max_length: int | None = redeclared(
+        OfflineArguments,
+        "max_length",
+        help="A pair of which one row has more tokens is left out (None: the model's context).",
+    )
+    share_prompt: bool | None = in_memory(
+        None, "Forward what both rows of a pair begin with once (None: where it pays)."
+    )
+    center_rewards_coefficient: float | None = in_algorithm(
+        None, "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
+    )
 
 
 @dataclass(frozen=True)
@@ -16,14 +46,5 @@ class RewardModelSettings:
 
 
 def resolve_reward_model(args: Any) -> RewardModelSettings:
-    """The loss's settings; an argument that has nothing to act on is an ArgumentError."""
-    refuse_idle(
-        args,
-        ("logprob_chunk_size", "log_entropy"),
-        False,
-        "a reward model gives one score a row and no log-probs; remove it",
-    )
-    refuse_idle(
-        args, ("router_aux_loss_coef",), False, "transformers' classifiers have no load-balancing loss; remove it"
-    )
+    """The loss's settings."""
     return RewardModelSettings(center=args.center_rewards_coefficient or 0.0)

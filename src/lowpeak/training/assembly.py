@@ -17,10 +17,9 @@ from transformers import set_seed
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
-from lowpeak.config.gathering import given_gathering
-from lowpeak.config.inapplicable import refuse_idle
-from lowpeak.config.memory import MemorySettings
-from lowpeak.config.resolve import OnlineSettings, resolve_online
+from lowpeak.config.check import acting, tell_idle
+from lowpeak.config.online import OnlineSettings, resolve_online
+from lowpeak.config.training import MemorySettings
 from lowpeak.critic import critics_model
 from lowpeak.data.cursor import PromptCursor, cursor_over
 from lowpeak.data.prompts import PromptReader, check_embedded, padding_id
@@ -30,7 +29,6 @@ from lowpeak.journal import Journal
 from lowpeak.loading import give_room
 from lowpeak.logprobs.head import causal_lm, install_head
 from lowpeak.logprobs.verify import verify_load_balance
-from lowpeak.memory.devices import has_memory
 from lowpeak.memory.offload import activation_offload
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
@@ -39,10 +37,10 @@ from lowpeak.rewards.combine import RewardPanel, RewardSettings
 from lowpeak.rewards.make import listed, make_rewards
 from lowpeak.rewards.model import ModelReward
 from lowpeak.rewards.reward import Reward
-from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded, shares_of
+from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded, shares_of, states_on_host
 from lowpeak.strategies.strategy import Frozen, Strategy
 from lowpeak.training.critics import check_reads
-from lowpeak.training.engines import OnlineParts, check_adapters, check_engine, make_engine
+from lowpeak.training.engines import OnlineParts, adapters_idle, check_engine, make_engine
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.models import (
@@ -59,7 +57,7 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
-from lowpeak.training.resting import check_resting, make_rest, resting
+from lowpeak.training.resting import make_rest, resting
 from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
@@ -94,6 +92,7 @@ def prepare_online(
     """
     check_devices(bool(args.fsdp), args.cut.tensor > 1)
     settings = resolve_online(args, args.world_size // args.cut.tensor, len(listed(inputs.reward_funcs)))
+    given, args = args, acting(args, settings.facts)
     algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's start is drawn
     check_engine(settings.vllm, args.cut.tensor)
@@ -115,7 +114,7 @@ def prepare_online(
         cut=args.cut,
         device=None if args.fsdp else args.device,
     )
-    if args.sync_ref_model and is_peft(policy):
+    if settings.reference_sync is not None and is_peft(policy):
         raise ArgumentError(
             "sync_ref_model moves a reference that has weights of its own, and under an adapter the reference is the "
             "policy without it: remove sync_ref_model, or train without an adapter."
@@ -128,7 +127,7 @@ def prepare_online(
     if args.disable_dropout:
         for each in filter(None, (policy, reference)):
             disable_dropout(each)
-    return OnlineParts(args, settings, algorithm, policy, reference, tokenizer, rewards, success)
+    return OnlineParts(given, args, settings, algorithm, policy, reference, tokenizer, rewards, success)
 
 
 def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_needed: bool) -> nn.Module | None:
@@ -153,7 +152,7 @@ def connect_online(
     """The run and the rollout maker of a trainer whose accelerator stands."""
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
-    _check_acting(trainer, parts, strategy)
+    _tell_idle(trainer, parts, strategy)
     own = critics_model(causal_lm(parts.policy))
     if own is not None:
         check_reads(own, parts.policy, parts.tokenizer)
@@ -169,7 +168,9 @@ def connect_online(
     )
     with strategy.ranks.together():
         cursor = _cursor(trainer.train_dataset, new_reader(), settings, args)
-    rest = make_rest(trainer, parts.policy, strategy) if settings.memory.idle_on_host else None
+    something_rests = _has_frozen(parts) or not states_on_host(trainer.accelerator.state)
+    rests = settings.memory.idle_on_host and something_rests
+    rest = make_rest(trainer, parts.policy, strategy) if rests else None
     freeze = _freezer(trainer, parts, strategy, rest)
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     for reward in parts.rewards:
@@ -218,7 +219,6 @@ def make_run(
     # No copies of weights until a forward ends: 2 bytes a parameter, and each is used once.
     trainer.accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     with ranks.together():
-        _check_cast(args, policy, reference)
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
     if load_balance is not None:  # a row without an advantage moves the routers, too
@@ -257,11 +257,10 @@ def make_run(
     )
 
 
-def _check_cast(args: Any, policy: nn.Module, reference: Reference | None) -> None:
-    own = None if reference is None else reference.model
-    parameters = [parameter for model in (policy, own) if model is not None for parameter in model.parameters()]
-    in_fp32 = not args.bf16 and all(parameter.dtype == torch.float32 for parameter in parameters)
-    refuse_idle(args, ("cast_lm_head_to_fp32",), not in_fp32, "the run computes in fp32 already; remove it")
+def computes_in_fp32(args: Any, *models: nn.Module | None) -> bool:
+    """Return whether all products are in fp32: nothing is left for `cast_lm_head_to_fp32`."""
+    dtypes = {parameter.dtype for model in models if model is not None for parameter in model.parameters()}
+    return not args.bf16 and dtypes <= {torch.float32}
 
 
 @contextmanager
@@ -297,33 +296,22 @@ def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Ref
     return Reference(frozen.model, frozen.ready)
 
 
-def _check_acting(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
-    gathering = given_gathering(parts.args)
-    if gathering is not None and not strategy.cuts_parameters:
-        raise ArgumentError(
-            f"{gathering}={getattr(parts.args, gathering)!r} cannot act: parameters are whole on every rank; it concerns FSDP2 "
-            "and ZeRO-3. Remove it."
-        )
-    if parts.args.offload_during_rollout:
-        check_resting(trainer.accelerator, _has_frozen(parts))
-    check_adapters(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
-    if parts.args.offload_frozen_models:
-        _check_offloading(parts, trainer.accelerator.device, strategy.ranks.world_size)
-
-
-def _check_offloading(parts: OnlineParts, device: torch.device, world_size: int) -> None:
-    """ArgumentError where `offload_frozen_models` finds nothing, moves nothing, or leaves no weights to average (one device)."""
-    if parts.args.sync_ref_model and world_size == 1:
-        raise ArgumentError(
-            "sync_ref_model=True cannot act beside offload_frozen_models=True on one device: what waits in host memory is not "
-            "averaged there; remove one of them."
-        )
-    if not has_memory(device):
-        raise ArgumentError("offload_frozen_models=True cannot act: the device's memory is the host's; remove it.")
-    if not _has_frozen(parts):
-        raise ArgumentError(
-            "offload_frozen_models=True cannot act: there is no reference and no reward model; remove it."
-        )
+def _tell_idle(trainer: Any, parts: OnlineParts, strategy: Strategy) -> None:
+    """Name the arguments that have no effect, now that models and devices are known."""
+    why_merged = adapters_idle(parts.settings.vllm, parts.policy, strategy.ranks.world_size)
+    facts = parts.settings.facts
+    if why_merged:
+        facts = replace(facts, idle={**facts.idle, "vllm_adapters=False": why_merged})
+    tell_idle(
+        parts.given,
+        replace(
+            facts,
+            sharded=strategy.cuts_parameters,
+            in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
+            states_on_host=states_on_host(trainer.accelerator.state),
+            frozen=_has_frozen(parts),
+        ),
+    )
 
 
 def _has_frozen(parts: OnlineParts) -> bool:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.config.gathering import ALL
-from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.online import OnlineSettings
+from lowpeak.config.rollout import ALL
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data.prompts import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
@@ -45,8 +45,12 @@ from lowpeak.wrapped import num_embeddings
 
 @dataclass(frozen=True)
 class OnlineParts:
-    """The arguments and what they resolved to, models and tokenizer, the rewards, and what an evaluation counts as a success."""
+    """The arguments that were `given`, `args` with defaults for those without effect, and the settings of both.
 
+    Beside them models and tokenizer, the rewards, and what an evaluation counts as a success.
+    """
+
+    given: Any
     args: Any
     settings: OnlineSettings
     algorithm: Algorithm
@@ -75,13 +79,12 @@ def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> Non
         require_vllm()
 
 
-def check_adapters(settings: VllmSettings | None, policy: Any, num_ranks: int) -> None:
-    """ArgumentError for `vllm_adapters=False` where merged weights are sent in any case."""
+def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) -> str:
+    """Return why `vllm_adapters=False` changes nothing, since merged weights are sent in any case; nothing where it acts."""
     if settings is None or settings.adapters:
-        return
+        return ""
     because = _why_merged(settings.where, policy, num_ranks)
-    if because:
-        raise ArgumentError(f"vllm_adapters=False has no effect: {because}; remove it.")
+    return because and f"{because}; remove it"
 
 
 def _why_merged(where: Any, policy: Any, num_ranks: int) -> str:

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.config.resolve import OnlineSettings, resolve_grpo
+from lowpeak.config.grpo import resolve_grpo
+from lowpeak.config.online import OnlineSettings
 from lowpeak.training.arguments import GRPOConfig, OnlineConfig
 from lowpeak.training.online_trainer import OnlineTrainer
 

@@ -13,7 +13,7 @@ from lowpeak.attention.install import install_attention, uninstall_attention
 from lowpeak.attention.support import why_not
 from lowpeak.attention.verify import forests_agree
 from lowpeak.batching.prefix import Layout
-from lowpeak.config.memory import MemorySettings
+from lowpeak.config.training import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.detect import is_sharded

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,8 +18,8 @@ from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
-from lowpeak.config.inapplicable import refuse_idle
-from lowpeak.config.resolve import resolve_common
+from lowpeak.config.check import tell_idle
+from lowpeak.config.training import facts_of, resolve_common
 from lowpeak.data.cursor import cursor_over
 from lowpeak.data.prompts import RowReader, check_embedded, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
@@ -27,7 +28,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
 from lowpeak.training.arguments import CommonConfig
-from lowpeak.training.assembly import make_run
+from lowpeak.training.assembly import computes_in_fp32, make_run
 from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
 from lowpeak.training.describe import describe_offline
 from lowpeak.training.interrupt import StepCallback
@@ -41,8 +42,6 @@ from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import StepWork, step_batches
 from lowpeak.watch.watch import watched
 from lowpeak.wrapped import num_embeddings, transformers_model
-
-_SAME_BATCHES = "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
 
 
 class OfflineTrainer(StepTrainer):
@@ -124,7 +123,6 @@ class OfflineTrainer(StepTrainer):
         quiet_replicas(args)
         with Ranks(args.device).together():
             self.memory = resolve_common(args)
-            refuse_idle(args, ("per_device_eval_batch_size",), False, _SAME_BATCHES)
             set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
             algorithm = self.make_algorithm(args)
             if args.process_index == 0:
@@ -146,6 +144,7 @@ class OfflineTrainer(StepTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
         self.user_args = args
+        tell_idle(args, replace(facts_of(args), in_fp32=computes_in_fp32(args, policy)))
         strategy = detect_strategy(self.accelerator)
         self.run = make_run(self, args, algorithm, strategy, policy, self.memory, head=self.head)
         self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)

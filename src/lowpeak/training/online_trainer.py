@@ -14,7 +14,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RolloutInUse, RunState
-from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.online import OnlineSettings
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.cursor import eval_prompts
 from lowpeak.data.prompts import check_columns
@@ -122,6 +122,7 @@ class OnlineTrainer(StepTrainer):
             setattr(self, name, getattr(args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
+        self.printed_span: int | None = None  # of log_completions_steps
         self.add_callback(StepCallback(self))
 
     @property
@@ -187,7 +188,7 @@ class OnlineTrainer(StepTrainer):
         if (
             metrics
             and self.run.metrics is not metrics
-            and self.user_args.log_completions
+            and self._table_is_due()
             and self.rollout is not None
             and self.is_world_process_zero()
         ):
@@ -197,6 +198,13 @@ class OnlineTrainer(StepTrainer):
                 most=self.user_args.num_completions_to_print,
                 unique=self.user_args.log_unique_prompts,
             )
+
+    def _table_is_due(self) -> bool:
+        """Return whether a table is due: the first one, and then one in each span of `log_completions_steps`."""
+        span = self.state.global_step // self.user_args.log_completions_steps
+        due = self.user_args.log_completions and span != self.printed_span
+        self.printed_span = span if due else self.printed_span
+        return bool(due)
 
     def use_sizes(self, sizes: Sizes) -> None:
         super().use_sizes(sizes)

@@ -11,11 +11,11 @@ from torch import nn
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.ppo import make_ppo
+from lowpeak.config.online import OnlineSettings
 from lowpeak.config.ppo import resolve_ppo
-from lowpeak.config.resolve import OnlineSettings
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards.make import listed
-from lowpeak.training.arguments import OnlineConfig
+from lowpeak.training.arguments import OnlineConfig, PPOConfig
 from lowpeak.training.checkpoints import CRITIC_FOLDER
 from lowpeak.training.critics import (
     EXPORT_FOLDER,
@@ -26,7 +26,6 @@ from lowpeak.training.critics import (
     train_at_own_rate,
 )
 from lowpeak.training.online_trainer import OnlineTrainer
-from lowpeak.training.ppo_arguments import PPOConfig
 
 
 class PPOTrainer(OnlineTrainer):

@@ -8,22 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowpeak.errors import ArgumentError
-from lowpeak.memory.devices import has_memory
 from lowpeak.memory.resting import LEAST_BYTES, DeviceHostMover, HostMover, Rest
-from lowpeak.strategies.detect import states_on_host
 from lowpeak.strategies.strategy import Frozen, Strategy
-
-
-def check_resting(accelerator: Any, has_frozen: bool) -> None:
-    """ArgumentError where nothing can leave: the device's memory is the host's, or all of it is there already."""
-    if not has_memory(accelerator.device):
-        raise ArgumentError("offload_during_rollout=True cannot act: the device's memory is the host's; remove it.")
-    if states_on_host(accelerator.state) and not has_frozen:
-        raise ArgumentError(
-            "offload_during_rollout=True cannot act: the optimizer's states are in host memory already, and there is no "
-            "reference and no reward model; remove it."
-        )
 
 
 def make_rest(

@@ -21,10 +21,9 @@ from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs.score_head import classifier_of
 from lowpeak.pretrained import from_pretrained
 from lowpeak.records import Record
-from lowpeak.training.arguments import CommonConfig
+from lowpeak.training.arguments import CommonConfig, RewardConfig
 from lowpeak.training.models import SCORES, Head, load_policy
 from lowpeak.training.offline_trainer import OfflineTrainer, longest_row
-from lowpeak.training.reward_arguments import RewardConfig
 from lowpeak.training.step import score
 from lowpeak.training.work import StepWork
 from lowpeak.wrapped import num_embeddings

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.resolve import OnlineSettings, resolve_rloo
+from lowpeak.config.online import OnlineSettings
+from lowpeak.config.rloo import resolve_rloo
 from lowpeak.training.arguments import OnlineConfig, RLOOConfig
 from lowpeak.training.online_trainer import OnlineTrainer
 

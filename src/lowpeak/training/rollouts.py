@@ -16,7 +16,7 @@ from lowpeak.algorithms.algorithm import Advantages, Algorithm, Need
 from lowpeak.algorithms.select import loss_mask
 from lowpeak.batching.assign import assign, cut_groups
 from lowpeak.batching.packing import Budget, pack, scatter, share
-from lowpeak.config.resolve import OnlineSettings
+from lowpeak.config.online import OnlineSettings
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.cursor import PromptCursor
 from lowpeak.data.prompts import PromptReader

@@ -13,6 +13,7 @@ from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.supervised import make_supervised
+from lowpeak.config.sft import check_packing
 from lowpeak.data.supervised import SupervisedReader, check_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.records import Record
@@ -93,6 +94,7 @@ class SFTTrainer(OfflineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
+        check_packing(args)
         return make_supervised(args.loss_type)
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowpeak.batching.packing import Budget
 from lowpeak.batching.prefix import Costs
-from lowpeak.config.memory import MemorySettings
+from lowpeak.config.training import MemorySettings
 from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks

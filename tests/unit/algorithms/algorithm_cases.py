@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Algorithm, StepCounts
-from lowpeak.config.algorithm import GRPOSettings, RLOOSettings
+from lowpeak.config.grpo import GRPOSettings
+from lowpeak.config.rloo import RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
 from lowpeak.training.step import weighted_loss
 from steps import GRPO

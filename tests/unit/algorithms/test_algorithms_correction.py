@@ -13,7 +13,8 @@ from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.correction import correction_weight
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.algorithm import Correction, EntropyBonus
+from lowpeak.config.correction import Correction
+from lowpeak.config.grpo import EntropyBonus
 from lowpeak.records import Completion, Metric, Record, merge_metrics
 
 LEAST, MOST = 0.6, 1.5

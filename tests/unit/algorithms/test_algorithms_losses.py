@@ -15,7 +15,7 @@ from lowpeak.algorithms.importance import importance_ratio, mean_ratio, product_
 from lowpeak.algorithms.losses import clipped_surrogate
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.config.algorithm import EntropyBonus
+from lowpeak.config.grpo import EntropyBonus
 from lowpeak.records import TokenBatch
 from lowpeak.training.step import weighted_loss
 

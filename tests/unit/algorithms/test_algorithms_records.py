@@ -10,7 +10,7 @@ from algorithm_cases import GRPO, RLOO, record
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.config.algorithm import EntropyBonus
+from lowpeak.config.grpo import EntropyBonus
 
 
 @pytest.mark.parametrize(

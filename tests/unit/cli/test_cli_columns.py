@@ -22,10 +22,7 @@ def test_a_question_becomes_the_prompt_and_other_columns_stay():
 def test_a_chat_is_opened_by_the_system_and_asked_by_the_user():
     dataset = Dataset.from_dict({"prompt": ["1+1?"]})
     shaped = shape(dataset, DataArguments(conversational=True, system_prompt="Be brief."))
-    assert shaped[0]["prompt"] == [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "1+1?"},
-    ]
+    assert shaped[0]["prompt"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
 
 
 def test_a_completion_becomes_the_assistant_s_message():

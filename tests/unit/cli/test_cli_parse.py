@@ -1,18 +1,23 @@
+"""A command line and its files: names, values of every kind, what is refused, and help."""
+
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+from transformers.trainer_utils import IntervalStrategy
 
 from lowpeak.cli.arguments import ModelArguments
-from lowpeak.cli.groups import GENERATION, ORDER
-from lowpeak.cli.parse import Argument, arguments_of, parse
+from lowpeak.cli.parse import GROUPS, names_of, parse
+from lowpeak.cli.train import dump
 from lowpeak.errors import ArgumentError
 from lowpeak.training.arguments import GRPOConfig
 
-ARGUMENTS = [*arguments_of(ModelArguments, "model"), *arguments_of(GRPOConfig)]
+KINDS = (ModelArguments, GRPOConfig)
 
 
 def given(*argv):
-    return parse(ARGUMENTS, argv, "lowpeak grpo")
+    return parse(KINDS, argv, "lowpeak grpo")
 
 
 def write(folder, text):
@@ -41,13 +46,13 @@ def test_of_several_files_a_later_one_overrides_those_before(tmp_path):
 
 @pytest.mark.parametrize("argv", [("--hub_token", "X", "S3CRET"), ("--hub-token=X", "S3CRET")])
 def test_a_word_behind_a_token_is_not_repeated(argv):
-    with pytest.raises(ArgumentError, match="A word behind --hub_token belongs to no argument") as refused:
+    with pytest.raises(ArgumentError, match="--hub_token") as refused:
         given(*argv)
     assert "S3CRET" not in str(refused.value)
 
 
 def test_a_token_of_the_wrong_kind_is_not_repeated(tmp_path):
-    with pytest.raises(ArgumentError, match="hub_token expects a string, not <hidden>") as refused:
+    with pytest.raises(ArgumentError, match="hub_token") as refused:
         given("--config", write(tmp_path, "hub_token: {a: S3CRET}"))
     assert "S3CRET" not in str(refused.value)
 
@@ -59,7 +64,7 @@ def test_a_number_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
 
 
 def test_a_value_that_nests_too_deeply_is_an_error():
-    with pytest.raises(ArgumentError, match="--model_init_kwargs nests lists or mappings too deeply; correct it"):
+    with pytest.raises(ArgumentError, match="--model_init_kwargs"):
         given("--model_init_kwargs", '{"a": ' + "[" * 100_000)
 
 
@@ -90,14 +95,14 @@ def test_the_rest_of_transformers_arguments_are_there():
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--learning_rte", "1"], "did you mean 'learning_rate'"),
-        (["--use_liger_loss", "true"], "'use_liger_loss' is TRL's"),
-        (["--model_name_or_path", "m"], "use model"),
-        (["--num_generations", "many"], "--num_generations expects a whole number, not 'many'"),
-        (["--loss_type"], "[Ee]xpected one argument"),
-        (["gpt2"], "'gpt2' belongs to no argument"),
-        (["--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
-        (["--learning", "1"], "Unknown argument 'learning'"),
+        (["--learning_rte", "1"], "'learning_rte'.*'learning_rate'"),
+        (["--use_liger_loss", "true"], "'use_liger_loss'"),
+        (["--model_name_or_path", "m"], "model_name_or_path.* model"),
+        (["--num_generations", "many"], "--num_generations.*'many'"),
+        (["--loss_type"], "--loss_type"),
+        (["gpt2"], "'gpt2'"),
+        (["--config", "nowhere.yaml"], r"nowhere\.yaml"),
+        (["--learning", "1"], "'learning'"),
     ],
 )
 def test_what_cannot_be_meant_is_one_clear_error(argv, message):
@@ -108,9 +113,9 @@ def test_what_cannot_be_meant_is_one_clear_error(argv, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("learning_rte: 1", "run.yaml.*did you mean 'learning_rate'"),
-        ("num_generations: 2.5", "run.yaml: num_generations expects a whole number"),
-        ("num_generations: [2]", "run.yaml: num_generations .*not a list"),
+        ("learning_rte: 1", r"run\.yaml.*'learning_rte'.*'learning_rate'"),
+        ("num_generations: 2.5", r"run\.yaml.*num_generations.*2\.5"),
+        ("num_generations: [2]", r"run\.yaml.*num_generations"),
     ],
 )
 def test_an_error_in_the_file_names_the_file(tmp_path, text, message):
@@ -123,25 +128,95 @@ def test_help_lists_every_argument_in_its_group(capsys):
         given("--help")
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    places = [shown.index(f"\n{title}:\n") for title in ORDER if title not in ("data", "rewards")]
+    places = [shown.index(f"\n{title}:\n") for title in GROUPS if title not in ("data", "rewards")]
     assert places == sorted(places)
-    assert all(f"--{argument.name} " in shown for argument in ARGUMENTS)
+    assert all(f"--{name} " in shown for kind in KINDS for name in names_of(kind))
+    assert "  Colocated: the engine's share" in shown
+    assert "  vLLM" not in shown.partition("generation:")[0]
     generation = shown[shown.index("\ngeneration:\n") : shown.index("\nalgorithm:\n")]
     assert "--num_generations INT" in generation
     assert "--beta" not in generation
 
 
+@dataclasses.dataclass
+class Several:
+    """Arguments of every kind of hint that configurations have."""
+
+    whole: int = 1
+    number: float | None = None
+    switch: bool | None = None
+    text: str | None = None
+    scale: str | bool = "group"
+    size: int | str | None = None
+    words: str | list[str] | None = None
+    numbers: list[float] | None = None
+    weights: float | list[float] = 1.0
+    pair: tuple[float, float] | None = None
+    speed: IntervalStrategy | str = "no"
+    mapping: dict | None = None
+    mapping_or_file: dict | str | None = None
+    hub_token: str | None = None
+
+
+def several(*argv):
+    return parse([Several], argv, "lowpeak test")
+
+
 @pytest.mark.parametrize(
-    ("text", "shown"),
+    ("name", "word", "yaml", "value"),
     [
-        ("LoRA: send the adapter alone.", "LoRA: send the adapter alone"),
-        ("True: gather all.", "True: gather all"),
-        ("Hugging Face's space.", "Hugging Face's space"),
-        ("vLLM's own arguments.", "vLLM's own arguments"),
-        ("model to train", "Model to train"),
+        ("whole", "3", 3, 3),
+        ("whole", "1e3", 1000.0, 1000),
+        ("whole", str(2**53 + 1), 2**53 + 1, 2**53 + 1),
+        ("number", "1e-6", 1e-6, 1e-6),
+        ("number", "2", 2, 2.0),
+        ("number", "none", None, None),
+        ("switch", "true", True, True),
+        ("switch", "off", False, False),
+        ("switch", "none", None, None),
+        ("text", "none", "none", "none"),
+        ("scale", "group", "group", "group"),
+        ("scale", "false", False, False),
+        ("size", "8GiB", "8GiB", "8GiB"),
+        ("words", "one", "one", "one"),
+        ("words", "one", ["one"], "one"),
+        ("numbers", "0.5", 0.5, [0.5]),
+        ("weights", "0.5", [0.5], [0.5]),
+        ("speed", "steps", "steps", "steps"),
+        ("speed", "no", False, "no"),
+        ("mapping", '{"a": 1}', {"a": 1}, {"a": 1}),
+        ("mapping_or_file", '{"a": 1}', {"a": 1}, {"a": 1}),
+        ("mapping_or_file", "file.json", "file.json", "file.json"),
     ],
 )
-def test_help_writes_names_as_they_are(capsys, text, shown):
-    with pytest.raises(SystemExit):
-        parse([Argument("name", str, GENERATION, None, text)], ["--help"], "lowpeak test")
-    assert f"  {shown}\n" in capsys.readouterr().out
+def test_a_word_and_a_yaml_value_become_what_the_hint_asks_for(tmp_path, name, word, yaml, value):
+    path = write(tmp_path, dump({name: yaml}))
+    for given_by in ([f"--{name}", word], ["--config", path]):
+        found = several(*given_by)[name]
+        assert found == value
+        assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "yaml"),
+    [
+        ("whole", 3.5),
+        ("whole", True),
+        ("whole", None),
+        ("whole", [1]),
+        ("number", "fast"),
+        ("number", {"a": 1}),
+        ("switch", "perhaps"),
+        ("speed", "fast"),
+        ("numbers", ["x"]),
+        ("mapping", "[1]"),
+        ("mapping_or_file", "[1]"),
+        ("mapping_or_file", "{bad"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(tmp_path, name, yaml):
+    with pytest.raises(ArgumentError, match=name):
+        several("--config", write(tmp_path, dump({name: yaml})))
+    if isinstance(yaml, str):
+        with pytest.raises(ArgumentError, match=name):
+            several(f"--{name}", yaml)

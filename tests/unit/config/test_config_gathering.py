@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig
-from lowpeak.config.gathering import ALL, resolve_gather_budget
+from lowpeak.config.rollout import ALL, resolve_gather_budget
 from lowpeak.errors import ArgumentError
 
 
@@ -37,7 +37,7 @@ def test_one_budget_is_said_in_three_ways(tmp_path, said, expected):
     ],
 )
 def test_what_contradicts_itself_is_refused_by_name(tmp_path, said):
-    with pytest.raises(ArgumentError, match="contradict each other") as error:
+    with pytest.raises(ArgumentError) as error:
         resolve_gather_budget(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **said))
     assert all(name in str(error.value) for name in said)
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lowpeak.config.load import check_names, load_yaml, merge
+from lowpeak.config.load import check_names, load_yaml
 from lowpeak.errors import ArgumentError
 
 
@@ -43,58 +43,31 @@ def test_an_empty_file_sets_nothing(tmp_path):
     assert load_yaml(write(tmp_path, "# nothing yet\n")) == {}
 
 
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ArgumentError, match=r"none\.yaml does not exist"):
-        load_yaml(tmp_path / "none.yaml")
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a: \xff\xfe\x00", ""),
+        (b"- a\n- b\n", "list"),
+        (b"just text\n", "str"),
+        (b"3\n", "int"),
+        (b"1: 2\n", "dict"),
+        (b"a: 1\nb: 2: 3\n", " 2,"),
+        (b"a: 2026-13-01\n", "month"),
+        (b"beta: 0.1\nseed: 1\nbeta: 0.2\n", " 3, .*'beta'"),
+        (b"a: !!python/object/apply:os.getcwd []\n", ""),  # no code runs
+        (b"a: " + b"[" * 3000 + b"]" * 3000, ""),
+    ],
+)
+def test_a_file_that_is_not_settings_is_an_error_with_its_name_and_line(tmp_path, content, told):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{told}"):
+        load_yaml(tmp_path / "run.yaml")
 
 
-def test_a_folder_is_not_a_config_file(tmp_path):
-    with pytest.raises(ArgumentError, match="cannot be read"):
-        load_yaml(tmp_path)
-
-
-def test_a_file_that_nests_too_deeply_is_an_error(tmp_path):
-    with pytest.raises(ArgumentError, match=r"run\.yaml nests lists or mappings too deeply; correct it"):
-        load_yaml(write(tmp_path, "a: " + "[" * 3000 + "]" * 3000))
-
-
-def test_a_file_that_is_not_text_is_an_error(tmp_path):
-    path = tmp_path / "run.yaml"
-    path.write_bytes(b"a: \xff\xfe\x00")
-    with pytest.raises(ArgumentError, match="cannot be read"):
-        load_yaml(path)
-
-
-@pytest.mark.parametrize("text", ["- a\n- b\n", "just text\n", "3\n", "1: 2\n"])
-def test_a_file_without_names_is_an_error(tmp_path, text):
-    with pytest.raises(ArgumentError, match="must hold lines `name: value`"):
-        load_yaml(write(tmp_path, text))
-
-
-def test_bad_yaml_is_reported_with_its_line(tmp_path):
-    with pytest.raises(ArgumentError, match=r"line 2, mapping values are not allowed"):
-        load_yaml(write(tmp_path, "a: 1\nb: 2: 3\n"))
-
-
-def test_a_date_that_does_not_exist_is_an_error(tmp_path):
-    with pytest.raises(ArgumentError, match="not valid YAML: month must be"):
-        load_yaml(write(tmp_path, "a: 2026-13-01\n"))
-
-
-def test_a_key_that_stands_twice_is_reported_with_its_line(tmp_path):
-    with pytest.raises(ArgumentError, match=r"line 3, the key 'beta' stands twice"):
-        load_yaml(write(tmp_path, "beta: 0.1\nseed: 1\nbeta: 0.2\n"))
-
-
-def test_no_code_runs_from_a_config_file(tmp_path):
-    with pytest.raises(ArgumentError, match="not valid YAML"):
-        load_yaml(write(tmp_path, "a: !!python/object/apply:os.getcwd []\n"))
-
-
-def test_an_override_replaces_the_whole_value_and_changes_neither_input():
-    defaults, overrides = {"a": 1, "kwargs": {"x": 1}}, {"kwargs": {"y": 2}}
-    assert merge(defaults, overrides) == {"a": 1, "kwargs": {"y": 2}}
-    assert (defaults, overrides) == ({"a": 1, "kwargs": {"x": 1}}, {"kwargs": {"y": 2}})
+@pytest.mark.parametrize("name", ["none.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(ArgumentError, match=str(tmp_path / name)):
+        load_yaml(tmp_path / name)
 
 
 def test_known_names_pass():
@@ -102,16 +75,12 @@ def test_known_names_pass():
 
 
 def test_each_unknown_name_is_named_with_the_closest_known_one():
-    with pytest.raises(ArgumentError) as caught:
+    with pytest.raises(ArgumentError, match=r"'num_generation'.*'num_generations'.*'zzz'"):
         check_names(["num_generation", "beta", "zzz"], {"beta", "num_generations"})
-    assert str(caught.value) == (
-        "Unknown argument 'num_generation'; did you mean 'num_generations'? "
-        "Unknown argument 'zzz'; see --help for those there are."
-    )
 
 
 def test_a_name_of_trl_is_rejected_with_what_to_do_instead():
-    with pytest.raises(ArgumentError, match=r"'max_prompt_length' is TRL's .*: set overlong_prompts\."):
+    with pytest.raises(ArgumentError, match=r"'max_prompt_length'.*overlong_prompts"):
         check_names(["max_prompt_length"], {"overlong_prompts"}, {"max_prompt_length": "set overlong_prompts"})
 
 

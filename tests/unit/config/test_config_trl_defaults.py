@@ -9,7 +9,7 @@ from datasets import Dataset
 
 import lowpeak
 from lowpeak import GRPOConfig
-from lowpeak.cli.parse import arguments_of, parse
+from lowpeak.cli.parse import parse
 from lowpeak.config.rejected import REJECTED
 from lowpeak.errors import ArgumentError
 from preferences import tiny_classifier
@@ -126,7 +126,7 @@ def test_a_name_that_is_not_ours_says_nothing_at_trls_default(tmp_path, name):
         if (name, key) in REFUSED_DEFAULTS:
             continue
         config(output_dir=str(tmp_path), use_cpu=True, **{key: value})
-        with pytest.raises(ArgumentError, match=f"{key!r} is TRL's and does not exist"):
+        with pytest.raises(ArgumentError, match=repr(key)):
             config(output_dir=str(tmp_path), use_cpu=True, **{key: "another"})
 
 
@@ -149,7 +149,7 @@ def test_a_trainer_takes_trls_defaults_spelled_out(tmp_path, name):
 def test_a_file_with_trls_defaults_is_read(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("dataset_kwargs: null\ndataset_num_proc: null\nlearning_rate: 1e-5\nloss_type: nll\n")
-    told = parse(arguments_of(lowpeak.SFTConfig), ["--config", str(path)], "lowpeak sft")
+    told = parse([lowpeak.SFTConfig], ["--config", str(path)], "lowpeak sft")
     assert told == {"learning_rate": 1e-5, "loss_type": "nll"}
 
 
@@ -157,5 +157,5 @@ def test_rejected_names_are_told_from_misspelled_ones(tmp_path):
     assert "off_policy_mask_threshold" in REJECTED
     with pytest.raises(ArgumentError, match="off_policy_mask_threshold"):
         GRPOConfig(output_dir=str(tmp_path), off_policy_mask_threshold=0.5)
-    with pytest.raises(ArgumentError, match="did you mean 'learning_rate'"):
+    with pytest.raises(ArgumentError, match=r"'lerning_rate'.*'learning_rate'"):
         GRPOConfig(output_dir=str(tmp_path), lerning_rate=None)

@@ -1,4 +1,4 @@
-"""Arguments act or raise, with the remedy in the sentence."""
+"""Arguments become settings, or raise; `tests/unit/config/test_config_idle.py` has those without effect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import dataclasses
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
-from lowpeak.config.resolve import resolve_common, resolve_grpo, resolve_online, resolve_rloo
+from lowpeak.config.grpo import resolve_grpo
+from lowpeak.config.online import resolve_online
+from lowpeak.config.rloo import resolve_rloo
+from lowpeak.config.training import resolve_common
 from lowpeak.errors import ArgumentError
 
 
@@ -38,76 +41,48 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "told"),
     [
-        ({"per_device_train_batch_size": 6}, "num_generations=8 does not divide"),
+        ({"per_device_train_batch_size": 6}, "num_generations=8"),
         (
             {"steps_per_generation": 3, "gradient_accumulation_steps": 2},
-            "not a multiple of gradient_accumulation_steps",
+            "steps_per_generation=3 .*accumulation_steps=2",
         ),
-        ({"generation_batch_size": 12}, "not a multiple of per_device_train_batch_size"),
-        ({"generation_batch_size": 16, "steps_per_generation": 2}, "say the same thing"),
-        ({"num_generations": 1, "per_device_train_batch_size": 1}, "at least 2"),
-        ({"temperature": 0.0}, "at least 1e-6"),
-        ({"epsilon": 1.5}, r"\[0, 1\)"),
-        ({"max_completion_length": 0}, "at least 1 token"),
-        ({"loss_type": "ppo"}, "must be one of 'grpo', 'bnpo'"),
-        ({"epsilon": 0.1}, "ratio is exactly 1"),
-        ({"epsilon_high": 0.28}, "ratio is exactly 1"),
-        ({"kl_estimator": "k1"}, "beta is 0"),
-        ({"sync_ref_model": True}, "beta is 0"),
-        ({"ref_model_sync_steps": 3}, "sync_ref_model is off"),
-        ({"use_bias_correction_kl": False}, "beta is 0"),
-        ({"loss_type": "cispo"}, "needs epsilon_high"),
-        ({"loss_type": "cispo", "epsilon_high": 4.0, "epsilon": 0.1}, "one bound"),
-        ({"loss_type": "cispo", "epsilon_high": 4.0, "importance_sampling_level": "sequence"}, "per token"),
-        ({"delta": 1.1, "num_iterations": 2}, "must be above"),
-        ({"entropy_target": 0.5}, "use_adaptive_entropy is off"),
-        ({"multi_objective_aggregation": "normalize_then_sum"}, "one reward"),
-        ({"num_completions_to_print": 3}, "log_completions is off"),
+        ({"generation_batch_size": 12}, "generation_batch_size=12 .*per_device_train_batch_size"),
+        ({"generation_batch_size": 16, "steps_per_generation": 2}, "generation_batch_size=16 .*steps_per_generation"),
+        ({"num_generations": 1, "per_device_train_batch_size": 1}, "num_generations=1"),
+        ({"temperature": 0.0}, r"temperature=0\.0 .*1e-6"),
+        ({"epsilon": 1.5}, r"epsilon=1\.5 .*\[0, 1\)"),
+        ({"max_completion_length": 0}, "max_completion_length=0"),
+        ({"loss_type": "ppo"}, "loss_type='ppo' .*'grpo', 'bnpo'"),
+        ({"loss_type": "cispo"}, "epsilon_high"),
+        (
+            {"loss_type": "cispo", "epsilon_high": 4.0, "importance_sampling_level": "sequence"},
+            "importance_sampling_level",
+        ),
+        ({"delta": 1.1, "num_iterations": 2}, r"delta=1\.1 .*1\.2"),
         ({"generation_kwargs": {"num_beams": 4}}, "num_beams"),
-        ({"generation_kwargs": {"stop_strings": [""]}}, "none of them empty"),
-        ({"generation_kwargs": {"stop_strings": 5}}, "must be a string, or a list of strings"),
-        ({"generation_kwargs": {"stop_token_ids": 5}}, "must be a list of token ids"),
-        ({"generation_kwargs": {"stop_token_ids": ["a"]}}, "must be a list of token ids"),
-        ({"padding_free": 0}, "padding_free=0 must be True or False or None"),
-        ({"share_prompt": 1}, "share_prompt=1 must be True or False or None"),
-        ({"reward_weights": [1.0, 2.0]}, "2 values for 1 reward"),
-        ({"label_smoothing_factor": 0.1}, "cannot act"),
-        ({"neftune_noise_alpha": 5.0}, "cannot act"),
-        ({"dataloader_num_workers": 4}, "cannot act"),
-        ({"auto_find_batch_size": True}, "micro_batch_tokens"),
-        ({"remove_unused_columns": True}, "columns go to the rewards"),
-        ({"importance_sampling_level": "sequence"}, "ratio is exactly 1"),
-        ({"importance_sampling_level": "sequence", "use_vllm": True}, "ratio is exactly 1"),
-        ({"importance_sampling_level": "sequence", "beta": 0.1, "use_bias_correction_kl": False}, "ratio is exactly 1"),
-        ({"pad_to_multiple_of": "many"}, "must be a whole number of 1 or more, 'auto', or None"),
-        ({"pad_to_multiple_of": 0}, "must be a whole number of 1 or more, 'auto', or None"),
-        (
-            {"accelerator_config": {"dispatch_batches": True}},
-            "accelerator_config has dispatch_batches=True, which cannot",
-        ),
-        (
-            {"accelerator_config": {"split_batches": True}},
-            "accelerator_config has split_batches=True, which cannot act",
-        ),
-        ({"accelerator_config": {"even_batches": False}}, "there is no data loader; remove it"),
-        ({"accelerator_config": {"use_seedable_sampler": False}}, "there is no data loader; remove it"),
-        (
-            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
-            "set gradient_accumulation_steps in its place",
-        ),
-        (
-            {"generation_kwargs": {"do_sample": False}},
-            "do_sample=False: greedy completions of a prompt are all the same",
-        ),
-        ({"generation_kwargs": {"eos_token_id": "<eos>"}}, "must be a token id, or a list of token ids"),
-        ({"generation_kwargs": {"top_p": 1.5}}, r"generation_kwargs\['top_p'\]=1.5 must be in \(0, 1\]"),
-        ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 must be at least 1e-6"),
+        ({"generation_kwargs": {"stop_strings": [""]}}, r"generation_kwargs.*\[''\]"),
+        ({"generation_kwargs": {"stop_strings": 5}}, "generation_kwargs.* 5"),
+        ({"generation_kwargs": {"stop_token_ids": 5}}, "stop_token_ids=5"),
+        ({"generation_kwargs": {"stop_token_ids": ["a"]}}, r"stop_token_ids=\['a'\]"),
+        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
+        ({"generation_kwargs": {"eos_token_id": "<eos>"}}, "eos_token_id='<eos>'"),
+        ({"generation_kwargs": {"top_p": 1.5}}, r"generation_kwargs\['top_p'\]=1.5 .*\(0, 1\]"),
+        ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 .*1e-6"),
+        ({"padding_free": 0}, "padding_free=0 .*True or False or None"),
+        ({"share_prompt": 1}, "share_prompt=1 .*True or False or None"),
+        ({"share_prompt": True, "padding_free": False}, "share_prompt=True .*padding_free=False"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights .*2 .* 1 "),
+        ({"pad_to_multiple_of": "many"}, "pad_to_multiple_of='many'"),
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
+        ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, "gradient_accumulation_steps"),
+        ({"metric_for_best_model": "loss"}, "metric_for_best_model='loss'"),
     ],
+    ids=str,
 )
-def test_what_cannot_act_raises_with_the_remedy(tmp_path, changes, words):
-    with pytest.raises(ArgumentError, match=words):
+def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, told):
+    with pytest.raises(ArgumentError, match=told):
         grpo(tmp_path, **changes)
 
 
@@ -141,9 +116,9 @@ def test_tokens_that_end_a_completion_are_told_in_either_way(tmp_path):
 
 def test_an_argument_that_is_said_twice_must_be_said_alike(tmp_path):
     assert online(tmp_path, top_k=5, generation_kwargs={"top_k": 5}).sampling.top_k == 5
-    with pytest.raises(ArgumentError, match=r"generation_kwargs\['top_k'\]=5 and top_k=4 say the same thing; give one"):
+    with pytest.raises(ArgumentError, match=r"generation_kwargs\['top_k'\]=5 .*top_k=4"):
         GRPOConfig(output_dir=str(tmp_path), top_k=4, generation_kwargs={"top_k": 5})
-    with pytest.raises(ArgumentError, match="max_new_tokens=8 and max_completion_length=9 say the same thing"):
+    with pytest.raises(ArgumentError, match=r"max_new_tokens=8 .*max_completion_length=9"):
         GRPOConfig(output_dir=str(tmp_path), max_new_tokens=8, max_completion_length=9)
     assert GRPOConfig(output_dir=str(tmp_path), max_new_tokens=8).max_completion_length == 8
 
@@ -154,7 +129,7 @@ def test_ratios_of_completions_in_a_sum_over_tokens_are_warned_of(tmp_path, capl
     assert not caplog.text
     for loss_type in ("dapo", "bnpo", "dr_grpo"):
         grpo(tmp_path, **asked, loss_type=loss_type)
-        assert f"with loss_type='{loss_type}': the loss sums over tokens" in caplog.text
+        assert f"loss_type='{loss_type}'" in caplog.text
         caplog.clear()
 
 
@@ -176,7 +151,7 @@ def test_the_unit_of_ratios_is_taken_where_it_acts(tmp_path, changes):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("cache_implementation", "its own engine"), ("vespo_k_pos", "loss_type"), ("lerning_rate", "learning_rate")],
+    [("cache_implementation", "cache_implementation"), ("vespo_k_pos", "loss_type"), ("lerning_rate", "learning_rate")],
 )
 def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words):
     with pytest.raises(ArgumentError, match=words):

@@ -116,14 +116,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("trainer", "name"), REFUSED)
 def test_what_cannot_act_is_refused_by_name_before_anything_is_loaded(tmp_path, trainer, name):
-    with pytest.raises(ArgumentError, match=f"^{name} is not supported: .+; .+\\.$"):
+    with pytest.raises(ArgumentError, match=rf"^{name} .*: .+; .+\.$"):
         made(trainer, tmp_path, model="nowhere", **{name: lambda *given: None})
     made(trainer, tmp_path, **{name: None})
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
 def test_an_argument_that_nobody_knows_is_pythons_own_error(tmp_path, trainer):
-    with pytest.raises(TypeError, match="unexpected keyword argument 'refmodel'"):
+    with pytest.raises(TypeError, match=r"'refmodel'"):
         made(trainer, tmp_path, refmodel=None)
 
 
@@ -142,10 +142,10 @@ def test_a_quantization_config_loads_a_4_bit_base(tmp_path, trainer):
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, SFTTrainer, RewardTrainer])
 def test_a_quantization_config_without_effect_or_given_twice_is_refused(tmp_path, trainer):
-    with pytest.raises(ArgumentError, match="quantization_config has no effect: the model is loaded already"):
+    with pytest.raises(ArgumentError, match=r"quantization_config"):
         made(trainer, tmp_path, quantization_config=QUANTIZED)
     twice = {"model_init_kwargs": {"quantization_config": QUANTIZED}}
-    with pytest.raises(ArgumentError, match="quantization_config and in model_init_kwargs: give it once"):
+    with pytest.raises(ArgumentError, match=r"quantization_config .* model_init_kwargs"):
         made(trainer, tmp_path, "nowhere", args=twice, quantization_config=QUANTIZED)
 
 
@@ -171,14 +171,14 @@ def test_the_users_arguments_do_not_get_the_quantization_config(tmp_path):
 @pytest.mark.parametrize("trainer", CONFIGS)
 def test_virtual_tokens_are_refused_before_anything_is_loaded(tmp_path, trainer, config):
     kind = "SEQ_CLS" if trainer is RewardTrainer else "CAUSAL_LM"
-    with pytest.raises(ArgumentError, match=rf"{config.__name__} is not supported: .*use LoraConfig"):
+    with pytest.raises(ArgumentError, match=rf"{config.__name__} .*use LoraConfig"):
         made(trainer, tmp_path, model="nowhere", peft_config=config(task_type=kind, num_virtual_tokens=2))
 
 
 @pytest.mark.parametrize("trainer", [GRPOTrainer, SFTTrainer])
 def test_a_model_with_virtual_tokens_is_refused(tmp_path, trainer):
     model = get_peft_model(tiny_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(ArgumentError, match="PromptTuningConfig is not supported"):
+    with pytest.raises(ArgumentError, match=r"PromptTuningConfig"):
         made(trainer, tmp_path, model=model)
 
 
@@ -186,7 +186,7 @@ def test_a_model_with_virtual_tokens_is_refused(tmp_path, trainer):
 
 
 def test_a_formatting_func_that_gives_no_text_is_named(tmp_path):
-    with pytest.raises(DataError, match="row 0: formatting_func returned a list; it must return a string"):
+    with pytest.raises(DataError, match=r"row 0: formatting_func"):
         made(SFTTrainer, tmp_path, data=Dataset.from_list([{"a": "1"}]), formatting_func=lambda row: [row["a"]]).train()
 
 
@@ -233,7 +233,7 @@ def test_supervised_training_has_trls_losses(tmp_path):
         )
         assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
         torch.testing.assert_close(run.model.lm_head.weight.grad, expected, rtol=0, atol=1e-6)
-    with pytest.raises(ArgumentError, match="loss_type='chunked' must be one of 'nll', 'dft'"):
+    with pytest.raises(ArgumentError, match=r"loss_type='chunked' .* 'nll', 'dft'"):
         made(SFTTrainer, tmp_path, args={"loss_type": "chunked"})
 
 

@@ -9,8 +9,9 @@ import torch
 
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.algorithm import Correction
-from lowpeak.config.resolve import resolve_grpo, resolve_rloo
+from lowpeak.config.correction import Correction
+from lowpeak.config.grpo import resolve_grpo
+from lowpeak.config.rloo import resolve_rloo
 from small_runs import SGD, make, same, weights
 
 DATA = [{"prompt": f"{i}="} for i in range(16)]

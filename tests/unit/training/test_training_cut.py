@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,8 @@ from torch import nn
 
 from lowpeak import PPOConfig
 from lowpeak.config.asked import Cut
+from lowpeak.config.online import resolve_online
 from lowpeak.config.ppo import resolve_ppo
-from lowpeak.config.resolve import resolve_online
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.loading import IN_PARTS, in_parts, styled
 from lowpeak.pretrained import from_pretrained
@@ -98,6 +99,7 @@ def test_what_is_not_cut_where_it_loads_is_refused(model, options, adapter, mess
 def test_a_critic_other_than_a_head_is_refused(tmp_path, critic):
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
     resolve_ppo(args, resolve_online(args, 1, 1))
-    cut = SimpleNamespace(**vars(args), cut=Cut(2, 1))
+    cut = copy.copy(args)
+    cut.__class__ = type("CutConfig", (PPOConfig,), {"cut": Cut(2, 1)})
     with pytest.raises(ArgumentError, match=f"critic='{critic}'"):
         resolve_ppo(cut, resolve_online(args, 1, 1))

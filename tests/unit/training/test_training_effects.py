@@ -11,8 +11,8 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig
-from lowpeak.config.algorithm import EntropyBonus
-from lowpeak.config.resolve import resolve_grpo, resolve_online
+from lowpeak.config.grpo import EntropyBonus, resolve_grpo
+from lowpeak.config.online import resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
 from small_runs import TOKENIZER, column, make, ones, rows, same, spread, trained, weights
 from tiny import char_tokenizer, tiny_model
@@ -183,12 +183,12 @@ def test_the_head_can_run_in_fp32(tmp_path):
 
 
 def test_a_head_of_a_run_in_fp32_need_not_be_cast(tmp_path):
+    cast = {"cast_lm_head_to_fp32": True, "strict_arguments": True}
     for kind in ("GRPO", "Reward"):
         with pytest.raises(ArgumentError, match="cast_lm_head_to_fp32=True"):
-            make(kind, tmp_path, cast_lm_head_to_fp32=True)
-    grpo(tmp_path, bf16=True, cast_lm_head_to_fp32=True)
-    half = tiny_model(dtype=torch.bfloat16)
-    grpo(tmp_path, half, beta=0.1, cast_lm_head_to_fp32=True)  # the reference stays in bf16
+            make(kind, tmp_path, **cast)
+    grpo(tmp_path, bf16=True, **cast)
+    grpo(tmp_path, tiny_model(dtype=torch.bfloat16), beta=0.1, **cast)  # the reference stays in bf16
 
 
 def test_chat_template_kwargs_reach_the_template(tmp_path):

@@ -43,4 +43,4 @@ CASES = {
 def test_an_argument_without_effect_is_named(tmp_path, kind, changes):
     name, value = list(changes.items())[-1]
     with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r} ")):
-        make(kind, tmp_path, "a model that is nowhere", tokenizer=False, **changes)
+        make(kind, tmp_path, "a model that is nowhere", tokenizer=False, strict_arguments=True, **changes)

@@ -13,7 +13,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from closeness import assert_each_close_to_largest
 from damage import sign_again
-from lowpeak.config.memory import MemorySettings
+from lowpeak.config.training import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.pretended import make_mesh, prepare, pretended_ranks

@@ -220,6 +220,12 @@ def test_completions_are_printed_when_asked_for(tmp_path, capsys):
     assert "advantage" in printed
 
 
+def test_completions_are_printed_once_in_so_many_steps(tmp_path, capsys):
+    grpo(tmp_path, log_completions=True, log_completions_steps=3, logging_steps=1, max_steps=4).train()
+    printed = capsys.readouterr().out
+    assert [f"step {step}" in printed for step in (1, 2, 3, 4)] == [True, False, True, False]
+
+
 def test_groups_with_equal_rewards_are_asked_again_under_dynamic_sampling(tmp_path):
     calls = []
 

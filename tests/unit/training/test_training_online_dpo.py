@@ -12,8 +12,8 @@ from torch.nn.functional import logsigmoid
 
 from closeness import assert_each_close_to_largest
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
+from lowpeak.config.online import resolve_online
 from lowpeak.config.online_dpo import resolve_online_dpo
-from lowpeak.config.resolve import resolve_online
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.rewards.judge import ScriptedJudge
 from lowpeak.rewards.model import ModelReward

@@ -100,7 +100,7 @@ def test_its_own_argument_trains_other_weights(tmp_path):
     ("changes", "words"),
     [
         ({"num_iterations": 2}, "num_iterations"),
-        ({"epsilon": 0.1}, r"epsilon=0\.1"),
+        ({"epsilon": 0.1, "strict_arguments": True}, r"epsilon=0\.1"),
         ({"baseline_decay": 1.0}, r"baseline_decay=1\.0"),
         ({"baseline_decays": 0.5}, "baseline_decays"),
         ({"dynamic_sampling_rounds": 2}, "dynamic_sampling_rounds=2"),

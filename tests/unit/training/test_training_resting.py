@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from lowpeak.errors import ArgumentError
+from lowpeak.strategies.detect import states_on_host
 from lowpeak.strategies.strategy import Frozen
 from lowpeak.training.models import Reference
-from lowpeak.training.resting import check_resting, make_rest, resting
+from lowpeak.training.resting import make_rest, resting
 from movers import CopyingMover
 from small_runs import make, same, weights
 
@@ -77,13 +77,11 @@ def accelerator(device="cuda", offload="none", **plugins):
         accelerator(fsdp_plugin=SimpleNamespace(cpu_offload=CPUOffloadPolicy())),
     ],
 )
-def test_where_states_are_on_the_host_already_resting_needs_a_frozen_model(where):
-    with pytest.raises(ArgumentError, match="offload_during_rollout=True"):
-        check_resting(where, has_frozen=False)
-    check_resting(where, has_frozen=True)
+def test_states_that_are_on_the_host_already_are_known(where):
+    assert states_on_host(where.state)
     for here in (
         accelerator(),
         accelerator(fsdp_plugin=SimpleNamespace(cpu_offload=OffloadPolicy())),
         accelerator(nothing=None),
     ):
-        check_resting(here, has_frozen=False)
+        assert not states_on_host(here.state)

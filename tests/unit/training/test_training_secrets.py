@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.config.resolve import resolve_online
+from lowpeak.config.online import resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.training.constructor import base_arguments
 
@@ -55,7 +55,11 @@ def test_no_text_of_the_settings_shows_a_token(tmp_path):
 def test_a_server_s_address_with_a_password_is_refused_without_it(tmp_path):
     for mode, words in (({"use_vllm": True, "vllm_mode": "server"}, "vllm_server_base_url"), ({}, "<hidden>@host")):
         args = lowpeak.GRPOConfig(
-            output_dir=str(tmp_path), use_cpu=True, vllm_server_base_url="http://user:S3CRET@host:1", **mode
+            output_dir=str(tmp_path),
+            use_cpu=True,
+            vllm_server_base_url="http://user:S3CRET@host:1",
+            strict_arguments=True,
+            **mode,
         )
         with pytest.raises(ArgumentError, match=words) as refused:
             resolve_online(args, 1, 1)
@@ -65,5 +69,11 @@ def test_a_server_s_address_with_a_password_is_refused_without_it(tmp_path):
 def test_a_refused_token_is_not_repeated(tmp_path):
     for given in ("S3CRET", ["S3CRET"]):
         with pytest.raises(ArgumentError, match="vllm_server_token=<hidden>") as refused:
-            resolve_online(lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, vllm_server_token=given), 1, 1)
+            resolve_online(
+                lowpeak.GRPOConfig(
+                    output_dir=str(tmp_path), use_cpu=True, vllm_server_token=given, strict_arguments=True
+                ),
+                1,
+                1,
+            )
         assert "S3CRET" not in str(refused.value)

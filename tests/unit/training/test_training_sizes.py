@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowpeak.config.memory import MemorySettings
+from lowpeak.config.training import MemorySettings
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.detect import Shares

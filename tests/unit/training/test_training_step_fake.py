@@ -14,8 +14,10 @@ from lowpeak.algorithms.online_dpo import make_online_dpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget, pack
-from lowpeak.config.algorithm import Correction, EntropyBonus, RLOOSettings
+from lowpeak.config.correction import Correction
+from lowpeak.config.grpo import EntropyBonus
 from lowpeak.config.online_dpo import OnlineDPOSettings
+from lowpeak.config.rloo import RLOOSettings
 from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step, score

@@ -9,8 +9,8 @@ from peft import LoraConfig, get_peft_model
 
 from lowpeak import GRPOConfig
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
-from lowpeak.errors import ArgumentError, LostEngineError, MissingPackageError
-from lowpeak.training.engines import check_adapters
+from lowpeak.errors import LostEngineError, MissingPackageError
+from lowpeak.training.engines import adapters_idle
 from lowpeak.training.rollouts import MOST_RETURNS
 from small_runs import journal, make, same, weights
 from tiny import tiny_model
@@ -140,7 +140,7 @@ def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
 
 
 def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
-    from lowpeak.config.resolve_vllm import resolve_vllm
+    from lowpeak.config.vllm import resolve_vllm
     from lowpeak.training.describe import describe_vllm
 
     args = GRPOConfig(
@@ -169,12 +169,8 @@ THERE = ServerSettings(("http://a:1",))
         (SERVING, LORA, 2, None),
     ],
 )
-def test_adapters_that_are_merged_anyway_cannot_be_turned_off(where, lora, num_ranks, because):
+def test_why_adapters_are_merged_anyway_is_told(where, lora, num_ranks, because):
     policy = tiny_model() if lora is None else get_peft_model(tiny_model(), LoraConfig(**lora))
-    check_adapters(VllmSettings(where), policy, num_ranks)
-    off = VllmSettings(where, adapters=False)
-    if because is None:
-        check_adapters(off, policy, num_ranks)
-        return
-    with pytest.raises(ArgumentError, match=rf"vllm_adapters=False .*{because}"):
-        check_adapters(off, policy, num_ranks)
+    assert adapters_idle(VllmSettings(where), policy, num_ranks) == ""
+    found = adapters_idle(VllmSettings(where, adapters=False), policy, num_ranks)
+    assert found == "" if because is None else found.startswith(because)
