@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from lowpeak.strategies.fsdp2 import Fsdp2
 from lowpeak.training.step import run_step, score
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
+# Tensors of a page and more come from the kernel and go back to it: what malloc keeps would be a later phase's.
+LIBC, M_MMAP_THRESHOLD = ctypes.CDLL(None), -3
 MB = 1e6  # what a process has beside tensors is the same in all phases
 
 
@@ -32,6 +35,7 @@ class HighWater:
             seen = int(status[status.index("VmHWM:") + 6 :].split(maxsplit=1)[0]) * 1024
             self.peaks[self._phase] = max(seen, self.peaks.get(self._phase, 0))
         self._phase = phase
+        LIBC.malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
 
 
@@ -53,6 +57,7 @@ class Watched(Fsdp2):
 
 def step(place):
     """A step that warms up, and the peaks of the one that counts."""
+    LIBC.mallopt(M_MMAP_THRESHOLD, 4096)
     os.environ.update(FSDP2)
     PartialState(cpu=True)
     allow_meshes_on_cpu()

@@ -156,20 +156,26 @@ def test_host_memory_is_free_when_the_backward_is_done():
 
 
 def sft(tmp_path):
-    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_offloading=True)
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, activation_offloading=True, strict_arguments=True)
     rows = [{"prompt": "1", "completion": "2"}]
     return SFTTrainer(tiny_model(), args, train_dataset=rows, processing_class=char_tokenizer())
 
 
 def grpo(tmp_path):
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, max_completion_length=4, activation_offloading=True)
+    args = GRPOConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        max_completion_length=4,
+        activation_offloading=True,
+        strict_arguments=True,
+    )
     data = [{"prompt": "1="}] * 8
     return GRPOTrainer(tiny_model(), lambda completions, **_: [0.0], args, data, processing_class=char_tokenizer())
 
 
 @pytest.mark.parametrize("make", [sft, grpo])
 def test_activation_offloading_is_refused_where_activations_are_in_host_memory_already(make, tmp_path):
-    with pytest.raises(ArgumentError, match=r"activation_offloading=True .* cpu"):
+    with pytest.raises(ArgumentError, match="activation_offloading=True"):
         make(tmp_path)
     with pytest.raises(ArgumentError, match="mps"):
         activation_offload(tiny_model(), torch.device("mps"))

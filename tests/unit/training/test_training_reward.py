@@ -99,7 +99,7 @@ def test_margins_push_pairs_further_apart(tmp_path):
     margins = []
     for margin in (0.0, 5.0):
         data = Dataset.from_list([{**row, "margin": margin} for row in ROWS])
-        margins.append(trained_reward(tmp_path, data=data, max_steps=15).evaluate(TABLE)["eval_margin"])
+        margins.append(trained_reward(tmp_path, data=data, max_steps=20).evaluate(TABLE)["eval_margin"])
     assert margins[1] > margins[0] + 1
 
 
