@@ -10,9 +10,9 @@ import math
 from typing import Any
 
 import pytest
-from combinations import ALGORITHMS, SETTINGS, is_refused
 from peft import LoraConfig
 from setups import classes_of
+from test_distributed_combinations import ALGORITHMS, SETTINGS, is_refused
 
 from all_pairs import Case, all_pairs
 from vllm_runs import DATA, TOKENIZER, arguments_in, small_model, spread, steps_of
