@@ -124,6 +124,12 @@ def gradients(loss: Tensor, rows: Sequence[Row]) -> Tensor:
     return torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, parts, strict=True)])
 
 
+def assert_same(loss: Tensor, expected: Tensor, rows: Sequence[Row]) -> None:
+    """Assert that two losses and their gradients are the same in float64."""
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(gradients(loss, rows), gradients(expected, rows), rtol=1e-10, atol=1e-12)
+
+
 def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False, masked: bool = False) -> Tensor:
     """GRPO's family as a sum over rows and tokens."""
     totals, all_tokens = [], []
