@@ -8,8 +8,11 @@ import torch
 
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.attention.install import install_attention
+from lowpeak.attention.support import why_not
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget, pack
+from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import with_step_shares
@@ -18,6 +21,18 @@ from steps import GRPO, LocalStrategy
 TEMPERATURE = 0.8
 MAX_LENGTH = 9
 BASE = replace(GRPO, loss_type="grpo", max_completion_length=MAX_LENGTH)
+
+
+def ready(model):
+    """The model with our head, and our attention where it takes a forest."""
+    install_head(model)
+    if why_not(model) is None:
+        install_attention(model)
+    return model
+
+
+def name_of(budget):
+    return f"{budget.layout}-{budget.max_tokens}-{budget.multiple}" + ("-where-it-pays" if budget.costs else "")
 
 
 def make_record(model, prompt, length, generator, mask):
