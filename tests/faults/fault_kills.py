@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from fault_runs import Case, build, ones
+from fault_runs import At, Case, build
 from torch import nn
-from transformers import TrainerCallback
 
 Chosen = Callable[[str, tuple[Any, ...]], bool]
 
 
 def kill() -> None:
-    """End this process now."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -45,28 +43,18 @@ def kill_in_backward(trainer: Any, step: int) -> None:
     parameter.register_hook(lambda gradient: kill() if trainer.state.global_step == step else None)
 
 
-class KillAfterOptimizer(TrainerCallback):
-    """Kill when the optimizer has moved the weights and the step has not been counted."""
+def kill_in_reward(trainer: Any, step: int) -> None:
+    """Kill after `step` steps, when the noisy judge has drawn its random numbers."""
+    reward = trainer.maker.panel.rewards[0]
+    judge = reward.function
 
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Kill after `step` counted steps."""
-        if state.global_step == self._step:
-            kill()
-
-
-def killing_reward(step: int) -> Callable[..., list[float]]:
-    """A noisy judge that, once `step` steps are done, is killed after it has drawn its random numbers."""
-
-    def ones_until_killed(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        values = ones(completions)
-        if trainer_state.global_step == step:
+    def judged(**columns: Any) -> list[float]:
+        values = judge(**columns)
+        if trainer.state.global_step == step:
             kill()
         return values
 
-    return ones_until_killed
+    reward.function = judged
 
 
 def kill_at_event(chosen: Chosen, nth: int = 1) -> None:
@@ -81,7 +69,6 @@ def kill_at_event(chosen: Chosen, nth: int = 1) -> None:
 
 
 def opening(part: str) -> Chosen:
-    """A file is opened whose path has `part` in it."""
     return lambda event, args: event == "open" and part in os.fsdecode(str(args[0]))
 
 
@@ -124,10 +111,11 @@ def run_killed_in_training(case: Case, place: Path, step: int) -> None:
 # In the STANDARD run.
 KILLS: dict[str, Callable[[Any], None]] = {
     "rollout": lambda t: kill_in_forward(t, "rollout", 4, nth=3),
+    "reward": lambda t: kill_in_reward(t, 4),
     "score": lambda t: kill_in_forward(t, "score", 4),
     "train": lambda t: kill_in_forward(t, "train", 5),
     "backward": lambda t: kill_in_backward(t, 5),
-    "optimizer": lambda t: t.add_callback(KillAfterOptimizer(5)),
+    "optimizer": lambda t: t.add_callback(At("on_optimizer_step", 5, lambda model: kill())),
     "evaluation": lambda t: kill_in_forward(t, "rollout", 5, nth=3),
     "journal of a step": lambda t: kill_at_event(appending("steps.jsonl"), 5),
     "journal of a rollout": lambda t: kill_at_event(appending("rollouts.jsonl"), 3),

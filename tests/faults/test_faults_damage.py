@@ -29,7 +29,7 @@ CASE = Case(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A run with a checkpoint in the middle of a rollout."""
     place = tmp_path_factory.mktemp("whole")
     succeed(run_alone, CASE, place)

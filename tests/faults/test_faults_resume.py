@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_kills import KILLS, kill_at_event, killing_reward, renaming, run_killed_in_training
-from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, ones, run_alone, run_resumed, short
+from fault_kills import KILLS, kill_at_event, renaming, run_killed_in_training
+from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, run_alone, run_resumed
 
 from children import KILLED, call, succeed
 from damage import sign_again
@@ -64,12 +64,6 @@ def run_killed(case: Case, place: Path, moment: str) -> None:
     trainer.train()
 
 
-def run_killed_in_a_reward(case: Case, place: Path, step: int) -> None:
-    judge = killing_reward(step)
-    judge.__name__ = ones.__name__
-    build(case, place / "run", [judge, short]).train()
-
-
 def run_killed_while_it_resumes(case: Case, place: Path, target: str) -> None:
     trainer = build(case, place / "run")
     kill_at_event(renaming(".new", target))
@@ -84,11 +78,6 @@ def resume(case: Case, place: Path) -> tuple[Any, ...]:
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_run_killed_at_any_moment_and_resumed_ends_as_if_left_alone(tmp_path, left_alone, moment):
     assert call(run_killed, STANDARD, tmp_path, moment) == KILLED
-    assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
-
-
-def test_a_run_killed_inside_a_reward_draws_the_same_noise_again(tmp_path, left_alone):
-    assert call(run_killed_in_a_reward, STANDARD, tmp_path, 4) == KILLED
     assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
 
 
