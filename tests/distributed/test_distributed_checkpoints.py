@@ -14,17 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from setups import (
-    assert_same_bits,
-    assert_same_run,
-    build,
-    error_of,
-    forget,
-    keep,
-    prepare,
-    result_of,
-    weights_of,
-)
+from setups import assert_same_bits, assert_same_run, build, error_of, forget, keep, prepare, result_of, weights_of
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from children import KILLED, finish, start_ranks, succeed_on_ranks
@@ -211,7 +201,7 @@ def in_turn(place: Path, out: Path, phase: Callable[[str, Path], None], strategi
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """First on two ranks; a run of which all ranks are killed; then on one, two and four, from the others' checkpoints."""
     out = tmp_path_factory.mktemp("checkpoints")
     succeed_on_ranks(in_turn, out / "first", out, first_phase, ALL)
@@ -237,7 +227,7 @@ def kill_in_the_middle(out: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", DAMAGED)
-def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs: Path, strategy: str) -> None:
+def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs, strategy):
     first, second = read(runs, strategy, "damaged")
     assert len(first) > 16
     assert [case[:2] for case in first] == [case[:2] for case in second]
@@ -252,18 +242,18 @@ def read(runs: Path, strategy: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_a_resumed_run_is_the_run_that_was_not_cut(runs: Path, strategy: str) -> None:
+def test_a_resumed_run_is_the_run_that_was_not_cut(runs, strategy):
     whole, again = read(runs, strategy, "whole"), read(runs, strategy, "again")
     assert_same_bits(again["weights"], whole["weights"])
     assert [again["steps"][step] for step in (4, 5, 6)] == [whole["steps"][step] for step in (4, 5, 6)]
 
 
-def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs: Path) -> None:
+def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs):
     assert_same_bits(read(runs, "fsdp2", "revived")["weights"], read(runs, "fsdp2", "whole")["weights"])
 
 
 @pytest.mark.parametrize(("strategy", "name"), MOVES)
-def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs: Path, strategy: str, name: str) -> None:
+def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs, strategy, name):
     whole, other = read(runs, strategy, "whole"), read(runs, strategy, name)
     assert other["ranks"] == {"one": 1, "two": 2, "four": 4}[name.rpartition("-")[2]]
     assert_same_run(
@@ -276,18 +266,18 @@ def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs: 
 @pytest.mark.parametrize(
     ("name", "strategy"), [("two-to-plain", "Replicated"), ("to-zero3", "Zero"), ("from-zero2", "Fsdp2")]
 )
-def test_a_sharded_run_goes_on_under_another_strategy(runs: Path, name: str, strategy: str) -> None:
+def test_a_sharded_run_goes_on_under_another_strategy(runs, name, strategy):
     other = read(runs, "fsdp2", name)
     assert other["strategy"] == strategy
     assert_same_run({**other, "steps": {}}, {**read(runs, "fsdp2", "whole"), "steps": {}})
 
 
-def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs: Path) -> None:
+def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs):
     assert torch.load(runs / "fsdp2" / "refused.pt").startswith(f"CheckpointError: {runs / 'ddp/run/checkpoint-3'}")
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs: Path, strategy: str) -> None:
+def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs, strategy):
     failed = read(runs, strategy, "failed")
     assert failed["left"] == [".lowpeak.lock", "checkpoint-3", "checkpoint-6", "journal"]
     for told in failed["told"]:
@@ -299,7 +289,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs: Pa
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_what_is_exported_is_what_was_trained(runs: Path, strategy: str) -> None:
+def test_what_is_exported_is_what_was_trained(runs, strategy):
     for folder in (runs / strategy / "exported", runs / strategy / "run" / "checkpoint-6"):
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert_same_bits(dict(model.named_parameters()), read(runs, strategy, "whole")["weights"])
@@ -309,7 +299,7 @@ def test_what_is_exported_is_what_was_trained(runs: Path, strategy: str) -> None
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
-def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype: torch.dtype) -> None:
+def test_an_adapter_is_saved_alone_and_resumed(runs, strategy, dtype):
     name = f"lora-{dtype}".replace("torch.", "")
     trained = read(runs, strategy, name)
     assert trained["dtypes"] == {torch.float32}
@@ -323,7 +313,7 @@ def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype:
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
-def test_slices_of_a_merged_adapter_are_what_peft_merges(runs: Path, strategy: str, dtype: torch.dtype) -> None:
+def test_slices_of_a_merged_adapter_are_what_peft_merges(runs, strategy, dtype):
     name = f"lora-{dtype}".replace("torch.", "")
     whole = PeftModel.from_pretrained(tiny_model(dtype=dtype), runs / strategy / f"{name}-adapter").merge_and_unload()
     merged = read(runs, strategy, name)["weights"]
@@ -336,7 +326,7 @@ def test_slices_of_a_merged_adapter_are_what_peft_merges(runs: Path, strategy: s
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_a_sharded_checkpoint_holds_each_weight_once_and_is_read_without_its_ranks(runs: Path, strategy: str) -> None:
+def test_a_sharded_checkpoint_holds_each_weight_once_and_is_read_without_its_ranks(runs, strategy):
     folder = runs / strategy / "run" / "checkpoint-6" / "shards"
     written = sum(path.stat().st_size for path in folder.iterdir())
     values = sum(p.numel() for p in tiny_model().parameters())

@@ -150,7 +150,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def launched(tmp_path_factory):
     """What every combination under a strategy came to, on each of its ranks; each strategy is started once."""
     out: Path = tmp_path_factory.mktemp("combinations")
 
@@ -173,7 +173,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{case['strategy']}-{name_of(case)}") for case in cases()])
-def test_a_combination_trains_evaluates_and_saves_what_one_process_does(launched: Any, case: Case) -> None:
+def test_a_combination_trains_evaluates_and_saves_what_one_process_does(launched, case):
     name = name_of(case)
     (alone,) = [ranks[name] for ranks in launched("single")]
     for ours in (ranks[name] for ranks in launched(case["strategy"])):
@@ -203,7 +203,7 @@ def assert_saved(run: dict[str, Any], case: Case) -> None:
     assert_same_bits(run["saved"], {n: values for n, values in run["weights"].items() if not n.startswith("critic.")})
 
 
-def test_every_pair_that_is_not_refused_stands_in_a_combination() -> None:
+def test_every_pair_that_is_not_refused_stands_in_a_combination():
     run = pairs_of(cases())
     for case in every(SETTINGS):
         assert is_refused(case) or pairs_in(case) <= run
@@ -212,7 +212,7 @@ def test_every_pair_that_is_not_refused_stands_in_a_combination() -> None:
 
 
 @pytest.mark.parametrize("held", range(len(REFUSED)))
-def test_what_cannot_be_is_refused_by_the_name_of_an_argument(tmp_path: Path, held: int) -> None:
+def test_what_cannot_be_is_refused_by_the_name_of_an_argument(tmp_path, held):
     setting, words = REFUSED[held]
     alone = [case for case in every({**SETTINGS, "strategy": ["single"]}) if setting.items() <= case.items()]
     assert alone

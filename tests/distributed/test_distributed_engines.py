@@ -118,9 +118,7 @@ def share_prompts(place: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(tmp_path, strategy):
     """Also where the others would ask a sharded reward model meanwhile, which takes all ranks."""
     named_models(tmp_path / "named")
     succeed_on_ranks(lose_one, tmp_path, strategy)
@@ -133,7 +131,7 @@ def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_jud
     assert ranks[1]["shaken"]["asked"] == [4, 4, 2, 4]
 
 
-def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_path: Path) -> None:
+def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_path):
     succeed_on_ranks(lose_for_good, tmp_path)
     other, own = (found["error"] for found in seen(tmp_path))
     assert own.startswith("LostEngineError: ")
@@ -142,7 +140,7 @@ def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_pa
     assert other.endswith(own.removeprefix("LostEngineError: "))
 
 
-def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path: Path) -> None:
+def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path):
     succeed_on_ranks(stop_while_one_waits, tmp_path)
     calm, waiting = seen(tmp_path)
     assert waiting["seconds"] < 10  # the wait was of 40
@@ -153,7 +151,7 @@ def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_sam
     assert (saved / "trainer_state.json").exists()
 
 
-def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path: Path) -> None:
+def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path):
     succeed_on_ranks(share_prompts, tmp_path)
     first, second = seen(tmp_path)
     assert first["asked"] == second["asked"]

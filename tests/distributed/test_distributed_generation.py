@@ -160,7 +160,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
+def runs(tmp_path_factory):
     """What each rank of each strategy found."""
     out = tmp_path_factory.mktemp("generation")
     for strategy in STRATEGIES:
@@ -171,9 +171,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["tied", "untied", "odd"])
 @pytest.mark.parametrize("kind", ["uneven", "empty"])
-def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str, model: str, kind: str
-) -> None:
+def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(runs, strategy, model, kind):
     for number in (0, 1):
         expected = runs["ddp", number][model][f"{kind}/all"]
         assert len(expected) == {("uneven", 0): 10, ("uneven", 1): 2, ("empty", 0): 4, ("empty", 1): 0}[kind, number]
@@ -182,18 +180,14 @@ def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_transformers_own_generate_runs_on_a_sharded_model(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str
-) -> None:
+def test_transformers_own_generate_runs_on_a_sharded_model(runs, strategy):
     for number in (0, 1):
         assert runs[strategy, number]["tied"]["generate"] == runs["ddp", number]["tied"]["generate"]
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm", "model.rotary_emb"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str, part: str
-) -> None:
+def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(runs, strategy, part):
     assert runs[strategy, 1]["told"][part] == "ValueError: out of luck"
     assert runs[strategy, 0]["told"][part].startswith("EngineError: rank 1 failed")
     assert runs[strategy, 0]["tied"]["loss"] == pytest.approx(runs["ddp", 0]["tied"]["loss"], abs=1e-5)
@@ -202,7 +196,7 @@ def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_
 @pytest.mark.parametrize("allocation", ["20", "49"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_where_one_rank_has_no_room_for_all_layers_all_keep_fewer_and_the_tokens_are_the_same(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str, allocation: str
-) -> None:
+    runs, strategy, allocation
+):
     for number in (0, 1):
         assert runs[strategy, number]["without_room"][allocation] == runs[strategy, number]["tied"]["uneven/all"]

@@ -33,7 +33,7 @@ START_S = 300  # until a run has started, or has ended that trains a few steps; 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """A model, rows and a reward as files."""
     folder = tmp_path_factory.mktemp("launch")
     tokenizer = char_tokenizer()
@@ -80,7 +80,7 @@ def found(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
+def alone(folder):
     """The same run in one process: this one."""
     assert main(words(folder, "out1", 1)) == 0
     steps = (folder / "out1/journal/steps.jsonl").read_text().splitlines()
@@ -100,7 +100,7 @@ def dry_run(place: Path, arguments: list[str]) -> None:
     assert main([*arguments, "--accelerate_config", "ddp", "--dry_run"]) == 0
 
 
-def test_a_dry_run_of_several_ranks_speaks_once(folder: Path, tmp_path: Path) -> None:
+def test_a_dry_run_of_several_ranks_speaks_once(folder, tmp_path):
     ended = run_ranks(dry_run, tmp_path, words(folder, "out2", 2))
     assert [rank.code for rank in ended] == [0, 0], ended
     assert ["micro_batches_at_most: " in rank.log for rank in ended] == [True, False]
@@ -111,16 +111,14 @@ def train_twice(place: Path, arguments: list[str]) -> None:
     assert main([*arguments, "--output_dir", str(place / "again")]) == 0
 
 
-def test_ranks_without_a_config_train_twice_as_one_process_does(
-    folder: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
+def test_ranks_without_a_config_train_twice_as_one_process_does(folder, tmp_path, alone):
     succeed_on_ranks(train_twice, tmp_path, words(folder, "out7", 2))
     for name, values in load_file(folder / "out7/model.safetensors").items():
         torch.testing.assert_close(values, alone["weights"][name], atol=5e-6, rtol=0)
     assert (folder / "out7/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
-def test_ranks_save_and_end_when_their_launcher_was_killed(folder: Path) -> None:
+def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
     here, log, out = Host("127.0.0.1", "lo", None), folder / "orphans.log", folder / "out9"
     command = words(folder, "out9", 2, max_steps=100_000)
     launcher = here.start(["-m", "lowpeak", *command, "--accelerate_config", "ddp", "--num_processes", "2"], log)
@@ -141,7 +139,7 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder: Path) -> None
                 rank.send_signal(signal.SIGKILL)
 
 
-def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, alone: dict[str, Any]) -> None:
+def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone):
     """torchrun's own options on each host; its ranks take the preset over."""
     with two_hosts() as hosts:
         logs = [folder / f"zero{i}.log" for i in range(2)]
@@ -161,9 +159,7 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, 
     is_the_same_run(run, alone)
 
 
-def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(
-    folder: Path, alone: dict[str, Any]
-) -> None:
+def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(folder, alone):
     """accelerate's launcher has FSDP in force; the ranks hand it to transformers, which cuts tensors and rows."""
     here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
     run = ["--config_file", str(FOLDER / "fsdp2-tp.yaml"), "--num_processes", "2", "--main_process_port", port()]
@@ -187,7 +183,7 @@ class Gone:
 
 
 @pytest.fixture(scope="module")
-def gone(folder: Path) -> Gone:
+def gone(folder):
     """accelerate's launcher and options on two hosts of two ranks: a whole run, and one in which the second host goes away."""
     logs = [folder / f"hsdp{i}.log" for i in range(2)]
     with two_hosts() as hosts:
@@ -217,9 +213,7 @@ def gone(folder: Path) -> Gone:
                 kill_all(process)
 
 
-def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(
-    folder: Path, gone: Gone, alone: dict[str, Any]
-) -> None:
+def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(folder, gone, alone):
     """FSDP2 with neither DeepSpeed nor vLLM in reach."""
     run = found(folder, "hsdp")
     assert (run["parameter"], run["placements"]) == ("DTensor", "(Replicate(), Shard(dim=0))")
@@ -227,7 +221,7 @@ def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(
     is_the_same_run(run, alone)
 
 
-def test_a_host_that_goes_away_ends_the_run_on_the_other(gone: Gone) -> None:
+def test_a_host_that_goes_away_ends_the_run_on_the_other(gone):
     assert gone.status != 0
     assert gone.seconds < 60
     sentences = [line for line in gone.told.splitlines() if line.startswith("lowpeak: error: ")]

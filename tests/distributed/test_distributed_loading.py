@@ -101,7 +101,7 @@ MODEL_MB = 94.0  # in fp32; half of it in the file
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
     model = tiny_model(2048, hidden=512, layers=10, dtype=torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) * 4 == pytest.approx(MODEL_MB * 2**20, rel=0.1)
@@ -109,9 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-def test_one_rank_reads_frozen_models_for_devices_and_the_others_have_no_copy_in_host_memory(
-    tmp_path: Path, folder: str
-) -> None:
+def test_one_rank_reads_frozen_models_for_devices_and_the_others_have_no_copy_in_host_memory(tmp_path, folder):
     _, judge = named_models(tmp_path / "named")
     succeed_on_ranks(hand_out, tmp_path, folder, judge)
     first, second = seen(tmp_path)
@@ -127,7 +125,7 @@ def test_one_rank_reads_frozen_models_for_devices_and_the_others_have_no_copy_in
     assert second["parts"]["preparing"] < 0.8 * MODEL_MB  # its half, and a layer on the way
 
 
-def test_ranks_on_cpus_share_the_pages_of_the_file(tmp_path: Path, folder: str) -> None:
+def test_ranks_on_cpus_share_the_pages_of_the_file(tmp_path, folder):
     succeed_on_ranks(share_the_file, tmp_path, folder)
     for found in seen(tmp_path):
         assert found["same"]

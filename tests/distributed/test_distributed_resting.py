@@ -73,7 +73,7 @@ def train_all(place: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """Each strategy with and without resting, on two ranks."""
     out = tmp_path_factory.mktemp("resting")
     named_models(out / "named")
@@ -82,9 +82,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shards_and_states_leave_while_the_engine_writes_and_the_run_is_the_same_bits(
-    runs: Path, strategy: str
-) -> None:
+def test_shards_and_states_leave_while_the_engine_writes_and_the_run_is_the_same_bits(runs, strategy):
     for number in (0, 1):
         found = torch.load(runs / f"{strategy}-{number}.pt")
         (plain, there, _), (rested, away, told) = found[False], found[True]

@@ -109,14 +109,14 @@ def train(place: Path, tensor: int, data: int, case: str, resumed: Path | None =
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensor")
     save_models(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def runs(models: Path) -> Path:
+def runs(models):
     """Every case in one process and under both sizes, each with a run that goes on; then each from the others' checkpoint."""
     for sizes, again, sources in (
         ("1x1", True, []),
@@ -136,26 +136,26 @@ def read(runs: Path, sizes: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sizes", "name"), [(sizes, name) for sizes in ("2x1", "2x2") for name in SIZES[sizes]])
-def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs: Path, sizes: str, name: str) -> None:
+def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs, sizes, name):
     ours = read(runs, sizes, name)
     assert ours["strategy"] == "TensorParallel"
     assert_same_run(ours, read(runs, "1x1", name))
 
 
 @pytest.mark.parametrize("sizes", ["2x1", "2x2"])
-def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(runs: Path, sizes: str) -> None:
+def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(runs, sizes):
     again, whole = read(runs, sizes, f"from-{sizes}"), read(runs, sizes, "saved")
     assert_same_bits(again["weights"], whole["weights"])
     assert again["steps"] == whole["steps"]
 
 
 @pytest.mark.parametrize(("source", "sizes"), [("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")])
-def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs: Path, source: str, sizes: str) -> None:
+def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs, source, sizes):
     assert_same_run(read(runs, sizes, f"from-{source}"), read(runs, source, "saved"))
 
 
 @pytest.mark.parametrize("sizes", ["2x1", "2x2"])
-def test_a_checkpoint_of_cut_tensors_is_a_model(runs: Path, sizes: str) -> None:
+def test_a_checkpoint_of_cut_tensors_is_a_model(runs, sizes):
     folder = runs / sizes / "saved/checkpoint-6"
     assert_same_bits(
         dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()), read(runs, sizes, "saved")["weights"]
@@ -207,8 +207,8 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
 
 @pytest.mark.parametrize(("sizes", "budgets"), [((2, 1), [None]), ((2, 2), ["0", "1GiB"])])
 def test_a_peer_without_memory_anywhere_in_a_rollout_ends_it_on_all_and_training_may_go_on(
-    tmp_path: Path, models: Path, sizes: tuple[int, int], budgets: list[str | None]
-) -> None:
+    tmp_path, models, sizes, budgets
+):
     num = sizes[0] * sizes[1]
     succeed_on_ranks(exhaust, tmp_path, str(models / "tied"), sizes, budgets, world_size=num)
     names = [f"{budget} {part}" for budget in budgets for part in PARTS]

@@ -81,7 +81,7 @@ def hold_other_data(place: Path) -> None:
     note(place, **found)
 
 
-def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path):
     succeed_on_ranks(train_all, tmp_path / "one", world_size=1)
     succeed_on_ranks(train_all, tmp_path / "two")
     (alone,) = seen(tmp_path / "one", 1)
@@ -94,7 +94,7 @@ def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     assert all(kl > 0 for found in alone.values() for kl in found["kls"][1:])
 
 
-def test_ranks_with_other_data_or_another_folder_do_not_begin(tmp_path: Path) -> None:
+def test_ranks_with_other_data_or_another_folder_do_not_begin(tmp_path):
     succeed_on_ranks(hold_other_data, tmp_path)
     for found in seen(tmp_path):
         for case, words in (

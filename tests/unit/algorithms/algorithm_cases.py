@@ -44,10 +44,7 @@ def record(
     columns = rewards if isinstance(rewards, tuple) else (rewards,)
     pairs = [(w, r) for w, r in zip(weights or (1.0,) * len(columns), columns, strict=True) if not math.isnan(r)]
     completion = Completion(
-        torch.zeros(length, dtype=torch.int32),
-        torch.zeros(length),
-        torch.ones(length, dtype=torch.bool),
-        finish_reason,
+        torch.zeros(length, dtype=torch.int32), torch.zeros(length), torch.ones(length, dtype=torch.bool), finish_reason
     )
     return Record(group, (1,), completion, columns, sum(w * r for w, r in pairs) if pairs else math.nan)
 

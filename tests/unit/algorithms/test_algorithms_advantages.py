@@ -172,10 +172,7 @@ def test_rloo_takes_the_kl_of_counted_tokens_off_the_clipped_reward(estimator, k
 
 
 def test_the_kl_of_a_truncated_row_does_not_count_when_such_rows_are_masked():
-    records = [
-        scored_record(1.0, [-1.0], [-2.0], finish_reason="length"),
-        scored_record(0.0, [-1.0], [-1.0]),
-    ]
+    records = [scored_record(1.0, [-1.0], [-2.0], finish_reason="length"), scored_record(0.0, [-1.0], [-1.0])]
     with_kl, without = (replace(RLOO, beta=0.5, mask_truncated=mask) for mask in (False, True))
     assert numbers(rloo_advantages(with_kl, records)) == pytest.approx([0.5, -0.5])
     masked = rloo_advantages(without, records)
