@@ -47,12 +47,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "own": ("Reinforce", {}),  # examples/own_algorithm.py
 }
 KINDS = {
+    "single": "Replicated",
     "ddp": "Replicated",
     "fsdp2": "Fsdp2",
     "zero1": "Zero",
     "zero2": "Zero",
     "zero3": "Zero",
-    "single": "Replicated",
 }
 SAID_LOGPROB = -2.5  # of each token that was not written by the policy: near the tiny model's own
 SHORT = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
@@ -155,19 +155,18 @@ def launched(tmp_path_factory):
     out: Path = tmp_path_factory.mktemp("combinations")
 
     @cache
-    def outcome(strategy: str) -> list[dict[str, Any]] | AssertionError:
-        num_ranks = 1 if strategy == "single" else 2
+    def started(strategy: str) -> AssertionError | None:
         try:
-            succeed_on_ranks(run_all, out / strategy, strategy, world_size=num_ranks)
+            succeed_on_ranks(run_all, out / strategy, strategy, world_size=1 if strategy == "single" else 2)
         except AssertionError as error:
             return error
-        return [torch.load(out / strategy / f"{number}.pt") for number in range(num_ranks)]
+        return None
 
+    @cache
     def under(strategy: str) -> list[dict[str, Any]]:
-        found = outcome(strategy)
-        if isinstance(found, AssertionError):
-            raise found
-        return found
+        if error := started(strategy):
+            raise error
+        return [torch.load(file) for file in sorted((out / strategy).glob("?.pt"))]
 
     return under
 

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
 from children import succeed_on_ranks
@@ -50,13 +52,8 @@ def lose_one(place: Path, strategy: str) -> None:
         judged: list[Any] = []
         trainer, vllm = run_with(place, name, judged, dies_after, strategy)
         trainer.train()
-        asked = [len(wave) for wave in vllm.waves]
-        found[name] = {
-            "judged": judged,
-            "weights": weights(trainer),
-            "loads": vllm.events.count("pause"),
-            "asked": asked,
-        }
+        asked, loads = [len(wave) for wave in vllm.waves], vllm.events.count("pause")
+        found[name] = {"judged": judged, "weights": weights(trainer), "loads": loads, "asked": asked}
     note(place, **found)
 
 
@@ -91,12 +88,6 @@ def stop_while_one_waits(place: Path) -> None:
 
 def share_prompts(place: Path) -> None:
     """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
-    from dataclasses import replace
-
-    from accelerate import PartialState
-
-    from vllms import SAMPLING, prompts
-
     PartialState(cpu=True)
     team = Ranks().teams(2)
     vllm = scripted(said)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from setups import build, error_of, forget, note, prepare, rank, seen
+from setups import Failing, build, error_of, forget, note, prepare, rank, seen
 from torch import nn
 from transformers import TrainerCallback
 
@@ -52,29 +50,6 @@ def footprint(model: nn.Module) -> list[Any]:
         )
         for module in model.modules()
     ]
-
-
-class Broken:
-    """A `hold` of whose model one part raises when it is called for the third time, on the second rank alone."""
-
-    def __init__(self, hold: Any, part: str) -> None:
-        self._hold = hold
-        self._part = part
-        self._calls = 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[nn.Module]:
-        with self._hold() as model:
-            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
-            try:
-                yield model
-            finally:
-                handle.remove()
-
-    def _count(self, module: nn.Module, args: Any) -> None:
-        self._calls += 1
-        if rank() == 1 and self._calls == 3:
-            raise ValueError("out of luck")
 
 
 def without_room_at(number: int, on_rank: int, error: Exception) -> Any:
@@ -145,7 +120,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
     told = {}
     for part in ("", "model.layers.1.mlp", "model.norm", "model.rotary_emb"):
         before = footprint(model)
-        hold = Broken(lambda: strategy.hold(trainer.model_wrapped, 0), part)
+        hold = Failing(lambda: strategy.hold(trainer.model_wrapped, 0), part, ValueError("out of luck"))
         told[part] = error_of(lambda hold=hold: generate(trainer, hold, TEXTS["uneven"][rank()]))
         assert footprint(model) == before, "something was not given back"
     tokens = {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from setups import named_models, note, rank, seen
+from setups import joined, named_models, note, rank, seen
 from transformers import AutoModelForCausalLM
 
 from children import succeed_on_ranks
@@ -53,18 +53,10 @@ def load(folder: str, frozen_on: str, **options: Any) -> Any:
     return from_pretrained(AutoModelForCausalLM, folder, frozen_on=torch.device(frozen_on), **options)
 
 
-def weights_of(strategy: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Every parameter, put together from all ranks' parts."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for piece in strategy.slices(model, 1 << 20, None):
-        found.setdefault(piece.name, []).append(piece.values.clone())
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
 def same(found: dict[str, torch.Tensor], folder: str, dtype: torch.dtype) -> bool:
     """Whether these are the file's weights."""
     expected = load_file(f"{folder}/model.safetensors")
-    return all(torch.equal(values, expected[name].to(dtype).view(-1)) for name, values in found.items())
+    return all(torch.equal(values, expected[name].to(dtype)) for name, values in found.items())
 
 
 def hand_out(place: Path, folder: str, judge: str) -> None:
@@ -81,7 +73,7 @@ def hand_out(place: Path, folder: str, judge: str) -> None:
             "read": read,
             "loading": loading,
             "preparing": preparing,
-            "same": same(weights_of(strategy, frozen.model), folder, dtype),
+            "same": same(joined(strategy, frozen.model, 1 << 20), folder, dtype),
         }
         del model, frozen
     reward = make_rewards([judge], device=torch.device(device))[0]
@@ -94,7 +86,7 @@ def share_the_file(place: Path, folder: str) -> None:
     strategy = Replicated(Accelerator(cpu=True))
     load(folder, "cpu", dtype="auto")
     frozen, own = own_mb(lambda: strategy.prepare_frozen(load(folder, "cpu", dtype="auto"), 1 << 40, False))
-    note(place, own=own, same=same(weights_of(strategy, frozen.model), folder, torch.bfloat16))
+    note(place, own=own, same=same(joined(strategy, frozen.model, 1 << 20), folder, torch.bfloat16))
 
 
 MODEL_MB = 94.0  # in fp32; half of it in the file

@@ -5,14 +5,13 @@ Checkpoints go from each to each, and what one peer has no memory for in a rollo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from setups import (
+    Failing,
     assert_same_bits,
     assert_same_run,
     build,
@@ -26,7 +25,6 @@ from setups import (
     spread,
     tensor_parallel,
 )
-from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from children import succeed_on_ranks
@@ -63,20 +61,15 @@ NAMED = ("phase rollout", "kv_cache_bytes", "16777216", "max_completion_length",
 def save_models(folder: Path) -> None:
     """Models in folders: tied or not, with biases, or with norms of single heads, whose gradients peers have in parts."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 16,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-    }
-    ends = {"initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    qwen3 = Qwen3Config(
+        vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
     models = {
         "tied": tiny_model(16),
         "untied": tiny_model(16, tied=False),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, **ends, tie_word_embeddings=False)),
+        "qwen3": Qwen3ForCausalLM(qwen3),
     }
     for kind, model in models.items():
         model.save_pretrained(folder / kind)
@@ -163,29 +156,6 @@ def test_a_checkpoint_of_cut_tensors_is_a_model(runs, sizes):
     assert "tp_size" not in (folder / "config.json").read_text()
 
 
-class Exhausted:
-    """A `hold` of whose model one part finds no memory when it is called for the third time, on the second process alone."""
-
-    def __init__(self, hold: Any, part: str) -> None:
-        self._hold = hold
-        self._part = part
-        self._calls = 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[nn.Module]:
-        with self._hold() as model:
-            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
-            try:
-                yield model
-            finally:
-                handle.remove()
-
-    def _count(self, module: nn.Module, args: Any) -> None:
-        self._calls += 1
-        if rank() == 1 and self._calls == 3:
-            raise torch.OutOfMemoryError("no room")
-
-
 def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str | None]) -> None:
     """Rollouts that fail on one peer, before a forward or at a part of it, and then a run that trains."""
     errors, step = {}, 0
@@ -196,7 +166,7 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
         engine = trainer.maker.engine
         whole = engine._hold
         for part in PARTS:
-            engine._hold = Exhausted(whole, part)
+            engine._hold = Failing(whole, part, torch.OutOfMemoryError("no room"))
             errors[f"{budget} {part}"] = error_of(trainer.train)
         engine._hold = whole
         trainer.train()
