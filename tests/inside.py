@@ -83,7 +83,6 @@ def slices(model: torch.nn.Module, count: int = 3000) -> Iterable[WeightSlice]:
 
 
 def perturb(model: torch.nn.Module, seed: int, scale: float = 0.02) -> None:
-    """Change every parameter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

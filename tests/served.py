@@ -28,7 +28,6 @@ def model_of(**changes):
 
 
 def model_in(folder, **changes):
-    """A folder with a model and its tokenizer."""
     model_of(**changes).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
@@ -61,7 +60,6 @@ class Serving:
         return leader
 
     def vllm(self):
-        """Its client, once it answers."""
         found = ServerVllm(self.url, SECRET)
         found.wait(START_SECONDS)
         return found
@@ -82,7 +80,6 @@ def serving(model, log, *options):
 
 
 def members(group):
-    """The living processes of a group."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -31,7 +31,6 @@ def spread(completions: list[str], completion_ids: list[list[int]], **columns: A
 
 
 def grpo_arguments(folder: Any, **changes: Any) -> GRPOConfig:
-    """Those of `arguments_in`."""
     return GRPOConfig(**arguments_in(folder, **changes))
 
 
@@ -58,12 +57,10 @@ def arguments_in(folder: Any, **changes: Any) -> dict[str, Any]:
 
 
 def grpo_trainer(args: GRPOConfig, model: Any = None, reward: Any = spread, **more: Any) -> GRPOTrainer:
-    """A trainer of the small model."""
     return GRPOTrainer(model or small_model(), reward, args, DATA, DATA, TOKENIZER, **more)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """The policy's weights, put together from the strategy's slices."""
     found: dict[str, list[torch.Tensor]] = {}
     for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 20, None):
         found.setdefault(piece.name, []).append(piece.values.clone())
@@ -71,5 +68,4 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def steps_of(trainer: Any) -> list[dict[str, float]]:
-    """The log's training rows."""
     return [row for row in trainer.state.log_history if "loss" in row]

@@ -113,7 +113,6 @@ class ScriptedVllm:
         self.policy_version = None
 
     def hold(self, policy_version):
-        """Say that it holds these weights."""
         self.policy_version = policy_version
 
     def _answer(self, request):

@@ -160,7 +160,6 @@ def _is_ours(tensor: Tensor) -> bool:
 
 
 def _memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The host storage behind a storage of ours."""
     memory = getattr(storage, "memory", None)
     return memory.storage if memory is not None else torch.UntypedStorage(0)
 
@@ -265,7 +264,6 @@ def _check_devices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 @cache
 def _written(op: Any) -> set[str]:
-    """The arguments that an operation writes to."""
     return {argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write}
 
 

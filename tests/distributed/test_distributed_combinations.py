@@ -60,7 +60,6 @@ MEASURED = ("eval_reward", "eval_loss", "eval_entropy", "eval_reward_std", "eval
 
 
 def is_refused(case: Case) -> bool:
-    """Whether the combination cannot be."""
     return any(held.items() <= case.items() for held, _ in REFUSED)
 
 
@@ -193,7 +192,6 @@ def has_moved(run: dict[str, Any]) -> bool:
 
 
 def assert_saved(run: dict[str, Any], case: Case) -> None:
-    """The checkpoint holds the policy as it was trained, or its adapter; no critic is in either."""
     assert not [name for name in run["saved"] if "critic" in name]
     if case["tuning"] == "lora":
         assert all("lora_" in name for name in run["saved"])

@@ -73,7 +73,6 @@ class Trying(TrainerCallback):
         self._trainer, self._found, self._name = trainer, found, name
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Generate at every budget, and fail."""
         if state.global_step == 1:
             self._found[self._name] = try_budgets(self._trainer)
             if self._name == "tied":
@@ -81,7 +80,6 @@ class Trying(TrainerCallback):
 
 
 def train_all(place: Path, strategy: str) -> None:
-    """All models in one process group."""
     found: dict[str, Any] = {}
     for name, options in {"tied": {}, "untied": {"tied": False}, "odd": {"vocab_size": 15}}.items():
         model = tiny_model(**{"vocab_size": 14, "layers": 4, **options})
@@ -136,7 +134,6 @@ def try_failures(trainer: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """What each rank of each strategy found."""
     out = tmp_path_factory.mktemp("generation")
     for strategy in STRATEGIES:
         succeed_on_ranks(train_all, out / strategy, strategy)

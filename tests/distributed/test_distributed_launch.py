@@ -34,7 +34,6 @@ START_S = 300  # until a run has started, or has ended that trains a few steps; 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, rows and a reward as files."""
     folder = tmp_path_factory.mktemp("launch")
     tokenizer = char_tokenizer()
     tiny_model(len(tokenizer)).save_pretrained(folder / "model")
@@ -72,7 +71,6 @@ def words(folder: Path, out: str, ranks: int, **settings: Any) -> list[str]:
 
 
 def found(folder: Path, name: str) -> dict[str, Any]:
-    """What a rank of the run noted."""
     return {
         **json.loads((folder / name / "found.json").read_text()),
         "weights": torch.load(folder / name / "weights.pt"),

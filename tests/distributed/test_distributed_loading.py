@@ -54,7 +54,6 @@ def load(folder: str, frozen_on: str, **options: Any) -> Any:
 
 
 def same(found: dict[str, torch.Tensor], folder: str, dtype: torch.dtype) -> bool:
-    """Whether these are the file's weights."""
     expected = load_file(f"{folder}/model.safetensors")
     return all(torch.equal(values, expected[name].to(dtype)) for name, values in found.items())
 

@@ -60,7 +60,6 @@ def train_all(place: Path, strategy: str, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Every case under one process and under each strategy on two ranks."""
     out = tmp_path_factory.mktemp("numbers")
     named_models(out / "named")
     for strategy in ("single", *STRATEGIES):

@@ -54,7 +54,6 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def train_all(place: Path, out: Path) -> None:
-    """Every strategy with and without resting, in one process group."""
     policy, judge = named_models(out / "named")
     for strategy in STRATEGIES:
         found: dict[bool, Any] = {}
@@ -74,7 +73,6 @@ def train_all(place: Path, out: Path) -> None:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Each strategy with and without resting, on two ranks."""
     out = tmp_path_factory.mktemp("resting")
     named_models(out / "named")
     succeed_on_ranks(train_all, out / "runs", out)

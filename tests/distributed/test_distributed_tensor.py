@@ -85,7 +85,6 @@ def train_all(place: Path, tensor: int, data: int, names: list[str], sources: li
 
 
 def train(place: Path, tensor: int, data: int, case: str, resumed: Path | None = None, name: str = "") -> None:
-    """Train, or go on, and keep what came out."""
     algorithm, model, arguments = CASES[case]
     own = {key: value for key, value in arguments.items() if key != "gather_budget" or data > 1}
 

@@ -73,7 +73,6 @@ def opening(part: str) -> Chosen:
 
 
 def appending(name: str) -> Chosen:
-    """The file `name` is opened to append to it."""
     return lambda event, args: event == "open" and str(args[0]).endswith(name) and bool(args[2] & os.O_APPEND)
 
 

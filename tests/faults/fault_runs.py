@@ -144,7 +144,6 @@ def finish(trainer: Any, result: Path) -> None:
 
 
 def run_alone(case: Case, place: Path) -> None:
-    """A run from its start to its end, in `place/run`."""
     trainer = build(case, place / "run")
     trainer.train()
     finish(trainer, place / "result.json")

@@ -122,7 +122,6 @@ def gradients(loss: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def assert_same(loss: Tensor, expected: Tensor, rows: Sequence[Row]) -> None:
-    """Assert that two losses and their gradients are the same in float64."""
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(gradients(loss, rows), gradients(expected, rows), rtol=1e-10, atol=1e-12)
 
@@ -144,7 +143,6 @@ def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False,
 
 
 def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> list[Tensor]:
-    """A row's losses, one by one."""
     log_ratios = [p - o for p, o in zip(row.logprobs, old, strict=True)]
     losses = []
     for t, p in enumerate(row.logprobs):

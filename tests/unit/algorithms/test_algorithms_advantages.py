@@ -45,7 +45,6 @@ GDPO = {"aggregation": "normalize_then_sum", "reward_weights": (1.0, 0.5)}
 
 
 def by_rows(*rows):
-    """Records of (group, reward), (group, reward), ..."""
     return [record(group, reward) for group, reward in rows]
 
 
