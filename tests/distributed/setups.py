@@ -221,22 +221,12 @@ def build(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = char_tokenizer()
     base = {
-        "output_dir": str(folder),
-        "report_to": "none",
-        "disable_tqdm": True,
-        "learning_rate": 1e-2,
+        "output_dir": str(folder), "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2,
         "adam_epsilon": 1e-3,  # with 1e-8, where a gradient is nearly zero its last bit would become a whole step
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "max_steps": 3,
-        "per_device_train_batch_size": 8 // world_size,
-        "micro_batch_tokens": 64,
-        "logprob_chunk_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "kv_cache_bytes": 1 << 24,
-    }
+        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "max_steps": 3,
+        "per_device_train_batch_size": 8 // world_size, "micro_batch_tokens": 64, "logprob_chunk_size": 16,
+        "num_generations": 4, "max_completion_length": 6, "kv_cache_bytes": 1 << 24,
+    }  # fmt: skip
     rows = [{"prompt": p, **ANSWERS.get(algorithm, lambda p: {})(p)} for p in PROMPTS]
     if algorithm in ANSWERS:
         for name in ("num_generations", "max_completion_length", "kv_cache_bytes"):

@@ -47,26 +47,12 @@ def folder(tmp_path_factory):
 def words(folder: Path, out: str, ranks: int, **settings: Any) -> list[str]:
     """A run's command: 16 completions of 4 prompts a step, whatever the number of ranks."""
     arguments = {
-        "model": folder / "model",
-        "dataset": folder / "rows.jsonl",
-        "reward": f"{folder / 'judge.py'}:spread",
-        "output_dir": folder / out,
-        "per_device_train_batch_size": 16 // ranks,
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "beta": 0.1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "kv_cache_bytes": 1 << 24,
-        "micro_batch_tokens": 64,
-        "logprob_chunk_size": 16,
-        **settings,
-    }
+        "model": folder / "model", "dataset": folder / "rows.jsonl", "reward": f"{folder / 'judge.py'}:spread",
+        "output_dir": folder / out, "per_device_train_batch_size": 16 // ranks, "num_generations": 4,
+        "max_completion_length": 4, "max_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "max_grad_norm": 0.5,
+        "logging_steps": 1, "beta": 0.1, "save_strategy": "no", "report_to": "none", "kv_cache_bytes": 1 << 24,
+        "micro_batch_tokens": 64, "logprob_chunk_size": 16, **settings,
+    }  # fmt: skip
     return ["grpo", "--use_cpu", *(str(word) for name, value in arguments.items() for word in (f"--{name}", value))]
 
 

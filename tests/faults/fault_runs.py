@@ -20,15 +20,9 @@ from tiny import char_tokenizer, digest, tiny_model, trained_adapter
 
 TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
 BASE: dict[str, Any] = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "learning_rate": 1e-2,
-    "logging_steps": 2,
-    "save_steps": 3,
-    "max_steps": 8,
-    "per_device_train_batch_size": 8,
-}
+    "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 2, "save_steps": 3,
+    "max_steps": 8, "per_device_train_batch_size": 8,
+}  # fmt: skip
 ONLINE: dict[str, Any] = {"num_generations": 4, "max_completion_length": 5}
 
 
