@@ -96,11 +96,29 @@ def plain_logprobs(model, records):
     return [logprobs[b, -len(record.completion) :] for b, record in enumerate(records)]
 
 
+def drift_weights(settings, logprobs, sampling):
+    """What a step's tokens weigh for a sampler that drifted; 1 where nothing is corrected in the step."""
+    correction = settings.correction
+    if correction is None or settings.score_old:
+        return torch.ones_like(logprobs)
+    drift = (logprobs.detach() - sampling).double()
+    ratio = (drift.sum() if correction.per_sequence else drift).exp().expand(len(drift)).float()
+    bounded = ratio.clamp(correction.minimum, correction.maximum)
+    return torch.where(bounded == ratio, ratio, 0.0) if correction.masks else bounded
+
+
+def counted_of(record, logprobs):
+    """A row's log-probs, the old ones (the policy's own where none are scored) and the sampler's, of the tokens that count."""
+    mask = record.completion.loss_mask
+    p = logprobs[mask]
+    return p, p.detach() if record.old is None else record.old[mask], record.completion.logprobs[mask]
+
+
 def plain_grpo_loss(settings, model, records):
     total, num_tokens = 0.0, sum(num_counted(record) for record in records)
     for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        mask = record.completion.loss_mask
-        p, old, reference, advantage = (x[mask] for x in (logprobs, record.old, record.reference, record.advantages))
+        p, old, sampling = counted_of(record, logprobs)
+        reference, advantage = (x[record.completion.loss_mask] for x in (record.reference, record.advantages))
         ratio = (p - old).exp()
         if settings.importance_level == "sequence":
             ratio = (p - old).mean().exp().expand_as(p)
@@ -109,6 +127,7 @@ def plain_grpo_loss(settings, model, records):
         else:
             clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
             losses = -torch.minimum(ratio * advantage, clipped * advantage)
+        losses = losses * drift_weights(settings, p, sampling)
         if settings.beta:
             gap = reference - p
             losses = losses + settings.beta * (gap.exp() - gap - 1)
@@ -117,12 +136,14 @@ def plain_grpo_loss(settings, model, records):
     return total
 
 
-def plain_rloo_loss(model, records):
+def plain_rloo_loss(settings, model, records):
     total = 0.0
     for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        mask = record.completion.loss_mask
-        ratio, advantage = (logprobs - record.old)[mask].sum().exp(), record.advantages[0]
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        p, old, sampling = counted_of(record, logprobs)
+        ratio, advantage = (p - old).sum().exp(), record.advantages[0]
+        clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+        weight = drift_weights(settings, p, sampling)[0]
+        total = total - weight * torch.minimum(ratio * advantage, clipped * advantage)
     return total / len(records)
 
 

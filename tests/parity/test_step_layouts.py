@@ -120,11 +120,11 @@ def test_an_rloo_step_equals_the_plain_padded_way(budget):
     """In float64: a sequence's ratio multiplies its gradients, so that fp32's rounding alone comes to more than 1e-6."""
     model = ready(double_model())
     records = grouped_records(model)
-    algorithm = make_rloo(RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True))
+    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True)
     assert_same_gradients(
         model,
-        lambda m: plain_rloo_loss(m, records),
-        lambda m: streamed_loss(algorithm, m, records, budget)[0],
+        lambda m: plain_rloo_loss(settings, m, records),
+        lambda m: streamed_loss(make_rloo(settings), m, records, budget)[0],
         loss_close=4e-7,
         gradients_close=4e-7,
     )
