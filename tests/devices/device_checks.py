@@ -15,7 +15,7 @@ from second_device import TwinModule, ledger
 from torch import nn
 
 from lowpeak.rewards.model import ModelReward
-from tiny import digest
+from tiny import digest, footprint
 
 
 def refuse_and_count(name: str, place: Path) -> None:
@@ -132,7 +132,7 @@ def state(trainer: Any) -> dict[str, Any]:
     models = [trainer.model, trainer.maker.reference.model]
     states = [value for each in trainer.optimizer.state.values() for value in each.values()]
     return {
-        "modules": [[footprint(module) for module in model.modules()] for model in models],
+        "modules": [footprint(model) for model in models],
         "configs": [(model.config.to_dict(), model.generation_config.to_dict()) for model in models],
         "values": [digest(model) for model in models],
         "states": [(value.device.type, value.untyped_storage().nbytes(), value.tolist()) for value in states],
@@ -140,18 +140,6 @@ def state(trainer: Any) -> dict[str, Any]:
         "allocated": TwinModule.memory_allocated(),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
     }
-
-
-def footprint(module: nn.Module) -> tuple[Any, ...]:
-    """A module's mode, hooks, forward, checkpointing, and the parameters that it holds."""
-    return (
-        module.training,
-        list(module._forward_pre_hooks),
-        list(module._forward_hooks),
-        id(module.__dict__.get("forward")),
-        getattr(module, "gradient_checkpointing", None),
-        [id(parameter) for parameter in module._parameters.values()],
-    )
 
 
 class Breaking:

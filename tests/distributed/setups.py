@@ -23,6 +23,9 @@ from tiny import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 TOLERANCE = 5e-6  # of weights
+# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
+SAVED: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+SAVED |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
 
 
 def prepare(strategy: str) -> dict[str, Any]:

@@ -14,7 +14,18 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
-from setups import assert_same_bits, assert_same_run, build, error_of, forget, keep, prepare, result_of, weights_of
+from setups import (
+    SAVED,
+    assert_same_bits,
+    assert_same_run,
+    build,
+    error_of,
+    forget,
+    keep,
+    prepare,
+    result_of,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from children import KILLED, finish, start_ranks, succeed_on_ranks
@@ -24,14 +35,6 @@ from tiny import tiny_model
 
 SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
-ARGUMENTS: dict[str, Any] = {
-    "max_steps": 6,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-}
 DAMAGED = ("fsdp2", "zero3")  # strategies whose checkpoints are damaged file by file
 # Bases of an adapter, of each strategy.
 ADAPTERS = [
@@ -48,14 +51,14 @@ MOVES += [("fsdp2", "two-to-four"), ("zero3", "two-to-four")]
 
 def first(strategy: str, out: Path) -> None:
     """A run, an export, disks that are full on one rank, a damaged checkpoint, and the same run resumed in its middle."""
-    whole = build("GRPO", out / "run", {**prepare(strategy), **ARGUMENTS})
+    whole = build("GRPO", out / "run", {**prepare(strategy), **SAVED})
     whole.train()
     keep(whole, result_of(whole), out / "whole.pt")
     whole.save_model(str(out / "exported"))
     save_apart(out / "average", REFERENCE_FOLDER, parameters_of(whole), whole.run.strategy.ranks)
     fail(whole, out)
     forget()
-    again = build("GRPO", out / "again", {**prepare(strategy), **ARGUMENTS})
+    again = build("GRPO", out / "again", {**prepare(strategy), **SAVED})
     if strategy in DAMAGED:
         damage_each_file(again, out / "run" / "checkpoint-3", out)
     again.train(resume_from_checkpoint=str(out / "run" / "checkpoint-3"))
@@ -129,7 +132,7 @@ def parameters_of(trainer):
 
 def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
     """Go on from a checkpoint of any number of ranks, and take up what stands for a reference's average."""
-    trainer = build("GRPO", out / name, {**prepare(strategy), **ARGUMENTS})
+    trainer = build("GRPO", out / name, {**prepare(strategy), **SAVED})
     trainer.train(resume_from_checkpoint=str(checkpoint))
     result = result_of(trainer)
     if strategy not in ("single", "ddp"):  # any model that is sharded alike stands for a reference
@@ -141,7 +144,7 @@ def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
 
 def refuse(out: Path) -> None:
     """A checkpoint that ranks did not write together is not one that they could share out."""
-    trainer, replicated = build("GRPO", out / "refused", {**prepare("fsdp2"), **ARGUMENTS}), out.parent / "ddp"
+    trainer, replicated = build("GRPO", out / "refused", {**prepare("fsdp2"), **SAVED}), out.parent / "ddp"
     told = error_of(lambda: trainer.train(resume_from_checkpoint=str(replicated / "run/checkpoint-3")))
     keep(trainer, told, out / "refused.pt")
     forget()
@@ -168,7 +171,7 @@ def first_phase(strategy: str, folder: Path) -> None:
 
 
 def one_phase(strategy: str, folder: Path) -> None:
-    trainer = build("GRPO", folder / "one", {**prepare(strategy), **ARGUMENTS})
+    trainer = build("GRPO", folder / "one", {**prepare(strategy), **SAVED})
     trainer.train()
     keep(trainer, result_of(trainer), folder / "one.pt")
     forget()
@@ -178,7 +181,7 @@ def one_phase(strategy: str, folder: Path) -> None:
 
 
 def kill_phase(strategy: str, folder: Path) -> None:
-    build("GRPO", folder / "killed", {**prepare(strategy), **ARGUMENTS}, callbacks=[StopForGood(folder)]).train()
+    build("GRPO", folder / "killed", {**prepare(strategy), **SAVED}, callbacks=[StopForGood(folder)]).train()
 
 
 def two_phase(strategy: str, folder: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from setups import Failing, build, error_of, forget, note, prepare, rank, seen
-from torch import nn
 from transformers import TrainerCallback
 
 from children import succeed_on_ranks
@@ -16,7 +15,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.gathered import Gatherer, find_parts
-from tiny import char_tokenizer, tiny_model
+from tiny import char_tokenizer, footprint, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero3")
 # Ranks have different numbers and lengths of prompts; in the second round the second rank has none at all.
@@ -35,21 +34,6 @@ def generate(trainer: Any, hold: Any, texts: list[str]) -> list[list[int]]:
     engine.load((), 1)
     groups = engine.generate(prompts_of(texts), Sampling(2, 9 - 4 * rank()))
     return [completion.ids.tolist() for group in groups for completion in group.completions]
-
-
-def footprint(model: nn.Module) -> list[Any]:
-    """Everything that a block must give back: hooks, modes, forwards, checkpointing, parameters."""
-    return [
-        (
-            list(module._forward_pre_hooks),
-            list(module._forward_hooks),
-            module.training,
-            getattr(module, "gradient_checkpointing", None),
-            id(module.__dict__.get("forward")),
-            [id(parameter) for parameter in module._parameters.values()],
-        )
-        for module in model.modules()
-    ]
 
 
 def without_room_at(number: int, on_rank: int, error: Exception) -> Any:

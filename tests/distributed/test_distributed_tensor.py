@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from setups import (
+    SAVED,
     Failing,
     assert_same_bits,
     assert_same_run,
@@ -30,18 +31,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from children import succeed_on_ranks
 from tiny import char_tokenizer, tiny_model
 
-# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
-SAVED: dict[str, Any] = {
-    "max_steps": 6,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "weight_decay": 0.1,
-}
 # Models and settings, of which each lies on the ranks in its own way, or changes what they must agree on.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "saved": ("GRPO", "tied", SAVED),
+    "saved": ("GRPO", "tied", {**SAVED, "weight_decay": 0.1}),
     "frozen": (
         "GRPO",
         "untied",
