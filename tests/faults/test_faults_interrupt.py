@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_kills import opening, renaming
+from fault_kills import at_event, in_backward, opening, renaming
 from fault_runs import STANDARD, At, Case, build, checkpoints, ending, finish, run_resumed, run_until_error, steps
 
 from children import call, succeed
@@ -39,37 +38,19 @@ def interrupt_in_reward(trainer: Any, step: int) -> None:
     reward.function = judged
 
 
-def interrupt_in_backward(trainer: Any, step: int) -> None:
-    """Ctrl-C, once, in the backward pass of step `step` + 1."""
-
-    def hook(gradient: Any) -> None:
-        if trainer.state.global_step == step:
-            handle.remove()
-            interrupt()
-
-    # No embedding: what hooks one takes its gradient by autograd's way, whose last bits differ.
-    handle = next(p for name, p in trainer.model.named_parameters() if "embed" not in name).register_hook(hook)
-
-
 def interrupt_once(trainer: Any) -> None:
     interrupt_in_reward(trainer, 4)
 
 
 def interrupt_twice_in_a_step(trainer: Any) -> None:
     interrupt_in_reward(trainer, 4)
-    interrupt_in_backward(trainer, 4)
+    in_backward(trainer, 4, interrupt)
 
 
 def interrupt_again_at(event: Callable[[], Any], trainer: Any) -> None:
     """A second Ctrl-C at one of Python's own events."""
-    chosen = event()
-
-    def hook(name: str, args: tuple[Any, ...]) -> None:
-        if name in ("open", "os.rename") and chosen(name, args):
-            interrupt()
-
     interrupt_in_reward(trainer, 4)
-    sys.addaudithook(hook)
+    at_event(event(), interrupt)
 
 
 def resumed(place: Path) -> tuple[Any, ...]:
