@@ -16,11 +16,11 @@ from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import with_step_shares
+from plain_losses import Row, plain_grpo, plain_rloo
 from steps import GRPO, LocalStrategy
 
 TEMPERATURE = 0.8
-MAX_LENGTH = 9
-BASE = replace(GRPO, loss_type="grpo", max_completion_length=MAX_LENGTH)
+BASE = replace(GRPO, loss_type="grpo", max_completion_length=9)
 
 
 def ready(model):
@@ -107,44 +107,24 @@ def drift_weights(settings, logprobs, sampling):
     return torch.where(bounded == ratio, ratio, 0.0) if correction.masks else bounded
 
 
-def counted_of(record, logprobs):
-    """A row's log-probs, the old ones (the policy's own where none are scored) and the sampler's, of the tokens that count."""
-    mask = record.completion.loss_mask
-    p = logprobs[mask]
-    return p, p.detach() if record.old is None else record.old[mask], record.completion.logprobs[mask]
+def plain_rows(settings, model, records):
+    """The counted tokens of each row by the plain way, with the policy's own log-probs where no old ones are scored."""
+    rows = []
+    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
+        mask = record.completion.loss_mask
+        p, sampling = logprobs[mask], record.completion.logprobs[mask]
+        old = p.detach() if record.old is None else record.old[mask]
+        weights = drift_weights(settings, p, sampling)
+        rows.append(Row(p, None, old, record.reference[mask], weights, record.advantages[0].item()))
+    return rows
 
 
 def plain_grpo_loss(settings, model, records):
-    total, num_tokens = 0.0, sum(num_counted(record) for record in records)
-    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        p, old, sampling = counted_of(record, logprobs)
-        reference, advantage = (x[record.completion.loss_mask] for x in (record.reference, record.advantages))
-        ratio = (p - old).exp()
-        if settings.importance_level == "sequence":
-            ratio = (p - old).mean().exp().expand_as(p)
-        if settings.loss_type == "cispo":
-            losses = -ratio.detach().clamp(max=1 + settings.clip_high) * advantage * p
-        else:
-            clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-            losses = -torch.minimum(ratio * advantage, clipped * advantage)
-        losses = losses * drift_weights(settings, p, sampling)
-        if settings.beta:
-            gap = reference - p
-            losses = losses + settings.beta * (gap.exp() - gap - 1)
-        scale = {"grpo": 1 / (len(p) * len(records)), "dr_grpo": 1 / (len(records) * MAX_LENGTH)}
-        total = total + losses.sum() * scale.get(settings.loss_type, 1 / num_tokens)
-    return total
+    return plain_grpo(settings, plain_rows(settings, model, records), masked=True)
 
 
 def plain_rloo_loss(settings, model, records):
-    total = 0.0
-    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        p, old, sampling = counted_of(record, logprobs)
-        ratio, advantage = (p - old).sum().exp(), record.advantages[0]
-        clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-        weight = drift_weights(settings, p, sampling)[0]
-        total = total - weight * torch.minimum(ratio * advantage, clipped * advantage)
-    return total / len(records)
+    return plain_rloo(settings, plain_rows(settings, model, records), weighed=True)
 
 
 def micro_batches(algorithm, records, budget):

@@ -6,17 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import (
-    CISPO,
-    GRPO,
-    RLOO,
-    assert_same,
-    plain_grpo,
-    plain_rloo,
-    ragged_rows,
-    token_batch,
-    trained_loss,
-)
+from algorithm_cases import CISPO, GRPO, RLOO, assert_same, ragged_rows, token_batch, trained_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.algorithms.algorithm import StepCounts
@@ -28,6 +18,7 @@ from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.config.grpo import EntropyBonus
 from lowpeak.records import TokenBatch
 from lowpeak.training.step import weighted_loss
+from plain_losses import plain_grpo, plain_rloo
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
 LEVELS = ["token", "sequence"]
