@@ -54,15 +54,9 @@ def engine(model: Any, folder: Path, **options: Any) -> Iterator[InsideVllm]:
 
     model.save_pretrained(folder)
     given = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 16 << 20,
-        "max_num_seqs": 8,
-        "max_model_len": 128,
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": True,
-    }
+        "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20,
+        "max_num_seqs": 8, "max_model_len": 128, "worker_extension_cls": EXTENSION, "disable_log_stats": True,
+    }  # fmt: skip
     llm = LLM(str(folder), **(given | options))
     try:
         yield InsideVllm(llm, options.get("tensor_parallel_size", 1))

@@ -38,21 +38,12 @@ def arguments_in(folder: Any, **changes: Any) -> dict[str, Any]:
     """8 completions of 2 prompts a rollout, whatever the number of ranks."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     base = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8 // world_size,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
+        "output_dir": str(folder), "per_device_train_batch_size": 8 // world_size, "num_generations": 4,
+        "max_completion_length": 6, "max_steps": 3, "learning_rate": 1e-2,
         "adam_epsilon": 1e-3,  # with 1e-8, where a gradient is nearly zero its last bit would become a whole step
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "use_vllm": True,
-    }
+        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "use_cpu": True, "use_vllm": True,
+    }  # fmt: skip
     return {**base, **changes}
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hosts import SCRIPT, Host, finish, kill_all, port, two_hosts, wait_for
+from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
-from children import run_ranks, succeed_on_ranks
+from children import free_port, run_ranks, succeed_on_ranks
 from lowpeak.cli.accelerate_config import FOLDER
 from lowpeak.cli.main import main
 from processes import are_gone
@@ -127,7 +127,16 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone)
     """torchrun's own options on each host; its ranks take the preset over."""
     with two_hosts() as hosts:
         logs = [folder / f"zero{i}.log" for i in range(2)]
-        meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", hosts[0].address, "--master_port", port()]
+        meet = [
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "1",
+            "--master_addr",
+            hosts[0].address,
+            "--master_port",
+            str(free_port()),
+        ]
         command = [SCRIPT, str(folder / "zero3"), *words(folder, "out3", 2), "--accelerate_config", "zero3"]
         processes = [
             host.start(["-m", "torch.distributed.run", *meet, "--node_rank", str(i), *command], logs[i])
@@ -146,7 +155,14 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone)
 def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(folder, alone):
     """accelerate's launcher has FSDP in force; the ranks hand it to transformers, which cuts tensors and rows."""
     here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
-    run = ["--config_file", str(FOLDER / "fsdp2-tp.yaml"), "--num_processes", "2", "--main_process_port", port()]
+    run = [
+        "--config_file",
+        str(FOLDER / "fsdp2-tp.yaml"),
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        str(free_port()),
+    ]
     run += ["--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2"]
     command = [SCRIPT, str(folder / "tensor"), *words(folder, "out6", 1)]
     ended = finish([here.start(["-m", "accelerate.commands.launch", *run, *command], log)], [log], START_S)
@@ -173,7 +189,7 @@ def gone(folder):
     with two_hosts() as hosts:
         run = ["--config_file", str(FOLDER / "hsdp.yaml"), "--num_processes", "4", "--num_machines", "2"]
         run += ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
-        run += ["--main_process_ip", hosts[0].address, "--main_process_port", port()]
+        run += ["--main_process_ip", hosts[0].address, "--main_process_port", str(free_port())]
         command = [SCRIPT, str(folder / "hsdp"), *words(folder, "out4", 4)]
         again = f"--output_dir {folder}/out5 --max_steps 900 --logging_steps 100"
         processes = [

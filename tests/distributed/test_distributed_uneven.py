@@ -52,22 +52,13 @@ def _trainer(place: Path, case: str, level: str) -> Any:
         return answer
 
     arguments = {
-        "num_generations": 2,
-        "per_device_train_batch_size": 4,
-        "micro_batch_tokens": 12,
-        "max_completion_length": 32,
-        "importance_sampling_level": level,
-        "beta": 0.1,
-        "shuffle_dataset": False,
+        "num_generations": 2, "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": 12,
+        "max_completion_length": 32, "importance_sampling_level": level, "beta": 0.1, "shuffle_dataset": False,
         "share_prompt": False,
-    }
-    trainer = build("GRPO", place / f"{case}-{level}", prepare("ddp") | _of_ranks(arguments), rollout_func=rollout_func)
+    }  # fmt: skip
+    trainer = build("GRPO", place / f"{case}-{level}", prepare("ddp") | arguments, rollout_func=rollout_func)
     first += [row["prompt"] for row in trainer.train_dataset][::2]
     return trainer
-
-
-def _of_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**arguments, "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"])}
 
 
 def hold_other_data(place: Path) -> None:

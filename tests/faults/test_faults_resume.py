@@ -14,6 +14,14 @@ from children import KILLED, call, succeed
 from damage import sign_again
 from lowpeak.errors import CheckpointError
 
+MOVING = {
+    "steps_per_generation": 2,
+    "num_generations": 2,
+    "beta": 0.04,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+}
+EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
 CASES = {
     "on-policy, each step saved": Case(args={"save_steps": 1, "save_total_limit": 2}),
     "several steps of one rollout, twice": Case(
@@ -22,17 +30,7 @@ CASES = {
         dropout=0.1,
     ),
     "a reference that moves, dynamic sampling, adaptive entropy": Case(
-        args={
-            "steps_per_generation": 2,
-            "beta": 0.04,
-            "sync_ref_model": True,
-            "ref_model_sync_steps": 2,
-            "dynamic_sampling_rounds": 2,
-            "use_adaptive_entropy": True,
-            "entropy_target": 2.2,
-            "num_generations": 2,
-        },
-        dropout=0.1,
+        args={**MOVING, "dynamic_sampling_rounds": 2, "use_adaptive_entropy": True, "entropy_target": 2.2}, dropout=0.1
     ),
     "epochs, each saved at its end": Case(
         args={"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch"}, num_rows=4
@@ -40,14 +38,7 @@ CASES = {
     "epochs, saved within": Case(args={"max_steps": -1, "num_train_epochs": 3, "num_iterations": 2}, num_rows=5),
     "a stream through a shuffle buffer": Case(stream=True, num_rows=9),
     "the best model kept and loaded at the end": Case(
-        args={
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "save_steps": 1,
-            "save_total_limit": 1,
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "reward",
-        }
+        args={**EACH_STEP, "save_total_limit": 1, "load_best_model_at_end": True, "metric_for_best_model": "reward"}
     ),
     "a rollout function": Case(args={"num_iterations": 4}, rollout_func=True),
     "an adapter": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="fresh", dropout=0.1),

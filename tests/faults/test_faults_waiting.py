@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -13,27 +12,18 @@ from typing import Any
 import pytest
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
-from children import succeed
+from children import free_port, succeed
 from lowpeak.rollout.vllm.server import ServerVllm
 from vllms import ScriptedVllm, engine_over, said
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}
-PLAIN = Case(
-    args={
-        "max_steps": 6,
-        "save_steps": 2,
-        "num_iterations": 2,
-        "max_completion_length": 3,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-    }
-)
+SHORT = {"max_steps": 6, "save_steps": 2, "num_iterations": 2, "max_completion_length": 3}
+PLAIN = Case(args={**SHORT, "eval_strategy": "steps", "eval_steps": 3})
 
 
 def nowhere() -> str:
     """An address where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def signal_when_it_waits(place: Path, number: int) -> None:

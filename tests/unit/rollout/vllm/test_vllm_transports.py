@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
-import os
-import signal
 import socket
 import threading
 import time
@@ -13,68 +10,18 @@ import time
 import pytest
 import torch
 
-from fused import VOCAB, FusedModel, FusedVllm, FusedWorker, FusedWorkers, slices, weights
+from fused import VOCAB, FusedVllm, FusedWorkers, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.rollout.vllm.vllm import Facts
 from lowpeak.rollout.vllm.weights.push import held_version, prove, push
 from lowpeak.rollout.vllm.weights.transports.choose import open_sender
 from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender, usable
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
+from remote import RemoteVllm
 from served import free_port
 
 CPU = torch.device("cpu")
 HERE = r"127\.0\.0\.1"
-
-
-class RemoteVllm:
-    """One worker in another process. With `dies_at` it is killed when it is asked for the so-manyth bucket."""
-
-    def __init__(self, dies_at: int | None = None, sleeps_at: int | None = None) -> None:
-        context = multiprocessing.get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, dies_at, sleeps_at), daemon=True)
-        self.process.start()
-        theirs.close()
-        self.workers = self
-        self.in_process = False
-
-    def facts(self) -> Facts:
-        return Facts("0", "fused", "", "float32", 64, 4, 64, 1)
-
-    def call(self, method: str, arguments, timeout: float | None = None):
-        try:
-            self._pipe.send((method, dict(arguments)))
-            if not self._pipe.poll(timeout):
-                raise LostEngineError("the worker does not answer")
-            return [self._pipe.recv()]
-        except (EOFError, OSError) as error:
-            raise LostEngineError("the worker is gone") from error
-
-    def weights(self):
-        return self.call("weights", {}, 30)[0]
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join(10)
-
-
-def _serve(pipe, dies_at: int | None, sleeps_at: int | None) -> None:
-    worker, buckets = FusedWorker(FusedModel()), 0
-    while True:
-        try:
-            method, arguments = pipe.recv()
-        except EOFError:
-            return
-        buckets += method == "lowpeak_take"
-        if method == "lowpeak_take" and buckets == dies_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if method == "lowpeak_take" and buckets == sleeps_at:
-            signal.pause()
-        if method == "weights":
-            pipe.send({name: parameter.data.numpy() for name, parameter in worker.model.named_parameters()})
-        else:
-            pipe.send(getattr(worker, method)(**arguments))
 
 
 @pytest.fixture
