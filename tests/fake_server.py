@@ -87,24 +87,18 @@ def slow(seconds, then=(200, None)):
 
 
 @contextmanager
-def listening(handler, port=0):
-    """An HTTP server on a thread, until the block ends."""
-    httpd = ThreadingHTTPServer(("127.0.0.1", port), handler)
+def serving(server, port=0):
+    """The server on a port of its own, until the block ends."""
+    httpd = ThreadingHTTPServer(("127.0.0.1", port), _handler(server))
     httpd.daemon_threads = True
-    threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
+    server.port = httpd.server_address[1]
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
     try:
-        yield httpd
+        yield server
     finally:
         httpd.shutdown()
         httpd.server_close()
-
-
-@contextmanager
-def serving(server, port=0):
-    """The server on a port of its own, until the block ends."""
-    with listening(_handler(server), port) as httpd:
-        server.port = httpd.server_port
-        yield server
 
 
 def _handler(server):

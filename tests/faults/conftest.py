@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ from children import succeed
 
 
 @pytest.fixture(scope="session")
-def left_alone(tmp_path_factory):
+def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Any, ...]]:
     """What a case's run comes to when nobody disturbs it; run once per case."""
-    known: dict[int, tuple[Any, ...]] = {}
+    known: list[tuple[Case, tuple[Any, ...]]] = []
 
     def outcome(case: Case) -> tuple[Any, ...]:
-        if id(case) not in known:
-            place = tmp_path_factory.mktemp("alone")
-            succeed(run_alone, case, place)
-            known[id(case)] = ending(place)
-        return known[id(case)]
+        for other, found in known:
+            if other is case:
+                return found
+        place = tmp_path_factory.mktemp("alone")
+        succeed(run_alone, case, place)
+        known.append((case, ending(place)))
+        return known[-1][1]
 
     return outcome
