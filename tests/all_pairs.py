@@ -31,11 +31,9 @@ def every(settings: Mapping[str, Sequence[str]]) -> list[Case]:
 
 
 def pairs_in(case: Mapping[str, str]) -> set[Pair]:
-    """The pairs of values of one combination."""
     return {frozenset(pair) for pair in combinations(case.items(), 2)}
 
 
 def pairs_of(cases: Iterable[Mapping[str, str]]) -> set[Pair]:
-    """The pairs of values of all these combinations."""
     found: set[Pair] = set()
     return found.union(*map(pairs_in, cases))

@@ -3,16 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, Qwen3Config
 
 from lowpeak.records import Forest, Tree
 from tiny import tiny_model
@@ -55,31 +46,17 @@ def length_of(forest: Forest) -> int:
     return forest.position_ids_1L.shape[1]
 
 
-def _qwen2():
-    return tiny_model(NUM_IDS, context=256)
-
-
-def _llama():
-    return LlamaForCausalLM(LlamaConfig(**SIZES, num_key_value_heads=4))
-
-
-def _qwen3():
-    return Qwen3ForCausalLM(Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=16))
-
-
-def _gpt2():
-    config = GPT2Config(
-        vocab_size=NUM_IDS, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2,
-        attn_pdrop=0.0, bos_token_id=1, eos_token_id=1,
-    )  # fmt: skip
-    return GPT2LMHeadModel(config)
-
-
-def _deepseek():
-    return DeepseekV3ForCausalLM(DeepseekV3Config(**SIZES, num_key_value_heads=4, **LATENT))
-
-
-MODELS = {"Qwen2": _qwen2, "Llama": _llama, "Qwen3": _qwen3, "GPT-2": _gpt2, "DeepSeek": _deepseek}
+GPT2 = {
+    "vocab_size": NUM_IDS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256, "initializer_range": 0.2,
+    "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 1,
+}  # fmt: skip
+MODELS = {
+    "Qwen2": lambda: tiny_model(NUM_IDS, context=256),
+    "Llama": lambda: AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_key_value_heads=4)),
+    "Qwen3": lambda: AutoModelForCausalLM.from_config(Qwen3Config(**SIZES, num_key_value_heads=1, head_dim=16)),
+    "GPT-2": lambda: AutoModelForCausalLM.from_config(GPT2Config(**GPT2)),
+    "DeepSeek": lambda: AutoModelForCausalLM.from_config(DeepseekV3Config(**SIZES, num_key_value_heads=4, **LATENT)),
+}
 
 
 def model_of(name: str, dtype: torch.dtype = torch.float32):

@@ -104,7 +104,6 @@ class FusedVllm:
 
 
 def weights(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Random values of every tensor of the policy."""
     generator = torch.Generator().manual_seed(seed)
     shapes = SHAPES if tied else SHAPES | {"head.weight": (VOCAB, WIDTH)}
     return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}

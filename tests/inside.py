@@ -54,15 +54,9 @@ def engine(model: Any, folder: Path, **options: Any) -> Iterator[InsideVllm]:
 
     model.save_pretrained(folder)
     given = {
-        "skip_tokenizer_init": True,
-        "dtype": "float32",
-        "enforce_eager": True,
-        "kv_cache_memory_bytes": 16 << 20,
-        "max_num_seqs": 8,
-        "max_model_len": 128,
-        "worker_extension_cls": EXTENSION,
-        "disable_log_stats": True,
-    }
+        "skip_tokenizer_init": True, "dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 16 << 20,
+        "max_num_seqs": 8, "max_model_len": 128, "worker_extension_cls": EXTENSION, "disable_log_stats": True,
+    }  # fmt: skip
     llm = LLM(str(folder), **(given | options))
     try:
         yield InsideVllm(llm, options.get("tensor_parallel_size", 1))
@@ -83,7 +77,6 @@ def slices(model: torch.nn.Module, count: int = 3000) -> Iterable[WeightSlice]:
 
 
 def perturb(model: torch.nn.Module, seed: int, scale: float = 0.02) -> None:
-    """Change every parameter."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

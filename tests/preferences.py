@@ -33,7 +33,6 @@ class FirstToken(Qwen2ForSequenceClassification):
     """A classifier that reads its score at the first token."""
 
     def forward(self, input_ids, **kwargs):
-        """The logit of the rows' first tokens."""
         return super().forward(input_ids=input_ids[:, :1], **kwargs)
 
 

@@ -17,14 +17,9 @@ ALGORITHM = make_grpo(GRPO)
 CORE = Core(1.0, 16, torch.device("cpu"))
 # 109M parameters: 437 MB in fp32, 94 MB of them the tied embedding.
 MID = Qwen2Config(
-    vocab_size=30_720,
-    hidden_size=768,
-    num_hidden_layers=12,
-    num_attention_heads=12,
-    num_key_value_heads=4,
-    intermediate_size=2_304,
-    tie_word_embeddings=True,
-)
+    vocab_size=30_720, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+    intermediate_size=2_304, tie_word_embeddings=True,
+)  # fmt: skip
 
 
 def make_model(config: Qwen2Config = MID) -> Qwen2ForCausalLM:
@@ -39,14 +34,6 @@ def micro_batches(prompt: int, completion: int, rows: int, tokens: int, layout: 
     """Equally long rows of one group, packed as a run packs them."""
     values = torch.zeros(completion)
     ids, mask = torch.ones(completion, dtype=torch.int32), torch.ones(completion, dtype=torch.bool)
-    record = Record(
-        0,
-        tuple(range(prompt)),
-        Completion(ids, values, mask, "stop"),
-        (1.0,),
-        1.0,
-        old=values,
-        reference=values,
-        advantages=values,
-    )
+    written = Completion(ids, values, mask, "stop")
+    record = Record(0, tuple(range(prompt)), written, (1.0,), 1.0, old=values, reference=values, advantages=values)
     return pack([record] * rows, range(rows), Budget(tokens, layout=layout), lambda num_tokens: 1.0 / num_tokens)

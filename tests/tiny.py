@@ -47,36 +47,22 @@ def tiny_model(
     """A Qwen2-shaped model with random weights, in eval mode; wide enough an init that its logits differ clearly."""
     torch.manual_seed(seed)
     config = Qwen2Config(
-        vocab_size=vocab_size,
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=2 * hidden,
-        max_position_embeddings=context,
-        tie_word_embeddings=tied,
-        initializer_range=0.2,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=None,
-    )
+        vocab_size=vocab_size, hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=2 * hidden, max_position_embeddings=context, tie_word_embeddings=tied, initializer_range=0.2,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
     return Qwen2ForCausalLM(config).to(dtype).eval()
 
 
 def tiny_experts(vocab_size: int = 13, **changes: object) -> Qwen3MoeForCausalLM:
     """A Qwen3-shaped mixture of four experts, of which a token has two, with random weights, in eval mode."""
     torch.manual_seed(0)
-    shape = {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-    }
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
-    settings = {"vocab_size": vocab_size, **shape, **experts, **ends, "initializer_range": 0.3, **changes}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**settings)).eval()
+    settings = {
+        "vocab_size": vocab_size, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,
+        "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+        "initializer_range": 0.3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None,
+    }  # fmt: skip
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**settings, **changes})).eval()
 
 
 def trained_adapter(model: nn.Module, config: LoraConfig) -> PeftModel:

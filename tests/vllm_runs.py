@@ -31,7 +31,6 @@ def spread(completions: list[str], completion_ids: list[list[int]], **columns: A
 
 
 def grpo_arguments(folder: Any, **changes: Any) -> GRPOConfig:
-    """Those of `arguments_in`."""
     return GRPOConfig(**arguments_in(folder, **changes))
 
 
@@ -39,31 +38,20 @@ def arguments_in(folder: Any, **changes: Any) -> dict[str, Any]:
     """8 completions of 2 prompts a rollout, whatever the number of ranks."""
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     base = {
-        "output_dir": str(folder),
-        "per_device_train_batch_size": 8 // world_size,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "max_steps": 3,
-        "learning_rate": 1e-2,
+        "output_dir": str(folder), "per_device_train_batch_size": 8 // world_size, "num_generations": 4,
+        "max_completion_length": 6, "max_steps": 3, "learning_rate": 1e-2,
         "adam_epsilon": 1e-3,  # with 1e-8, where a gradient is nearly zero its last bit would become a whole step
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "use_vllm": True,
-    }
+        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
+        "use_cpu": True, "use_vllm": True,
+    }  # fmt: skip
     return {**base, **changes}
 
 
 def grpo_trainer(args: GRPOConfig, model: Any = None, reward: Any = spread, **more: Any) -> GRPOTrainer:
-    """A trainer of the small model."""
     return GRPOTrainer(model or small_model(), reward, args, DATA, DATA, TOKENIZER, **more)
 
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """The policy's weights, put together from the strategy's slices."""
     found: dict[str, list[torch.Tensor]] = {}
     for piece in trainer.run.strategy.slices(trainer.model_wrapped, 1 << 20, None):
         found.setdefault(piece.name, []).append(piece.values.clone())
@@ -71,5 +59,4 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
 
 
 def steps_of(trainer: Any) -> list[dict[str, float]]:
-    """The log's training rows."""
     return [row for row in trainer.state.log_history if "loss" in row]

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import fault_ranks
 from setups import seen
@@ -16,7 +15,7 @@ from children import QUIET, free_port, run_ranks
 from lowpeak.journal import read_steps
 
 
-def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path: Path) -> None:
+def test_a_run_whose_rank_is_killed_goes_on_by_itself_with_nothing_doubled(tmp_path):
     """Two ranks that may be started again once; torchrun looks after them so rarely that a rank has said why it ends."""
     words = ["--nproc_per_node", "2", "--max-restarts", "1", "--monitor-interval", "3"]
     words += ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]

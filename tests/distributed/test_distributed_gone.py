@@ -24,8 +24,8 @@ def after_death(place: Path, survivor: Ended) -> float:
     [("ddp", 1, "kill", 3), ("ddp", 0, "exit", 2), ("fsdp2", 1, "kill", 2), ("zero3", 1, "kill", 2)],
 )
 def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_were(
-    tmp_path: Path, strategy: str, victim: int, how: str, world_size: int
-) -> None:
+    tmp_path, strategy, victim, how, world_size
+):
     ended = run_ranks(fault_ranks.die, tmp_path, strategy, victim, how, 0.0, world_size=world_size)
     for rank in {*range(world_size)} - {victim}:
         error = noted(tmp_path, rank)["error"]
@@ -33,7 +33,7 @@ def test_all_others_raise_an_error_that_names_the_rank_that_went_and_where_they_
         assert after_death(tmp_path, ended[rank]) < SOON
 
 
-def test_a_rank_that_goes_while_the_trained_model_is_written_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_goes_while_the_trained_model_is_written_is_named(tmp_path):
     ended = run_ranks(fault_ranks.die_saving, tmp_path)
     error = noted(tmp_path, 0)["error"]
     assert re.match("RankError: rank 1 is gone .*Rank 0 was in phase save", error)
@@ -44,36 +44,34 @@ def test_a_rank_that_goes_while_the_trained_model_is_written_is_named(tmp_path: 
     ("how", "busy", "where"),
     [("kill", 50.0, "phase reward"), ("kill, and leave a child", 0.0, "the step, after phase reward")],
 )
-def test_a_rank_that_is_busy_or_hangs_when_another_goes_is_ended(
-    tmp_path: Path, how: str, busy: float, where: str
-) -> None:
+def test_a_rank_that_is_busy_or_hangs_when_another_goes_is_ended(tmp_path, how, busy, where):
     ended = run_ranks(fault_ranks.die, tmp_path, "ddp", 1, how, busy)
     assert ended[0].code == 1
     assert re.search(f"lowpeak: error: rank 1 is gone .*Rank 0 was in {where}", ended[0].log)
     assert after_death(tmp_path, ended[0]) < SOON
 
 
-def test_an_error_that_nobody_agreed_on_is_told_to_the_others(tmp_path: Path) -> None:
+def test_an_error_that_nobody_agreed_on_is_told_to_the_others(tmp_path):
     succeed_on_ranks(fault_ranks.fail_alone, tmp_path)
     first, second = seen(tmp_path)
     assert second["error"] == "LookupError: a bug of the user's"
     assert re.match("RankError: rank 1 failed .*phase optimizer: LookupError: a bug of", first["error"])
 
 
-def test_a_rank_that_runs_out_of_memory_in_a_step_and_lives_on_leaves_nobody_hanging(tmp_path: Path) -> None:
+def test_a_rank_that_runs_out_of_memory_in_a_step_and_lives_on_leaves_nobody_hanging(tmp_path):
     ended = run_ranks(fault_ranks.forget_to_fail, tmp_path)
     assert re.match("MemoryExhaustedError: .*phase train.*micro_batch_tokens.*64", noted(tmp_path, 1)["error"])
     assert ended[0].code == 1
     assert re.search("lowpeak: error: rank 1 failed .*phase train.*Rank 0 was in phase train", ended[0].log)
 
 
-def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path: Path) -> None:
+def test_a_rank_that_is_slow_is_not_taken_for_a_dead_one(tmp_path):
     succeed_on_ranks(fault_ranks.be_slow, tmp_path)
     assert [rank["step"] for rank in seen(tmp_path)] == [3, 3]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_path: Path, strategy: str) -> None:
+def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_path, strategy):
     ended = run_ranks(fault_ranks.be_stopped, tmp_path, strategy, seconds=90)
     found = noted(tmp_path, 0)
     assert re.fullmatch("RankError: no answer .*phase reward.*rank 1 is in .*", found["error"])  # one line
@@ -81,7 +79,7 @@ def test_a_rank_that_is_stopped_is_waited_for_as_long_as_ddp_timeout_says(tmp_pa
     assert (ended[0].code, ended[1].code) == (0, -9)
 
 
-def test_a_rank_that_does_not_come_within_the_limit_of_collectives_is_named_with_its_phase(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_come_within_the_limit_of_collectives_is_named_with_its_phase(tmp_path):
     ended = run_ranks(fault_ranks.wait_too_long, tmp_path)
     error = noted(tmp_path, 0)["error"]
     assert re.match("RankError: no answer .*phase reward.*rank 1 is in phase reward.*ddp_timeout", error)

@@ -36,7 +36,7 @@ def evaluate(place: Path, strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_every_rank_has_the_predictions_of_one_process(tmp_path: Path, strategy: str) -> None:
+def test_every_rank_has_the_predictions_of_one_process(tmp_path, strategy):
     succeed_on_ranks(evaluate, tmp_path / "one", "ddp", world_size=1)
     succeed_on_ranks(evaluate, tmp_path / "two", strategy)
     (alone,) = seen(tmp_path / "one", 1)

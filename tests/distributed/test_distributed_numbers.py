@@ -59,8 +59,7 @@ def train_all(place: Path, strategy: str, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every case under one process and under each strategy on two ranks."""
+def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("numbers")
     named_models(out / "named")
     for strategy in ("single", *STRATEGIES):
@@ -71,7 +70,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("strategy", "name"), [(strategy, name) for strategy in STRATEGIES for name in NAMES[strategy]]
 )
-def test_a_run_on_two_ranks_is_the_run_of_one_process(runs: Path, strategy: str, name: str) -> None:
+def test_a_run_on_two_ranks_is_the_run_of_one_process(runs, strategy, name):
     alone, ours = (torch.load(runs / f"{kind}-{name}.pt") for kind in ("single", strategy))
     assert_same_run(ours, alone)
 
@@ -80,6 +79,6 @@ def test_a_run_on_two_ranks_is_the_run_of_one_process(runs: Path, strategy: str,
     ("strategy", "expected"),
     [("ddp", ("Parameter", "Replicated")), ("fsdp2", ("DTensor", "Fsdp2")), ("zero3", ("Parameter", "Zero"))],
 )
-def test_what_was_asked_for_is_in_force(runs: Path, strategy: str, expected: tuple[str, str]) -> None:
+def test_what_was_asked_for_is_in_force(runs, strategy, expected):
     run = torch.load(runs / f"{strategy}-sequence.pt")
     assert (run["parameter"], run["strategy"]) == expected

@@ -82,7 +82,7 @@ def step(place):
     accelerator.end_training()
 
 
-def test_phases_differ_as_on_two_real_ranks(tmp_path: Path) -> None:
+def test_phases_differ_as_on_two_real_ranks(tmp_path):
     succeed_on_ranks(step, tmp_path)
     rehearsed = rehearse(make_model, micro_batches(16, 16, 4, 64), ALGORITHM, CORE, world_size=2)
     for real in seen(tmp_path):

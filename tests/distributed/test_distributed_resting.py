@@ -54,7 +54,6 @@ def _local(tensor: Any) -> torch.Tensor:
 
 
 def train_all(place: Path, out: Path) -> None:
-    """Every strategy with and without resting, in one process group."""
     policy, judge = named_models(out / "named")
     for strategy in STRATEGIES:
         found: dict[bool, Any] = {}
@@ -73,8 +72,7 @@ def train_all(place: Path, out: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Each strategy with and without resting, on two ranks."""
+def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("resting")
     named_models(out / "named")
     succeed_on_ranks(train_all, out / "runs", out)
@@ -82,9 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_shards_and_states_leave_while_the_engine_writes_and_the_run_is_the_same_bits(
-    runs: Path, strategy: str
-) -> None:
+def test_shards_and_states_leave_while_the_engine_writes_and_the_run_is_the_same_bits(runs, strategy):
     for number in (0, 1):
         found = torch.load(runs / f"{strategy}-{number}.pt")
         (plain, there, _), (rested, away, told) = found[False], found[True]

@@ -36,7 +36,6 @@ KL = {"num_iterations": 2, "beta": 0.04}
 
 
 def build_on(strategy: str, folder: Path) -> Any:
-    """GRPO under a strategy."""
     return setups.build("GRPO", folder, {**setups.prepare(strategy), **SAVES, **KL})
 
 
@@ -52,7 +51,6 @@ def build_grpo(folder: Path) -> Any:
 
 
 def build_adapter(folder: Path) -> Any:
-    """GRPO with LoRA."""
     return fault_runs.build(fault_runs.Case(args={**SAVES, **KL}, adapter="fresh", dropout=0.1), folder)
 
 

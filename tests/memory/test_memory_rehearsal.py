@@ -20,24 +20,13 @@ from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 GB = 10**9
 RESIZE = torch.UntypedStorage.resize_
 SMALL = Qwen2Config(
-    vocab_size=1_000,
-    hidden_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=128,
-    tie_word_embeddings=True,
-)
+    vocab_size=1_000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=128, tie_word_embeddings=True,
+)  # fmt: skip
 LARGE = Qwen2Config(
-    vocab_size=152_064,
-    hidden_size=3_584,
-    num_hidden_layers=12,
-    num_attention_heads=28,
-    num_key_value_heads=4,
-    intermediate_size=18_944,
-    tie_word_embeddings=False,
-    max_position_embeddings=8_192,
-)
+    vocab_size=152_064, hidden_size=3_584, num_hidden_layers=12, num_attention_heads=28, num_key_value_heads=4,
+    intermediate_size=18_944, tie_word_embeddings=False, max_position_embeddings=8_192,
+)  # fmt: skip
 BATCHES = micro_batches(8, 8, 4, 40)
 
 

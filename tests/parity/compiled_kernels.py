@@ -51,7 +51,6 @@ def usage(
 
 
 def read_report(cubin: bytes) -> str:
-    """What NVIDIA's tool says that the machine code takes."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

@@ -15,7 +15,6 @@ SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 
 
 def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """The largest one, relative to the greatest number."""
     assert ours.shape == theirs.shape
     return float((ours.double() - theirs.double()).abs().max() / theirs.double().abs().max().clamp(min=1e-30))
 

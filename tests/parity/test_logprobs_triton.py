@@ -22,7 +22,6 @@ pytestmark = pytest.mark.skipif(not HAS_WHEELS, reason="Triton is published for 
 
 
 def run(script, cache, **environment):
-    """What a script prints."""
     settings = {**os.environ, "TRITON_CACHE_DIR": str(cache), **environment}
     found = subprocess.run([sys.executable, HERE / script], env=settings, capture_output=True, text=True, timeout=240)
     assert found.returncode == 0, found.stderr

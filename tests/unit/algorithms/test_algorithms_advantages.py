@@ -40,27 +40,42 @@ def test_a_row_has_one_advantage_per_completion_token():
     assert [len(values) for values in rloo_advantages(RLOO, records).per_token] == [3, 1]
 
 
-def test_group_scaling_divides_by_the_groups_unbiased_std():
-    records = [record(0, r) for r in (1.0, 0.0, 0.0, 0.0)] + [record(1, r) for r in (2.0, 4.0)]
-    # std of (1, 0, 0, 0) is 0.5, of (2, 4) is sqrt(2)
-    expected = [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, -1 / (2**0.5 + 1e-4), 1 / (2**0.5 + 1e-4)]
-    assert grpo(records) == pytest.approx(expected, rel=1e-6)
+ONE = 1 / (2**0.5 + 1e-4)  # half the distance of two rewards over their std
+GDPO = {"aggregation": "normalize_then_sum", "reward_weights": (1.0, 0.5)}
 
 
-def test_batch_scaling_divides_by_the_std_of_all_rewards():
-    records = [record(0, 1.0), record(0, 3.0), record(1, 5.0), record(1, 7.0)]
-    std = (20 / 3) ** 0.5
-    assert grpo(records, scale_rewards="batch") == pytest.approx([x / (std + 1e-4) for x in (-1, 1, -1, 1)], rel=1e-6)
+def by_rows(*rows):
+    return [record(group, reward) for group, reward in rows]
 
 
-def test_without_scaling_an_advantage_is_the_distance_to_the_groups_mean():
-    records = [record(0, 1.0), record(0, 4.0), record(1, -2.0), record(1, -2.5)]
-    assert grpo(records, scale_rewards="none") == pytest.approx([-1.5, 1.5, 0.25, -0.25])
+@pytest.mark.parametrize(
+    ("scale", "rows", "expected"),
+    [
+        # std of (1, 0, 0, 0) is 0.5, of (2, 4) is sqrt(2)
+        (
+            "group",
+            [(0, 1.0), (0, 0.0), (0, 0.0), (0, 0.0), (1, 2.0), (1, 4.0)],
+            [0.75 / 0.5001, *[-0.25 / 0.5001] * 3, -ONE, ONE],
+        ),
+        ("batch", [(0, 1.0), (0, 3.0), (1, 5.0), (1, 7.0)], [x / ((20 / 3) ** 0.5 + 1e-4) for x in (-1, 1, -1, 1)]),
+        ("none", [(0, 1.0), (0, 4.0), (1, -2.0), (1, -2.5)], [-1.5, 1.5, 0.25, -0.25]),
+        ("none", [(7, 1.0), (3, 5.0), (7, 4.0), (3, 6.0), (7, 1.0)], [-1.0, -0.5, 2.0, 0.5, -1.0]),
+        ("none", [(0, 1.0), (0, NAN), (1, 0.0), (1, 2.0)], [0.0, 0.0, -1.0, 1.0]),
+    ],
+)
+def test_grpo_scales_the_distance_to_the_mean_of_scattered_groups(scale, rows, expected):
+    assert grpo(by_rows(*rows), scale_rewards=scale) == pytest.approx(expected, rel=1e-6)
 
 
-def test_groups_may_be_scattered_and_of_different_sizes():
-    records = [record(7, 1.0), record(3, 5.0), record(7, 4.0), record(3, 6.0), record(7, 1.0)]
-    assert grpo(records, scale_rewards="none") == pytest.approx([-1.0, -0.5, 2.0, 0.5, -1.0])
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([(0, 1.0), (0, 2.0), (0, 6.0)], [1 - 4, 2 - 3.5, 6 - 1.5]),
+        ([(0, 1.0), (0, NAN), (1, 0.0), (1, 2.0)], [0.0, 0.0, -2.0, 2.0]),
+    ],
+)
+def test_rloo_takes_the_mean_of_the_other_scored_rows_as_the_baseline(rows, expected):
+    assert rloo(by_rows(*rows)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
@@ -88,29 +103,17 @@ def test_rows_that_nobody_scored_leave_the_statistics_and_get_zero(scale):
     assert grpo(with_gaps, scale_rewards=scale) == [a, 0.0, b, c, d, 0.0, 0.0]
 
 
-def test_one_scored_row_in_a_group_has_nothing_to_compare_with():
-    records = [record(0, 1.0), record(0, NAN), record(1, 0.0), record(1, 2.0)]
-    assert grpo(records, scale_rewards="none") == [0.0, 0.0, -1.0, 1.0]
-    assert rloo(records) == [0.0, 0.0, -2.0, 2.0]
-
-
 def test_gdpo_normalises_each_function_within_the_group_then_the_sum_over_the_batch():
-    weights = (1.0, 0.5)
     rewards = [(1.0, 10.0), (0.0, 30.0), (4.0, 2.0), (2.0, 2.0)]
-    records = [record(i // 2, r, weights) for i, r in enumerate(rewards)]
+    records = [record(i // 2, r, GDPO["reward_weights"]) for i, r in enumerate(rewards)]
     half, tens = (1 / 2) / (0.5**0.5 + 1e-4), 10 / (200**0.5 + 1e-4)
-    one = 1 / (2**0.5 + 1e-4)
-    sums = torch.tensor([half - 0.5 * tens, -half + 0.5 * tens, one, -one], dtype=torch.float64)
-    expected = (sums / (sums.std() + 1e-4)).tolist()
-    changes = {"aggregation": "normalize_then_sum", "reward_weights": weights}
-    assert grpo(records, **changes) == pytest.approx(expected, rel=1e-6)
+    sums = torch.tensor([half - 0.5 * tens, -half + 0.5 * tens, ONE, -ONE], dtype=torch.float64)
+    assert grpo(records, **GDPO) == pytest.approx((sums / (sums.std() + 1e-4)).tolist(), rel=1e-6)
 
 
 def test_gdpo_leaves_out_functions_that_did_not_score_a_row_and_rows_that_nobody_scored():
-    weights = (1.0, 1.0)
-    rewards = [(1.0, NAN), (0.0, NAN), (NAN, NAN), (NAN, 5.0)]
-    records = [record(0, r, weights) for r in rewards]
-    a, b, c, d = grpo(records, aggregation="normalize_then_sum", reward_weights=weights)
+    records = [record(0, r, (1.0, 0.5)) for r in ((1.0, NAN), (0.0, NAN), (NAN, NAN), (NAN, 5.0))]
+    a, b, c, d = grpo(records, **GDPO)
     assert (c, d) == (0.0, 0.0)  # the second function scored one row only
     z = 0.5 / (0.5**0.5 + 1e-4)
     std = torch.tensor([z, -z, 0.0], dtype=torch.float64).std().item()
@@ -118,15 +121,10 @@ def test_gdpo_leaves_out_functions_that_did_not_score_a_row_and_rows_that_nobody
 
 
 def test_gdpo_of_equal_rewards_is_exactly_zero_beside_a_group_that_learns():
-    records = [record(0, (0.1, 0.3), (1.0, 1.0)) for _ in range(3)] + [record(1, (0.1, r), (1.0, 1.0)) for r in (0, 1)]
-    values = grpo(records, aggregation="normalize_then_sum", reward_weights=(1.0, 1.0))
-    assert values[:3] == [0.0] * 3
-    assert values[4] > 0 > values[3]
-
-
-def test_rloo_takes_the_mean_of_the_other_rows_as_the_baseline():
-    records = [record(0, r) for r in (1.0, 2.0, 6.0)]
-    assert rloo(records) == pytest.approx([1 - 4, 2 - 3.5, 6 - 1.5])
+    records = [record(0, (0.1, 0.3), (1.0, 0.5)) for _ in range(3)] + [record(1, (0.1, r), (1.0, 0.5)) for r in (0, 1)]
+    *zeros, below, above = grpo(records, **GDPO)
+    assert zeros == [0.0] * 3
+    assert above > 0 > below
 
 
 def test_leave_one_out_skips_unscored_siblings():
@@ -173,10 +171,7 @@ def test_rloo_takes_the_kl_of_counted_tokens_off_the_clipped_reward(estimator, k
 
 
 def test_the_kl_of_a_truncated_row_does_not_count_when_such_rows_are_masked():
-    records = [
-        scored_record(1.0, [-1.0], [-2.0], finish_reason="length"),
-        scored_record(0.0, [-1.0], [-1.0]),
-    ]
+    records = [scored_record(1.0, [-1.0], [-2.0], finish_reason="length"), scored_record(0.0, [-1.0], [-1.0])]
     with_kl, without = (replace(RLOO, beta=0.5, mask_truncated=mask) for mask in (False, True))
     assert numbers(rloo_advantages(with_kl, records)) == pytest.approx([0.5, -0.5])
     masked = rloo_advantages(without, records)
@@ -185,18 +180,15 @@ def test_the_kl_of_a_truncated_row_does_not_count_when_such_rows_are_masked():
 
 
 def test_reward_metrics_are_of_scored_rows_and_count_the_rows_of_equal_groups():
-    records = [record(0, 1.0), record(0, 1.0), record(1, 0.0), record(1, 4.0), record(1, NAN), record(2, NAN)]
-    advantages = grpo_advantages(GRPO, records)
+    rows = by_rows((0, 1.0), (0, 1.0), (1, 0.0), (1, 4.0), (1, NAN), (2, NAN))
+    advantages = grpo_advantages(GRPO, rows)
     assert metric(advantages, "reward") == 1.5
     assert metric(advantages, "reward_std") == pytest.approx(torch.tensor([1.0, 1.0, 0.0, 4.0]).std().item())
     assert metric(advantages, "frac_reward_zero_std") == 3 / 6
-
-
-def test_reward_metrics_of_nothing_scored_are_not_numbers():
-    advantages = grpo_advantages(GRPO, [record(0, NAN), record(0, NAN)])
-    assert math.isnan(metric(advantages, "reward"))
-    assert math.isnan(metric(advantages, "reward_std"))
-    assert numbers(advantages) == [0.0, 0.0]
+    unscored = grpo_advantages(GRPO, rows[-2:])
+    assert math.isnan(metric(unscored, "reward"))
+    assert math.isnan(metric(unscored, "reward_std"))
+    assert numbers(unscored) == [0.0, 0.0]
 
 
 def test_truncated_rows_count_in_the_statistics_of_grpo_whatever_mask_truncated_says():

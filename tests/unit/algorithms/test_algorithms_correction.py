@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from algorithm_cases import CISPO, GRPO, RLOO, gradients, plain_grpo, plain_rloo, ragged_rows, token_batch, trained_loss
+from algorithm_cases import CISPO, GRPO, RLOO, assert_same, gradients, ragged_rows, token_batch, trained_loss
 
 from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.correction import correction_weight
@@ -16,6 +16,7 @@ from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.config.correction import Correction
 from lowpeak.config.grpo import EntropyBonus
 from lowpeak.records import Completion, Metric, Record, merge_metrics
+from plain_losses import plain_grpo, plain_rloo
 
 LEAST, MOST = 0.6, 1.5
 MODES = {
@@ -57,20 +58,6 @@ def on_policy(rows, said):
     return weights, {"old_T": None, "sampling_T": torch.cat(said)}
 
 
-def assert_same(loss, expected, rows):
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(gradients(loss, rows), gradients(expected, rows), rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_the_rows_below_reach_every_bound_of_a_mode(mode):
-    rows = ragged_rows()
-    weights, _ = on_policy(rows, drawn(rows))
-    found = set(torch.cat(weights[mode]).tolist())
-    assert ({0.0} if MODES[mode].masks else {LEAST, MOST}) <= found
-    assert any(LEAST < weight < MOST for weight in found)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
@@ -81,6 +68,9 @@ def test_on_policy_the_policy_term_is_weighed_in_the_step(loss_type, level, mode
     settings = replace(base, beta=0.1, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3), correction=MODES[mode])
     rows = ragged_rows()
     weights, told = on_policy(rows, drawn(rows))
+    found = set(torch.cat(weights[mode]).tolist())
+    assert ({0.0} if MODES[mode].masks else {LEAST, MOST}) <= found  # the rows reach every bound
+    assert any(LEAST < weight < MOST for weight in found)
     masked = [replace(row, mask=w) for row, w in zip(rows, weights[mode], strict=True)]
     loss = trained_loss(make_grpo(settings), rows, **told)
     assert_same(loss, plain_grpo(settings, masked, on_policy=True, masked=True), rows)
@@ -91,11 +81,8 @@ def test_on_policy_rloo_weighs_whole_rows(mode):
     rows = ragged_rows()
     weights, told = on_policy(rows, drawn(rows))
     settings = replace(RLOO, score_old=False, correction=MODES[mode])
-    same = [replace(row, old=row.logprobs.detach()) for row in rows]
-    expected = sum(w[0] * plain_rloo(settings, [r]) for r, w in zip(same, weights[mode], strict=True) if len(w)) / len(
-        rows
-    )
-    assert_same(trained_loss(make_rloo(settings), rows, **told), expected, rows)
+    same = [replace(row, old=row.logprobs.detach(), mask=w) for row, w in zip(rows, weights[mode], strict=True)]
+    assert_same(trained_loss(make_rloo(settings), rows, **told), plain_rloo(settings, same, weighed=True), rows)
 
 
 def records_of(rows, said):
@@ -211,14 +198,11 @@ def levels_apart(loss_type, changes):
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("changes", SAME_ON_POLICY, ids=str)
-def test_on_policy_the_unit_of_ratios_changes_no_gradient(loss_type, changes):
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [(each, True) for each in SAME_ON_POLICY] + [(each, False) for each in OTHER_ON_POLICY],
+    ids=str,
+)
+def test_on_policy_the_unit_of_ratios_acts_only_where_a_rows_tokens_differ(loss_type, changes, same):
     apart, largest = levels_apart(loss_type, changes)
-    assert apart <= 1e-14 * largest
-
-
-@pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo"])
-@pytest.mark.parametrize("changes", OTHER_ON_POLICY, ids=str)
-def test_on_policy_the_unit_of_ratios_acts_where_a_rows_tokens_differ(loss_type, changes):
-    apart, largest = levels_apart(loss_type, changes)
-    assert apart > 1e-3 * largest
+    assert apart <= 1e-14 * largest if same else apart > 1e-3 * largest

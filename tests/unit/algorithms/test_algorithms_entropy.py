@@ -25,19 +25,19 @@ def test_the_masks_are_those_of_one_interpolated_quantile_over_all_rows(lengths,
     assert [mask.tolist() for mask in masks] == [mask.tolist() for mask in expected]
 
 
-def test_a_fifth_keeps_the_two_most_uncertain_of_ten_tokens():
-    masks = top_entropy_masks([torch.tensor([0.9, 0.1, 0.2, 0.3]), torch.tensor([0.4, 0.5, 0.0, 0.6, 0.7, 0.8])], 0.2)
-    assert [mask.tolist() for mask in masks] == [[1, 0, 0, 0], [0, 0, 0, 0, 0, 1]]
-
-
-def test_tokens_at_the_threshold_are_in():
-    (mask,) = top_entropy_masks([torch.tensor([0.0, 1.0, 1.0, 1.0])], 0.5)
-    assert mask.tolist() == [0, 1, 1, 1]
-
-
-def test_a_rollout_without_tokens_has_empty_masks():
-    assert top_entropy_masks([], 0.2) == []
-    assert [mask.shape for mask in top_entropy_masks([torch.empty(0)], 0.2)] == [(0,)]
+@pytest.mark.parametrize(
+    ("entropies", "quantile", "expected"),
+    [
+        ([[0.9, 0.1, 0.2, 0.3], [0.4, 0.5, 0.0, 0.6, 0.7, 0.8]], 0.2, [[1, 0, 0, 0], [0, 0, 0, 0, 0, 1]]),
+        ([[0.0, 1.0, 1.0, 1.0]], 0.5, [[0, 1, 1, 1]]),  # at the threshold
+        ([[0.1, 0.5, 0.5 + 3e-7, 0.5 - 3e-7, 0.9, 0.2]], 0.5, [[0, 1, 1, 1, 1, 0]]),  # and off it by rounding
+        ([], 0.2, []),
+        ([[]], 0.2, [[]]),
+    ],
+)
+def test_the_most_uncertain_tokens_are_in(entropies, quantile, expected):
+    masks = top_entropy_masks([torch.tensor(row) for row in entropies], quantile)
+    assert [mask.tolist() for mask in masks] == expected
 
 
 def test_a_fixed_coefficient_never_moves():
@@ -61,18 +61,8 @@ def test_an_adaptive_coefficient_rises_at_or_below_the_target_and_rests_above_it
     assert applied == pytest.approx([0.7, 0.8, 0.0, 0.0, 0.0, 0.0, 0.3, 0.3])
 
 
-def test_a_step_without_an_entropy_leaves_the_state():
+def test_a_step_without_an_entropy_leaves_the_state_and_without_a_bonus_there_is_none():
     algorithm = make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.5, target=1.0, delta=0.2)))
     assert algorithm.update(algorithm.state, {"loss": 1.0}) == algorithm.state
-
-
-def test_without_a_bonus_there_is_no_state():
-    algorithm = make_grpo(GRPO)
-    assert algorithm.coefficients() == {}
-    assert algorithm.update({}, {"entropy": 0.1}) == {}
-
-
-def test_entropies_that_differ_by_rounding_are_in_or_out_together():
-    tied = torch.tensor([0.1, 0.5, 0.5 + 3e-7, 0.5 - 3e-7, 0.9, 0.2])
-    (mask,) = top_entropy_masks([tied], 0.5)
-    assert mask.tolist() == [0.0, 1.0, 1.0, 1.0, 1.0, 0.0]
+    plain = make_grpo(GRPO)
+    assert plain.coefficients() == plain.update({}, {"entropy": 0.1}) == {}

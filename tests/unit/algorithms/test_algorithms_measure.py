@@ -37,37 +37,55 @@ def values(metrics):
     return {name: metric.value() for name, metric in metrics.items()}
 
 
-def test_clip_ratios_of_tokens_are_shares_of_tokens_and_extremes_of_rows():
-    measured = values(make_grpo(GRPO).measure(LOGPROBS, ENTROPY, TOKENS))
-    assert measured == pytest.approx(
+THIRDS = {"weights_U": torch.full((3,), 1 / 3)}
+NARROW = replace(GRPO, importance_level="sequence", clip_high=0.05, clip_low=0.05)
+MEASURED = {
+    "tokens: shares of tokens, extremes of rows": (
+        make_grpo(GRPO),
+        {},
         {
             "clip_ratio/low_mean": 1 / 6,
             "clip_ratio/low_min": 0.0,
             "clip_ratio/high_mean": 1 / 6,
             "clip_ratio/high_max": 1 / 3,
             "clip_ratio/region_mean": 2 / 6,
-            "entropy": 4.0,
-        }
-    )
-
-
-def test_clip_ratios_of_sequences_are_shares_of_rows():
-    settings = replace(GRPO, importance_level="sequence", clip_high=0.05, clip_low=0.05)
-    tokens = replace(TOKENS, weights_U=torch.full((3,), 1 / 3), advantages_T=-TOKENS.advantages_T)
-    measured = values(make_grpo(settings).measure(LOGPROBS, None, tokens))
+        },
+    ),
     # The rows' ratios are 0.75^(1/3), 0.75^(1/2) and 1; the first row now has the loss.
-    assert measured["clip_ratio/low_mean"] == pytest.approx(1 / 3)
-    assert measured["clip_ratio/high_mean"] == 0.0
-    assert (measured["clip_ratio/low_min"], measured["clip_ratio/high_max"]) == (0.0, 0.0)
+    "sequences: shares of rows": (
+        make_grpo(NARROW),
+        {**THIRDS, "advantages_T": -TOKENS.advantages_T},
+        {
+            "clip_ratio/low_mean": 1 / 3,
+            "clip_ratio/low_min": 0.0,
+            "clip_ratio/high_mean": 0.0,
+            "clip_ratio/high_max": 0.0,
+            "clip_ratio/region_mean": 1 / 3,
+        },
+    ),
+    "sequences: the last token of the first row is masked by a correction": (
+        make_grpo(NARROW),
+        {**THIRDS, "advantages_T": torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, 1.0])},
+        {"clip_ratio/low_mean": 1 / 3, "clip_ratio/low_min": 0.0, "clip_ratio/region_mean": 1 / 3},
+    ),
+    # 0.75 with a gain, 0.75 and 1 with a loss: the second row alone is clipped.
+    "rloo: products of rows": (
+        make_rloo(RLOO),
+        THIRDS,
+        {"clip_ratio/low_mean": 1 / 3, "clip_ratio/high_mean": 0.0, "clip_ratio/region_mean": 1 / 3},
+    ),
+    "cispo: its own ratio at 1 + clip_high": (make_grpo(CISPO), {}, {"cispo_clip_ratio": 1 / 6}),
+}
 
 
-def test_a_token_that_a_correction_masks_does_not_hide_that_its_sequence_is_clipped():
-    settings = replace(GRPO, importance_level="sequence", clip_high=0.05, clip_low=0.05)
-    advantages_T = torch.tensor([-1.0, -1.0, 0.0, 1.0, 1.0, 1.0])  # the last token of the first row is masked
-    tokens = replace(TOKENS, weights_U=torch.full((3,), 1 / 3), advantages_T=advantages_T)
-    measured = values(make_grpo(settings).measure(LOGPROBS, None, tokens))
-    assert measured["clip_ratio/low_mean"] == measured["clip_ratio/region_mean"] == pytest.approx(1 / 3)
-    assert measured["clip_ratio/low_min"] == 0.0
+@pytest.mark.parametrize("case", MEASURED)
+def test_clip_ratios_are_of_the_units_that_are_clipped(case):
+    algorithm, changes, expected = MEASURED[case]
+    measured = values(algorithm.measure(LOGPROBS, ENTROPY, replace(TOKENS, **changes)))
+    assert measured["entropy"] == 4.0
+    assert {name: measured[name] for name in expected} == pytest.approx(expected)
+    assert ("cispo_clip_ratio" in measured) != ("clip_ratio/region_mean" in measured)
+    assert values(algorithm.measure(LOGPROBS, None, replace(TOKENS, **changes))).keys() == measured.keys() - {"entropy"}
 
 
 @pytest.mark.parametrize(
@@ -82,20 +100,6 @@ def test_clip_ratios_are_shares_of_the_whole_step_also_of_rows_that_are_not_trai
     weights = torch.ones(6 if algorithm.unit == "token" else 3)
     tokens = replace(TOKENS, weights_U=weights, token_share=1 / 12, row_share=1 / 6)  # as many rows have no advantage
     assert values(algorithm.measure(LOGPROBS, None, tokens))[name] == pytest.approx(expected)
-
-
-def test_rloo_measures_the_products_of_rows():
-    tokens = replace(TOKENS, weights_U=torch.full((3,), 1 / 3))
-    measured = values(make_rloo(RLOO).measure(LOGPROBS, ENTROPY, tokens))
-    # 0.75 with a gain, 0.75 and 1 with a loss: the second row alone is clipped.
-    assert measured["clip_ratio/low_mean"] == measured["clip_ratio/region_mean"] == pytest.approx(1 / 3)
-    assert measured["clip_ratio/high_mean"] == 0.0
-    assert measured["entropy"] == 4.0
-
-
-def test_cispo_measures_its_own_ratio_at_one_plus_clip_high():
-    measured = values(make_grpo(CISPO).measure(LOGPROBS, None, TOKENS))
-    assert measured == pytest.approx({"cispo_clip_ratio": 1 / 6})
 
 
 def test_kl_is_the_one_in_the_loss_and_only_with_a_beta():

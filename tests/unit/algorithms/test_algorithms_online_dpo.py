@@ -29,9 +29,6 @@ def signs(settings, records):
     return [float(values[0]) for values in given.per_token]
 
 
-# selection
-
-
 def test_the_best_and_the_worst_of_each_group_are_a_pair():
     records = [record(g, r) for g, r in [(0, 0.2), (1, 3.0), (0, 0.9), (0, -1.0), (1, 2.0), (0, 0.9)]]
     assert chosen(DPO, records) == ((1, 2, 3, 4), 0)
@@ -49,29 +46,27 @@ def test_a_group_without_a_difference_has_no_pair_and_is_missing(rewards):
     assert (metrics["num_pairs"].value(), metrics["num_ties"].value()) == (1.0, 1.0)
 
 
-def test_a_row_that_nobody_scored_is_in_no_pair():
-    assert chosen(DPO, [record(0, NAN), record(0, 1.0), record(0, 2.0)]) == ((1, 2), 0)
+CUT = record(0, 1.0, finish_reason="length")
+SILENT = replace(CUT, completion=replace(CUT.completion, loss_mask=torch.zeros(2, dtype=torch.bool)))
 
 
-def test_a_completion_that_did_not_end_loses_the_penalty():
-    records = [record(0, 1.0, finish_reason="length"), record(0, 0.5), record(1, 1.0), record(1, 1.0)]
-    assert signs(DPO, records)[:2] == [1.0, -1.0]
-    assert signs(replace(DPO, missing_eos_penalty=0.75), records)[:2] == [-1.0, 1.0]
-    cut = [record(0, 1.0, finish_reason="length"), record(0, 1.0)]
-    assert chosen(DPO, cut) == ((), 1)
-    assert chosen(replace(DPO, missing_eos_penalty=0.1), cut) == ((0, 1), 0)
-
-
-def test_masked_truncated_completions_are_in_no_pair():
-    records = [record(0, 1.0), record(0, 0.5), record(0, 9.0, finish_reason="length")]
-    assert chosen(DPO, records) == ((1, 2), 0)
-    assert chosen(replace(DPO, mask_truncated=True), records) == ((0, 1), 0)
-
-
-def test_a_row_that_counts_no_token_is_in_no_pair():
-    silent = record(0, 9.0)
-    silent = replace(silent, completion=replace(silent.completion, loss_mask=torch.zeros(2, dtype=torch.bool)))
-    assert chosen(DPO, [silent, record(0, 0.0), record(0, 1.0)]) == ((1, 2), 0)
+@pytest.mark.parametrize(
+    ("changes", "records", "expected"),
+    [
+        ({}, [record(0, NAN), record(0, 1.0), record(0, 2.0)], [0.0, -1.0, 1.0]),
+        ({}, [SILENT, record(0, 0.0), record(0, 0.5)], [0.0, -1.0, 1.0]),  # no token of it counts
+        ({}, [CUT, record(0, 0.5), record(0, 0.25)], [1.0, 0.0, -1.0]),
+        ({"mask_truncated": True}, [CUT, record(0, 0.5), record(0, 0.25)], [0.0, 1.0, -1.0]),
+        ({"missing_eos_penalty": 0.75}, [CUT, record(0, 0.5)], [-1.0, 1.0]),
+        ({}, [CUT, record(0, 1.0)], [0.0, 0.0]),
+        ({"missing_eos_penalty": 0.1}, [CUT, record(0, 1.0)], [-1.0, 1.0]),
+    ],
+)
+def test_rows_are_compared_by_what_they_are_worth_if_they_take_part(changes, records, expected):
+    settings = replace(DPO, **changes)
+    assert signs(settings, records) == expected
+    pair = tuple(i for i, sign in enumerate(expected) if sign)
+    assert chosen(settings, records) == (pair, 0 if pair else 1)
 
 
 def test_what_is_said_of_a_selection_is_about_all_that_was_judged():
@@ -83,9 +78,6 @@ def test_what_is_said_of_a_selection_is_about_all_that_was_judged():
     assert said["val/contain_eos_token"] == pytest.approx(0.8)
     assert said["reward"] == pytest.approx(0.5)
     assert said["frac_reward_zero_std"] == pytest.approx(0.4)
-
-
-# the loss
 
 
 def pair_batch(rows, **changes):
@@ -141,19 +133,10 @@ def test_at_the_start_the_sigmoid_loss_is_log_2_and_ipos_its_target_squared():
     assert pair_loss(replace(DPO, loss_type="ipo"), logprobs_T, tokens).tolist() == pytest.approx([(1 / 0.6) ** 2] * 3)
 
 
-def test_the_loss_is_the_mean_over_the_steps_pairs():
-    reduction = make_online_dpo(DPO).reduction
-    assert reduction(7, StepCounts(10, 99)) == pytest.approx(1 / 5)
-    assert reduction(0, StepCounts(10, 99)) == 0.0
-
-
 def test_beta_goes_with_the_epochs_and_the_last_one_stays():
     algorithm = make_online_dpo(replace(DPO, betas=(0.1, 0.2, 0.4)))
     found = [algorithm.coefficients(epoch=epoch)["beta"] for epoch in (0.0, 0.5, 1.0, 1.9, 2.0, 7.5)]
     assert found == [0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
-
-
-# what is measured
 
 
 def test_metrics_are_of_counted_pairs_alone():

@@ -49,10 +49,7 @@ def test_gae_is_the_papers_sum_for_completions_of_any_length(gamma, lam):
         expected = torch.tensor(plain_gae(r.tolist(), v.tolist(), gamma, lam), dtype=torch.float64)
         torch.testing.assert_close(a, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(target, expected + v, rtol=1e-12, atol=1e-12)
-
-
-def test_gae_of_no_completion_at_all_is_empty():
-    assert gae([], [], 1.0, 0.95) == ((), ())
+    assert gae([], [], gamma, lam) == ((), ())
 
 
 def test_whitening_is_over_all_tokens_of_the_rollout():
@@ -83,22 +80,21 @@ def test_a_completion_that_did_not_end_loses_the_penalty():
     torch.testing.assert_close(whole - less, torch.full((3,), 0.25))
 
 
-def test_rewards_of_single_tokens_stand_where_they_were_given():
-    tokens = torch.tensor([0.5, 0.0, -1.0, 0.25])
-    (each,) = scored([float(tokens.sum()) + 3.0], [4], token_rewards=tokens)
-    found = ppo_advantages(PPO, [each], STATE)
-    expected = plain_gae([0.5, 0.0, -1.0, 3.25], each.values.double().tolist(), 0.9, 0.8)
-    torch.testing.assert_close(found.per_token[0], torch.tensor(expected), rtol=1e-6, atol=1e-6)
-
-
-def test_tokens_that_the_policy_did_not_write_are_no_steps_of_the_episode():
-    whole = scored([1.0], [5])[0]
-    mask = torch.tensor([True, False, False, True, True])
-    holed = replace(whole, completion=replace(whole.completion, loss_mask=mask))
-    found = ppo_advantages(PPO, [holed], STATE)
-    kept = whole.values[mask].double().tolist()
-    torch.testing.assert_close(found.per_token[0][mask], torch.tensor(plain_gae([0.0, 0.0, 1.0], kept, 0.9, 0.8)))
-    assert not found.per_token[0][~mask].any()
+@pytest.mark.parametrize(
+    ("extra", "mask", "rewards"),
+    [
+        ([0.5, 0.0, -1.0, 0.25, 0.0], [True] * 5, [0.5, 0.0, -1.0, 0.25, 3.0]),  # where single tokens have theirs
+        (None, [True, False, False, True, True], [0.0, 0.0, 3.0]),  # tokens of another are no steps of the episode
+    ],
+)
+def test_rewards_stand_at_their_tokens_and_the_rest_at_the_last_of_the_policys_own(extra, mask, rewards):
+    mask = torch.tensor(mask)
+    (each,) = scored([3.0 + sum(extra or ())], [5], token_rewards=None if extra is None else torch.tensor(extra))
+    each = replace(each, completion=replace(each.completion, loss_mask=mask))
+    (advantages,) = ppo_advantages(PPO, [each], STATE).per_token
+    expected = torch.tensor(plain_gae(rewards, each.values[mask].double().tolist(), 0.9, 0.8))
+    torch.testing.assert_close(advantages[mask], expected, rtol=1e-6, atol=1e-6)
+    assert not advantages[~mask].any()
 
 
 def test_a_row_that_nobody_scored_teaches_nothing():
@@ -124,8 +120,9 @@ def test_a_reference_that_says_nan_is_not_hidden():
 def test_truncated_completions_count_no_token_where_they_are_masked():
     records = scored([1.0, 1.0], [3, 2])
     records[0] = replace(records[0], completion=replace(records[0].completion, finish_reason="length"))
-    found = ppo_advantages(replace(PPO, mask_truncated=True), records, STATE)
-    assert not found.per_token[0].any()
+    for mask in (False, True):
+        found = ppo_advantages(replace(PPO, mask_truncated=mask), records, STATE)
+        assert bool(found.per_token[0].any()) is not mask
 
 
 def batch(seed=0, tokens=40):
@@ -147,25 +144,28 @@ def batch(seed=0, tokens=40):
     return (old + 0.4 * draw()).requires_grad_(), (values + 0.4 * draw()).requires_grad_(), constants
 
 
+def assert_same(loss, plain, leaf):
+    """A loss and its gradient are those of the terms of a plain loop; returns the gradient."""
+    torch.testing.assert_close(loss, torch.stack(plain), rtol=1e-12, atol=1e-12)
+    ours, expected = (torch.autograd.grad(x.sum(), leaf)[0] for x in (loss, torch.stack(plain)))
+    torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+    return ours
+
+
 def test_the_policy_loss_is_the_papers_equation_7_and_so_is_its_gradient():
     logprobs, _, tokens = batch()
-    loss = make_ppo(PPO).loss(logprobs, tokens)
     expected = []
     for p, old, advantage in zip(logprobs, tokens.old_T, tokens.advantages_T, strict=True):
         ratio = (p - old).exp()
         expected.append(-torch.min(ratio * advantage, ratio.clamp(0.8, 1.3) * advantage))
-    torch.testing.assert_close(loss, torch.stack(expected), rtol=1e-12, atol=1e-12)
-    ours, plain = (torch.autograd.grad(x.sum(), logprobs)[0] for x in (loss, torch.stack(expected)))
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
-    assert (ours == 0).any()
-    assert (ours != 0).any()
+    gradient = assert_same(make_ppo(PPO).loss(logprobs, tokens), expected, logprobs)
+    assert 0 < float((gradient == 0).double().mean()) < 1
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_the_value_loss_is_the_larger_of_the_plain_and_the_clipped_error(clip):
     _, values, tokens = batch()
     term = make_ppo(replace(PPO, value_clip=clip)).values
-    loss = term.loss(values, tokens)
     expected = []
     for v, old, target in zip(values, tokens.values_T, tokens.returns_T, strict=True):
         plain = (v - target) ** 2
@@ -173,11 +173,9 @@ def test_the_value_loss_is_the_larger_of_the_plain_and_the_clipped_error(clip):
             held = old + torch.clamp(v - old, -clip, clip)
             plain = torch.max(plain, (held - target) ** 2)
         expected.append(0.5 * 0.5 * plain)
-    torch.testing.assert_close(loss, torch.stack(expected), rtol=1e-12, atol=1e-12)
-    ours, plain = (torch.autograd.grad(x.sum(), values)[0] for x in (loss, torch.stack(expected)))
-    torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
+    gradient = assert_same(term.loss(values, tokens), expected, values)
     if clip is not None:
-        share = float((ours == 0).double().mean())
+        share = float((gradient == 0).double().mean())
         assert 0 < share < 1
         assert term.measure(values.detach(), tokens)["val/clipfrac_avg"].value() == pytest.approx(share)
 

@@ -1,57 +1,58 @@
-"""What each algorithm asks of a run: its unit, what is scored for it, what may be skipped."""
+"""What each algorithm asks of a run, which rows and tokens take part, what a unit weighs, and the estimators of KL."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
-from algorithm_cases import GRPO, RLOO, record
+import torch
+from algorithm_cases import CISPO, GRPO, RLOO, record
 
+from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.grpo import make_grpo
+from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.rloo import make_rloo
+from lowpeak.algorithms.select import loss_mask, select_all, select_unequal
 from lowpeak.algorithms.supervised import make_supervised
 from lowpeak.config.grpo import EntropyBonus
 
+NAN = math.nan
+
 
 @pytest.mark.parametrize(
-    ("changes", "needs"),
+    ("make", "settings", "changes", "needs"),
     [
-        ({"score_old": False}, set()),
-        ({}, {"old"}),
-        ({"score_old": False, "beta": 0.1}, {"reference"}),
-        ({"score_old": False, "top_entropy_quantile": 0.2}, {"entropy"}),
-        ({"beta": 0.1, "top_entropy_quantile": 0.2}, {"old", "reference", "entropy"}),
+        (make_grpo, GRPO, {"score_old": False}, set()),
+        (make_grpo, GRPO, {}, {"old"}),
+        (make_grpo, GRPO, {"score_old": False, "beta": 0.1}, {"reference"}),
+        (make_grpo, GRPO, {"score_old": False, "top_entropy_quantile": 0.2}, {"entropy"}),
+        (make_grpo, GRPO, {"beta": 0.1, "top_entropy_quantile": 0.2}, {"old", "reference", "entropy"}),
+        (make_rloo, RLOO, {"score_old": False}, set()),
+        (make_rloo, RLOO, {}, {"old"}),
+        (make_rloo, RLOO, {"score_old": False, "beta": 0.1}, {"old", "reference"}),  # for a KL in the reward
     ],
 )
-def test_grpo_has_scored_only_what_its_settings_use(changes, needs):
-    assert make_grpo(replace(GRPO, **changes)).needs == needs
+def test_an_algorithm_has_scored_only_what_its_settings_use(make, settings, changes, needs):
+    assert make(replace(settings, **changes)).needs == needs
 
 
 @pytest.mark.parametrize(
-    ("changes", "needs"),
-    [({"score_old": False}, set()), ({}, {"old"}), ({"score_old": False, "beta": 0.1}, {"old", "reference"})],
+    ("algorithm", "idle", "entropy_bonus", "unit"),
+    [
+        (make_grpo(GRPO), True, False, "token"),
+        (make_grpo(replace(GRPO, importance_level="sequence")), True, False, "sequence"),
+        (make_grpo(replace(GRPO, beta=0.1)), False, False, "token"),
+        (make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.1))), False, True, "token"),
+        (make_grpo(replace(GRPO, top_entropy_quantile=0.2)), True, False, "token"),
+        (make_rloo(replace(RLOO, beta=0.1)), True, False, "sequence"),
+        (make_supervised(), False, False, "token"),
+    ],
 )
-def test_rloo_scores_old_and_reference_together_when_a_kl_goes_into_the_reward(changes, needs):
-    assert make_rloo(replace(RLOO, **changes)).needs == needs
-
-
-def test_rows_without_an_advantage_are_idle_unless_something_else_acts_on_them():
-    assert make_grpo(GRPO).idle
-    assert not make_grpo(replace(GRPO, beta=0.1)).idle
-    assert not make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.1))).idle
-    assert make_rloo(replace(RLOO, beta=0.1)).idle
-    assert not make_supervised().idle
-
-
-def test_only_an_entropy_bonus_asks_for_the_gradient_of_entropy():
-    assert make_grpo(replace(GRPO, entropy_bonus=EntropyBonus(0.1))).entropy_bonus
-    assert not make_grpo(replace(GRPO, top_entropy_quantile=0.2)).entropy_bonus
-    assert not make_rloo(RLOO).entropy_bonus
-
-
-def test_the_unit_is_a_sequence_where_tokens_are_coupled():
-    units = [a.unit for a in (make_grpo(GRPO), make_grpo(replace(GRPO, importance_level="sequence")), make_rloo(RLOO))]
-    assert units == ["token", "sequence", "sequence"]
+def test_rows_without_an_advantage_are_idle_and_units_are_tokens_unless_something_else_acts_on_them(
+    algorithm, idle, entropy_bonus, unit
+):
+    assert (algorithm.idle, algorithm.entropy_bonus, algorithm.unit) == (idle, entropy_bonus, unit)
 
 
 @pytest.mark.parametrize(("make", "settings"), [(make_grpo, GRPO), (make_rloo, RLOO)])
@@ -65,3 +66,92 @@ def test_supervised_training_keeps_every_row_and_has_no_advantages():
     records = [record(0, 1.0, length=3), record(1, 0.0, length=1)]
     assert make_supervised().select(records).rows == (0, 1)
     assert [x.tolist() for x in make_supervised().advantages(records, {}).per_token] == [[0, 0, 0], [0]]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "rows", "missing"),
+    [
+        (
+            [(0, 1.0), (1, 1.0), (2, NAN), (3, 5.0), (0, 1.0), (1, 0.0), (2, NAN), (3, NAN), (4, 0.1 + 0.2), (4, 0.3)],
+            (1, 5),
+            4,
+        ),
+        ([(0, 1.0), (0, NAN), (0, 0.0)], (0, 1, 2), 0),  # an unscored row of a group that teaches
+    ],
+)
+def test_dynamic_sampling_drops_and_counts_groups_that_teach_nothing(rewards, rows, missing):
+    records = [record(group, reward) for group, reward in rewards]
+    selection = select_unequal(records)
+    assert (selection.rows, selection.num_missing_groups) == (rows, missing)
+    selection = select_all(records)
+    assert (selection.rows, selection.num_missing_groups) == (tuple(range(len(records))), 0)
+
+
+@pytest.mark.parametrize(
+    ("reason", "mask_truncated", "counted"),
+    [
+        ("length", True, [False, False, False]),
+        ("length", False, [True, False, True]),
+        ("stop", True, [True, False, True]),
+    ],
+)
+def test_a_truncated_row_counts_no_token_only_when_such_rows_are_masked(reason, mask_truncated, counted):
+    completion = record(0, 1.0, length=3, finish_reason=reason).completion
+    completion.loss_mask[1] = False
+    assert loss_mask(completion, mask_truncated).tolist() == counted
+    assert completion.loss_mask.tolist() == [True, False, True]
+
+
+COUNTS = StepCounts(num_rows=8, num_tokens=100)
+BY_HAND = [
+    ("grpo", 1 / (4 * 8), 1 / 8),
+    ("dr_grpo", 1 / (9 * 8), 4 / (9 * 8)),
+    ("dapo", 1 / 100, 4 / 100),
+    ("bnpo", 1 / 100, 4 / 100),
+    ("cispo", 1 / 100, 4 / 100),
+]
+
+
+@pytest.mark.parametrize(("loss_type", "token", "sequence"), BY_HAND)
+def test_a_row_of_four_tokens_weighs_what_its_loss_type_says(loss_type, token, sequence):
+    settings = replace(CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type)
+    assert make_grpo(settings).reduction(4, COUNTS) == pytest.approx(token)
+    by_row = make_grpo(replace(settings, importance_level="sequence"))
+    assert by_row.reduction(4, COUNTS) == pytest.approx(sequence)
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [
+        make_grpo(replace(GRPO, loss_type=name, importance_level=level))
+        for name, _, _ in BY_HAND[:4]
+        for level in ("token", "sequence")
+    ]
+    + [make_rloo(RLOO), make_supervised()],
+)
+def test_a_row_without_counted_tokens_weighs_nothing_even_in_an_empty_step(algorithm):
+    assert algorithm.reduction(0, COUNTS) == 0.0
+    assert algorithm.reduction(0, StepCounts(0, 0)) == 0.0
+    if algorithm.name in ("rloo", "sft"):
+        assert algorithm.reduction(4, COUNTS) == {"rloo": 1 / 8, "sft": 1 / 100}[algorithm.name]
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [("k1", 0.5), ("k2", 0.125), ("k3", math.exp(-0.5) - 0.5)])
+def test_kl_estimators_by_hand(estimator, expected):
+    p, r = torch.tensor([-1.0]), torch.tensor([-1.5])
+    assert kl_estimate(p, r, estimator).item() == pytest.approx(expected)
+    assert kl_estimate(p, p, estimator).item() == 0.0
+
+
+def test_k1_and_k3_have_the_mean_of_the_kl_divergence():
+    generator = torch.Generator().manual_seed(0)
+    policy, reference = torch.randn(2, 7, generator=generator, dtype=torch.float64).log_softmax(-1)
+    kl = (policy.exp() * (policy - reference)).sum()
+    for estimator in ("k1", "k3"):
+        torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference, estimator)).sum(), kl)
+
+
+def test_k3_of_nearly_equal_log_probs_is_not_lost_to_rounding():
+    p = torch.tensor([-1.0], dtype=torch.float32)
+    r = p + 2.0**-10
+    assert kl_estimate(p, r, "k3").item() == pytest.approx(2.0**-21, rel=2e-3)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from attending import HEADS, SCALE, dense, heads, values_and_gradients
 from forests import forest_of, length_of
 from lowpeak.attention.definition import forest_mask
 from lowpeak.attention.install import attend_forest
 from lowpeak.attention.layout import ForestLayout
 
 CPU = torch.device("cpu")
+HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}
+SCALE = 0.3
 FORESTS = {
     "one plain sequence": forest_of((0, (9,))),
     "plain sequences of mixed lengths": forest_of(*[(0, (tokens,)) for tokens in (9, 8, 1, 7, 1, 8, 9, 1, 1)]),
@@ -27,6 +29,30 @@ FORESTS = {
     "short beside long": forest_of((600, (3, 4, 4, 5, 540, 3)), *[(6, (530, 4))] * 4, padding=2),
 }
 PADDED = FORESTS["mixed, with padding"]
+
+
+def heads(forest, num_heads, num_kv, dtype=torch.float64, width=16, value_width=16):
+    """Query, key and value as a layer makes them: projected together, then transposed."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((num_heads, width), (num_kv, width), (num_kv, value_width))
+    drawn = [torch.randn(1, length_of(forest), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [x.to(dtype).transpose(1, 2).detach().requires_grad_() for x in drawn]
+
+
+def dense(query, key, value, forest):
+    """Attention under the definition's mask; zeros where a token sees nothing."""
+    mask = forest_mask(forest, length_of(forest))
+    real = mask.any(1)
+    mask = mask | ~real[:, None]
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=SCALE, enable_gqa=True)
+    return out.transpose(1, 2) * real[:, None, None]
+
+
+def values_and_gradients(attend, tensors):
+    out = attend(*tensors)
+    generator = torch.Generator().manual_seed(1)
+    grad = torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype)
+    return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
 
 
 def fast(forest, kept=False):

@@ -161,3 +161,12 @@ def test_ranks_share_rows_in_every_layout(layout):
     records = draw(1)
     shares = share(records, range(2, len(records)), Budget(64, layout=layout), 3)
     assert sorted(i for mine in shares for i in mine) == list(range(2, len(records)))
+
+
+@pytest.mark.parametrize("unit", ["token", "pair"])
+@pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
+def test_ranks_are_balanced_in_tokens_not_in_rows(layout, unit):
+    records = [row([2 + i // 2], [3] * (40 if i < 2 else 2), group=i // 2) for i in range(12)]
+    whole = 2 if unit == "pair" else 1  # the long rows that stay together
+    shares = share(records, range(2 - whole, 12), Budget(64, layout=layout), 2, unit)
+    assert sorted(map(len, shares)) == [whole, 10]

@@ -1,0 +1,81 @@
+"""The losses as their papers write them: row by row and token by token, with Python's own comparisons instead of tensor ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lowpeak.config.grpo import GRPOSettings
+from lowpeak.config.rloo import RLOOSettings
+
+
+@dataclass(frozen=True)
+class Row:
+    """The counted tokens of one row; `logprobs` and `entropy` are what gradients are asked of."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    old: Tensor
+    reference: Tensor
+    mask: Tensor
+    advantage: float
+
+
+def plain_grpo(s: GRPOSettings, rows: Sequence[Row], *, on_policy: bool = False, masked: bool = False) -> Tensor:
+    """GRPO's family as a sum over rows and tokens."""
+    totals, all_tokens = [], []
+    for row in rows:
+        losses = plain_token_losses(s, row, row.logprobs.detach() if on_policy else row.old, masked)
+        all_tokens += losses
+        totals.append(sum(losses))
+    num_rows = len(rows)
+    bonus = 0.0 if s.entropy_bonus is None else 0.3 * torch.cat([row.entropy for row in rows]).mean()
+    if s.loss_type == "grpo":
+        return sum(t / max(len(r.logprobs), 1) for t, r in zip(totals, rows, strict=True)) / num_rows - bonus
+    if s.loss_type == "dr_grpo":
+        return sum(totals) / (num_rows * s.max_completion_length) - bonus
+    return sum(all_tokens) / len(all_tokens) - bonus
+
+
+def plain_token_losses(s: GRPOSettings, row: Row, old: Tensor, masked: bool) -> list[Tensor]:
+    log_ratios = [p - o for p, o in zip(row.logprobs, old, strict=True)]
+    losses = []
+    for t, p in enumerate(row.logprobs):
+        log_ratio = log_ratios[t] if s.importance_level == "token" else sum(log_ratios) / len(log_ratios)
+        ratio = log_ratio.exp()
+        policy = plain_policy_term(s, p, ratio, row.advantage)
+        loss = policy * row.mask[t] if masked else policy
+        d = p - row.reference[t]
+        kl = {"k1": d, "k2": 0.5 * d * d, "k3": (-d).exp() + d - 1}[s.kl_estimator]
+        loss = loss + s.beta * kl * (ratio if s.bias_corrected_kl else 1.0)
+        losses.append(loss)
+    return losses
+
+
+def plain_policy_term(s: GRPOSettings, logprob: Tensor, ratio: Tensor, advantage: float) -> Tensor:
+    """The policy term by the sign of the advantage: with a positive one only the ceiling binds, else only the floor."""
+    ceiling = torch.tensor(1.0 + s.clip_high, dtype=torch.float64)
+    if s.loss_type == "cispo":
+        return -min(ratio.detach(), ceiling) * advantage * logprob
+    if advantage >= 0:
+        return -min(ratio, ceiling) * advantage
+    floor = torch.tensor(1.0 - s.clip_low, dtype=torch.float64)
+    if s.delta is not None:
+        ratio = min(ratio, torch.tensor(s.delta, dtype=torch.float64))
+    return -max(ratio, floor) * advantage
+
+
+def plain_rloo(s: RLOOSettings, rows: Sequence[Row], *, weighed: bool = False) -> Tensor:
+    """RLOO as a sum over rows with tokens, divided by all rows; `weighed` by the first number of a row's mask."""
+    total = torch.zeros((), dtype=torch.float64)
+    for row in rows:
+        if not len(row.logprobs):
+            continue
+        ratio = (row.logprobs.sum() - row.old.sum()).exp()
+        bound = torch.tensor(1 + s.clip_high if row.advantage >= 0 else 1 - s.clip_low, dtype=torch.float64)
+        weight = row.mask[0] if weighed else 1.0
+        total = total - weight * (min(ratio, bound) if row.advantage >= 0 else max(ratio, bound)) * row.advantage
+    return total / len(rows)
