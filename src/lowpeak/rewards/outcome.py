@@ -116,7 +116,7 @@ class RewardCall:
         self.failures: tuple[RewardError, ...] = ()
         self.tokens: dict[int, tuple[float, ...]] = {}
         self._returned: Any = None
-        self._keywords = {
+        self._keywords: dict[str, Any] = {
             **rows.keywords(),
             "trainer_state": trainer_state,
             "log_extra": self.log.log_extra,
