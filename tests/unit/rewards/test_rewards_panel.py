@@ -101,6 +101,13 @@ def test_a_row_that_nobody_scored_has_no_reward_and_one_scored_zero_has():
     assert judge(lambda prompts: [None, 0, 0, 0]).records[1].reward == 0.0
 
 
+def test_a_row_whose_tokens_have_a_number_each_has_their_sum_and_their_weighted_numbers():
+    judged = judge(lambda completions: [1, [0.5, None], torch.ones(3), []], length, weights=(2.0, 1.0))
+    assert [record.rewards[0] for record in judged.records] == [1, 0.5, 3, 0]
+    tokens = [None if each.token_rewards is None else each.token_rewards.tolist() for each in judged.records]
+    assert tokens == [None, [1.0, 0.0], [2.0, 2.0, 2.0], None]
+
+
 def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
     metrics = judge(length, only_long, lambda prompts: [None] * 4).metrics
     found = [
