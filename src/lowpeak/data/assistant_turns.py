@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.data.chat import TEMPLATE_ERRORS, Messages
+from lowpeak.data.chat import TEMPLATE_ERRORS, Messages, passing_template
 from lowpeak.data.prompts import num_shared
 from lowpeak.errors import DataError
 
@@ -53,10 +53,8 @@ class AssistantTurns:
                 f"{where}: the tokenizer does not map tokens to characters (it is not a fast one); {_REMEDY}."
             )
         chat = _Chat(self._tokenizer, messages, options)
-        try:
+        with passing_template(where):
             row = chat.tokenize(chat.write(len(messages)))
-        except TEMPLATE_ERRORS as error:
-            raise DataError(f"{where} does not pass the chat template: {error}; change the messages.") from error
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         found = [tokens for i in turns if (tokens := self._find(chat, row, i, where))]
         if turns and not found:
@@ -114,12 +112,10 @@ class _Chat:
     messages: Messages
     options: Mapping[str, Any]
 
-    def write(self, num_messages: int, add_generation_prompt: bool = False) -> str:
+    def write(self, num_messages: int, **more: bool) -> str:
         """Return the text of the first messages."""
-        more = {"add_generation_prompt": True} if add_generation_prompt else {}
         options = {**self.options, **more, "tokenize": False}
-        text: str = self.tokenizer.apply_chat_template(self.messages[:num_messages], **options)
-        return text
+        return str(self.tokenizer.apply_chat_template(self.messages[:num_messages], **options))
 
     def tokenize(self, text: str) -> _Text:
         """Return the text with its token ids: those that `apply_chat_template` gives."""

@@ -8,7 +8,8 @@ A prompt ends with the opening of the assistant's message, as in TRL, also after
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from jinja2 import TemplateError
@@ -37,19 +38,14 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
         raise DataError(f"{where} is {message!r:.80}; a message is a mapping with 'role' and 'content'.")
     content = message.get("content")
     if isinstance(content, list):
-        for part in content:
-            _check_part(part, where)
+        for kind in (part.get("type") if isinstance(part, Mapping) else None for part in content):
+            if kind != "text":
+                raise DataError(f"{where} has a content part of type {kind!r}; lowpeak trains on text only.")
     elif content is None and not message.get("tool_calls"):
         raise DataError(f"{where} has no 'content'; a message is a mapping with 'role' and 'content'.")
     elif content is not None and not isinstance(content, str):
         raise DataError(f"{where} has content of type {type(content).__name__}; it must be a string.")
     return {key: value for key, value in message.items() if value is not None}
-
-
-def _check_part(part: Any, where: str) -> None:
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind != "text":
-        raise DataError(f"{where} has a content part of type {kind!r}; lowpeak trains on text only.")
 
 
 def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -91,6 +87,17 @@ def begun_text(messages: Messages, options: Mapping[str, Any]) -> str:
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content)
 
 
+@contextmanager
+def passing_template(where: str) -> Iterator[None]:
+    """Raise DataError, opening with `where`, where the template fails in the block."""
+    try:
+        yield
+    except TEMPLATE_ERRORS as error:
+        raise DataError(
+            f"{where} does not pass the chat template: {error}; change the messages or the template."
+        ) from error
+
+
 def encode_chats(tokenizer: Any, conversations: list[Messages], options: Mapping[str, Any]) -> list[list[int]]:
     """Return the token ids of each conversation: one call of the template, then of the tokenizer, for all of them."""
     encoded = tokenizer.apply_chat_template(conversations, **{**options, "tokenize": True, "return_dict": True})
@@ -100,23 +107,5 @@ def encode_chats(tokenizer: Any, conversations: list[Messages], options: Mapping
 
 def encode_chat(tokenizer: Any, messages: Messages, options: Mapping[str, Any], where: str) -> list[int]:
     """Return the token ids of one conversation; a template that fails is a DataError that opens with `where`."""
-    try:
+    with passing_template(where):
         return encode_chats(tokenizer, [messages], options)[0]
-    except TEMPLATE_ERRORS as error:
-        raise DataError(
-            f"{where} does not pass the chat template: {error}; change the messages or the template."
-        ) from error
-
-
-def checked_chat(
-    tokenizer: Any, row: Mapping[str, Any], turns: Sequence[Any], defaults: Mapping[str, Any], where: str, part: str
-) -> tuple[Messages, dict[str, Any]]:
-    """Return a row's messages and the template's options for them; DataError, opening with `where`, if they cannot be used."""
-    messages = check_messages(turns, f"{where}: {part}")
-    options = template_options(row, defaults, where)
-    if getattr(tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
-        raise DataError(
-            f"{where}: {part} is a list of messages, but the tokenizer has no chat template; set tokenizer.chat_template, take "
-            "the tokenizer of an instruct model, or write the prompts as strings."
-        )
-    return messages, options

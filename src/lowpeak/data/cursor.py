@@ -54,7 +54,10 @@ class PromptCursor(Generic[Item]):
         self._seed = seed
         self._digest = digest
         if self.prompts_per_epoch is None and shuffle:
-            self._dataset = _shuffled_stream(dataset, seed)
+            if hasattr(dataset, "shuffle"):
+                self._dataset = dataset.shuffle(seed=seed)
+            else:
+                logger.warning("A %s has no shuffle(); its prompts come in its own order.", type(dataset).__name__)
         self._serial = 0
         self._start_epoch(0)
 
@@ -150,13 +153,6 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     """
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
-
-
-def _shuffled_stream(dataset: IterableDataset, seed: int) -> IterableDataset:
-    if hasattr(dataset, "shuffle"):
-        return dataset.shuffle(seed=seed)
-    logger.warning("A %s has no shuffle(); its prompts come in its own order.", type(dataset).__name__)
-    return dataset
 
 
 def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> list[Prompt]:

@@ -6,12 +6,9 @@ with HF_HUB_OFFLINE=1 nothing is looked up at all: a name is then read from the 
 
 from __future__ import annotations
 
-import codecs
 import glob
 import re
 from collections.abc import Mapping, Sequence
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +57,15 @@ def is_on_hub(source: str) -> bool:
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:
     """Return the local files or the folder meant by `source`, all there; None for a name on the hub."""
-    paths = _one_path(source) if isinstance(source, str | Path) else _listed_paths(source)
-    for path in paths or []:
+    if not isinstance(source, str | Path) and not source:
+        raise DataError("The list of data files is empty; name at least one.")
+    paths = _one_path(source) if isinstance(source, str | Path) else [Path(path).expanduser() for path in source]
+    if paths is None:
+        return None
+    folders = [path for path in paths if path.is_dir()]
+    if folders and len(paths) > 1:
+        raise DataError(f"{folders[0]} is a folder among several data files; name files only, or one folder.")
+    for path in paths:
         if not path.exists():
             raise DataError(f"The data file or folder {path} does not exist; check the path.")
     return paths
@@ -76,25 +80,9 @@ def _one_path(source: str | Path) -> list[Path] | None:
         matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
         if not matches:
             raise DataError(f"No file matches {source}; check the pattern and the folder.")
-        return _files_only(matches)
-    return None if _is_hub_name(str(source)) else [path]
-
-
-def _listed_paths(sources: Sequence[str | Path]) -> list[Path]:
-    if not sources:
-        raise DataError("The list of data files is empty; name at least one.")
-    return _files_only([Path(path).expanduser() for path in sources])
-
-
-def _files_only(paths: list[Path]) -> list[Path]:
-    folders = [path for path in paths if path.is_dir()]
-    if folders and len(paths) > 1:
-        raise DataError(f"{folders[0]} is a folder among several data files; name files only, or one folder.")
-    return paths
-
-
-def _is_hub_name(source: str) -> bool:
-    return _HUB_NAME.fullmatch(source) is not None and Path(source).suffix not in _BUILDERS
+        return matches
+    is_hub_name = _HUB_NAME.fullmatch(str(source)) is not None and path.suffix not in _BUILDERS
+    return None if is_hub_name else [path]
 
 
 def _builder(paths: Sequence[Path]) -> str:
@@ -117,18 +105,18 @@ def _check_utf8(paths: Sequence[Path]) -> None:
 
 
 def _check_text(path: Path) -> None:
-    decoder, num_lines = codecs.getincrementaldecoder("utf-8")(), 0
+    num_lines = 0
     with path.open("rb") as file:
-        for block in chain(iter(partial(file.read, _BLOCK), b""), [b""]):
+        while lines := file.readlines(_BLOCK):
             try:
-                decoder.decode(block, final=not block)
+                b"".join(lines).decode()
             except UnicodeDecodeError as error:
                 line = num_lines + error.object.count(b"\n", 0, error.start) + 1
                 raise DataError(
                     f"The data file {path} is not UTF-8: line {line} has the byte 0x{error.object[error.start]:02x} "
                     f"({error.reason}); convert the file to UTF-8."
                 ) from error
-            num_lines += block.count(b"\n")
+            num_lines += len(lines)
 
 
 def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from lowpeak.data.chat import checked_chat, encode_chat
-from lowpeak.data.prompts import RowReader, check_ids, num_shared, padding_id, read_all
+from lowpeak.data.chat import encode_chat
+from lowpeak.data.prompts import RowReader, num_shared, padding_id, read_all
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -46,62 +46,42 @@ class PreferenceReader(RowReader[Pair]):
 
     Advantages are +1 at the chosen record's slot and -1 at the rejected one's, returns the margin and 0 (see
     `algorithms.reward_model`). A pair of which one row has more than `max_length` tokens, or whose rows are the same, is left out.
-    Raises DataError, naming the row, on a row that cannot be used.
     """
 
-    def __init__(
-        self,
-        tokenizer: Any,
-        *,
-        max_length: int | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        num_embeddings: int | None = None,
-    ) -> None:
-        self._tokenizer = tokenizer
-        self.max_length = max_length
-        self._template_defaults = dict(chat_template_kwargs or {})
-        self._num_embeddings = num_embeddings
-        self._padding = padding_id(tokenizer)
-
-    @property
-    def left_out(self) -> str:
+    def __init__(self, tokenizer: Any, *, max_length: int | None = None, **settings: Any) -> None:
+        super().__init__(tokenizer, **settings)
         same = "chosen and rejected are the same"
-        return same if self.max_length is None else f"one of the two has more than {self.max_length} tokens, or {same}"
+        self.left_out = same if max_length is None else f"one of the two has more than {max_length} tokens, or {same}"
+        self.max_length = max_length
+        self._padding = padding_id(tokenizer)
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Pair | None:
         where = f"row {serial if index is None else index}"
-        chosen, rejected = self._pair_ids(row, where)
+        check_columns(row, where)
+        tokenized = all(f"{side}_ids" in row for side in _SIDES)
+        both = [list(row[f"{side}_ids"]) if tokenized else self._encode(row, side, where) for side in _SIDES]
+        chosen, rejected = (self._checked(ids, where, side) for ids, side in zip(both, _SIDES, strict=True))
         margin = _margin(row, where)
         longest = max(len(chosen), len(rejected))
         if chosen == rejected or (self.max_length is not None and longest > self.max_length):
             return None
         return make_pair(serial, chosen, rejected, margin, self._padding)
 
-    def _pair_ids(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[int]]:
-        check_columns(row, where)
-        if all(f"{side}_ids" in row for side in _SIDES):
-            chosen, rejected = (list(row[f"{side}_ids"]) for side in _SIDES)
-        else:
-            chosen, rejected = (self._encode(row, side, where) for side in _SIDES)
-        return self._checked(chosen, where, "chosen"), self._checked(rejected, where, "rejected")
-
     def _encode(self, row: Mapping[str, Any], side: str, where: str) -> list[int]:
         """Return the token ids of the prompt, if there is one, and the answer."""
         prompt, answer = row.get("prompt"), row[side]
         if isinstance(answer, str) and isinstance(prompt, str | None):
-            ids: list[int] = self._tokenizer((prompt or "") + answer, add_special_tokens=False)["input_ids"]
-            return ids
+            return self._tokenizer((prompt or "") + answer, add_special_tokens=False)["input_ids"]
         if isinstance(answer, list) and isinstance(prompt, list | None):
             turns = [*(prompt or []), *answer]
-            chat = checked_chat(self._tokenizer, row, turns, self._template_defaults, where, repr(side))
-            return encode_chat(self._tokenizer, *chat, f"{where}: {side!r}")
+            return encode_chat(self._tokenizer, *self._chat(row, turns, where, repr(side)), f"{where}: {side!r}")
         kinds = f"{side!r} of type {type(answer).__name__}"
         beside = "" if prompt is None else f" and a prompt of type {type(prompt).__name__}"
         raise DataError(f"{where} has {kinds}{beside}; give strings, or lists of messages.")
 
     def _checked(self, ids: list[int], where: str, side: str) -> list[int]:
         """Return the ids up to the last that is no padding."""
-        check_ids(ids, self._num_embeddings, where)
+        self._check_ids(ids, where)
         while ids and ids[-1] == self._padding:
             ids = ids[:-1]
         if not ids:

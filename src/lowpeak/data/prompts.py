@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from rich.console import Console
@@ -19,7 +20,7 @@ from lowpeak.data.chat import (
     TEMPLATE_ERRORS,
     Messages,
     begun_text,
-    checked_chat,
+    check_messages,
     encode_chat,
     encode_chats,
     prompt_options,
@@ -41,21 +42,57 @@ _BATCH = 1000
 _SHOW_PROGRESS_FROM = 20_000
 
 
-class RowReader(Protocol[Item_co]):
-    """Turns rows into what a step uses. None leaves a row out, for the reason that `left_out` gives."""
+class RowReader(ABC, Generic[Item_co]):
+    """Turns rows into what a step uses. None leaves a row out.
 
-    @property
-    def left_out(self) -> str:
-        """Complete the sentence "3 of 10 rows are left out: ..."."""
-        ...
+    `left_out` completes the sentence "3 of 10 rows are left out: ...". `chat_template_kwargs` are the template's arguments, before
+    which a row's own go. `num_embeddings` is how many tokens the model knows (None: not checked). Raises DataError, naming the
+    row, on a row that cannot be used.
+    """
 
+    left_out: str
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        num_embeddings: int | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._template_defaults = dict(chat_template_kwargs or {})
+        self._num_embeddings = num_embeddings
+
+    @abstractmethod
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Item_co | None:
         """Read one row; `index` is its place in the data set, for errors (None: the same as `serial`)."""
-        ...
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> Sequence[Item_co | None]:
         """Read consecutive rows, of which the first has the index and the serial `first`."""
         return [self.read(row, i) for i, row in enumerate(rows, first)]
+
+    def _chat(
+        self, row: Mapping[str, Any], turns: Sequence[Any], where: str, part: str
+    ) -> tuple[Messages, dict[str, Any]]:
+        """Return a row's messages, checked, and the template's options for them."""
+        messages = check_messages(turns, f"{where}: {part}")
+        options = template_options(row, self._template_defaults, where)
+        if getattr(self._tokenizer, "chat_template", None) is None and options.get("chat_template") is None:
+            raise DataError(
+                f"{where}: {part} is a list of messages, but the tokenizer has no chat template; set tokenizer.chat_template, "
+                "take the tokenizer of an instruct model, or write the prompts as strings."
+            )
+        return messages, options
+
+    def _check_ids(self, ids: Sequence[int], where: str) -> None:
+        """Check that each token has an embedding: a tokenizer that is not the model's crashes the device else."""
+        if ids and min(ids) < 0:
+            raise DataError(f"{where} has the token {min(ids)}; tokens are whole numbers of 0 or more.")
+        if self._num_embeddings is not None and ids and max(ids) >= self._num_embeddings:
+            raise DataError(
+                f"{where} has the token {max(ids)}, and the model embeds {self._num_embeddings} tokens: use the model's own "
+                "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+            )
 
 
 class PromptReader(RowReader[Prompt]):
@@ -63,52 +100,46 @@ class PromptReader(RowReader[Prompt]):
 
     Strings are tokenized with the tokenizer's special tokens (a BOS where it adds one) and messages as the chat
     template writes them, both as in TRL. `max_prompt_tokens` None means no limit; `limit_reason` says in errors where
-    the limit comes from. `num_embeddings` is how many tokens the model knows (None: not checked). Raises DataError,
-    naming the row, on a row that cannot be used.
+    the limit comes from. With `overlong` "drop" a prompt that is too long is left out.
     """
 
     def __init__(
         self,
         tokenizer: Any,
         *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         max_prompt_tokens: int | None = None,
         overlong: Overlong = "error",
         limit_reason: str = "the limit",
-        num_embeddings: int | None = None,
+        **settings: Any,
     ) -> None:
-        self._tokenizer = tokenizer
-        self._template_defaults = dict(chat_template_kwargs or {})
+        super().__init__(tokenizer, **settings)
+        self.left_out = f"the prompt has more than {max_prompt_tokens} tokens"
         self._max_tokens = max_prompt_tokens
         self._overlong = overlong
         self._limit_reason = limit_reason
-        self._num_embeddings = num_embeddings
         self._conversational: bool | None = None
 
-    @property
-    def left_out(self) -> str:
-        return f"the prompt has more than {self._max_tokens} tokens"
-
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Prompt | None:
-        """Return the row as a prompt with this serial; None if it is too long and `overlong` is "drop"."""
-        index = serial if index is None else index
-        ids = self._encode([row], index)[0]
-        return self._prompt(row, ids, serial, index)
+        return self._read([row], serial, serial if index is None else index)[0]
 
     def read_batch(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[Prompt | None]:
-        encoded = self._encode(rows, first)
-        return [
-            self._prompt(row, ids, first + i, first + i) for i, (row, ids) in enumerate(zip(rows, encoded, strict=True))
-        ]
+        return self._read(rows, first, first)
 
-    def _encode(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
-        """Return token ids of consecutive rows; checks them all before it tokenizes any."""
-        for i, row in enumerate(rows, first):
-            check_columns(row, f"row {i}")
-            self._check_format(row["prompt"], f"row {i}")
+    def _read(self, rows: Sequence[Mapping[str, Any]], serial: int, index: int) -> list[Prompt | None]:
+        """Return consecutive rows as prompts; checks them all before it tokenizes any."""
+        where = [f"row {i}" for i in range(index, index + len(rows))]
+        for row, each in zip(rows, where, strict=True):
+            check_columns(row, each)
+            self._check_format(row["prompt"], each)
+        options: list[dict[str, Any]] = [{}] * len(rows)
         if self._conversational:
-            return self._encode_chats(rows, first)
-        return self._tokenizer([row["prompt"] for row in rows])["input_ids"]
+            chats = [self._chat(row, row["prompt"], each, "the prompt") for row, each in zip(rows, where, strict=True)]
+            options = [own for _, own in chats]
+            encoded = self._encode_chats(chats, where)
+        else:
+            encoded = self._tokenizer([row["prompt"] for row in rows])["input_ids"]
+        serials = range(serial, serial + len(rows))
+        return [self._prompt(*each) for each in zip(rows, encoded, options, serials, where, strict=True)]
 
     def _check_format(self, prompt: Any, where: str) -> None:
         if prompt is None or prompt == "":
@@ -124,50 +155,36 @@ class PromptReader(RowReader[Prompt]):
             kinds = ("a list of messages", "a string") if conversational else ("a string", "a list of messages")
             raise DataError(f"{where} has {kinds[0]} as its prompt, earlier rows have {kinds[1]}; use one format.")
 
-    def _encode_chats(self, rows: Sequence[Mapping[str, Any]], first: int) -> list[list[int]]:
+    def _encode_chats(self, chats: Sequence[tuple[Messages, dict[str, Any]]], where: Sequence[str]) -> list[list[int]]:
         """Return token ids; consecutive rows whose template has the same arguments share one call."""
-        chats: list[tuple[str, Messages, dict[str, Any]]] = []
-        for i, row in enumerate(rows, first):
-            chat = checked_chat(self._tokenizer, row, row["prompt"], self._template_defaults, f"row {i}", "the prompt")
-            chats.append((f"row {i}: the prompt", chat[0], prompt_options(*chat)))
+        asked = [(messages, prompt_options(messages, options)) for messages, options in chats]
         encoded: list[list[int]] = []
-        for options, run in groupby(chats, key=lambda chat: chat[2]):
-            encoded.extend(self._encode_run(list(run), options))
+        for options, run in groupby(asked, key=lambda chat: chat[1]):
+            conversations = [messages for messages, _ in run]
+            try:
+                encoded += encode_chats(self._tokenizer, conversations, options)
+            except TEMPLATE_ERRORS:  # one by one, so that the error names its row
+                for messages in conversations:
+                    encoded.append(
+                        encode_chat(self._tokenizer, messages, options, f"{where[len(encoded)]}: the prompt")
+                    )
         return encoded
 
-    def _encode_run(self, chats: list[tuple[str, Messages, Any]], options: Mapping[str, Any]) -> list[list[int]]:
-        try:
-            return encode_chats(self._tokenizer, [messages for _, messages, _ in chats], options)
-        except TEMPLATE_ERRORS:  # one by one, so that the error names its row
-            return [encode_chat(self._tokenizer, messages, options, where) for where, messages, _ in chats]
-
-    def _prompt(self, row: Mapping[str, Any], ids: list[int], serial: int, index: int) -> Prompt | None:
+    def _prompt(
+        self, row: Mapping[str, Any], ids: list[int], options: Mapping[str, Any], serial: int, where: str
+    ) -> Prompt | None:
         if not ids:
-            raise DataError(
-                f"row {index}: the tokenizer makes no token of the prompt {row['prompt']!r:.80}; change it."
-            )
-        check_ids(ids, self._num_embeddings, f"row {index}")
+            raise DataError(f"{where}: the tokenizer makes no token of the prompt {row['prompt']!r:.80}; change it.")
+        self._check_ids(ids, where)
         if self._max_tokens is not None and len(ids) > self._max_tokens:
             if self._overlong == "drop":
                 return None
             raise DataError(
-                f"row {index}: the prompt has {len(ids)} tokens; {self._limit_reason} leaves {self._max_tokens}; "
+                f"{where}: the prompt has {len(ids)} tokens; {self._limit_reason} leaves {self._max_tokens}; "
                 "shorten it or set overlong_prompts='drop'."
             )
         columns = {name: value for name, value in row.items() if name != "prompt"}
-        options = template_options(row, self._template_defaults, f"row {index}") if self._conversational else {}
         return Prompt(serial, tuple(ids), row["prompt"], columns, begun_text(row["prompt"], options))
-
-
-def check_ids(ids: Sequence[int], num_embeddings: int | None, where: str) -> None:
-    """Raise DataError where a token has no embedding: a tokenizer that is not the model's crashes the device else."""
-    if ids and min(ids) < 0:
-        raise DataError(f"{where} has the token {min(ids)}; tokens are whole numbers of 0 or more.")
-    if num_embeddings is not None and ids and max(ids) >= num_embeddings:
-        raise DataError(
-            f"{where} has the token {max(ids)}, and the model embeds {num_embeddings} tokens: use the model's own "
-            "tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
-        )
 
 
 def check_embedded(tokenizer: Any, num_embeddings: int | None) -> None:
@@ -232,24 +249,22 @@ def num_rows(dataset: Dataset | IterableDataset, name: str = "The data set") -> 
     """Return the rows of a data set with random access; None for a stream. An empty one, or several in one, is a DataError."""
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         raise DataError(f"{name} has the splits {_names(dataset)}; pass one of them, as in dataset['train'].")
-    _refuse_other_tables(dataset)
-    if not hasattr(dataset, "__len__"):
-        return None
-    if len(dataset) == 0:
-        raise DataError(f"{name} is empty; check its file, its split or the filter that made it.")
-    return len(dataset)
-
-
-def _refuse_other_tables(dataset: Any) -> None:
-    """DataError for what looks like a data set and has no rows: a path, a mapping of columns, a pandas table."""
     ways = (
         (isinstance(dataset, str | os.PathLike), "load_dataset('json', data_files=..., split='train')"),
         (isinstance(dataset, Mapping), "Dataset.from_dict(...)"),
         (hasattr(dataset, "iloc"), "Dataset.from_pandas(...)"),
     )
-    for found, way in ways:
+    for (
+        found,
+        way,
+    ) in ways:  # a path, a mapping of columns, a table of pandas: what looks like a data set and has no rows
         if found:
             raise DataError(f"The data set is a {type(dataset).__name__}; make it one with datasets.{way}.")
+    if not hasattr(dataset, "__len__"):
+        return None
+    if len(dataset) == 0:
+        raise DataError(f"{name} is empty; check its file, its split or the filter that made it.")
+    return len(dataset)
 
 
 def read_rows(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> Iterator[tuple[int, Item_co | None]]:

@@ -27,8 +27,8 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from lowpeak.data.assistant_turns import AssistantTurns
-from lowpeak.data.chat import TEMPLATE_ERRORS, Messages, check_messages, checked_chat, encode_chat
-from lowpeak.data.prompts import RowReader, check_ids, num_shared, read_all
+from lowpeak.data.chat import check_messages, encode_chat, passing_template
+from lowpeak.data.prompts import RowReader, num_shared, read_all
 from lowpeak.errors import DataError, fail_on_exit
 from lowpeak.records import Completion, Record
 
@@ -58,8 +58,8 @@ class SupervisedReader(RowReader[Record]):
 
     `max_length` cuts the end of longer rows, whose finish reason is then "length". `completion_only` None is each
     format's default. `assistant_only` counts the assistant's tokens alone, as the template's generation blocks or
-    `AssistantTurns` tell them. `formatting_func(row)` returns the text that is read in the row's place. Raises DataError,
-    naming the row, on a row that cannot be used; a row without a counted token is left out.
+    `AssistantTurns` tell them. `formatting_func(row)` returns the text that is read in the row's place. A row without a counted
+    token is left out.
     """
 
     left_out = "no token in them counts for the loss"
@@ -71,18 +71,15 @@ class SupervisedReader(RowReader[Record]):
         max_length: int | None = None,
         completion_only: bool | None = None,
         assistant_only: bool = False,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         text_field: str = "text",
-        num_embeddings: int | None = None,
         formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
+        **settings: Any,
     ) -> None:
-        self._tokenizer = tokenizer
+        super().__init__(tokenizer, **settings)
         self.max_length = max_length
         self._completion_only = completion_only
         self._assistant_only = assistant_only
-        self._template_defaults = dict(chat_template_kwargs or {})
         self._text_field = text_field
-        self._num_embeddings = num_embeddings
         self._formatting_func = formatting_func
         self._turns = AssistantTurns(tokenizer)
         self._warned = False
@@ -90,7 +87,7 @@ class SupervisedReader(RowReader[Record]):
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Record | None:
         where = f"row {serial if index is None else index}"
         ids, counted = self._tokenize(row, where)
-        check_ids(ids, self._num_embeddings, where)
+        self._check_ids(ids, where)
         return make_record(serial, ids, counted, self.max_length)
 
     def _tokenize(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[bool]]:
@@ -150,7 +147,7 @@ class SupervisedReader(RowReader[Record]):
         prompt, completion = row["prompt"], row["completion"]
         if isinstance(prompt, str) and isinstance(completion, str):
             self._reject_assistant_only(where)
-            prompt_ids, ids = self._encode_text(prompt), self._end(self._encode_text(prompt + completion))
+            prompt_ids, ids = self._tokenizer(prompt)["input_ids"], self._encode_text(prompt + completion)
             counted = [True] * len(ids)
         elif isinstance(prompt, list) and isinstance(completion, list):
             prompt_ids, ids, counted = self._encode_turns(row, where)
@@ -193,18 +190,12 @@ class SupervisedReader(RowReader[Record]):
                 f"{where} is plain text, which has no completion; give 'prompt' and 'completion' columns or leave "
                 "completion_only_loss out."
             )
-        ids = self._end(self._encode_text(text))
+        ids = self._encode_text(text)
         return ids, [True] * len(ids)
 
-    def _chat(self, row: Mapping[str, Any], turns: list[Any], where: str, part: str) -> tuple[Messages, dict[str, Any]]:
-        return checked_chat(self._tokenizer, row, turns, self._template_defaults, where, part)
-
     def _encode_text(self, text: str) -> list[int]:
-        return self._tokenizer(text)["input_ids"]
-
-    def _end(self, ids: list[int]) -> list[int]:
         """Return plain text's ids with the end-of-sequence token, unless the text or the tokenizer has put it there."""
-        end = self._tokenizer.eos_token_id
+        ids, end = self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
     def _encode_assistant(
@@ -215,10 +206,8 @@ class SupervisedReader(RowReader[Record]):
         if not _GENERATION_BLOCK.search(template):
             return self._turns.encode(messages, options, where, first)
         options = {**options, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-        try:
+        with passing_template(where):
             encoded = self._tokenizer.apply_chat_template(messages, **options)
-        except TEMPLATE_ERRORS as error:
-            raise DataError(f"{where} does not pass the chat template: {error}; change the messages.") from error
         return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
     def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:

@@ -44,14 +44,14 @@ def exact_match(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None, **_: Any
 ) -> list[float | None]:
     """Give 1 where the final answers are equal as text, runs of white space counting as one space; 0 elsewhere."""
-    return _compare(completions, _truths("exact_match", answer, solution), final_answer)
+    return _compare("exact_match", completions, solution if answer is None else answer, final_answer)
 
 
 def numeric_match(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None, **_: Any
 ) -> list[float | None]:
     """Give 1 where the final numbers are equal, exactly and however they are written: 72, 72.00, $72, 72%; 0 elsewhere."""
-    return _compare(completions, _truths("numeric_match", answer, solution), final_number)
+    return _compare("numeric_match", completions, solution if answer is None else answer, final_number)
 
 
 def final_answer(text: str) -> str:
@@ -73,28 +73,23 @@ def final_number(text: str) -> Fraction | None:
     return _value(found[0]) if found else None
 
 
-def _truths(name: str, answer: Sequence[Any] | None, solution: Sequence[Any] | None) -> Sequence[Any]:
-    truths = solution if answer is None else answer
+def _compare(
+    name: str,
+    completions: Sequence[Any],
+    truths: Sequence[Any] | None,
+    read: Callable[[str], Fraction | str | None],
+) -> list[float | None]:
     if truths is None:
         raise RewardError(
             f"Reward '{name}' asks for a column 'answer' or 'solution', which the data set does not have."
         )
-    return truths
-
-
-def _compare(
-    completions: Sequence[Any], truths: Sequence[Any], read: Callable[[str], Fraction | str | None]
-) -> list[float | None]:
     rewards: list[float | None] = []
     for completion, truth in zip(completions, truths, strict=True):
-        wanted = None if truth is None else read(_spelled(truth))
+        # A float is written without an exponent.
+        spelled = format(Decimal(str(truth)), "f") if isinstance(truth, float) else str(truth)
+        wanted = None if truth is None else read(spelled)
         rewards.append(None if wanted in (None, "") else float(read(text_of(completion)) == wanted))
     return rewards
-
-
-def _spelled(truth: Any) -> str:
-    """Return the column's value as text, a float without an exponent."""
-    return format(Decimal(str(truth)), "f") if isinstance(truth, float) else str(truth)
 
 
 def _marked(text: str) -> str | None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import logging
 import math
 import statistics
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -23,11 +22,10 @@ from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Record, merge_metrics
 from lowpeak.rewards.function import FunctionReward
-from lowpeak.rewards.judge import JudgeReward
 from lowpeak.rewards.judged import Judged
 from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.model import ModelReward
-from lowpeak.rewards.outcome import MOST, NONE, Outcome, RewardLog, Rows, Verdict, check, read_rows
+from lowpeak.rewards.outcome import MOST, NONE, RewardCall, Rows, read_rows
 from lowpeak.rewards.reward import Reward
 from lowpeak.rewards.waiting import BackgroundLoop, Late
 
@@ -81,99 +79,83 @@ class RewardPanel:
     @property
     def asks_together(self) -> bool:
         """Return whether all ranks meet in `judge`, also those without groups."""
-        return bool(self._joint())
+        return any(_ranks(reward) is not None for reward in self.rewards)
 
     def judge(self, groups: Sequence[Group], *, trainer_state: Any = None) -> Judged:
-        """Return the groups' rows as records; RewardError if a reward failed and `on_failure` is "raise"."""
+        """Return the groups' rows as records; RewardError if a reward failed and `on_failure` is "raise".
+
+        A column that two rewards log is the first one's, and the other's by its name.
+        """
         rows = read_rows(groups, self._decode)
-        verdicts = self._ask(rows, trainer_state)
-        records = self._records(groups, rows, verdicts)
+        calls = [
+            RewardCall(reward, name, rows, trainer_state) for reward, name in zip(self.rewards, self.names, strict=True)
+        ]
+        self._ask(calls, rows)
+        records = self._records(groups, rows, calls)
         metrics = reward_metrics(self.names, records)
-        for name, verdict in zip(self.names, verdicts, strict=True):
-            metrics = merge_metrics(metrics, verdict.log.metrics)
+        columns: dict[str, list[Any]] = {}
+        for call in calls:
+            metrics = merge_metrics(metrics, call.log.metrics)
             if self.settings.on_failure == "none":
-                metrics[f"rewards/{name}/failed"] = Metric(float(len(verdict.failures)), kind="sum")
-        return Judged(records, metrics, self._logged_columns(verdicts), rows.texts, tuple(rows.prompts))
+                metrics[f"rewards/{call.name}/failed"] = Metric(float(len(call.failures)), kind="sum")
+            for column, values in call.log.columns.items():
+                columns[f"{call.name}/{column}" if column in columns else column] = values
+        return Judged(records, metrics, columns, rows.texts, tuple(rows.prompts))
 
-    def _ask(self, rows: Rows, trainer_state: Any) -> list[Verdict]:
-        """Return one verdict per reward; without rows there is no call."""
-        logs = [RewardLog() for _ in self.rewards]
-        keywords = [_keywords(reward, rows, trainer_state, log) for reward, log in zip(self.rewards, logs, strict=True)]
-        joint = self._joint()
-        verdicts = {index: Verdict(()) for index in range(len(self.rewards))}
-        with next(iter(joint.values())).together() if joint else nullcontext():
+    def _ask(self, calls: Sequence[RewardCall], rows: Rows) -> None:
+        """Make all calls; without rows those alone in which all ranks meet. A sync one that raises spares the later ones theirs."""
+        joint = [call for call in calls if _ranks(call.reward) is not None]
+        waiting = [call for call in calls if call.is_async]
+        ranks = _ranks(joint[0].reward) if joint else None
+        with nullcontext() if ranks is None else ranks.together():
             if len(rows):
-                own = [index for index in verdicts if index not in joint]
-                verdicts |= self._ask_alone(own, rows, keywords, logs)
-        outcomes = {index: _attempt(functools.partial(self.rewards[index], **keywords[index])) for index in joint}
-        verdicts |= {index: self._accept(index, each, logs[index], rows) for index, each in outcomes.items()}
-        return list(verdicts.values())
+                for call in calls:
+                    if call not in joint and call not in waiting:
+                        call.ask()
+                        self._accept(call)
+                self._await_all(waiting)
+                for call in waiting:
+                    self._accept(call)
+        for call in joint:
+            call.ask()
+        for call in joint:
+            self._accept(call)
 
-    def _joint(self) -> dict[int, Ranks]:
-        """Return the rewards that all ranks ask together: models that are sharded over them."""
-        return {i: r.ranks for i, r in enumerate(self.rewards) if isinstance(r, ModelReward) and r.ranks is not None}
+    def _await_all(self, calls: Sequence[RewardCall]) -> None:
+        """Make async calls that all wait together.
 
-    def _ask_alone(
-        self, indices: Sequence[int], rows: Rows, keywords: Sequence[dict[str, Any]], logs: Sequence[RewardLog]
-    ) -> dict[int, Verdict]:
-        """Return the verdicts of rewards that each rank asks by itself; a sync one that raises spares the later ones their call."""
-        verdicts: dict[int, Verdict] = {}
-        waiting: dict[int, Callable[[], Awaitable[Any]]] = {}
-        for index in indices:
-            reward = self.rewards[index]
-            if isinstance(reward, FunctionReward) and reward.is_async:
-                waiting[index] = functools.partial(reward.call_async, **keywords[index])
-            else:
-                outcome = _attempt(functools.partial(reward, **keywords[index]))
-                verdicts[index] = self._accept(index, outcome, logs[index], rows)
-        for index, outcome in self._await_all(waiting).items():
-            verdicts[index] = self._accept(index, outcome, logs[index], rows)
-        return verdicts
-
-    def _await_all(self, calls: Mapping[int, Callable[[], Awaitable[Any]]]) -> dict[int, Outcome]:
-        """Return what came of async calls that all wait together, in their order."""
+        After all of their limits the loop itself must be stuck: limits inside it act only where a function awaits.
+        """
         if not calls:
-            return {}
-        outcomes: dict[int, Outcome] = {}
-
-        async def attempt(index: int) -> None:
-            try:
-                outcomes[index] = Outcome(await calls[index]())
-            except (Exception, SystemExit) as error:
-                outcomes[index] = Outcome(error=error)
+            return
 
         async def everything() -> None:
-            await asyncio.gather(*(attempt(index) for index in calls))
+            await asyncio.gather(*(call.ask_async() for call in calls))
 
-        try:
-            self._loop.run(everything(), self._patience())
-        except Late:
-            stuck = " or ".join(f"'{self.names[index]}'" for index in calls if index not in outcomes)
-            late = RewardTimeoutError(
-                f"Async reward {stuck} blocks its event loop past its time limit; await what waits."
-            )
-            return {index: outcomes.get(index, Outcome(error=late)) for index in calls}
-        return {index: outcomes[index] for index in calls}
-
-    def _patience(self) -> float | None:
-        """Return the seconds after which the loop itself must be stuck: limits inside it act only where a function awaits."""
-        limits = [r.timeout for r in self.rewards if isinstance(r, FunctionReward) and r.is_async]
+        limits = [call.reward.timeout for call in calls if isinstance(call.reward, FunctionReward)]
         known = [limit for limit in limits if limit is not None]
-        return sum(known) + 1.0 if len(known) == len(limits) else None
+        try:
+            self._loop.run(everything(), sum(known) + 1.0 if len(known) == len(limits) else None)
+        except Late:
+            stuck = [call for call in calls if not call.finished]
+            names = " or ".join(f"'{call.name}'" for call in stuck)
+            for call in stuck:
+                call.error = RewardTimeoutError(
+                    f"Async reward {names} blocks its event loop past its time limit; await what waits."
+                )
 
-    def _accept(self, index: int, outcome: Outcome, log: RewardLog, rows: Rows) -> Verdict:
-        verdict = check(self.names[index], outcome, log, rows)
-        if verdict.failures:
+    def _accept(self, call: RewardCall) -> None:
+        call.check()
+        if call.failures:
             if self.settings.on_failure == "raise":
-                raise verdict.failures[0]
-            logger.warning("%s (not judged: %d of %d rows)", verdict.failures[0], len(verdict.failures), len(rows))
-        return verdict
+                raise call.failures[0]
+            logger.warning("%s (not judged: %d of %d rows)", call.failures[0], len(call.failures), len(call.values))
 
-    def _records(self, groups: Sequence[Group], rows: Rows, verdicts: Sequence[Verdict]) -> tuple[Record, ...]:
+    def _records(self, groups: Sequence[Group], rows: Rows, calls: Sequence[RewardCall]) -> tuple[Record, ...]:
         pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
         records = []
         for row, (prompt, completion) in enumerate(pairs):
-            rewards = tuple(verdict.values[row] for verdict in verdicts)
+            rewards = tuple(call.values[row] for call in calls)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
             group = rows.places[row][0]
             reward = weighted_sum(rewards, self.settings.weights)
@@ -182,22 +164,14 @@ class RewardPanel:
                     f"The weighted sum of the rewards is {reward} for {rows.describe(row)}, whose square is infinite in fp32: "
                     "lower reward_weights, or the rewards."
                 )
-            tokens = self._token_rewards([verdict.tokens.get(row) for verdict in verdicts])
+            tokens = self._token_rewards([call.tokens.get(row, ()) for call in calls])
             records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
         return tuple(records)
 
-    def _token_rewards(self, given: Sequence[tuple[float, ...] | None]) -> torch.Tensor | None:
+    def _token_rewards(self, given: Sequence[tuple[float, ...]]) -> torch.Tensor | None:
         """Return the weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""
         weighed = [w * torch.tensor(each) for w, each in zip(self.settings.weights, given, strict=True) if each]
         return torch.stack(weighed).sum(0) if weighed else None
-
-    def _logged_columns(self, verdicts: Sequence[Verdict]) -> dict[str, list[Any]]:
-        """Return what the rewards logged; a column that two of them log is the first one's, and the other's by its name."""
-        columns: dict[str, list[Any]] = {}
-        for name, verdict in zip(self.names, verdicts, strict=True):
-            for column, values in verdict.log.columns.items():
-                columns[f"{name}/{column}" if column in columns else column] = values
-        return columns
 
 
 def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
@@ -233,6 +207,11 @@ def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
         )
 
 
+def _ranks(reward: Reward) -> Ranks | None:
+    """Return the ranks that ask the reward together, because it is a model that is sharded over them."""
+    return reward.ranks if isinstance(reward, ModelReward) else None
+
+
 def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
     """Return the reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
     if not isinstance(reward, FunctionReward):
@@ -240,17 +219,3 @@ def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
     own = copy.copy(reward)
     own.name, own.timeout = name, timeout if reward.timeout is None else reward.timeout
     return own
-
-
-def _keywords(reward: Reward, rows: Rows, trainer_state: Any, log: RewardLog) -> dict[str, Any]:
-    """Return what a reward is called with; a judge, which compares rows of a group, is told the groups."""
-    groups = {"groups": [group for group, _ in rows.places]} if isinstance(reward, JudgeReward) else {}
-    notes = {"log_extra": log.log_extra, "log_metric": log.log_metric}
-    return {**rows.keywords(), "trainer_state": trainer_state, **notes, **groups}
-
-
-def _attempt(call: Callable[[], Any]) -> Outcome:
-    try:
-        return Outcome(call())
-    except (Exception, SystemExit) as error:
-        return Outcome(error=error)

@@ -18,7 +18,7 @@ _HASH_ANSWER = r"(?:(?!####).)*^#### ?[-−]?\$?[\d,]*\.?\d+"
 class FormatReward:
     """`float(re.fullmatch(pattern, completion.strip()))`, with `.` matching newlines and `^`, `$` each line's ends."""
 
-    def __init__(self, pattern: str, name: str) -> None:
+    def __init__(self, pattern: str, name: str = "format_reward") -> None:
         try:
             self._pattern = re.compile(pattern, re.DOTALL | re.MULTILINE)
         except re.error as error:
@@ -29,11 +29,7 @@ class FormatReward:
         return [float(self._pattern.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
 
 
-def format_reward(pattern: str, name: str = "format_reward") -> FormatReward:
-    """Return a reward of 1 for completions that match `pattern` from end to end, white space around them aside."""
-    return FormatReward(pattern, name)
-
-
+format_reward = FormatReward
 think_answer_format = format_reward(_THINK_ANSWER, "think_answer_format")
 hash_answer_format = format_reward(_HASH_ANSWER, "hash_answer_format")
 
@@ -45,6 +41,7 @@ class SoftOverlong:
     0 up to `max_length - cache`, then `(max_length - cache - L) / cache`, and -1 beyond `max_length`.
     """
 
+    __name__ = "soft_overlong"
     max_length: int
     cache: int
 
@@ -53,10 +50,6 @@ class SoftOverlong:
             raise ArgumentError(
                 f"soft_overlong's cache must be from 0 to max_length {self.max_length}, not {self.cache}."
             )
-
-    @property
-    def __name__(self) -> str:
-        return "soft_overlong"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         return [self._punish(len(ids)) for ids in completion_ids]
@@ -71,12 +64,9 @@ class SoftOverlong:
 class LinearLength:
     """`-per_token * max(0, L - free)` for a completion of L tokens."""
 
+    __name__ = "length_penalty"
     per_token: float = 0.001
     free: int = 0
-
-    @property
-    def __name__(self) -> str:
-        return "length_penalty"
 
     def __call__(self, completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
         return [-self.per_token * max(0, len(ids) - self.free) for ids in completion_ids]

@@ -38,7 +38,7 @@ class FunctionReward:
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> Any:
-        """Return what the function returns, unchecked; an async function is waited for, also where an event loop runs."""
+        """Return what the function returns, unchecked."""
         keywords = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if self.is_async:
             # In a thread of its own, because this thread may have a running loop, which cannot be entered twice.
@@ -81,19 +81,15 @@ class FunctionReward:
 
 def callable_name(function: Callable[..., Any]) -> str:
     """Return `__name__`, else the class's name; a `functools.partial` has the name of what it wraps."""
-    function = _unwrap(function)
-    return str(getattr(function, "__name__", type(function).__name__))
-
-
-def _unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
     while isinstance(function, functools.partial):
         function = function.func
-    return function
+    return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
     """Return whether a call makes a coroutine; an object carries the `async` on its `__call__`."""
-    function = _unwrap(function)
+    while isinstance(function, functools.partial):
+        function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 

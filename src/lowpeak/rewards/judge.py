@@ -6,6 +6,7 @@ either one as often, and the same on any number of ranks.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
@@ -78,16 +79,16 @@ def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
 
 def _asks(ask: Callable[..., Any]) -> Callable[..., Any]:
     """Return the reward function of a judge's method, async if the method is."""
-    takes_order = "shuffle_order" in inspect.signature(ask).parameters
-    keywords = {"shuffle_order": False} if takes_order else {}  # the order is settled
+    if "shuffle_order" in inspect.signature(ask).parameters:
+        ask = functools.partial(ask, shuffle_order=False)  # the order is settled
 
     def compare(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
         contest = Contest.of(prompts, completions, groups)
-        return contest.shares(ask(*contest.questions(), **keywords) if contest.asked else [], log_metric)
+        return contest.shares(ask(*contest.questions()) if contest.asked else [], log_metric)
 
     async def compare_async(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
         contest = Contest.of(prompts, completions, groups)
-        return contest.shares(await ask(*contest.questions(), **keywords) if contest.asked else [], log_metric)
+        return contest.shares(await ask(*contest.questions()) if contest.asked else [], log_metric)
 
     return compare_async if inspect.iscoroutinefunction(ask) else compare
 
@@ -104,11 +105,14 @@ class Contest:
     def of(cls, prompts: Sequence[Any], completions: Sequence[Any], groups: Sequence[int]) -> Contest:
         """Return all pairs of each group, in an order that the texts alone tell."""
         asked, texts = tuple(transcript(prompt) for prompt in prompts), tuple(text_of(each) for each in completions)
-        rows: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}
         for row, group in enumerate(groups):
-            rows.setdefault(group, []).append(row)
-        pairs = (pair for members in rows.values() for pair in combinations(members, 2))
-        return cls(asked, texts, tuple(_ordered(asked[pair[0]], texts, pair) for pair in pairs))
+            members.setdefault(group, []).append(row)
+        pairs = []
+        for first, second in (pair for rows in members.values() for pair in combinations(rows, 2)):
+            checksum = zlib.crc32("\0".join((asked[first], texts[first], texts[second])).encode())
+            pairs.append((second, first) if checksum & 1 else (first, second))
+        return cls(asked, texts, tuple(pairs))
 
     @property
     def asked(self) -> tuple[tuple[int, int], ...]:
@@ -139,13 +143,6 @@ def transcript(prompt: Any) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message.get('role', '?')}: {text_of([message])}" for message in prompt)
-
-
-def _ordered(prompt: str, texts: Sequence[str], pair: tuple[int, int]) -> tuple[int, int]:
-    """Return the pair, the one that is shown first before the other."""
-    first, second = pair
-    checksum = zlib.crc32("\0".join((prompt, texts[first], texts[second])).encode())
-    return (second, first) if checksum & 1 else pair
 
 
 def _checked(verdicts: Any, num_pairs: int) -> list[int]:

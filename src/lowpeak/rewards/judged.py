@@ -48,11 +48,10 @@ def merge_judged(parts: Sequence[Judged]) -> Judged:
     return Judged(
         tuple(chain.from_iterable(part.records for part in parts)),
         metrics,
-        {name: [value for part in parts for value in _column(part, name)] for name in names},
+        {
+            name: [value for part in parts for value in part.columns.get(name) or [None] * len(part.records)]
+            for name in names
+        },
         tuple(chain.from_iterable(part.texts for part in parts)),
         tuple(chain.from_iterable(part.prompts for part in parts)),
     )
-
-
-def _column(part: Judged, name: str) -> Sequence[Any]:
-    return part.columns.get(name) or [None] * len(part.records)

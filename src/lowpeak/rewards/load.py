@@ -40,37 +40,22 @@ def load_reward(spec: str) -> Callable[..., Any] | str:
     Raises:
         ArgumentError: the file or module is missing or does not import, or has no such callable.
     """
-    if spec in SHIPPED:
-        spec = SHIPPED[spec]
+    spec = SHIPPED.get(spec, spec)
     if spec.partition("(")[0].strip() in FACTORIES:
         return _made(spec)
-    where, colon, attribute = spec.rpartition(":")
-    if where.endswith(".py"):
-        return _callable(_import_file(Path(where)), attribute, spec)
-    if spec.endswith(".py"):
-        raise ArgumentError(f"Reward '{spec}' is a file: name its function, as in '{spec}:function'.")
-    if spec and not colon and ("/" in spec or Path(spec).is_dir()):
+    if spec and ":" not in spec and not spec.endswith(".py") and ("/" in spec or Path(spec).is_dir()):
         return spec  # a model's
-    if not colon:
-        where, _, attribute = spec.rpartition(".")
-    if not where:
-        names = ", ".join([*SHIPPED, *(f"{name}(...)" for name in FACTORIES)])
-        raise ArgumentError(
-            f"There is no shipped reward '{spec}': write path/to/file.py:function, package.module.function, or one of "
-            f"{names}."
-        )
-    return _callable(_import_module(where, spec), attribute, spec)
+    names = ", ".join([*SHIPPED, *(f"{name}(...)" for name in FACTORIES)])
+    found = _find(spec, "Reward", f", or one of {names}")
+    if not callable(found) or inspect.isclass(found):
+        kind = "a class, name an object or a function" if inspect.isclass(found) else f"a {type(found).__name__}"
+        raise ArgumentError(f"Reward '{spec}' cannot be called as a reward: it is {kind}.")
+    return found
 
 
 def load_judge(spec: str) -> Any:
     """Return the object that `path/to/file.py:object` or `package.module.object` names; the trainer says whether it is a judge."""
-    where, colon, attribute = spec.rpartition(":")
-    if not colon:
-        where, _, attribute = spec.rpartition(".")
-    if not where or (not colon and attribute == "py"):
-        raise ArgumentError(f"Judge '{spec}' is nowhere: write path/to/file.py:object or package.module.object.")
-    module = _import_file(Path(where), "Judge") if where.endswith(".py") else _import_module(where, spec, "Judge")
-    return _attribute(module, attribute, spec, "Judge")
+    return _find(spec, "Judge")
 
 
 def _made(spec: str) -> Callable[..., Any]:
@@ -91,7 +76,29 @@ def _made(spec: str) -> Callable[..., Any]:
         ) from error
 
 
-def _import_file(path: Path, role: str = "Reward") -> ModuleType:
+def _find(spec: str, role: str, shipped: str = "") -> Any:
+    where, colon, name = spec.rpartition(":")
+    if not colon:
+        where, _, name = spec.rpartition(".")
+    if colon and where.endswith(".py"):
+        module = _import_file(Path(where), role)
+    elif spec.endswith(".py"):
+        raise ArgumentError(f"{role} '{spec}' is a file: name what it defines, as in '{spec}:function'.")
+    elif where:
+        module = _import_module(where, spec, role)
+    else:
+        raise ArgumentError(
+            f"{role} '{spec}' is not known: write path/to/file.py:name or package.module.name{shipped}."
+        )
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ArgumentError(f"{role} '{spec}' does not exist: there is no '{name}' in '{module.__file__}'.")
+        found = getattr(found, part)
+    return found
+
+
+def _import_file(path: Path, role: str) -> ModuleType:
     """Return the file as a module, run once per process and content."""
     if not path.is_file():
         raise ArgumentError(f"{role} file '{path}' does not exist.")
@@ -116,7 +123,7 @@ def _import_file(path: Path, role: str = "Reward") -> ModuleType:
     return module
 
 
-def _import_module(name: str, spec: str, role: str = "Reward") -> ModuleType:
+def _import_module(name: str, spec: str, role: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -124,23 +131,6 @@ def _import_module(name: str, spec: str, role: str = "Reward") -> ModuleType:
         is_ours = missing is not None and f"{name}.".startswith(f"{missing}.")
         said = f"there is no module '{missing}'" if is_ours else _said(error, None)
         raise ArgumentError(f"{role} '{spec}' does not import: {said}.") from error
-
-
-def _callable(module: ModuleType, attribute: str, spec: str) -> Callable[..., Any]:
-    found = _attribute(module, attribute, spec)
-    if not callable(found) or inspect.isclass(found):
-        kind = "a class, name an object or a function" if inspect.isclass(found) else f"a {type(found).__name__}"
-        raise ArgumentError(f"Reward '{spec}' cannot be called as a reward: it is {kind}.")
-    return found
-
-
-def _attribute(module: ModuleType, attribute: str, spec: str, role: str = "Reward") -> Any:
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise ArgumentError(f"{role} '{spec}' does not exist: there is no '{attribute}' in '{module.__file__}'.")
-        found = getattr(found, part)
-    return found
 
 
 def _said(error: BaseException, path: str | None) -> str:

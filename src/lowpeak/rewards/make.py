@@ -45,10 +45,24 @@ def make_rewards(
             f"There are {len(tokenizers)} reward_processing_classes for {len(items)} reward_funcs; give one for each, "
             "None for those that are functions."
         )
-    rewards = [
-        _reward(item, tokenizer, model_kwargs or {}, chat_template_kwargs or {}, device)
-        for item, tokenizer in zip(items, tokenizers, strict=True)
-    ]
+
+    def make(item: Any, tokenizer: Any) -> FunctionReward | ModelReward:
+        if isinstance(item, FunctionReward | ModelReward):
+            return copy.copy(item)  # it may get another name here
+        if isinstance(item, str) and item in SHIPPED:
+            item = load_reward(item)
+        if isinstance(item, str | os.PathLike | nn.Module):
+            return ModelReward(
+                item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=chat_template_kwargs, device=device
+            )
+        if callable(item):
+            return FunctionReward(item)
+        raise ArgumentError(
+            f"A reward must be a function, a reward model, or a model's name or path, not {item!r} "
+            f"of type {type(item).__name__}."
+        )
+
+    rewards = [make(item, tokenizer) for item, tokenizer in zip(items, tokenizers, strict=True)]
     for reward, name in zip(rewards, unique_names([reward.name for reward in rewards]), strict=True):
         reward.name = name
     return list(rewards)
@@ -68,26 +82,3 @@ def listed(items: Any) -> list[Any]:
     if items is None:
         return []
     return list(items) if isinstance(items, list | tuple) else [items]
-
-
-def _reward(
-    item: Any,
-    tokenizer: Any,
-    model_kwargs: Mapping[str, Any],
-    template_kwargs: Mapping[str, Any],
-    device: torch.device | None,
-) -> FunctionReward | ModelReward:
-    if isinstance(item, FunctionReward | ModelReward):
-        return copy.copy(item)  # it may get another name here
-    if isinstance(item, str) and item in SHIPPED:
-        item = load_reward(item)
-    if isinstance(item, str | os.PathLike | nn.Module):
-        return ModelReward(
-            item, tokenizer, model_kwargs=model_kwargs, chat_template_kwargs=template_kwargs, device=device
-        )
-    if callable(item):
-        return FunctionReward(item)
-    raise ArgumentError(
-        f"A reward must be a function, a reward model, or a model's name or path, not {item!r} "
-        f"of type {type(item).__name__}."
-    )

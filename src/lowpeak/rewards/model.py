@@ -111,8 +111,9 @@ class ModelReward:
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **self._template_kwargs))
 
     def _logits(self, ids: Sequence[Sequence[int]]) -> Tensor:
-        own = next(self.model.parameters()).device
-        device = own if self._device is None or own.type == self._device.type else self._device
+        device = next(self.model.parameters()).device
+        if self._device is not None and device.type != self._device.type:
+            device = self._device
         lengths_B = torch.tensor([len(row) for row in ids])
         mask_BL = torch.arange(int(lengths_B.max())) < lengths_B[:, None]
         input_ids_BL = torch.full(mask_BL.shape, self._pad)
@@ -138,20 +139,13 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
     from transformers import AutoModelForSequenceClassification
 
     check_dtype(options)
-    try:
-        with name_damaged_file(name, ModelError, "copy or download the reward model again"):
-            if device is not None and not reads_weights(device):
-                return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
-            reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                name, num_labels=1, **reporting, **{"dtype": "auto", **options}
-            )
-    except LowpeakError:
-        raise
-    except Exception as error:  # transformers raises whatever a file leads it to
-        if is_exhaustion(error):
-            raise
-        raise ModelError(f"Reward model '{name}' cannot be loaded: {first_line(error)}") from error
+    with _reading(name, f"Reward model '{name}' cannot be loaded"):
+        if device is not None and not reads_weights(device):
+            return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+        reporting = {"ignore_mismatched_sizes": True, "output_loading_info": True}
+        model, report = AutoModelForSequenceClassification.from_pretrained(
+            name, num_labels=1, **reporting, **{"dtype": "auto", **options}
+        )
     check_shapes(name, report)
     if report["missing_keys"]:
         raise ModelError(
@@ -171,20 +165,28 @@ def load_tokenizer(origin: str, name: str, options: Mapping[str, Any]) -> PreTra
             "pass it in reward_processing_classes."
         )
     shared = {key: options[key] for key in ("revision", "trust_remote_code", "cache_dir", "token") if key in options}
-    try:
-        with name_damaged_file(origin, ModelError, "copy or download the reward model again"):
-            tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
-    except LowpeakError:
-        raise
-    except Exception as error:  # tokenizers raises bare ones
-        raise ModelError(
-            f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes: "
-            f"{first_line(error)}"
-        ) from error
+    with _reading(
+        origin, f"The tokenizer of reward model '{origin}' cannot be loaded, pass one in reward_processing_classes"
+    ):
+        tokenizer = AutoTokenizer.from_pretrained(origin, **shared)
     # Where a folder has none, transformers makes up one of the model's type that knows no words.
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(f"Reward model '{origin}' has no tokenizer: pass one in reward_processing_classes.")
     return tokenizer
+
+
+@contextmanager
+def _reading(origin: str, failure: str) -> Iterator[None]:
+    """Raise ModelError for whatever a file leads transformers and tokenizers to; memory that runs out stays what it is."""
+    try:
+        with name_damaged_file(origin, ModelError, "copy or download the reward model again"):
+            yield
+    except LowpeakError:
+        raise
+    except Exception as error:
+        if is_exhaustion(error):
+            raise
+        raise ModelError(f"{failure}: {first_line(error)}") from error
 
 
 def _config(model: nn.Module) -> Any:

@@ -1,11 +1,11 @@
-"""What rewards are called with, groups laid out as rows in TRL's contract; and what came of a call: values, or a failure."""
+"""One call of one reward: groups laid out as rows in TRL's contract, what the reward answers, and what is wrong with that."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from numbers import Real
@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 from lowpeak.errors import RewardError
-from lowpeak.records import Completion, Group, Metric, Prompt, merge_metrics
+from lowpeak.records import Group, Metric, merge_metrics
+from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards.judge import JudgeReward
+from lowpeak.rewards.reward import Reward
 
 NONE = float("nan")  # what None is in records
 _CALLERS = (Path(__file__).parent, Path(concurrent.futures.__file__).parent)
@@ -58,32 +61,25 @@ def read_rows(groups: Sequence[Group], decode: Callable[[list[int]], str]) -> Ro
     """Return the rows of whole groups.
 
     A column has one value per row, the prompt's or, where a `rollout_func` gave one, the completion's; None where a
-    row has neither. Prompts are as the data set gave them, completions strings or lists of one message.
+    row has neither. Prompts are as the data set gave them, completions strings or lists of one message, which has what it
+    continues of the prompt, too.
     """
     pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
     ids = [completion.ids.tolist() for _, completion in pairs]
     texts = tuple(decode(row) for row in ids)
+    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
+    names = dict.fromkeys(name for row in fields for name in row if name not in _NOT_COLUMNS)
     return Rows(
         prompts=[prompt.source for prompt, _ in pairs],
-        completions=[_as_given(prompt, text) for (prompt, _), text in zip(pairs, texts, strict=True)],
+        completions=[
+            text if isinstance(prompt.source, str) else [{"role": "assistant", "content": prompt.begun + text}]
+            for (prompt, _), text in zip(pairs, texts, strict=True)
+        ],
         completion_ids=ids,
-        columns=_columns(pairs),
+        columns={name: [row.get(name) for row in fields] for name in names},
         texts=texts,
         places=tuple((g, k) for g, group in enumerate(groups) for k in range(len(group.completions))),
     )
-
-
-def _columns(pairs: Sequence[tuple[Prompt, Completion]]) -> dict[str, list[Any]]:
-    fields = [{**prompt.columns, **completion.extra} for prompt, completion in pairs]
-    names = dict.fromkeys(name for row in fields for name in row if name not in _NOT_COLUMNS)
-    return {name: [row.get(name) for row in fields] for name in names}
-
-
-def _as_given(prompt: Prompt, text: str) -> str | list[dict[str, Any]]:
-    """The completion in its prompt's format; what it continues of the prompt is part of it."""
-    if isinstance(prompt.source, str):
-        return text
-    return [{"role": "assistant", "content": prompt.begun + text}]
 
 
 @dataclass
@@ -102,103 +98,118 @@ class RewardLog:
         self.metrics = merge_metrics(self.metrics, {name: Metric(float(value))})
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a call returned, or the error that it raised."""
+class RewardCall:
+    """What one reward is called with, and its answer once `check` has read it: `values`, one per row, NaN for None.
 
-    returned: Any = None
-    error: BaseException | None = None
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """One value per row, NaN for None; `failures` has one error for each row that became None by failing.
-
-    A row whose tokens were each given a number has their sum, and them in `tokens`.
+    `failures` has one error for each row that became None by failing. A row whose tokens were each given a number has their sum,
+    and `tokens` has them. A call that was never made has no values.
     """
 
-    values: tuple[float, ...]
-    failures: tuple[RewardError, ...] = ()
-    tokens: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
-    log: RewardLog = field(default_factory=RewardLog)
+    def __init__(self, reward: Reward, name: str, rows: Rows, trainer_state: Any) -> None:
+        self.reward = reward
+        self.name = name
+        self.rows = rows
+        self.log = RewardLog()
+        self.finished = False
+        self.error: BaseException | None = None
+        self.values: tuple[float, ...] = ()
+        self.failures: tuple[RewardError, ...] = ()
+        self.tokens: dict[int, tuple[float, ...]] = {}
+        self._returned: Any = None
+        self._keywords: dict[str, Any] = {
+            **rows.keywords(),
+            "trainer_state": trainer_state,
+            "log_extra": self.log.log_extra,
+            "log_metric": self.log.log_metric,
+        }
+        if isinstance(reward, JudgeReward):  # it compares rows of a group
+            self._keywords["groups"] = [group for group, _ in rows.places]
 
+    @property
+    def is_async(self) -> bool:
+        return isinstance(self.reward, FunctionReward) and self.reward.is_async
 
-def check(name: str, outcome: Outcome, log: RewardLog, rows: Rows) -> Verdict:
-    """The values of a call; a failure makes None of the rows it concerns: one, or all when the call itself failed."""
-    error = outcome.error
-    if error is None:
-        error = _wrong_shape(name, outcome.returned, len(rows)) or _wrong_log(name, log, len(rows))
-    if error is not None:  # without its log: a late call may still be writing it
-        return Verdict((NONE,) * len(rows), (_explained(name, error),) * len(rows))
-    failures: list[RewardError] = []
-    values: list[float] = []
-    tokens: dict[int, tuple[float, ...]] = {}
-    for row, value in enumerate(_listed(outcome.returned)):
-        each = _each_tokens(value)
-        if each is None:
-            number, fault = _number(value)
-        else:
-            number, fault = _summed(each, len(rows.completion_ids[row]))
-            tokens[row] = tuple(each) if not fault else ()
-        values.append(number)
-        if fault:
-            failures.append(
-                RewardError(
-                    f"Reward '{name}' returned {fault} for {rows.describe(row)}; "
-                    "return a finite number, or None where the reward does not apply (or a list with a number for each token)."
+    def ask(self) -> None:
+        """Call the reward in this thread."""
+        try:
+            self._returned = self.reward(**self._keywords)
+        except (Exception, SystemExit) as error:
+            self.error = error
+        self.finished = True
+
+    async def ask_async(self) -> None:
+        """Await an async reward, among others."""
+        assert isinstance(self.reward, FunctionReward)
+        try:
+            self._returned = await self.reward.call_async(**self._keywords)
+        except (Exception, SystemExit) as error:
+            self.error = error
+        self.finished = True
+
+    def check(self) -> None:
+        """Read the answer; a failure makes None of the rows it concerns: one, or all when the call itself failed."""
+        error = self.error or self._fault_of_all()
+        if error is not None:
+            self.log = RewardLog()  # a late call may still be writing the other
+            self.values = (NONE,) * len(self.rows)
+            self.failures = (_explained(self.name, error),) * len(self.rows)
+            return
+        values: list[float] = []
+        failures: list[RewardError] = []
+        for row, value in enumerate(_listed(self._returned)):
+            number, self.tokens[row], fault = _read(value, len(self.rows.completion_ids[row]))
+            values.append(number)
+            if fault:
+                failures.append(
+                    RewardError(
+                        f"Reward '{self.name}' returned {fault} for {self.rows.describe(row)}; return a finite number, or None "
+                        "where the reward does not apply (or a list with a number for each token)."
+                    )
                 )
+        self.values, self.failures = tuple(values), tuple(failures)
+
+    def _fault_of_all(self) -> RewardError | None:
+        """Return what is wrong with the answer or the log as a whole, if anything."""
+        values, num_rows = _listed(self._returned), len(self.rows)
+        if not isinstance(values, list | tuple):
+            return RewardError(
+                f"Reward '{self.name}' returned {_shown(self._returned)} of type {type(self._returned).__name__}; "
+                "return a list with one number or None per completion."
             )
-    return Verdict(tuple(values), tuple(failures), tokens, log)
-
-
-def _each_tokens(value: Any) -> list[Any] | None:
-    """The numbers of a row whose tokens have one each; None for a row with one number."""
-    if hasattr(value, "tolist") and getattr(value, "ndim", None):
-        value = value.tolist()
-    return list(value) if isinstance(value, list | tuple) else None
-
-
-def _summed(each: list[Any], num_tokens: int) -> tuple[float, str]:
-    """The sum of the tokens' numbers; and what is wrong with them, if anything."""
-    if len(each) != num_tokens:
-        return NONE, f"{len(each)} numbers for {num_tokens} tokens (completion_ids has them)"
-    numbers = [_number(0.0 if value is None else value) for value in each]
-    fault = next((fault for _, fault in numbers if fault), "")
-    each[:] = [number for number, _ in numbers]
-    return (NONE if fault else sum(each)), fault
+        if len(values) != num_rows:
+            return RewardError(
+                f"Reward '{self.name}' returned {len(values)} values for {num_rows} completions; return one per completion."
+            )
+        for column, logged in self.log.columns.items():
+            if len(logged) != num_rows:
+                return RewardError(
+                    f"Reward '{self.name}' logged {len(logged)} values in column '{column}' for {num_rows} completions; "
+                    "give log_extra one per completion."
+                )
+        return None
 
 
 def _listed(returned: Any) -> Any:
-    """A list of what was returned: lists as they are, tensors and arrays by their `tolist`."""
     return returned.tolist() if hasattr(returned, "tolist") else returned
 
 
-def _wrong_shape(name: str, returned: Any, num_rows: int) -> RewardError | None:
-    values = _listed(returned)
-    if not isinstance(values, list | tuple):
-        return RewardError(
-            f"Reward '{name}' returned {_shown(returned)} of type {type(returned).__name__}; "
-            "return a list with one number or None per completion."
-        )
-    if len(values) != num_rows:
-        return RewardError(
-            f"Reward '{name}' returned {len(values)} values for {num_rows} completions; return one per completion."
-        )
-    return None
-
-
-def _wrong_log(name: str, log: RewardLog, num_rows: int) -> RewardError | None:
-    for column, values in log.columns.items():
-        if len(values) != num_rows:
-            return RewardError(
-                f"Reward '{name}' logged {len(values)} values in column '{column}' for {num_rows} completions; "
-                "give log_extra one per completion."
-            )
-    return None
+def _read(value: Any, num_tokens: int) -> tuple[float, tuple[float, ...], str]:
+    """Return a row's number, those of its tokens if each was given one, and what is wrong with them, if anything."""
+    if getattr(value, "ndim", None):
+        value = _listed(value)
+    if not isinstance(value, list | tuple):
+        number, fault = _number(value)
+        return number, (), fault
+    if len(value) != num_tokens:
+        return NONE, (), f"{len(value)} numbers for {num_tokens} tokens (completion_ids has them)"
+    numbers = [_number(0.0 if each is None else each) for each in value]
+    fault = next((fault for _, fault in numbers if fault), "")
+    tokens = tuple(number for number, _ in numbers)
+    return (NONE, (), fault) if fault else (sum(tokens), tokens, "")
 
 
 def _number(value: Any) -> tuple[float, str]:
-    """The value as a float, NaN for None; and what is wrong with it, if anything."""
+    """Return the value as a float, NaN for None; and what is wrong with it, if anything."""
     if value is None:
         return NONE, ""
     if not isinstance(value, Real | Decimal) and getattr(value, "ndim", None) == 0:
@@ -229,7 +240,7 @@ def _explained(name: str, error: BaseException) -> RewardError:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of the reward's own file that the error passed: not ours, and not a library's that it called."""
+    """Return the last line of the reward's own file that the error passed: not ours, and not a library's that it called."""
     frames = traceback.extract_tb(error.__traceback__)
     theirs = [frame for frame in frames if Path(frame.filename).parent not in _CALLERS] or frames
     own = [frame for frame in theirs if frame.filename == theirs[0].filename]

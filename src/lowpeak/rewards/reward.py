@@ -14,16 +14,13 @@ class Reward(Protocol):
     every other algorithm their sum is the completion's.
 
     Called with keywords: `prompts` and `completions` (strings, or lists of messages), `completion_ids`, each data set
-    column by its name, `trainer_state`, `log_extra` and `log_metric`. A call sees whole groups, rows in order.
+    column by its name, `trainer_state`, `log_extra` and `log_metric`. A call sees whole groups, rows in order. Metric keys and
+    errors have `name`.
     """
 
     @property
-    def name(self) -> str:
-        """Short name, used in metric keys and errors."""
-        ...
+    def name(self) -> str: ...
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
-    ) -> list[float | None]:
-        """One float or None per completion."""
-        ...
+    ) -> list[float | None]: ...

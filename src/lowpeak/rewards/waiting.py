@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,11 +26,14 @@ def call_within(call: Callable[[], Any], seconds: float | None) -> Any:
     Raises Late if it has not returned after `seconds`; its thread is left behind.
     """
     outcome: Future[Any] = Future()
-    context = contextvars.copy_context()
-    thread = threading.Thread(
-        target=context.run, args=(_settle, outcome, call, _device()), name="lowpeak-reward", daemon=True
-    )
-    thread.start()
+
+    def settle() -> None:
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    _start_thread(functools.partial(contextvars.copy_context().run, settle), "lowpeak-reward")
     return _result(outcome, seconds)
 
 
@@ -57,9 +62,7 @@ class BackgroundLoop:
     def _started(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            threading.Thread(
-                target=_serve, args=(self._loop, _device()), name="lowpeak-reward-loop", daemon=True
-            ).start()
+            _start_thread(functools.partial(_serve, self._loop), "lowpeak-reward-loop")
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         return self._loop
 
@@ -73,38 +76,25 @@ def _result(future: Future[Any], seconds: float | None) -> Any:
         raise Late from None
 
 
-def _device() -> int | None:
-    """Return the device that code without an index runs on, which is set for each thread; None if none is used."""
-    return torch.accelerator.current_device_index() if torch.cuda.is_initialized() else None
+def _start_thread(run: Callable[[], None], name: str) -> None:
+    """Start a daemon thread on the caller's device: which one code without an index runs on is set for each thread."""
+    device = torch.accelerator.current_device_index() if torch.cuda.is_initialized() else None
+
+    def enter() -> None:
+        if device is not None:
+            torch.accelerator.set_device_index(device)
+        run()
+
+    threading.Thread(target=enter, name=name, daemon=True).start()
 
 
-def _enter(device: int | None) -> None:
-    if device is not None:
-        torch.accelerator.set_device_index(device)
-
-
-def _settle(outcome: Future[Any], call: Callable[[], Any], device: int | None) -> None:
-    try:
-        _enter(device)
-        outcome.set_result(call())
-    except BaseException as error:
-        outcome.set_exception(error)
-
-
-def _serve(loop: asyncio.AbstractEventLoop, device: int | None) -> None:
-    _enter(device)
+def _serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped; if a task called sys.exit, its waiters get the exception only if the loop runs again."""
     asyncio.set_event_loop(loop)
     try:
-        while not _run_until_stopped(loop):
-            pass
+        while True:
+            with suppress(SystemExit):
+                loop.run_forever()
+                return
     finally:
         loop.close()
-
-
-def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> bool:
-    """Run the loop; return False if a task called sys.exit: its waiters get the exception only if the loop runs again."""
-    try:
-        loop.run_forever()
-    except SystemExit:
-        return False
-    return True

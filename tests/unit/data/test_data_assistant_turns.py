@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import groupby
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -81,17 +82,14 @@ def tokenizer_of(template):
     return tokenizer
 
 
-def counted_text(template, messages, first=0, options=None):
+def counted_text(template, messages, first=0, options=None, turns=None):
     """The text of the counted tokens; those of several turns with a bar between them."""
     tokenizer = tokenizer_of(template)
-    ids, counted = AssistantTurns(tokenizer).encode(messages, options or {}, "row 3", first)
+    ids, counted = (turns or AssistantTurns(tokenizer)).encode(messages, options or {}, "row 3", first)
     assert ids == tokenizer.apply_chat_template(messages, return_dict=True, **(options or {}))["input_ids"]
-    turns, before = [], False
-    for token, counts in zip(ids, counted, strict=True):
-        if counts:
-            turns[len(turns) - before :] = [(turns[-1] if before else "") + tokenizer.convert_ids_to_tokens(token)]
-        before = counts
-    return "|".join(turns)
+    tokens = tokenizer.convert_ids_to_tokens(ids)
+    runs = groupby(zip(tokens, counted, strict=True), key=lambda each: each[1])
+    return "|".join("".join(token for token, _ in run) for counts, run in runs if counts)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +115,18 @@ def test_a_system_message_and_a_last_message_of_the_user_change_nothing(template
     assert counted_text(template, [turn("system", "be brief"), *LONG[:3]]) == alone
 
 
-def test_messages_of_the_assistant_after_each_other_are_turns_of_their_own():
-    turns = [LONG[0], LONG[1], turn("assistant", "more")]
-    assert counted_text(CHATML, turns) == "two<|end|>\n|more<|end|>\n"
-
-
-def test_turns_before_the_first_that_is_asked_for_do_not_count():
-    assert counted_text(CHATML, LONG, first=2) == "<four><|end|>\n"
+@pytest.mark.parametrize(
+    ("messages", "settings", "text"),
+    [
+        ([LONG[0], LONG[1], turn("assistant", "more")], {}, "two<|end|>\n|more<|end|>\n"),
+        (LONG, {"first": 2}, "<four><|end|>\n"),
+        (LONG[:2], {"template": "{{ opening }}" + CHATML, "options": {"opening": "<s>a"}}, "two<|end|>\n"),
+        (LONG[:1], {}, ""),
+    ],
+    ids=["neighbouring turns", "only later turns", "options of the template", "no turn"],
+)
+def test_the_turns_that_are_asked_for_count(messages, settings, text):
+    assert counted_text(messages=messages, **{"template": CHATML, **settings}) == text
 
 
 def test_a_turn_that_the_template_rewrites_later_does_not_count_and_the_log_says_so_once(caplog):
@@ -139,56 +142,49 @@ def test_a_turn_that_the_template_rewrites_later_does_not_count_and_the_log_says
     )
 
 
-def test_one_warning_is_enough_for_all_rows(caplog):
-    turns = AssistantTurns(tokenizer_of(THINKS_LAST))
+CHANGED, NEVER_ASKED = ("row 3", 1, 2), ("row 3",)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text", "warned"),
+    [
+        (SYSTEM_IN_THE_LAST, LONG, "<four><eos>", CHANGED),
+        (ASKS_TO_THINK, LONG, "two<eos>|<four><eos>", NEVER_ASKED),
+        (CHATML, [turn("assistant", "hi"), *LONG[:2]], "two<|end|>\n", CHANGED),
+    ],
+    ids=[
+        "a history that changes with the turn",
+        "a generation prompt that the row has not",
+        "a turn without a question",
+    ],
+)
+def test_a_turn_that_the_model_would_not_write_like_that_is_told_once_for_all_rows(
+    template, messages, text, warned, caplog
+):
+    turns = AssistantTurns(tokenizer_of(template))
     with caplog.at_level(logging.WARNING):
-        for _ in range(3):
-            turns.encode(LONG, {}, "row 3")
-    assert len(caplog.records) == 1
+        assert counted_text(template, messages, turns=turns) == counted_text(template, messages, turns=turns) == text
+    assert [record.args[: len(warned)] for record in caplog.records] == [warned]
 
 
-def test_a_turn_after_a_history_that_changes_with_it_does_not_count(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert counted_text(SYSTEM_IN_THE_LAST, LONG) == "<four><eos>"
-    assert [record.args[1:3] for record in caplog.records] == [(1, 2)]
-
-
-def test_a_row_of_which_no_turn_can_be_told_is_an_error_with_the_remedy():
-    with pytest.raises(DataError, match=r"row 3: .*\{% generation %\}"):
-        counted_text(THINKS_LAST, LONG[:3])
-
-
-def test_a_generation_prompt_that_the_row_does_not_have_is_told(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert counted_text(ASKS_TO_THINK, LONG) == "two<eos>|<four><eos>"
-    assert [record.args for record in caplog.records] == [("row 3",)]
-
-
-def test_a_template_that_takes_no_conversation_without_a_question_leaves_that_turn_out(caplog):
-    with caplog.at_level(logging.WARNING):
-        assert counted_text(CHATML, [turn("assistant", "hi"), *LONG[:2]]) == "two<|end|>\n"
-    assert [record.args[1:3] for record in caplog.records] == [(1, 2)]
-
-
-def test_options_reach_every_text_that_the_template_writes():
-    template = "{{ opening }}" + CHATML
-    assert counted_text(template, LONG[:2], options={"opening": "<s>a"}) == "two<|end|>\n"
-
-
-def test_a_conversation_without_the_assistant_counts_nothing():
-    assert counted_text(CHATML, [turn("user", "one")]) == ""
-
-
-def test_a_template_that_fails_is_told():
-    with pytest.raises(DataError, match=r"row 3 .*alternate"):
-        counted_text(INST, [turn("user", "one"), turn("user", "two")])
-
-
-def test_a_tokenizer_that_does_not_map_tokens_to_characters_is_told():
+def not_fast():
     tokenizer = ByT5Tokenizer()
     tokenizer.chat_template = CHATML
-    with pytest.raises(DataError, match=r"row 3: .*\{% generation %\}"):
-        AssistantTurns(tokenizer).encode(LONG, {}, "row 3")
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "messages", "words"),
+    [
+        (tokenizer_of(THINKS_LAST), LONG[:3], r"row 3: .*\{% generation %\}"),
+        (not_fast(), LONG, r"row 3: .*\{% generation %\}"),
+        (tokenizer_of(INST), [turn("user", "one"), turn("user", "two")], "row 3 .*alternate"),
+    ],
+    ids=["no turn can be told", "tokens are not mapped to characters", "the template fails"],
+)
+def test_a_row_that_cannot_be_read_is_an_error_with_the_remedy(tokenizer, messages, words):
+    with pytest.raises(DataError, match=words):
+        AssistantTurns(tokenizer).encode(messages, {}, "row 3")
 
 
 def merging_tokenizer(template):

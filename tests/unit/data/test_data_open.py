@@ -40,14 +40,19 @@ def write(path, rows=ROWS):
     return path
 
 
+def saved(folder):
+    Dataset.from_list(ROWS).save_to_disk(folder / "saved")
+    return folder / "saved"
+
+
 def prompts(dataset):
     return [row["prompt"] for row in dataset]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("suffix", KINDS)
-def test_a_file_is_a_data_set(tmp_path, suffix, streaming):
-    path = write(tmp_path / f"rows{suffix}")
+@pytest.mark.parametrize("kind", [*KINDS, "saved"])
+def test_a_file_and_a_folder_that_save_to_disk_wrote_are_data_sets(tmp_path, kind, streaming):
+    path = saved(tmp_path) if kind == "saved" else write(tmp_path / f"rows{kind}")
     dataset = open_dataset(str(path), streaming=streaming)
     assert isinstance(dataset, IterableDataset if streaming else Dataset)
     assert prompts(dataset) == ["1+1=", "2+2="]
@@ -59,36 +64,31 @@ def test_files_and_patterns_are_one_data_set(tmp_path):
     assert prompts(open_dataset(f"{tmp_path}/rows[12].jsonl")) == ["1", "2"]
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_still_that_file(tmp_path):
-    path = write(tmp_path / "rows[1].jsonl")
-    assert prompts(open_dataset(str(path))) == ["1+1=", "2+2="]
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file_and_may_be_read_in_part(tmp_path):
+    assert prompts(open_dataset(write(tmp_path / "rows[1].jsonl"), split="train[:1]")) == ["1+1="]
 
 
-def test_part_of_a_split_may_be_asked_for(tmp_path):
-    assert prompts(open_dataset(write(tmp_path / "rows.jsonl"), split="train[:1]")) == ["1+1="]
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_folder_that_save_to_disk_wrote_is_a_data_set(tmp_path, streaming):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    dataset = open_dataset(tmp_path / "saved", streaming=streaming)
-    assert isinstance(dataset, IterableDataset if streaming else Dataset)
-    assert prompts(dataset) == ["1+1=", "2+2="]
-
-
-def test_a_saved_folder_with_splits_gives_the_one_asked_for_and_train_unasked(tmp_path):
-    splits = {"train": Dataset.from_list(ROWS[:1]), "test": Dataset.from_list(ROWS[1:])}
-    DatasetDict(splits).save_to_disk(tmp_path / "saved")
-    assert prompts(open_dataset(tmp_path / "saved")) == ["1+1="]
-    assert prompts(open_dataset(tmp_path / "saved", "test")) == ["2+2="]
-
-
-def test_a_folder_of_data_files_has_the_splits_of_their_names(tmp_path):
-    write(tmp_path / "train.jsonl", ROWS[:1])
-    write(tmp_path / "test.jsonl", ROWS[1:])
-    (tmp_path / "LICENSE").write_text("free")
-    assert prompts(open_dataset(tmp_path)) == ["1+1="]
-    assert prompts(open_dataset(tmp_path, "test")) == ["2+2="]
+@pytest.mark.parametrize("make", ["saved", "files"])
+@pytest.mark.parametrize("other", ["train", "dev"])
+def test_a_folder_has_the_splits_of_its_files_and_a_missing_one_is_an_error_that_names_those_there(
+    tmp_path, make, other
+):
+    splits = {other: ROWS[:1], "test": ROWS[1:]}
+    if make == "saved":
+        DatasetDict({name: Dataset.from_list(rows) for name, rows in splits.items()}).save_to_disk(tmp_path / "data")
+    else:
+        (tmp_path / "data").mkdir()
+        (tmp_path / "data" / "LICENSE.txt").write_bytes("© café".encode("latin-1"))  # beside the data, any encoding
+        for name, rows in splits.items():
+            write(tmp_path / "data" / f"{name}.jsonl", rows)
+    assert prompts(open_dataset(tmp_path / "data", "test")) == ["2+2="]
+    if other == "train":
+        assert prompts(open_dataset(tmp_path / "data")) == ["1+1="]
+    for missing in ("other", None) if other == "dev" else ("other",):
+        with pytest.raises(
+            DataError, match=rf"'{missing or 'train'}'.* (train|dev|validation|test), (train|dev|validation|test)\b"
+        ):
+            open_dataset(tmp_path / "data", missing)
 
 
 def test_the_only_split_is_taken_whatever_its_name(tmp_path):
@@ -96,45 +96,21 @@ def test_the_only_split_is_taken_whatever_its_name(tmp_path):
     assert len(open_dataset(tmp_path / "saved")) == 2
 
 
-@pytest.fixture(params=["saved", "files"])
-def two_splits(request, tmp_path):
-    folder = tmp_path / "data"
-    if request.param == "saved":
-        DatasetDict({name: Dataset.from_list(ROWS) for name in ("dev", "test")}).save_to_disk(folder)
-    else:
-        folder.mkdir()
-        for name in ("dev", "test"):
-            write(folder / f"{name}.jsonl")
-    return folder
-
-
-@pytest.mark.parametrize("split", ["other", None])
-def test_a_missing_split_is_an_error_that_names_those_there(two_splits, split):
-    wanted = split or "train"
-    with pytest.raises(DataError, match=rf"'{wanted}'.* (dev|validation|test), (dev|validation|test)\b"):
-        open_dataset(two_splits, split)
-
-
 def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_they_are_read(tmp_path):
-    Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
-    file = next((tmp_path / "saved").glob("*.arrow"))
-    column = Dataset.load_from_disk(tmp_path / "saved").data.column(0).chunk(0)
+    folder = saved(tmp_path)
+    file = next(folder.glob("*.arrow"))
+    column = Dataset.load_from_disk(folder).data.column(0).chunk(0)
     offsets = column.buffers()[1].to_pybytes()[: 4 * (len(ROWS) + 1)]
     backwards = b"".join(i.to_bytes(4, "little") for i in range(len(ROWS), -1, -1))
     file.write_bytes(file.read_bytes().replace(offsets, backwards))
     with pytest.raises(DataError, match=r"Rows 0 to \d+"):
-        usable_rows(open_dataset(tmp_path / "saved"), None)
+        usable_rows(open_dataset(folder), None)
 
 
 @pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])
 def test_a_missing_path_is_an_error_and_not_a_name_on_the_hub(source):
     with pytest.raises(DataError, match=str(Path(source.lstrip("~")))):
         open_dataset(source)
-
-
-def saved(folder):
-    Dataset.from_list(ROWS).save_to_disk(folder / "saved")
-    return folder / "saved"
 
 
 def written(path, content=""):
@@ -175,23 +151,20 @@ def test_a_text_file_that_is_not_utf_8_is_named_with_its_line(tmp_path, suffix, 
         open_dataset(path, streaming=streaming)
 
 
-def test_a_text_file_that_ends_within_a_character_is_named(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes('{"prompt": "1+1="}\n{"prompt": "é'.encode()[:-1])
-    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line 2 .*0xc3"):
-        open_dataset(path)
-
-
-def test_a_text_file_of_a_folder_that_is_not_utf_8_is_named(tmp_path):
-    (tmp_path / "train.txt").write_bytes("1+1=\ncafé\n".encode("latin-1"))
-    with pytest.raises(DataError, match=r"train\.txt .*UTF-8: line 2 .*0xe9"):
-        open_dataset(tmp_path)
-
-
-def test_text_beside_the_data_of_a_folder_may_be_in_any_encoding(tmp_path):
-    write(tmp_path / "train.jsonl", ROWS)
-    (tmp_path / "LICENSE.txt").write_bytes("© café".encode("latin-1"))
-    assert len(open_dataset(tmp_path)) == len(ROWS)
+@pytest.mark.parametrize(
+    ("name", "content", "byte"),
+    [
+        ("rows.jsonl", '{"prompt": "1+1="}\n{"prompt": "é'.encode()[:-1], "0xc3"),
+        ("folder/train.txt", "1+1=\ncafé\n".encode("latin-1"), "0xe9"),
+    ],
+    ids=["an end within a character", "a file of a folder"],
+)
+def test_the_line_of_other_text_is_named_too(tmp_path, name, content, byte):
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=rf"{path} .*UTF-8: line 2 .*{byte}"):
+        open_dataset(path.parent if "/" in name else path)
 
 
 def test_a_text_file_that_may_not_be_read_is_named(tmp_path, monkeypatch):

@@ -6,7 +6,8 @@ import json
 import logging
 
 import pytest
-from datasets import Dataset, DatasetDict, IterableDataset
+from datasets import Dataset, DatasetDict
+from tokenizers.processors import TemplateProcessing
 
 from lowpeak.data.chat import check_messages
 from lowpeak.data.prompts import PromptReader, check_tokenizer, num_rows, padding_id, usable_rows
@@ -45,27 +46,20 @@ def test_a_string_is_tokenized_and_other_columns_are_kept():
 
 
 def test_a_tokenizer_that_adds_special_tokens_adds_them_to_strings():
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = char_tokenizer(ALPHABET)
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", 1)])
     assert PromptReader(tokenizer).read({"prompt": "12"}, 0).ids[0] == 1
 
 
-def test_messages_pass_the_chat_template_and_open_the_assistants_turn():
-    prompt = chat_reader().read({"prompt": user("1+1")}, 0)
-    assert text_of(prompt) == "<user>1+1<eos><assistant>"
-    assert prompt.source == user("1+1")
-    assert prompt.conversational
-
-
-BEGUN = [*user("1+1"), {"role": "assistant", "content": "ab"}]
-
-
-def test_after_an_assistants_last_message_comes_a_new_one_as_in_trl():
-    prompt = chat_reader().read({"prompt": BEGUN}, 0)
-    assert text_of(prompt) == "<user>1+1<eos><assistant>ab<eos><assistant>"
-    assert prompt.begun == ""
+@pytest.mark.parametrize("begun", ["", "ab"])
+def test_messages_pass_the_chat_template_and_open_a_new_turn_of_the_assistants_as_in_trl(begun):
+    messages = [*user("1+1", name=None), *([{"role": "assistant", "content": begun}] if begun else [])]
+    row = {"prompt": messages, "tools": None}
+    prompt = chat_reader().read(row, 0)
+    assert text_of(prompt) == "<user>1+1<eos>" + (f"<assistant>{begun}<eos>" if begun else "") + "<assistant>"
+    assert (prompt.source, prompt.begun, prompt.conversational) == (messages, "", True)
+    assert messages[0] == user("1+1", name=None)[0]
+    assert row == {"prompt": messages, "tools": None}
 
 
 PARTS = (
@@ -95,26 +89,28 @@ def test_keys_that_arrow_filled_with_none_do_not_reach_the_template():
     assert [text_of(reader.read(row, i)) for i, row in enumerate(rows)] == ["1", "2=a"]
 
 
-def test_checked_messages_have_no_empty_keys_and_leave_the_row_as_it_is():
-    messages = user("1", name=None)
-    assert check_messages(messages, "row 0") == user("1")
-    assert messages == user("1", name=None)
-
-
-def test_an_assistants_message_may_hold_tool_calls_instead_of_text():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "ab"}]}
-    assert check_messages([call], "row 0") == [{"role": "assistant", "tool_calls": [{"name": "ab"}]}]
+@pytest.mark.parametrize(
+    ("message", "checked"),
+    [
+        (user("1", name=None)[0], user("1")[0]),
+        (
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "ab"}]},
+            {"role": "assistant", "tool_calls": [{"name": "ab"}]},
+        ),
+    ],
+    ids=["empty keys", "tool calls in place of text"],
+)
+def test_checked_messages_have_no_empty_keys_and_leave_the_row_as_it_is(message, checked):
+    before = dict(message)
+    assert check_messages([message], "row 0") == [checked]
+    assert message == before
 
 
 def test_template_arguments_of_the_row_go_before_those_of_the_run():
     reader = chat_reader("{{ messages[0].content }}{{ x }}{{ y }}", chat_template_kwargs={"x": "a", "y": "a"})
-    rows = Dataset.from_list(
-        [
-            {"prompt": user("1"), "chat_template_kwargs": {"x": "b", "z": None}},
-            {"prompt": user("2"), "chat_template_kwargs": {"x": None, "z": "b"}},
-        ]
-    )
-    assert [text_of(reader.read(row, i)) for i, row in enumerate(rows)] == ["1ba", "2aa"]
+    options = [{"x": "b", "z": None}, {"x": None, "z": "b"}]
+    rows = Dataset.from_list([{"prompt": user("1"), "chat_template_kwargs": own} for own in options])
+    assert [text_of(reader.read(row, i)) for i, row in enumerate(rows)] == ["1ba", "1aa"]
 
 
 @pytest.mark.parametrize("pack", [json.dumps, lambda tools: tools])
@@ -136,18 +132,6 @@ def test_a_batch_reads_the_same_as_its_rows_one_by_one():
     assert chat_reader().read_batch(rows, 7) == [chat_reader().read(row, 7 + i) for i, row in enumerate(rows)]
 
 
-def test_a_prompt_as_long_as_the_limit_stays_and_a_longer_one_is_dropped():
-    reader = plain_reader(max_prompt_tokens=3, overlong="drop")
-    assert reader.read({"prompt": "123"}, 0) is not None
-    assert reader.read({"prompt": "1234"}, 1) is None
-
-
-def test_parts_of_text_are_messages_too():
-    reader = chat_reader("{% for p in messages[0].content %}{{ p.text }}{% endfor %}")
-    parts = [{"type": "text", "text": "1"}, {"type": "text", "text": "a"}]
-    assert text_of(reader.read({"prompt": user(parts)}, 0)) == "1a"
-
-
 @pytest.mark.parametrize(("first", "second"), [("1", user("1")), (user("1"), "1")])
 def test_strings_and_messages_in_one_data_set_are_an_error(first, second):
     reader = chat_reader()
@@ -167,15 +151,9 @@ def test_a_template_that_fails_names_the_row_also_within_a_batch():
         reader.read_batch([{"prompt": user(x)} for x in "123"], 10)
 
 
-def test_the_source_row_is_not_changed():
-    row = {"prompt": user("1", name=None), "tools": None}
-    chat_reader().read(row, 0)
-    assert row == {"prompt": user("1", name=None), "tools": None}
-
-
 @pytest.mark.parametrize("make", [Dataset.from_list, list])
 def test_checking_a_data_set_keeps_the_rows_that_can_be_used_and_says_how_many_go(make, caplog):
-    rows = [{"prompt": "1" * length} for length in (1, 9, 2, 9, 3)]
+    rows = [{"prompt": "1" * length} for length in (1, 9, 2, 4, 3)]
     with caplog.at_level(logging.WARNING):
         kept = usable_rows(make(rows), plain_reader(max_prompt_tokens=3, overlong="drop"))
     assert list(kept) == [rows[0], rows[2], rows[4]]
@@ -200,14 +178,11 @@ def test_a_data_set_without_a_usable_row_is_an_error(rows, words):
         usable_rows(Dataset.from_list(rows), plain_reader(max_prompt_tokens=2, overlong="drop"))
 
 
-def test_all_splits_at_once_are_an_error_that_names_them():
-    splits = DatasetDict({"train": Dataset.from_list([{"prompt": "1"}]), "test": Dataset.from_list([{"prompt": "1"}])})
+def test_all_splits_at_once_are_an_error_that_names_them_and_a_stream_has_no_number_of_rows():
+    rows = Dataset.from_list([{"prompt": "1"}])
     with pytest.raises(DataError, match="'test', 'train'"):
-        num_rows(splits)
-
-
-def test_a_stream_has_no_number_of_rows():
-    assert num_rows(IterableDataset.from_generator(lambda: iter([{"prompt": "1"}]))) is None
+        num_rows(DatasetDict({"train": rows, "test": rows}))
+    assert num_rows(rows.to_iterable_dataset()) is None
 
 
 def test_padding_is_the_pad_token_else_the_end_token_else_an_error():

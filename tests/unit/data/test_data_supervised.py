@@ -10,8 +10,6 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import usable_rows
 from lowpeak.data.supervised import SupervisedReader, make_record, read_records
 from lowpeak.errors import DataError
 from tiny import char_tokenizer
@@ -46,18 +44,15 @@ def parts(record, chat=True):
     return text(list(record.prompt_ids)), text(ids.tolist()), text(ids[record.completion.loss_mask].tolist())
 
 
-def test_a_string_pair_counts_its_completion_and_ends_with_eos():
-    record = reader().read({"prompt": "1+1=", "completion": "2"}, 3)
+def test_a_string_pair_is_a_record_of_zeros_without_rewards_and_without_a_warning(caplog):
+    with caplog.at_level(logging.WARNING):
+        record = reader().read({"prompt": "1+1=", "completion": "2"}, 3)
+    completion = record.completion
     assert parts(record) == ("1+1=", "2<eos>", "2<eos>")
-    assert record.group == 3
-    assert record.rewards == ()
-    assert record.reward == 0.0
-    assert record.advantages is None
-    assert record.completion.finish_reason == "stop"
-    assert record.completion.ids.dtype == torch.int32
-    assert record.completion.loss_mask.dtype == torch.bool
-    assert record.completion.logprobs.dtype == torch.float32
-    assert record.completion.logprobs.tolist() == [0.0, 0.0]
+    assert (record.group, record.rewards, record.reward, record.advantages) == (3, (), 0.0, None)
+    assert [each.dtype for each in (completion.ids, completion.loss_mask)] == [torch.int32, torch.bool]
+    assert torch.equal(completion.logprobs, torch.zeros(2))
+    assert caplog.messages == []
 
 
 ONE_TURN = {"prompt": [turn("user", "1+1")], "completion": [turn("assistant", "2")]}
@@ -124,8 +119,7 @@ def test_the_prompts_turns_need_not_be_told_apart_where_the_completion_alone_cou
         "{% for m in messages %}<{{ m.role }}>{{ '0' if m.role == 'assistant' and loop.last }}{{ m.content }}<eos>"
     )
     rewrites += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-    turns = [turn("user", "1"), turn("assistant", "2"), turn("user", "3"), turn("assistant", "4")]
-    row = {"prompt": turns[:3], "completion": turns[3:]}
+    row = {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:4]}
     assert parts(reader(template=rewrites, assistant_only=True).read(row, 0))[2] == "04<eos>"
     assert caplog.text == ""
     both = reader(template=rewrites, assistant_only=True, completion_only=False).read(row, 0)
@@ -161,12 +155,15 @@ def test_a_row_of_token_ids_is_taken_as_it_is_and_its_labels_or_masks_say_what_c
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "123456", "completion": "7"}, {"text": ""}, {"messages": [turn("user", "1")]}]
+    ("row", "settings"),
+    [
+        ({"prompt": "123456", "completion": "7"}, {"max_length": 6}),
+        ({"text": ""}, {}),
+        ({"messages": [turn("user", "1")]}, {"template": GENERATION, "completion_only": True}),
+    ],
 )
-def test_a_row_without_a_token_that_counts_is_left_out(row):
-    assert (
-        reader(template=GENERATION, max_length=6, completion_only=None if "text" in row else True).read(row, 0) is None
-    )
+def test_a_row_without_a_token_that_counts_is_left_out(row, settings):
+    assert reader(**settings).read(row, 0) is None
 
 
 def merging_tokenizer():
@@ -178,56 +175,26 @@ def merging_tokenizer():
 
 
 def test_a_completion_that_merges_into_its_prompt_starts_where_they_part_and_warns_once(caplog):
-    own = SupervisedReader(merging_tokenizer())
+    merging = SupervisedReader(merging_tokenizer())
     with caplog.at_level(logging.WARNING):
-        record = own.read({"prompt": "1=", "completion": "2"}, 0)
-        own.read({"prompt": "1=", "completion": "2"}, 1)
-    assert record.prompt_ids == (1,)
-    assert record.completion.ids.tolist() == [4, 0]
-    (warning,) = caplog.records
-    assert warning.args == ("row 0", 1, 2)
+        record, _ = (merging.read({"prompt": "1=", "completion": "2"}, i) for i in range(2))
+    assert (record.prompt_ids, record.completion.ids.tolist()) == ((1,), [4, 0])
+    assert [warning.args for warning in caplog.records] == [("row 0", 1, 2)]
 
 
-def test_a_prompt_that_is_a_prefix_does_not_warn(caplog):
-    with caplog.at_level(logging.WARNING):
-        reader().read({"prompt": "1=", "completion": "2"}, 0)
-    assert caplog.messages == []
-
-
-def test_tokens_after_the_last_that_counts_are_left_away():
-    record = make_record(0, [5, 6, 7, 8, 9], [True, False, True, False, False])
-    assert record.prompt_ids == (5, 6)
-    assert record.completion.ids.tolist() == [7]
-
-
-def test_the_first_token_never_counts():
-    assert make_record(0, [5], [True]) is None
-    assert make_record(0, [], []) is None
-    assert make_record(0, [5, 6], [True, True]).prompt_ids == (5,)
-
-
-def test_cutting_off_only_tokens_that_do_not_count_is_no_cut():
+def test_only_the_first_token_and_those_after_the_last_that_counts_are_left_away():
+    assert make_record(0, [5], [True]) is make_record(0, [], []) is None
+    for counted, prompt, ids in (([True, False, True, False], (5, 6), [7]), ([True] * 4, (5,), [6, 7, 8])):
+        record = make_record(0, [5, 6, 7, 8], counted)
+        assert (record.prompt_ids, record.completion.ids.tolist()) == (prompt, ids)
     assert make_record(0, [5, 6, 7], [False, True, False], max_length=2).completion.finish_reason == "stop"
 
 
-def test_all_records_of_a_data_set_are_counted(caplog):
-    dataset = Dataset.from_list([{"prompt": "1" * n, "completion": "22"} for n in (1, 9, 3)])
+def test_all_records_of_a_data_set_are_counted_and_one_at_least_there_has_to_be(caplog):
+    rows = [{"prompt": "1" * n, "completion": "22"} for n in (1, 9, 3)]
     with caplog.at_level(logging.WARNING):
-        records = read_records(dataset, reader(max_length=5))
+        records = read_records(Dataset.from_list(rows), reader(max_length=5))
     assert [record.group for record in records] == [0, 2]
     assert [record.args[:2] for record in caplog.records] == [(1, 3), (1, 3)]
-
-
-def test_a_data_set_without_a_token_that_counts_is_an_error():
-    dataset = Dataset.from_list([{"prompt": "111", "completion": "2"}] * 2)
-    with pytest.raises(DataError, match="2"):
-        read_records(dataset, reader(max_length=3))
-
-
-def test_the_prompt_cursor_draws_records_too():
-    dataset = Dataset.from_list([{"text": f"{i}0"} for i in range(4)])
-    assert usable_rows(dataset, reader()) is dataset
-    cursor = PromptCursor(dataset, reader(), shuffle=True, seed=0)
-    records = cursor.take(6)
-    assert [record.group for record in records] == list(range(6))
-    assert sorted(parts(record)[0] for record in records[:4]) == ["0", "1", "2", "3"]
+    with pytest.raises(DataError, match="1 "):
+        read_records(Dataset.from_list(rows[1:2]), reader(max_length=5))

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import json
+import os
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
-from gsm8k_rows import answers
 
 from lowpeak.errors import RewardError
 from lowpeak.rewards.answers import exact_match, final_answer, final_number, numeric_match
 from lowpeak.rewards.format import hash_answer_format
 
-ANSWERS = answers()
+# In the shape of GSM8K's; all of those where `LOWPEAK_GSM8K` names their folder.
+ANSWERS = [
+    "It goes 60*18=<<60*18=1080>>1,080 miles.\n#### 1,080",
+    "It was 2-9=<<2-9=-7>>-7 degrees.\n#### -7",
+    "All of it: $109,200,000.\n#### 109,200,000",
+    "12/60 = $<<12/60=0.2>>0.2 a minute.\n0.2*50 = $10\n#### 10",
+    "There were 5-5=<<5-5=0>>0 guests.\n#### 0",
+    "30*45=<<30*45=1350>>1350 square feet.\n#### 1350",
+    "They scored 1+1+1=<<1+1+1=3>>3 goals.\n#### 3",
+    "It rises 200*0.1=$<<200*0.1=20>>20.\nSo it is 200+20=$<<200+20=220>>220.\n#### 220",
+]
+if folder := os.environ.get("LOWPEAK_GSM8K"):
+    lines = [line for name in ("train", "test") for line in (Path(folder) / f"{name}.jsonl").read_text().splitlines()]
+    ANSWERS = [json.loads(line)["answer"] for line in lines]
 NUMBERS = [answer.rpartition("####")[2].strip() for answer in ANSWERS]
 
 
@@ -52,21 +67,16 @@ def test_every_answer_matches_itself_as_number_and_as_text():
     "change", [lambda x: x + 1, lambda x: -x - 1, lambda x: 10 * x + 1], ids=["+1", "sign", "digit"]
 )
 def test_no_answer_matches_a_changed_number(change):
-    changed = [
-        f"{answer.rpartition('####')[0]}#### {change(int(plain(number)))}"
-        for answer, number in zip(ANSWERS, NUMBERS, strict=True)
-    ]
-    assert numeric_match(changed, answer=ANSWERS) == [0.0] * len(ANSWERS)
-    assert exact_match(changed, answer=ANSWERS) == [0.0] * len(ANSWERS)
+    changed = [f"1 + 2\n#### {change(int(plain(number)))}" for number in NUMBERS]
+    for match in (numeric_match, exact_match):
+        assert match(changed, answer=ANSWERS) == [0.0] * len(ANSWERS)
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS.keys())
 def test_the_same_number_written_otherwise_matches(variant):
     completions = [variant(number) for number in NUMBERS]
-    wrong = [
-        c for c, reward in zip(completions, numeric_match(completions, answer=ANSWERS), strict=True) if reward != 1
-    ]
-    assert wrong == []
+    rewards = numeric_match(completions, answer=ANSWERS)
+    assert [c for c, reward in zip(completions, rewards, strict=True) if reward != 1] == []
 
 
 @pytest.mark.parametrize(
@@ -110,10 +120,6 @@ def test_degenerate_completions_are_read_quickly(text):
     assert time.perf_counter() - start < 5
 
 
-def test_decimals_are_compared_exactly():
-    assert numeric_match(["0.1", "0.10000000000000000001", "0.00001"], answer=[0.1, 0.1, 1e-5]) == [1, 0, 1]
-
-
 @pytest.mark.parametrize(
     ("text", "answer"),
     [
@@ -129,26 +135,25 @@ def test_the_final_answer_of_a_text(text, answer):
     assert final_answer(text) == answer
 
 
-def test_exact_match_tells_spelling_apart_and_numeric_match_does_not():
-    assert exact_match(["1,080", "1080", "1080 "], answer=["1080"] * 3) == [0, 1, 1]
-    assert numeric_match(["1,080", "1080", "1081"], answer=["1080"] * 3) == [1, 1, 0]
+NOTHING = [{"role": "assistant", "content": None}]
+PARTS = [{"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]}]
+TURNS = [{"role": role, "content": text} for role, text in (("assistant", "1"), ("tool", "3"), ("assistant", "#### 2"))]
 
 
-def test_a_row_without_an_answer_is_not_judged():
-    assert exact_match(["a", "b", ""], answer=["a", None, ""]) == [1.0, None, None]
-    assert numeric_match(["1", "1", "1"], answer=["1", None, "no number"]) == [1.0, None, None]
-
-
-def test_the_column_may_be_called_solution_and_hold_numbers():
-    assert numeric_match(["5", "6"], solution=[5, 5.0]) == [1.0, 0.0]
-
-
-def test_messages_are_read_like_strings_and_of_several_the_last_counts():
-    turns = [("assistant", "1"), ("tool", "3"), ("assistant", "#### 2")]
-    tools = [{"role": role, "content": text} for role, text in turns]
-    parts = [{"role": "assistant", "content": [{"type": "text", "text": "It is "}, {"type": "text", "text": "2"}]}]
-    nothing = [{"role": "assistant", "content": None}]
-    assert numeric_match([tools, parts, nothing, []], answer=["2"] * 4) == [1, 1, 0, 0]
+@pytest.mark.parametrize(
+    ("match", "completions", "column", "rewards"),
+    [
+        (exact_match, ["1,080", "1080", "1080 "], {"answer": ["1080"] * 3}, [0, 1, 1]),
+        (numeric_match, ["1,080", "1080", "1081"], {"answer": ["1080"] * 3}, [1, 1, 0]),
+        (numeric_match, ["0.1", "0.10000000000000000001", "0.00001"], {"answer": [0.1, 0.1, 1e-5]}, [1, 0, 1]),
+        (exact_match, ["a", "b", ""], {"answer": ["a", None, ""]}, [1, None, None]),
+        (numeric_match, ["1", "1", "1"], {"answer": ["1", None, "no number"]}, [1, None, None]),
+        (numeric_match, ["5", "6"], {"solution": [5, 5.0]}, [1, 0]),
+        (numeric_match, [TURNS, PARTS, NOTHING, []], {"answer": ["2"] * 4}, [1, 1, 0, 0]),
+    ],
+)
+def test_final_answers_are_compared_with_the_column(match, completions, column, rewards):
+    assert match(completions, **column) == rewards
 
 
 def test_without_a_column_the_error_names_it():

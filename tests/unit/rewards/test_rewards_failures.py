@@ -64,25 +64,16 @@ def test_what_is_not_one_number_or_none_per_completion_is_told_with_its_row_and_
     assert [each for each in ["'bad'", *named] if each not in str(caught.value)] == []
 
 
-def test_an_exception_is_told_with_its_file_and_line_and_kept_as_the_cause():
-    def divides(completions):
-        return [1 / len(text) for text in completions]
-
-    line = divides.__code__.co_firstlineno + 1
-    with pytest.raises(RewardError) as caught:
-        judge(divides)
-    for each in ("'divides'", "ZeroDivisionError", f"({__file__}, line {line})"):
-        assert each in str(caught.value)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+def divides(completions):
+    return [1 / (len(text) - len(text)) for text in completions]
 
 
-def test_an_exception_deep_in_a_library_is_told_with_the_rewards_own_line():
-    async def parses(completions):
-        return [json.loads(text) for text in completions]
+async def parses(completions):
+    return [json.loads(text) for text in completions]
 
-    line = parses.__code__.co_firstlineno + 1
-    with pytest.raises(RewardError, match=f"JSONDecodeError: .* \\({Path(__file__)}, line {line}\\)"):
-        judge(parses)
+
+def logs_a_word(completions, log_metric, **kwargs):
+    log_metric("seen", "many")
 
 
 def leaves(completions):
@@ -90,8 +81,7 @@ def leaves(completions):
 
 
 async def leaves_later(completions):
-    await asyncio.sleep(0)
-    sys.exit(0)
+    await asyncio.sleep(0), sys.exit(0)
 
 
 async def leaves_in_a_task(completions):
@@ -99,81 +89,75 @@ async def leaves_in_a_task(completions):
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
-@pytest.mark.parametrize("reward", [leaves, leaves_later, leaves_in_a_task])
-def test_a_reward_that_exits_is_a_failure_of_the_reward(reward, timeout):
-    line = (leaves if reward is leaves else leaves_later).__code__.co_firstlineno
-    words = rf"'{reward.__name__}' .*SystemExit: 0 \({Path(__file__)}, line {line + 1 + (reward is not leaves)}\)"
+@pytest.mark.parametrize(
+    ("reward", "at", "words", "cause"),
+    [
+        (divides, divides, "ZeroDivisionError: ", ZeroDivisionError),
+        (parses, parses, "JSONDecodeError: ", json.JSONDecodeError),
+        (logs_a_word, logs_a_word, "ValueError: .*many", ValueError),
+        (leaves, leaves, "SystemExit: 0", SystemExit),
+        (leaves_later, leaves_later, "SystemExit: 0", SystemExit),
+        (leaves_in_a_task, leaves_later, "SystemExit: 0", SystemExit),
+    ],
+)
+def test_an_exception_or_exit_is_told_with_the_rewards_own_line_and_kept_as_the_cause(
+    reward, at, words, cause, timeout
+):
+    told = rf"'{reward.__name__}' .*{words}.* \({Path(__file__)}, line {at.__code__.co_firstlineno + 1}\)"
     judges = panel(reward, timeout=timeout)
     for _ in range(2):
-        with pytest.raises(RewardError, match=words):
+        with pytest.raises(RewardError, match=told) as caught:
             judges.judge([group("p", "a", "b")])
-
-
-def test_rewards_whose_weighted_sum_is_infinite_in_fp32_are_an_error():
-    with pytest.raises(RewardError, match=r"2e\+19 .*row 0 .*reward_weights"):
-        judge(lambda completions: [1e19, 0, 0, 0], lambda completions: [1e19, 0, 0, 0])
-
-
-def test_a_missing_column_is_told_by_name():
-    with pytest.raises(RewardError, match=r"'needs' .*answer"):
-        judge(lambda completions: [0] * 4, needs)
+        assert isinstance(caught.value.__cause__, cause)
 
 
 def needs(completions, answer):
     return [0.0] * len(completions)
 
 
-def test_an_async_reward_past_the_panels_limit_is_an_error_and_the_others_count():
-    async def waits(completions):
+def logs_too_few(completions, log_extra, **kwargs):
+    log_extra("seen", [1])
+    return [0] * len(completions)
+
+
+def huge(completions):
+    return [1e19, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "words"),
+    [
+        ([bad([0] * 4), needs], r"'needs' .*answer"),
+        ([logs_too_few], r"'logs_too_few' .*1 .*'seen' .*4"),
+        ([huge, huge], r"2e\+19 .*row 0 .*reward_weights"),
+    ],
+    ids=["missing column", "log", "infinite square of the sum"],
+)
+def test_a_failure_around_the_values_is_told_with_its_name_and_number(rewards, words):
+    with pytest.raises(RewardError, match=words):
+        judge(*rewards)
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["awaits", "blocks its loop"])
+def test_an_async_reward_past_the_limit_is_an_error_and_the_others_count(blocks):
+    released = threading.Event()
+
+    async def late(completions):
+        if blocks:
+            released.wait(30)
         await asyncio.sleep(30)
 
     async def quick(completions):
         return [1.0] * len(completions)
 
-    with pytest.raises(RewardTimeoutError, match=r"'waits' .*0\.05"):
-        judge(quick, waits, timeout=0.05)
-    judged = judge(quick, waits, timeout=0.05, on_failure="none")
-    assert [record.reward for record in judged.records] == [1.0] * 4
-    assert judged.metrics["rewards/waits/failed"].value() == 4
-
-
-def test_an_async_reward_that_blocks_its_loop_is_found_too():
-    released = threading.Event()
-
-    async def blocks(completions):
-        released.wait(30)
-
-    async def quick(completions):
-        return [1.0] * len(completions)
-
     start = time.perf_counter()
-    judges = panel(quick, blocks, timeout=0.05, on_failure="none")
-    judged = judges.judge([group("p", "a")])
+    judged = judge(quick, late, timeout=0.05, on_failure="none")
     assert time.perf_counter() - start < 10
-    assert judged.records[0].reward == 1.0
-    assert judged.metrics["rewards/blocks/failed"].value() == 1
-    with pytest.raises(RewardTimeoutError, match="'blocks'"):
-        judge(quick, blocks, timeout=0.05)
+    assert [record.reward for record in judged.records] == [1.0] * 4
+    assert judged.metrics["rewards/late/failed"].value() == 4
+    with pytest.raises(RewardTimeoutError, match="'late'" if blocks else r"'late' .*0\.05"):
+        judge(quick, late, timeout=0.05)
     released.set()
-
-
-def test_a_column_logged_with_too_few_values_is_an_error():
-    def logs(completions, log_extra, **kwargs):
-        log_extra("seen", [1])
-        return [0] * len(completions)
-
-    with pytest.raises(RewardError, match=r"'logs' .*1 .*'seen' .*4"):
-        judge(logs)
-
-
-def test_a_metric_that_is_no_number_is_an_error_in_the_rewards_own_line():
-    def logs(completions, log_metric, **kwargs):
-        log_metric("seen", "many")
-        return [0] * len(completions)
-
-    line = logs.__code__.co_firstlineno + 1
-    with pytest.raises(RewardError, match=rf"'logs' .*ValueError: .*many.*, line {line}\)"):
-        judge(logs)
 
 
 def test_a_sync_failure_spares_the_later_rewards_their_call():

@@ -58,15 +58,14 @@ def test_the_name_and_the_kind_of_a_callable(function, name, is_async):
 
 
 @pytest.mark.parametrize("function", [length, later, functools.partial(later), AsyncJudge()])
-def test_sync_and_async_functions_are_called_alike(function):
-    assert FunctionReward(function)(**ROWS, answer=["a", "b"], trainer_state=None) == [1.0, 2.0]
+def test_sync_and_async_functions_are_called_alike_also_where_a_loop_is_running(function):
+    def ask():
+        return FunctionReward(function)(**ROWS, answer=["a", "b"], trainer_state=None)
 
-
-def test_an_async_function_can_be_called_where_a_loop_is_running():
     async def notebook():
-        return FunctionReward(later)(**ROWS)
+        return ask()
 
-    assert asyncio.run(notebook()) == [1.0, 2.0]
+    assert ask() == asyncio.run(notebook()) == [1.0, 2.0]
 
 
 def test_a_function_with_kwargs_gets_every_keyword_and_one_without_only_those_it_names():
@@ -110,10 +109,10 @@ def test_a_late_function_is_left_behind_or_cancelled():
 
 def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
     def sync(**kwargs):
-        raise TimeoutError("the judge's server")
+        raise TimeoutError("server")
 
     async def asynchronous(**kwargs):
-        raise TimeoutError("the judge's server")
+        sync()
 
     for function in (sync, asynchronous):
         with pytest.raises(TimeoutError, match="server") as caught:
@@ -121,12 +120,10 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
         assert not isinstance(caught.value, RewardError)
 
 
-def test_a_call_with_a_limit_sees_the_callers_context_and_passes_its_error_on():
+def test_a_call_with_a_limit_sees_the_callers_context():
     word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
     word.set("here")
     assert call_within(word.get, 30) == "here"
-    with pytest.raises(ZeroDivisionError):
-        call_within(lambda: 1 / 0, 30)
 
 
 def test_the_background_loop_is_kept_until_it_was_blocked_and_ends_with_its_owner():

@@ -10,7 +10,7 @@ from panel_groups import decode, group
 
 from lowpeak.errors import ArgumentError, RewardError
 from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.judge import Contest, JudgeReward, PairwiseJudge, ScriptedJudge, rewards_or_judge, transcript
+from lowpeak.rewards.judge import JudgeReward, PairwiseJudge, ScriptedJudge, rewards_or_judge
 from lowpeak.rewards.make import make_rewards
 
 NAN = float("nan")
@@ -74,36 +74,19 @@ def test_the_place_of_a_completion_is_told_by_the_texts_and_evens_out():
     assert rewards(first, *groups[7:])[:2] == found[14:16]
 
 
-def test_a_judge_of_trls_shape_is_asked_in_our_order():
-    class Shuffling:
-        def __init__(self):
-            self.shuffled = []
-
-        def judge(self, prompts: list[str], completions: list[list[str]], shuffle_order: bool = True) -> list[int]:
-            self.shuffled.append(shuffle_order)
-            return [0] * len(prompts)
-
-    judge = Shuffling()
-    assert isinstance(judge, PairwiseJudge)
-    rewards(judge, group("p", "a", "b"))
-    assert judge.shuffled == [False]
-
-
 def test_messages_are_read_as_text():
-    messages = [
-        {"role": "system", "content": "be short"},
-        {"role": "user", "content": [{"type": "text", "text": "hi"}]},
-    ]
-    assert transcript(messages) == "system: be short\n\nuser: hi"
+    parts = [{"type": "text", "text": "hi"}]
+    messages = [{"role": "system", "content": "be short"}, {"role": "user", "content": parts}]
     judge = ScriptedJudge(length)
     rewards(judge, group(messages, "a", "bb"))
     ((prompt, pair),) = judge.asked
-    assert (prompt, sorted(pair)) == (transcript(messages), ["a", "bb"])
+    assert (prompt, sorted(pair)) == ("system: be short\n\nuser: hi", ["a", "bb"])
 
 
-def test_an_async_judge_is_waited_for():
+def test_an_async_judge_of_trls_shape_is_waited_for_and_asked_in_our_order():
     class Waiting(ScriptedJudge):
-        async def judge(self, prompts, completions):
+        async def judge(self, prompts, completions, shuffle_order=True):
+            assert not shuffle_order
             await asyncio.sleep(0.01)
             return super().judge(prompts, completions)
 
@@ -114,7 +97,6 @@ def test_a_judge_that_is_late_fails_or_counts_as_none():
     class Slow(ScriptedJudge):
         def judge(self, prompts, completions):
             time.sleep(1.0)
-            return super().judge(prompts, completions)
 
     with pytest.raises(RewardError, match=r"'Slow' .*0\.05"):
         rewards(Slow(length), *ONE_PAIR, timeout=0.05)
@@ -140,18 +122,13 @@ def test_pairs_come_from_rewards_or_from_a_judge():
     judge = ScriptedJudge(length)
     assert rewards_or_judge(length, None) is length
     assert isinstance(rewards_or_judge([], judge)[0], JudgeReward)
-    with pytest.raises(ArgumentError, match="reward_funcs"):
-        rewards_or_judge(None, None)
-    with pytest.raises(ArgumentError, match="reward_funcs"):
-        rewards_or_judge([length], judge)
+    assert isinstance(judge, PairwiseJudge)
+    for both in ((None, None), ([length], judge)):
+        with pytest.raises(ArgumentError, match="reward_funcs"):
+            rewards_or_judge(*both)
 
 
 @pytest.mark.parametrize("judge", [length, ScriptedJudge, object()])
 def test_what_has_no_judge_is_no_judge(judge):
     with pytest.raises(ArgumentError, match=r"judge\(prompts, completions\)"):
         JudgeReward(judge)
-
-
-def test_every_pair_of_a_group_meets_once():
-    contest = Contest.of(["p"] * 4 + ["q"], ["a", "b", "c", "d", "e"], [3, 3, 3, 3, 9])
-    assert sorted(tuple(sorted(pair)) for pair in contest.pairs) == [(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)]

@@ -45,24 +45,16 @@ def rewards_py(tmp_path):
     sys.modules.pop("beside", None)
 
 
-def test_a_file_gives_its_functions_objects_and_methods_and_finds_its_neighbours(rewards_py):
+def test_a_file_gives_its_functions_objects_and_methods_finds_its_neighbours_and_runs_once_until_it_is_edited(
+    rewards_py,
+):
     path = list(sys.path)
-    assert load_reward(f"{rewards_py}:short")(completions=["aa"]) == [-2]
-    assert load_reward(f"{rewards_py}:judge")(completions=["aa"]) == [4.0]
-    assert load_reward(f"{rewards_py}:judge.halved")(completions=["aa"]) == [1.0]
+    for name, reward in (("short", -2), ("judge", 4.0), ("judge.halved", 1.0)):
+        assert load_reward(f"{rewards_py}:{name}")(completions=["aa"]) == [reward]
     assert sys.path == path
-
-
-def test_a_file_runs_once_until_it_is_edited(rewards_py):
-    first = load_reward(f"{rewards_py}:judge")
-    assert load_reward(f"{rewards_py}:judge") is first
+    assert load_reward(f"{rewards_py}:judge") is load_reward(f"{rewards_py}:judge")
     rewards_py.write_text(FILE.replace("2.0", "5.0"))
     assert load_reward(f"{rewards_py}:judge")(completions=["a"]) == [5.0]
-
-
-@pytest.mark.parametrize("spec", ["lowpeak.rewards.answers.exact_match", "lowpeak.rewards.answers:exact_match"])
-def test_a_dotted_name_gives_a_modules_function(spec):
-    assert load_reward(spec) is exact_match
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -82,9 +74,15 @@ def test_factories_are_written_with_their_arguments():
     assert set(FACTORIES).isdisjoint(SHIPPED)
 
 
-@pytest.mark.parametrize("spec", ["owner/judge", "./judges/tiny", "/judges/tiny", "."])
-def test_a_models_name_or_folder_comes_back_as_it_is(spec):
-    assert load_reward(spec) == spec
+@pytest.mark.parametrize(
+    ("spec", "found"),
+    [
+        *((f"lowpeak.rewards.answers{mark}exact_match", exact_match) for mark in ".:"),
+        *((model, model) for model in ("owner/judge", "./judges/tiny", "/judges/tiny", ".")),
+    ],
+)
+def test_a_dotted_name_gives_a_modules_function_and_a_models_name_or_folder_comes_back_as_it_is(spec, found):
+    assert load_reward(spec) == found
 
 
 @pytest.mark.parametrize(

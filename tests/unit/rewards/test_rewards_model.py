@@ -27,6 +27,7 @@ from lowpeak.strategies.strategy import Frozen
 from tiny import char_tokenizer, tiny_model
 
 PLAIN = {"prompts": ["1+1=", "12+34=", "5+5="], "completions": ["2", "46", "1000"], "completion_ids": [[], [], []]}
+MESSAGES = [[{"role": "user", "content": "1"}]]
 
 
 def classifier(seed=0, num_labels=1, **changes):
@@ -68,12 +69,15 @@ def looks_both_ways():
 
 
 @pytest.mark.parametrize("max_tokens", [1, 12, 10_000])
-@pytest.mark.parametrize("make", [classifier, looks_both_ways])
-def test_batches_of_any_size_give_each_rows_own_logit(make, max_tokens):
-    reward = ModelReward(make(), tokenizer(), max_tokens=max_tokens)
+@pytest.mark.parametrize(("make", "pad_token"), [(classifier, "<pad>"), (classifier, None), (looks_both_ways, "<pad>")])
+def test_batches_of_any_size_give_each_rows_own_logit(make, pad_token, max_tokens):
+    words = tokenizer()
+    words.pad_token = pad_token  # without one, the end of sequence pads
+    reward = ModelReward(make(), words, max_tokens=max_tokens)
     texts = ["1+1=2", "12+34=46", "5+5=1000"]
     assert reward(**PLAIN) == pytest.approx(one_by_one(make(), tokenizer(), texts), abs=1e-5)
     assert reward([], [], []) == []
+    assert words.pad_token == pad_token
 
 
 def test_messages_are_read_through_the_reward_tokenizers_own_template():
@@ -109,7 +113,7 @@ def test_chat_template_kwargs_reach_the_template():
     words = tokenizer(chat=True)
     words.chat_template = "{{ opening }}{{ messages[0]['content'] }}"
     reward = make_rewards(classifier(), words, chat_template_kwargs={"opening": "9"})[0]
-    rewards = reward([[{"role": "user", "content": "1"}]], [[{"role": "assistant", "content": "2"}]], [[2]])
+    rewards = reward(MESSAGES, [[{"role": "assistant", "content": "2"}]], [[2]])
     assert rewards == pytest.approx(one_by_one(classifier(), words, ["91"]), abs=1e-5)
 
 
@@ -130,27 +134,14 @@ def test_a_model_is_left_as_it_was_passed_in():
     model.score.eval()
     modes = [module.training for module in model.modules()]
     reward = ModelReward(model, tokenizer())
-    first, second = reward(**PLAIN), reward(**PLAIN)
-    assert first == second, "dropout acted"
+    assert reward(**PLAIN) == reward(**PLAIN), "dropout acted"
     assert [module.training for module in model.modules()] == modes
     assert model.config.pad_token_id is None
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_tokenizer_without_a_padding_token_pads_with_the_end_of_sequence():
-    words = tokenizer()
-    words.pad_token = None
-    assert ModelReward(classifier(), words)(**PLAIN) == pytest.approx(
-        ModelReward(classifier(), tokenizer())(**PLAIN), abs=1e-5
-    )
-    assert words.pad_token is None
-
-
 def test_batches_hold_rows_of_like_length_within_the_budget():
-    lengths = [3, 9, 4, 20, 9, 1]
-    batches = list(batches_by_length(lengths, 18))
-    assert batches == [[3], [1, 4], [2, 0, 5]]
-    assert list(batches_by_length([], 18)) == []
+    assert list(batches_by_length([3, 9, 4, 20, 9, 1], 18)) == [[3], [1, 4], [2, 0, 5]]
 
 
 def test_functions_and_models_stand_side_by_side_in_one_panel(folder):
@@ -182,9 +173,6 @@ def unpadded():
     words = tokenizer()
     words.pad_token = words.eos_token = None
     return words
-
-
-MESSAGES = [[{"role": "user", "content": "1"}]]
 
 
 @pytest.mark.parametrize(

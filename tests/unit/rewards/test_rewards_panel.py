@@ -20,7 +20,7 @@ from lowpeak.records import Group, Prompt
 from lowpeak.rewards.combine import RewardPanel, RewardSettings, reward_metrics
 from lowpeak.rewards.function import FunctionReward
 
-CHAT = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+NAN = float("nan")
 
 
 def length(completions, **kwargs):
@@ -55,12 +55,11 @@ def test_plain_groups_are_strings_in_rows_with_every_column_and_the_trainers_sta
 
 @pytest.mark.parametrize("begun", ["", "<think>"])
 def test_conversational_groups_are_lists_of_one_message_with_what_it_continues(begun):
-    prompt = [*CHAT, {"role": "assistant", "content": "<think>"}]
+    prompt = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "<think>"}]
     one = group(prompt, "a", "b")
     seen = asked(replace(one, prompt=replace(one.prompt, begun=begun)))
     assert seen["prompts"] == [prompt, prompt]
     assert seen["completions"] == [[{"role": "assistant", "content": f"{begun}{text}"}] for text in "ab"]
-    assert prompt == [*CHAT, {"role": "assistant", "content": "<think>"}]
 
 
 def test_a_column_that_a_prompt_lacks_is_none_and_a_completions_own_field_comes_first():
@@ -74,9 +73,8 @@ def test_a_column_that_a_prompt_lacks_is_none_and_a_completions_own_field_comes_
 
 def test_one_reward_that_empties_its_lists_leaves_the_others_theirs():
     def greedy(prompts, completions, answer, **kwargs):
-        num = len(prompts)
         prompts.clear(), completions.clear(), answer.clear()
-        return [0.0] * num
+        return [0.0] * 2
 
     def exact(completions, answer):
         return [len(text) + number for text, number in zip(completions, answer, strict=True)]
@@ -99,20 +97,26 @@ def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weig
 
 def test_a_row_that_nobody_scored_has_no_reward_and_one_scored_zero_has():
     judged = judge(only_long, lambda completions: [None, None, 0, None], weights=(3.0, 1.0))
-    assert [record.reward for record in judged.records[1:3]] == [3.0, 3.0]
-    assert math.isnan(judged.records[0].reward)
-    assert math.isnan(judged.records[3].reward)
+    assert [record.reward for record in judged.records] == pytest.approx([NAN, 3.0, 3.0, NAN], nan_ok=True)
     assert judge(lambda prompts: [None, 0, 0, 0]).records[1].reward == 0.0
+
+
+def test_a_row_whose_tokens_have_a_number_each_has_their_sum_and_their_weighted_numbers():
+    judged = judge(lambda completions: [1, [0.5, None], torch.ones(3), []], length, weights=(2.0, 1.0))
+    assert [record.rewards[0] for record in judged.records] == [1, 0.5, 3, 0]
+    tokens = [None if each.token_rewards is None else each.token_rewards.tolist() for each in judged.records]
+    assert tokens == [None, [1.0, 0.0], [2.0, 2.0, 2.0], None]
 
 
 def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
     metrics = judge(length, only_long, lambda prompts: [None] * 4).metrics
-    assert metrics["rewards/length/mean"].value() == 1.5
-    assert metrics["rewards/length/std"].value() == pytest.approx(torch.tensor([1.0, 2, 3, 0]).std().item())
-    assert metrics["rewards/only_long/mean"].value() == 1.0
-    assert metrics["rewards/only_long/std"].value() == 0.0
-    assert math.isnan(metrics["rewards/<lambda>/mean"].value())
-    assert math.isnan(metrics["rewards/<lambda>/std"].value())
+    found = [
+        metrics[f"rewards/{name}/{kind}"].value()
+        for name in ("length", "only_long", "<lambda>")
+        for kind in ("mean", "std")
+    ]
+    std = torch.tensor([1.0, 2, 3, 0]).std().item()
+    assert found == pytest.approx([1.5, std, 1.0, 0.0, NAN, NAN], nan_ok=True)
 
 
 def test_metrics_of_gathered_records_are_those_of_one_rank_that_judged_all():
@@ -123,8 +127,8 @@ def test_metrics_of_gathered_records_are_those_of_one_rank_that_judged_all():
 
 def test_rewards_log_metrics_and_columns():
     def logs(completions, log_extra, log_metric, **kwargs):
-        log_extra("first", [text[:1] for text in completions[:2]])
-        log_extra("first", [text[:1] for text in completions[2:]])
+        for half in (completions[:2], completions[2:]):
+            log_extra("first", [text[:1] for text in half])
         log_metric("parsed", 1.0)
         log_metric("parsed", torch.tensor(0.0))
         return length(completions)
@@ -157,55 +161,36 @@ def test_numbers_of_every_usual_kind_are_rewards(values):
     assert all(type(record.reward) is float for record in records)
 
 
-def test_async_rewards_wait_for_each_other():
-    met = {"first": asyncio.Event(), "second": asyncio.Event()}
+def test_async_rewards_wait_for_each_other_and_sync_ones_run_in_the_callers_thread():
+    met, caller = asyncio.Barrier(2), threading.current_thread()
 
-    def meeting(own, other):
-        async def meet(completions, **kwargs):
-            met[own].set()
-            await asyncio.wait_for(met[other].wait(), 10)
-            return length(completions)
+    async def meet(completions, **kwargs):
+        await asyncio.wait_for(met.wait(), 10)
+        return length(completions)
 
-        return meet
+    def sync(completions):
+        assert threading.current_thread() is caller
+        return length(completions)
 
-    judged = judge(meeting("first", "second"), length, meeting("second", "first"))
+    judged = judge(meet, sync, meet)
     assert [record.rewards for record in judged.records] == [(1, 1, 1), (2, 2, 2), (3, 3, 3), (0, 0, 0)]
 
 
-def test_async_rewards_run_where_a_loop_is_running_already():
-    async def later(completions):
-        await asyncio.sleep(0)
-        return length(completions)
-
-    async def notebook():
-        return judge(later)
-
-    assert [record.reward for record in asyncio.run(notebook()).records] == [1, 2, 3, 0]
-
-
-def test_an_async_rewards_client_lives_from_one_call_to_the_next():
+def test_async_rewards_run_where_a_loop_is_running_and_their_client_lives_from_one_call_to_the_next():
     loops = []
 
     async def client(completions):
         loops.append(asyncio.get_running_loop())
+        await asyncio.sleep(0)
         return length(completions)
 
-    judges = panel(client)
-    judges.judge([group("p", "a")])
-    judges.judge([group("p", "a")])
+    async def notebook():
+        judges = panel(client)
+        return [judges.judge([group("p", "a", "bb")]) for _ in range(2)]
+
+    judged = asyncio.run(notebook())
+    assert [[record.reward for record in each.records] for each in judged] == [[1, 2]] * 2
     assert loops[0] is loops[1]
-    assert not loops[0].is_closed()
-
-
-def test_sync_rewards_run_in_the_callers_thread_one_after_another():
-    threads = []
-
-    def here(completions):
-        threads.append(threading.current_thread())
-        return length(completions)
-
-    judge(here, here)
-    assert threads == [threading.current_thread()] * 2
 
 
 def test_a_functions_own_limit_comes_before_the_panels():

@@ -58,11 +58,6 @@ def test_a_format_matches_the_whole_completion_over_lines():
     assert reward.__name__ == "shout"
 
 
-def test_a_format_that_is_no_regular_expression_is_named():
-    with pytest.raises(ArgumentError, match=r"'\(a'"):
-        format_reward("(a")
-
-
 def test_soft_overlong_is_equation_13_of_dapo():
     reward = SoftOverlong(max_length=100, cache=20)
     ids = [[0] * length for length in (0, 80, 81, 90, 100, 101, 500)]
@@ -70,9 +65,13 @@ def test_soft_overlong_is_equation_13_of_dapo():
     assert SoftOverlong(10, 0)([[0] * 10, [0] * 11]) == [0, -1]
 
 
-def test_a_cache_longer_than_the_completion_is_refused():
-    with pytest.raises(ArgumentError, match=r"cache .*max_length 10.* 11"):
-        SoftOverlong(10, 11)
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda: SoftOverlong(10, 11), r"cache .*max_length 10.* 11"), (lambda: format_reward("(a"), r"'\(a'")],
+)
+def test_a_reward_that_cannot_be_made_is_refused_with_its_argument(make, words):
+    with pytest.raises(ArgumentError, match=words):
+        make()
 
 
 def test_the_linear_penalty_grows_with_each_token_past_the_free_ones():
