@@ -87,18 +87,24 @@ def slow(seconds, then=(200, None)):
 
 
 @contextmanager
-def serving(server, port=0):
-    """The server on a port of its own, until the block ends."""
-    httpd = ThreadingHTTPServer(("127.0.0.1", port), _handler(server))
+def listening(handler, port=0):
+    """An HTTP server on a thread, until the block ends."""
+    httpd = ThreadingHTTPServer(("127.0.0.1", port), handler)
     httpd.daemon_threads = True
-    server.port = httpd.server_address[1]
-    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
+    threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True).start()
     try:
-        yield server
+        yield httpd
     finally:
         httpd.shutdown()
         httpd.server_close()
+
+
+@contextmanager
+def serving(server, port=0):
+    """The server on a port of its own, until the block ends."""
+    with listening(_handler(server), port) as httpd:
+        server.port = httpd.server_port
+        yield server
 
 
 def _handler(server):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from fake_server import listening
 
 
 @dataclass
@@ -21,7 +22,6 @@ class Hub:
     messages: list[str] = field(default_factory=list)
 
     def commit(self, repository: str, lines: list[dict[str, Any]]) -> None:
-        """Take the operations of one commit."""
         for line in lines:
             if line["key"] == "header":
                 self.messages.append(line["value"]["summary"])
@@ -31,26 +31,19 @@ class Hub:
 
 @contextmanager
 def serve_hub() -> Iterator[Hub]:
-    """A hub for as long as the block runs."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    server.hub = Hub(f"http://127.0.0.1:{server.server_port}")  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.hub  # type: ignore[attr-defined]
-    finally:
-        server.shutdown()
-        server.server_close()
+    with listening(_Handler) as server:
+        server.hub = Hub(f"http://127.0.0.1:{server.server_port}")
+        yield server.hub
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *args: Any) -> None:
-        """Be quiet."""
+        pass
 
     def do_POST(self) -> None:
-        hub: Hub = self.server.hub  # type: ignore[attr-defined]
+        hub = self.server.hub
         body = self._read()
         parts = self.path.split("?")[0].strip("/").split("/")
         if parts == ["api", "repos", "create"]:

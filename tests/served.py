@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from urllib.error import URLError
 from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
+from children import free_port
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.token import TOKEN
 from tiny import char_tokenizer, tiny_model
@@ -28,7 +28,6 @@ def model_of(**changes):
 
 
 def model_in(folder, **changes):
-    """A folder with a model and its tokenizer."""
     model_of(**changes).save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return folder
@@ -36,11 +35,6 @@ def model_in(folder, **changes):
 
 def environment():
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), TOKEN: SECRET}
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
 
 
 class Serving:
@@ -61,7 +55,6 @@ class Serving:
         return leader
 
     def vllm(self):
-        """Its client, once it answers."""
         found = ServerVllm(self.url, SECRET)
         found.wait(START_SECONDS)
         return found
@@ -82,7 +75,6 @@ def serving(model, log, *options):
 
 
 def members(group):
-    """The living processes of a group."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

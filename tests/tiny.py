@@ -83,3 +83,18 @@ def digest(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         found.update(name.encode() + tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
+
+
+def footprint(model: nn.Module) -> list[tuple[object, ...]]:
+    """What a rollout may change of a model's modules for its time: modes, hooks, forwards, checkpointing, parameters."""
+    return [
+        (
+            module.training,
+            list(module._forward_pre_hooks),
+            list(module._forward_hooks),
+            id(module.__dict__.get("forward")),
+            getattr(module, "gradient_checkpointing", None),
+            [id(parameter) for parameter in module._parameters.values()],
+        )
+        for module in model.modules()
+    ]

@@ -17,18 +17,16 @@ from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts
 from lowpeak.rollout.vllm.weights.push import PushReport
 
 FACTS = Facts(
-    version="0.32.0",
-    model="scripted",
-    fingerprint="",
-    dtype="float32",
-    max_model_len=128,
-    max_num_seqs=256,
-    kv_tokens=1 << 14,
-    num_workers=1,
-)
+    version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,
+    kv_tokens=1 << 14, num_workers=1,
+)  # fmt: skip
 SETTINGS = VllmSettings(ColocateSettings())
 SAMPLING = Sampling(num_generations=4, max_new_tokens=3)
 END = 1
+
+
+def _noted(event):
+    return lambda self, *args: self.events.append(event)
 
 
 class ScriptedVllm:
@@ -88,24 +86,11 @@ class ScriptedVllm:
             answers[i] = self._answer(request)
         return list(answers.values())[: len(answers) - self.answers_short]
 
-    def pause(self):
-        self.events.append("pause")
-
-    def resume(self):
-        self.events.append("resume")
-
-    def wait(self, seconds):
-        self.events.append("wait")
+    pause, resume, wait, wake, close = map(_noted, ("pause", "resume", "wait", "wake", "close"))
 
     def sleep(self):
         self.events.append("sleep")
         self.policy_version = None
-
-    def wake(self):
-        self.events.append("wake")
-
-    def close(self):
-        self.events.append("close")
 
     def restart(self):
         """Be another process, which holds no weights."""
@@ -113,7 +98,6 @@ class ScriptedVllm:
         self.policy_version = None
 
     def hold(self, policy_version):
-        """Say that it holds these weights."""
         self.policy_version = policy_version
 
     def _answer(self, request):

@@ -15,13 +15,10 @@ from second_device import TwinModule, ledger
 from torch import nn
 
 from lowpeak.rewards.model import ModelReward
-from tiny import digest
-
-# what the device refuses and counts
+from tiny import digest, footprint
 
 
 def refuse_and_count(name: str, place: Path) -> None:
-    """The device's own manners."""
     device = twin()
     ours, host = torch.ones(2, 3, device=device), torch.ones(2, 3)
     index = torch.tensor([1, 0])
@@ -82,9 +79,6 @@ def _reads(call: Callable[[], Any]) -> int:
     return sum(ledger.reads.values())
 
 
-# what lies on the wrong device
-
-
 def leave_on_host(case: str, place: Path) -> None:
     """A run whose reference or reward model was left on the host is refused; where the run puts them, they are on the device."""
     device, parts = twin(), CASES["parts: rewards: a model"].parts
@@ -97,9 +91,6 @@ def leave_on_host(case: str, place: Path) -> None:
         frozen[what].to("cpu")
         words = _said(trainer.train)
         assert "same device" in words, words
-
-
-# what an exception leaves behind
 
 
 def leave_by_exception(case: str, place: Path) -> None:
@@ -131,7 +122,6 @@ def raise_and_make_again(what: str, place: Path, device: torch.device) -> None:
 
 
 def rollout(trainer: Any) -> list[list[int]]:
-    """The tokens of the next rollout."""
     made = trainer.maker.make(1, trainer.state.global_step, trainer.state)
     return [record.completion.ids.tolist() for record in made.records]
 
@@ -142,7 +132,7 @@ def state(trainer: Any) -> dict[str, Any]:
     models = [trainer.model, trainer.maker.reference.model]
     states = [value for each in trainer.optimizer.state.values() for value in each.values()]
     return {
-        "modules": [[footprint(module) for module in model.modules()] for model in models],
+        "modules": [footprint(model) for model in models],
         "configs": [(model.config.to_dict(), model.generation_config.to_dict()) for model in models],
         "values": [digest(model) for model in models],
         "states": [(value.device.type, value.untyped_storage().nbytes(), value.tolist()) for value in states],
@@ -150,18 +140,6 @@ def state(trainer: Any) -> dict[str, Any]:
         "allocated": TwinModule.memory_allocated(),
         "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
     }
-
-
-def footprint(module: nn.Module) -> tuple[Any, ...]:
-    """A module's mode, hooks, forward, checkpointing, and the parameters that it holds."""
-    return (
-        module.training,
-        list(module._forward_pre_hooks),
-        list(module._forward_hooks),
-        id(module.__dict__.get("forward")),
-        getattr(module, "gradient_checkpointing", None),
-        [id(parameter) for parameter in module._parameters.values()],
-    )
 
 
 class Breaking:
@@ -184,9 +162,6 @@ class Breaking:
 
     def _raise(self, *args: Any, **kwargs: Any) -> None:
         raise RuntimeError("out of luck")
-
-
-# memory
 
 
 def measure_all(names: list[str], place: Path) -> None:

@@ -28,16 +28,9 @@ from tiny import char_tokenizer, digest, tiny_model, trained_adapter
 TOKENIZER = char_tokenizer()
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"])
 SMALL: dict[str, Any] = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "max_steps": 2,
-    "per_device_train_batch_size": 8,
-    "save_strategy": "no",
-    "micro_batch_tokens": 48,
-}
+    "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 1, "max_steps": 2,
+    "per_device_train_batch_size": 8, "save_strategy": "no", "micro_batch_tokens": 48,
+}  # fmt: skip
 ONLINE: dict[str, Any] = {"num_generations": 4, "max_completion_length": 5, "kv_cache_bytes": 1 << 20}
 CLASSES = {
     "grpo": (lowpeak.GRPOConfig, lowpeak.GRPOTrainer),
@@ -49,18 +42,8 @@ CLASSES = {
 }
 # What differs between two runs of the same numbers: time and memory.
 _MEASURED = (
-    "time/",
-    "peak_memory/",
-    "step_time",
-    "tokens_per_second",
-    "train_",
-    "eval_runtime",
-    "eval_samples_per",
-    "offload/",
-)
-
-
-# rewards
+    "time/", "peak_memory/", "step_time", "tokens_per_second", "train_", "eval_runtime", "eval_samples_per", "offload/",
+)  # fmt: skip
 
 
 def spread(completions: list[str], **columns: Any) -> list[float]:
@@ -83,9 +66,6 @@ def reward_model() -> dict[str, Any]:
     }
 
 
-# models
-
-
 def sliding() -> nn.Module:
     """A model whose layers attend to a window: rows are padded, and it generates by its own `generate`."""
     torch.manual_seed(0)
@@ -98,12 +78,10 @@ def sliding() -> nn.Module:
 
 
 def wide() -> nn.Module:
-    """A model with storages that are large enough to be offloaded."""
     return tiny_model(hidden=128)
 
 
 def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
-    """A user's own generation."""
     ids = [[2 + (i * 7 + len(prompt)) % 9, 3, 5, TOKENIZER.eos_token_id] for i, prompt in enumerate(prompts)]
     return {
         "prompt_ids": [TOKENIZER(prompt)["input_ids"] for prompt in prompts],
@@ -111,9 +89,6 @@ def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
         "logprobs": [[-1.5] * len(row) for row in ids],
         "env_mask": [[1, 1, 0, 1] for _ in ids],
     }
-
-
-# cases
 
 
 @dataclass(frozen=True)
@@ -130,7 +105,6 @@ class Case:
     exports: bool = False  # save_model, and save_merged_model under an adapter
 
     def settings(self) -> dict[str, Any]:
-        """All arguments of the run on the CPU."""
         online = ONLINE if self.trainer not in ("sft", "reward") else {}
         chunked = {} if self.trainer == "reward" else {"logprob_chunk_size": 16}
         resuming = {"max_steps": 4, "save_strategy": "steps", "save_steps": 3} if self.resumes else {}
@@ -152,6 +126,8 @@ AWAY = {"offload_during_rollout": True}
 FROZEN_AWAY = {"offload_frozen_models": True}
 ACTIVATIONS_AWAY = {"activation_offloading": True}
 MANY = {"per_device_train_batch_size": 32, "micro_batch_tokens": 512}  # tokens, for activations that are worth a copy
+FILTERED = {"top_k": 6, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.1}
+FILTERED["generation_kwargs"] = {"stop_strings": ["="]}
 ALGORITHMS: dict[str, Case] = {
     "grpo": Case(args={"loss_type": "grpo", "num_generations_eval": 2, **EACH_STEP, **TWICE}),
     "grpo dapo": Case(args={"loss_type": "dapo", **TWICE}),
@@ -160,15 +136,7 @@ ALGORITHMS: dict[str, Case] = {
     "grpo, two-sided, entropy of tokens": Case(args={"delta": 2.0, "top_entropy_quantile": 0.5, **TWICE}),
     "grpo, adaptive entropy bonus": Case(args={"use_adaptive_entropy": True, "entropy_coef": 0.1, **TWICE}),
     "grpo, dynamic sampling": Case(args={"dynamic_sampling_rounds": 1, "mask_truncated_completions": True}),
-    "grpo, filtered sampling": Case(
-        args={
-            "top_k": 6,
-            "top_p": 0.9,
-            "min_p": 0.01,
-            "repetition_penalty": 1.1,
-            "generation_kwargs": {"stop_strings": ["="]},
-        }
-    ),
+    "grpo, filtered sampling": Case(args=FILTERED),
     "grpo, rows side by side": Case(args={"padding_free": False, **KL}),
     "grpo, rows one after another": Case(args={"share_prompt": False, **KL}),
     "grpo, prompts shared": Case(args={"share_prompt": True, **KL}),
@@ -308,12 +276,10 @@ def run_on_cpu(names: list[str], place: Path) -> None:
 
 
 def run_on_twin(names: list[str], place: Path) -> None:
-    """Run cases on the second device."""
     _run_all(names, place / "twin", twin())
 
 
 def _run_all(names: list[str], place: Path, device: torch.device | None) -> None:
-    """Write what each case comes to, or how it failed."""
     found = {}
     for name in names:
         try:

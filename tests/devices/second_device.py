@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 NAME = "twin"
@@ -58,7 +59,6 @@ class Ledger:
         self.clear()
 
     def clear(self) -> None:
-        """Count from zero."""
         self.reads: Counter[str] = Counter()
         self.lines: Counter[str] = Counter()
         self.waits: Counter[str] = Counter()
@@ -66,7 +66,6 @@ class Ledger:
         self.uploaded: Counter[str] = Counter()
 
     def note_read(self) -> None:
-        """Count one wait of the host."""
         self.reads[self.place()] += 1
         self.lines[f"{self.place()}: {_caller()}"] += 1
 
@@ -85,17 +84,17 @@ class _Memory:
         _Memory.allocated -= self.num_bytes
 
 
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What is asked of a device that computes at once, caches nothing and draws its random numbers on the CPU."""
+
+
 class _Stream(torch.Stream):
-    """A stream of a device that computes at once: everything is in order already."""
+    """A stream in which everything is in order already."""
+
+    wait_stream = synchronize = _nothing
 
     def __new__(cls, device: Any = None) -> _Stream:
         return super().__new__(cls, device=torch.device(NAME, 0))
-
-    def wait_stream(self, other: _Stream) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
 
 
 class TwinModule:
@@ -103,6 +102,8 @@ class TwinModule:
 
     Stream = _Stream
     current_stream = staticmethod(_Stream)
+    stream = staticmethod(nullcontext)
+    set_device = manual_seed_all = synchronize = empty_cache = staticmethod(_nothing)
     is_available = is_initialized = staticmethod(lambda: True)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
@@ -113,29 +114,7 @@ class TwinModule:
     mem_get_info = staticmethod(lambda device=None: ((1 << 33) - _Memory.allocated, 1 << 33))
 
     @staticmethod
-    def stream(stream: _Stream) -> AbstractContextManager[None]:
-        """The block's work goes to `stream`."""
-        return nullcontext()
-
-    @staticmethod
-    def set_device(device: Any) -> None:
-        """There is one."""
-
-    @staticmethod
-    def manual_seed_all(seed: int) -> None:
-        """Random numbers are the CPU generator's."""
-
-    @staticmethod
-    def synchronize(device: Any = None) -> None:
-        """Nothing runs behind the host's back."""
-
-    @staticmethod
-    def empty_cache() -> None:
-        """Nothing is cached."""
-
-    @staticmethod
     def reset_peak_memory_stats(device: Any = None) -> None:
-        """Let the peak begin at what is allocated."""
         _Memory.peak = _Memory.allocated
 
 
@@ -148,7 +127,7 @@ def register() -> torch.device:
     _setup_privateuseone_for_python_backend(NAME, backend_module=TwinModule())
     _library.append(torch.library.Library("aten", "IMPL"))
     kernels = {op: partial(_run, op) for op in _with_kernels_of_the_cpu()}
-    kernels |= {op: _relabelled(op) for op in _RELABELLING}
+    kernels |= {op: partial(op.redispatch, _CPU) for op in _RELABELLING}
     kernels |= {
         aten.copy_.default: _copy,
         aten._to_copy.default: _to_copy,
@@ -181,7 +160,6 @@ def _is_ours(tensor: Tensor) -> bool:
 
 
 def _memory(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """The host storage behind a storage of ours."""
     memory = getattr(storage, "memory", None)
     return memory.storage if memory is not None else torch.UntypedStorage(0)
 
@@ -230,9 +208,11 @@ def _follow(tensor: Tensor, host: Tensor) -> None:
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The CPU's kernel on the tensors' memory."""
     args = _numbers_as_tensors(op, args)
-    tensors: list[Tensor] = [x for x in _leaves((*args, *kwargs.values())) if isinstance(x, Tensor)]
+    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
     _check_devices(op, args, kwargs)
-    if op in _READING or (op in _INDEXING and any(_is_ours(t) and t.dtype == torch.bool for t in _leaves(args[1]))):
+    if op in _READING or (
+        op in _INDEXING and any(_is_ours(t) and t.dtype == torch.bool for t in args[1] if t is not None)
+    ):
         ledger.note_read()
     hosts = {id(x): (x, _host(x)) for x in tensors if _is_ours(x)}
     back = {id(host): ours for ours, host in hosts.values()}
@@ -246,25 +226,10 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     def to_ours(x: Any) -> Any:
         return (back[id(x)] if id(x) in back else _ours(x, known)) if isinstance(x, Tensor) else x
 
-    answer = op(*_mapped(to_host, args), **{name: _mapped(to_host, x) for name, x in kwargs.items()})
+    answer = op(*tree_map(to_host, args), **tree_map(to_host, kwargs))
     for ours, host in hosts.values():
         _follow(ours, host)
-    return _mapped(to_ours, answer)
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """`change` of a value, or of each one in lists and tuples."""
-    if isinstance(value, list | tuple):
-        return type(value)(_mapped(change, each) for each in value)
-    return change(value)
-
-
-def _leaves(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list | tuple):
-            yield from _leaves(value)
-        elif value is not None:
-            yield value
+    return tree_map(to_ours, answer)
 
 
 def _numbers_as_tensors(op: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -287,14 +252,10 @@ def _check_devices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
     named = dict(zip((argument.name for argument in op._schema.arguments), args, strict=False)) | kwargs
     if op in _INDEXING:
         del named["indices"]
-    written = _written(op)
     for name, value in named.items():
-        for tensor in _leaves([value]):
-            if (
-                isinstance(tensor, Tensor)
-                and not _is_ours(tensor)
-                and (tensor.dim() or not takes_numbers or name in written)
-            ):
+        whole = not takes_numbers or name in _written(op)
+        for tensor in (x for x in tree_leaves(value) if isinstance(x, Tensor)):
+            if not _is_ours(tensor) and (tensor.dim() or whole):
                 raise RuntimeError(
                     f"Expected all tensors to be on the same device, but {op} got {name} of shape {tuple(tensor.shape)} on "
                     f"{tensor.device} beside others on {NAME}"
@@ -303,7 +264,6 @@ def _check_devices(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> No
 
 @cache
 def _written(op: Any) -> set[str]:
-    """The arguments that an operation writes to."""
     return {argument.name for argument in op._schema.arguments if argument.alias_info and argument.alias_info.is_write}
 
 
@@ -323,12 +283,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
 
 
 def _to_copy(
-    tensor: Tensor,
-    *,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    pin_memory: Any = None,
-    **changes: Any,
+    tensor: Tensor, *, device: Any = None, non_blocking: bool = False, pin_memory: Any = None, **changes: Any
 ) -> Tensor:
     """A copy on the device that is asked for, by default the tensor's."""
     ours = _is_ours(tensor)
@@ -338,21 +293,10 @@ def _to_copy(
     return _ours(made, {}) if ours else _copy(_ours(torch.empty_like(made), {}), made, non_blocking)
 
 
-def _relabelled(op: Any) -> Callable[..., Tensor]:
-    """The CPU's kernel itself, for what changes sizes and storages and touches no memory."""
-    return lambda *args, **kwargs: op.redispatch(_CPU, *args, **kwargs)
-
-
 def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
     """The kernel that the CPU would take."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -float("inf"))
@@ -363,34 +307,29 @@ def _attend(
 def _give_storages_methods() -> None:
     """Resizing, which PrivateUse1 leaves to C++, and allocating."""
     storages = torch.UntypedStorage
-    plain_resize, plain_resizable, plain_clone, plain_to = (
-        storages.resize_, storages.resizable, storages.clone, storages.to
-    )  # fmt: skip
+    resize, resizable, clone, to = storages.resize_, storages.resizable, storages.clone, storages.to
 
-    def resize(self: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+    def resize_ours(self: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
         if self.device.type != NAME:
-            return plain_resize(self, num_bytes)
+            return resize(self, num_bytes)
         host = torch.UntypedStorage(num_bytes)
-        kept = min(num_bytes, self.nbytes())
-        if kept:
+        if kept := min(num_bytes, self.nbytes()):
             _bytes(host)[:kept] = _bytes(_memory(self))[:kept]
         _attach(self, host)
         return self
 
-    def clone(self: torch.UntypedStorage) -> torch.UntypedStorage:
+    def clone_ours(self: torch.UntypedStorage) -> torch.UntypedStorage:
         if self.device.type != NAME:
-            return plain_clone(self)
+            return clone(self)
         return _ours(_bytes(_memory(self)).clone(), {}).untyped_storage()
 
-    def to(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
+    def to_ours(self: torch.UntypedStorage, *, device: Any, non_blocking: bool = False) -> torch.UntypedStorage:
         if torch.device(device).type != NAME or self.device.type != "cpu":
-            return plain_to(self, device=device, non_blocking=non_blocking)
+            return to(self, device=device, non_blocking=non_blocking)
         return _bytes(self).to(device).untyped_storage()
 
-    storages.resize_ = resize  # type: ignore[method-assign]
-    storages.clone = clone  # type: ignore[method-assign]
-    storages.to = to  # type: ignore[method-assign]
-    storages.resizable = lambda self: self.device.type == NAME or plain_resizable(self)  # type: ignore[method-assign]
+    storages.resize_, storages.clone, storages.to = resize_ours, clone_ours, to_ours  # type: ignore[method-assign]
+    storages.resizable = lambda self: self.device.type == NAME or resizable(self)  # type: ignore[method-assign]
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -415,11 +354,7 @@ def _keep_parameters() -> None:
 def _take_pinned_as_plain() -> None:
     """Memory that is asked to be pinned is the host's as it is."""
     plain = torch.empty
-
-    def empty(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        return plain(*args, **kwargs)
-
-    torch.empty = empty  # type: ignore[assignment]
+    torch.empty = lambda *args, pin_memory=False, **kwargs: plain(*args, **kwargs)  # type: ignore[assignment]
 
 
 def _caller() -> str:

@@ -49,7 +49,10 @@ def fail(error: BaseException) -> None:
     raise error
 
 
-# what callbacks ask for
+def answers(prompts: list[str]) -> dict[str, Any]:
+    """What a user's own generation gives for these prompts."""
+    rows = len(prompts)
+    return {"prompt_ids": [[2, 3]] * rows, "completion_ids": [[4, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
 
 
 def ask_alone(place: Path) -> None:
@@ -77,14 +80,9 @@ def evaluate_and_save(place: Path, strategy: str) -> None:
     """A supervised run that evaluates and saves after each step, and one that does neither: what each has trained."""
     trained, early = [], []
     for name, often in (("often", "steps"), ("never", "no")):
-        arguments = {
-            **prepare(strategy),
-            "eval_strategy": often,
-            "save_strategy": often,
-            "eval_steps": 1,
-            "save_steps": 1,
-        }
-        trainer = build("SFT", place / name, arguments, eval_dataset=[{"prompt": "12=", "completion": "1"}])
+        arguments = {"eval_strategy": often, "save_strategy": often, "eval_steps": 1, "save_steps": 1}
+        rows = [{"prompt": "12=", "completion": "1"}]
+        trainer = build("SFT", place / name, {**prepare(strategy), **arguments}, eval_dataset=rows)
         early.append(error_of(trainer.evaluate))
         trainer.train()
         trained.append(weights(trainer))
@@ -111,11 +109,9 @@ def failing_function(place: Path) -> None:
     def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
         if rank() == 1:
             raise ConnectionError("the sandbox does not answer")
-        rows = len(prompts)
-        return {"prompt_ids": [[2]] * rows, "completion_ids": [[3, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
+        return answers(prompts)
 
-    trainer = build("GRPO", place / "function", prepare("ddp"), rollout_func=rollout_func)
-    trainer.train()
+    build("GRPO", place / "function", prepare("ddp"), rollout_func=rollout_func).train()
 
 
 def failing_data(place: Path) -> None:
@@ -224,8 +220,7 @@ def die(place: Path, strategy: str, victim: int, how: str, busy: float) -> None:
         return spread(completions)
 
     trainer = run_with(place, reward, strategy, max_steps=4, per_device_train_batch_size=4)
-    found = error_of(trainer.train)
-    note(place, error=found)
+    note(place, error=error_of(trainer.train))
     raise SystemExit(3)
 
 
@@ -250,8 +245,7 @@ def die_saving(place: Path) -> None:
     trainer.train()
     if rank() == 1:
         trainer.run.strategy = Dying(trainer.run.strategy, place)
-    found = error_of(trainer.save_model)
-    note(place, error=found)
+    note(place, error=error_of(trainer.save_model))
     raise SystemExit(3)
 
 
@@ -323,9 +317,6 @@ def be_slow(place: Path) -> None:
     note(place, step=trainer.state.global_step)
 
 
-# stopping
-
-
 def stop(place: Path, when: dict[int, tuple[str, int]], strategy: str = "ddp") -> None:
     """Signals come to ranks at different moments: `when` says which, after how many steps, in the reward."""
     kind, step = when.get(rank(), ("SIGINT", -1))
@@ -365,9 +356,6 @@ def leave_alone(place: Path, strategy: str = "ddp") -> None:
     note(place, weights=weights(trainer), logs=logs, flos=flos, tokens=tokens)
 
 
-# what ranks find out by themselves, and must all go by
-
-
 def choose(place: Path) -> None:
     """Rank 1's memory is full and its model's attention takes no forest; its reward fails beside a sharded reward model."""
     PartialState(cpu=True)
@@ -389,9 +377,6 @@ def choose(place: Path) -> None:
     note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)
 
 
-# a rank without prompts
-
-
 def have_nothing(place: Path, strategy: str) -> None:
     """One prompt a rollout for two ranks: one of them generates and judges nothing."""
     arguments: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 2, "beta": 0.1}
@@ -404,15 +389,9 @@ def have_nothing(place: Path, strategy: str) -> None:
     judged = build("GRPO", place / "failing", settings, model=policy, rewards=[judge, failing])
     error = error_of(judged.train)
 
-    def rollout_func(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        rows = len(prompts)
-        return {"prompt_ids": [[2, 3]] * rows, "completion_ids": [[4, 1]] * rows, "logprobs": [[-1.0, -1.0]] * rows}
-
     arguments.pop("beta")
-    other = build("GRPO", place / "function", {**prepare(strategy), **arguments}, rollout_func=rollout_func)
+    settings = {**prepare(strategy), **arguments}
+    other = build("GRPO", place / "function", settings, rollout_func=lambda prompts, trainer: answers(prompts))
     other.train()
-    note(place, steps=[trainer.state.global_step, other.state.global_step], losses=_losses(trainer), error=error)
-
-
-def _losses(trainer: Any) -> list[float]:
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    note(place, steps=[trainer.state.global_step, other.state.global_step], losses=losses, error=error)

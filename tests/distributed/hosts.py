@@ -18,7 +18,7 @@ from pathlib import Path
 
 from spawn import PATH, TESTS
 
-from children import QUIET, free_port
+from children import QUIET
 
 SCRIPT = str(TESTS / "distributed" / "run_launched.py")
 
@@ -122,8 +122,3 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[bytes], seconds: fl
         assert process.poll() is None, log.read_text(errors="replace")
         assert time.monotonic() < deadline, log.read_text(errors="replace")
         time.sleep(0.1)
-
-
-def port() -> str:
-    """A port for the hosts to meet at."""
-    return str(free_port())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tiny import char_tokenizer, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 TOLERANCE = 5e-6  # of weights
+# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
+SAVED: dict[str, Any] = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+SAVED |= {"gradient_accumulation_steps": 2, "steps_per_generation": 4}
 
 
 def prepare(strategy: str) -> dict[str, Any]:
@@ -78,25 +82,19 @@ def zero_config(stage: int) -> dict[str, Any]:
     }
 
 
-# what ranks note for the test that started them
-
-
 def rank() -> int:
     return int(os.environ["RANK"])
 
 
 def note(place: Path, **found: Any) -> None:
-    """Write what this rank has seen."""
     (place / f"seen{rank()}.json").write_text(json.dumps(found))
 
 
 def noted(place: Path, number: int) -> dict[str, Any]:
-    """What one rank has noted."""
     return json.loads((place / f"seen{number}.json").read_text())
 
 
 def seen(place: Path, world_size: int = 2) -> list[dict[str, Any]]:
-    """What each rank has noted."""
     return [noted(place, number) for number in range(world_size)]
 
 
@@ -115,13 +113,16 @@ def error_of(call: Any) -> str:
     return "no error"
 
 
-def weights_of(
-    trainer: Any, max_bytes: int = 1 << 10, weights: str = "merged", model: nn.Module | None = None
-) -> dict[str, torch.Tensor]:
-    """The policy's weights, put together from the strategy's slices; every rank asks. Or those of another model."""
+def weights_of(trainer: Any, weights: str = "merged", model: nn.Module | None = None) -> dict[str, torch.Tensor]:
+    """The policy's weights; every rank asks. Or those of another model."""
+    return joined(trainer.run.strategy, model or trainer.model_wrapped, 1 << 10, weights)
+
+
+def joined(strategy: Any, model: nn.Module, max_bytes: int, weights: str = "merged") -> dict[str, torch.Tensor]:
+    """A model's weights, put together from the strategy's slices."""
     found: dict[str, list[torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for piece in trainer.run.strategy.slices(model or trainer.model_wrapped, max_bytes, None, weights):
+    for piece in strategy.slices(model, max_bytes, None, weights):
         assert piece.values.numel() * piece.dtype.itemsize <= max_bytes
         assert piece.start == sum(part.numel() for part in found.get(piece.name, []))
         found.setdefault(piece.name, []).append(piece.values.clone())
@@ -148,6 +149,27 @@ def result_of(trainer: Any) -> dict[str, Any]:
     }
 
 
+class Failing:
+    """A `hold` of whose model one part raises when it is called for the third time, on the second process alone."""
+
+    def __init__(self, hold: Any, part: str, error: Exception) -> None:
+        self._hold, self._part, self._error, self._calls = hold, part, error, 0
+
+    @contextmanager
+    def __call__(self) -> Iterator[nn.Module]:
+        with self._hold() as model:
+            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
+            try:
+                yield model
+            finally:
+                handle.remove()
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        self._calls += 1
+        if rank() == 1 and self._calls == 3:
+            raise self._error
+
+
 def assert_same_bits(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -163,12 +185,7 @@ def assert_same_run(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
-# small runs
-
-
 PROMPTS = [f"{a}{b}=" for a in range(6) for b in range(4)]
-
-
 # What stands beside a prompt in the rows of trainers that generate nothing.
 ANSWERS: dict[str, Callable[[str], dict[str, Any]]] = {
     "SFT": lambda p: {"completion": f"{p[0]}1"},
@@ -207,22 +224,12 @@ def build(
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = char_tokenizer()
     base = {
-        "output_dir": str(folder),
-        "report_to": "none",
-        "disable_tqdm": True,
-        "learning_rate": 1e-2,
+        "output_dir": str(folder), "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2,
         "adam_epsilon": 1e-3,  # with 1e-8, where a gradient is nearly zero its last bit would become a whole step
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "max_steps": 3,
-        "per_device_train_batch_size": 8 // world_size,
-        "micro_batch_tokens": 64,
-        "logprob_chunk_size": 16,
-        "num_generations": 4,
-        "max_completion_length": 6,
-        "kv_cache_bytes": 1 << 24,
-    }
+        "max_grad_norm": 0.5, "logging_steps": 1, "save_strategy": "no", "max_steps": 3,
+        "per_device_train_batch_size": 8 // world_size, "micro_batch_tokens": 64, "logprob_chunk_size": 16,
+        "num_generations": 4, "max_completion_length": 6, "kv_cache_bytes": 1 << 24,
+    }  # fmt: skip
     rows = [{"prompt": p, **ANSWERS.get(algorithm, lambda p: {})(p)} for p in PROMPTS]
     if algorithm in ANSWERS:
         for name in ("num_generations", "max_completion_length", "kv_cache_bytes"):

@@ -15,6 +15,7 @@ import torch
 from peft import LoraConfig, PeftModel
 from safetensors import safe_open
 from setups import (
+    SAVED,
     assert_same_bits,
     assert_same_run,
     build,
@@ -34,14 +35,6 @@ from tiny import tiny_model
 
 SHARDED = ("fsdp2", "zero2", "zero3")
 ALL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
-# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
-ARGUMENTS: dict[str, Any] = {
-    "max_steps": 6,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-}
 DAMAGED = ("fsdp2", "zero3")  # strategies whose checkpoints are damaged file by file
 # Bases of an adapter, of each strategy.
 ADAPTERS = [
@@ -58,14 +51,14 @@ MOVES += [("fsdp2", "two-to-four"), ("zero3", "two-to-four")]
 
 def first(strategy: str, out: Path) -> None:
     """A run, an export, disks that are full on one rank, a damaged checkpoint, and the same run resumed in its middle."""
-    whole = build("GRPO", out / "run", {**prepare(strategy), **ARGUMENTS})
+    whole = build("GRPO", out / "run", {**prepare(strategy), **SAVED})
     whole.train()
     keep(whole, result_of(whole), out / "whole.pt")
     whole.save_model(str(out / "exported"))
     save_apart(out / "average", REFERENCE_FOLDER, parameters_of(whole), whole.run.strategy.ranks)
     fail(whole, out)
     forget()
-    again = build("GRPO", out / "again", {**prepare(strategy), **ARGUMENTS})
+    again = build("GRPO", out / "again", {**prepare(strategy), **SAVED})
     if strategy in DAMAGED:
         damage_each_file(again, out / "run" / "checkpoint-3", out)
     again.train(resume_from_checkpoint=str(out / "run" / "checkpoint-3"))
@@ -139,7 +132,7 @@ def parameters_of(trainer):
 
 def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
     """Go on from a checkpoint of any number of ranks, and take up what stands for a reference's average."""
-    trainer = build("GRPO", out / name, {**prepare(strategy), **ARGUMENTS})
+    trainer = build("GRPO", out / name, {**prepare(strategy), **SAVED})
     trainer.train(resume_from_checkpoint=str(checkpoint))
     result = result_of(trainer)
     if strategy not in ("single", "ddp"):  # any model that is sharded alike stands for a reference
@@ -151,7 +144,7 @@ def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
 
 def refuse(out: Path) -> None:
     """A checkpoint that ranks did not write together is not one that they could share out."""
-    trainer, replicated = build("GRPO", out / "refused", {**prepare("fsdp2"), **ARGUMENTS}), out.parent / "ddp"
+    trainer, replicated = build("GRPO", out / "refused", {**prepare("fsdp2"), **SAVED}), out.parent / "ddp"
     told = error_of(lambda: trainer.train(resume_from_checkpoint=str(replicated / "run/checkpoint-3")))
     keep(trainer, told, out / "refused.pt")
     forget()
@@ -178,7 +171,7 @@ def first_phase(strategy: str, folder: Path) -> None:
 
 
 def one_phase(strategy: str, folder: Path) -> None:
-    trainer = build("GRPO", folder / "one", {**prepare(strategy), **ARGUMENTS})
+    trainer = build("GRPO", folder / "one", {**prepare(strategy), **SAVED})
     trainer.train()
     keep(trainer, result_of(trainer), folder / "one.pt")
     forget()
@@ -188,7 +181,7 @@ def one_phase(strategy: str, folder: Path) -> None:
 
 
 def kill_phase(strategy: str, folder: Path) -> None:
-    build("GRPO", folder / "killed", {**prepare(strategy), **ARGUMENTS}, callbacks=[StopForGood(folder)]).train()
+    build("GRPO", folder / "killed", {**prepare(strategy), **SAVED}, callbacks=[StopForGood(folder)]).train()
 
 
 def two_phase(strategy: str, folder: Path) -> None:
@@ -211,7 +204,7 @@ def in_turn(place: Path, out: Path, phase: Callable[[str, Path], None], strategi
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory):
     """First on two ranks; a run of which all ranks are killed; then on one, two and four, from the others' checkpoints."""
     out = tmp_path_factory.mktemp("checkpoints")
     succeed_on_ranks(in_turn, out / "first", out, first_phase, ALL)
@@ -237,7 +230,7 @@ def kill_in_the_middle(out: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", DAMAGED)
-def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs: Path, strategy: str) -> None:
+def test_no_damage_to_any_file_of_a_sharded_checkpoint_is_trained_on(runs, strategy):
     first, second = read(runs, strategy, "damaged")
     assert len(first) > 16
     assert [case[:2] for case in first] == [case[:2] for case in second]
@@ -252,18 +245,18 @@ def read(runs: Path, strategy: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_a_resumed_run_is_the_run_that_was_not_cut(runs: Path, strategy: str) -> None:
+def test_a_resumed_run_is_the_run_that_was_not_cut(runs, strategy):
     whole, again = read(runs, strategy, "whole"), read(runs, strategy, "again")
     assert_same_bits(again["weights"], whole["weights"])
     assert [again["steps"][step] for step in (4, 5, 6)] == [whole["steps"][step] for step in (4, 5, 6)]
 
 
-def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs: Path) -> None:
+def test_a_run_whose_ranks_were_all_killed_goes_on_to_the_same_weights(runs):
     assert_same_bits(read(runs, "fsdp2", "revived")["weights"], read(runs, "fsdp2", "whole")["weights"])
 
 
 @pytest.mark.parametrize(("strategy", "name"), MOVES)
-def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs: Path, strategy: str, name: str) -> None:
+def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs, strategy, name):
     whole, other = read(runs, strategy, "whole"), read(runs, strategy, name)
     assert other["ranks"] == {"one": 1, "two": 2, "four": 4}[name.rpartition("-")[2]]
     assert_same_run(
@@ -276,18 +269,18 @@ def test_a_run_goes_on_with_other_ranks_and_an_average_is_read_to_the_bit(runs: 
 @pytest.mark.parametrize(
     ("name", "strategy"), [("two-to-plain", "Replicated"), ("to-zero3", "Zero"), ("from-zero2", "Fsdp2")]
 )
-def test_a_sharded_run_goes_on_under_another_strategy(runs: Path, name: str, strategy: str) -> None:
+def test_a_sharded_run_goes_on_under_another_strategy(runs, name, strategy):
     other = read(runs, "fsdp2", name)
     assert other["strategy"] == strategy
     assert_same_run({**other, "steps": {}}, {**read(runs, "fsdp2", "whole"), "steps": {}})
 
 
-def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs: Path) -> None:
+def test_a_checkpoint_that_ranks_cannot_share_out_is_refused(runs):
     assert torch.load(runs / "fsdp2" / "refused.pt").startswith(f"CheckpointError: {runs / 'ddp/run/checkpoint-3'}")
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs: Path, strategy: str) -> None:
+def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs, strategy):
     failed = read(runs, strategy, "failed")
     assert failed["left"] == [".lowpeak.lock", "checkpoint-3", "checkpoint-6", "journal"]
     for told in failed["told"]:
@@ -299,7 +292,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_each_and_leaves_nothing(runs: Pa
 
 
 @pytest.mark.parametrize("strategy", ALL)
-def test_what_is_exported_is_what_was_trained(runs: Path, strategy: str) -> None:
+def test_what_is_exported_is_what_was_trained(runs, strategy):
     for folder in (runs / strategy / "exported", runs / strategy / "run" / "checkpoint-6"):
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert_same_bits(dict(model.named_parameters()), read(runs, strategy, "whole")["weights"])
@@ -309,7 +302,7 @@ def test_what_is_exported_is_what_was_trained(runs: Path, strategy: str) -> None
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
-def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype: torch.dtype) -> None:
+def test_an_adapter_is_saved_alone_and_resumed(runs, strategy, dtype):
     name = f"lora-{dtype}".replace("torch.", "")
     trained = read(runs, strategy, name)
     assert trained["dtypes"] == {torch.float32}
@@ -323,7 +316,7 @@ def test_an_adapter_is_saved_alone_and_resumed(runs: Path, strategy: str, dtype:
 
 
 @pytest.mark.parametrize(("strategy", "dtype"), ADAPTERS)
-def test_slices_of_a_merged_adapter_are_what_peft_merges(runs: Path, strategy: str, dtype: torch.dtype) -> None:
+def test_slices_of_a_merged_adapter_are_what_peft_merges(runs, strategy, dtype):
     name = f"lora-{dtype}".replace("torch.", "")
     whole = PeftModel.from_pretrained(tiny_model(dtype=dtype), runs / strategy / f"{name}-adapter").merge_and_unload()
     merged = read(runs, strategy, name)["weights"]
@@ -336,7 +329,7 @@ def test_slices_of_a_merged_adapter_are_what_peft_merges(runs: Path, strategy: s
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_a_sharded_checkpoint_holds_each_weight_once_and_is_read_without_its_ranks(runs: Path, strategy: str) -> None:
+def test_a_sharded_checkpoint_holds_each_weight_once_and_is_read_without_its_ranks(runs, strategy):
     folder = runs / strategy / "run" / "checkpoint-6" / "shards"
     written = sum(path.stat().st_size for path in folder.iterdir())
     values = sum(p.numel() for p in tiny_model().parameters())

@@ -47,12 +47,12 @@ ALGORITHMS: dict[str, tuple[str, dict[str, Any]]] = {
     "own": ("Reinforce", {}),  # examples/own_algorithm.py
 }
 KINDS = {
+    "single": "Replicated",
     "ddp": "Replicated",
     "fsdp2": "Fsdp2",
     "zero1": "Zero",
     "zero2": "Zero",
     "zero3": "Zero",
-    "single": "Replicated",
 }
 SAID_LOGPROB = -2.5  # of each token that was not written by the policy: near the tiny model's own
 SHORT = {"max_steps": 3, "eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
@@ -60,7 +60,6 @@ MEASURED = ("eval_reward", "eval_loss", "eval_entropy", "eval_reward_std", "eval
 
 
 def is_refused(case: Case) -> bool:
-    """Whether the combination cannot be."""
     return any(held.items() <= case.items() for held, _ in REFUSED)
 
 
@@ -150,30 +149,29 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def launched(tmp_path_factory):
     """What every combination under a strategy came to, on each of its ranks; each strategy is started once."""
     out: Path = tmp_path_factory.mktemp("combinations")
 
     @cache
-    def outcome(strategy: str) -> list[dict[str, Any]] | AssertionError:
-        num_ranks = 1 if strategy == "single" else 2
+    def started(strategy: str) -> AssertionError | None:
         try:
-            succeed_on_ranks(run_all, out / strategy, strategy, world_size=num_ranks)
+            succeed_on_ranks(run_all, out / strategy, strategy, world_size=1 if strategy == "single" else 2)
         except AssertionError as error:
             return error
-        return [torch.load(out / strategy / f"{number}.pt") for number in range(num_ranks)]
+        return None
 
+    @cache
     def under(strategy: str) -> list[dict[str, Any]]:
-        found = outcome(strategy)
-        if isinstance(found, AssertionError):
-            raise found
-        return found
+        if error := started(strategy):
+            raise error
+        return [torch.load(file) for file in sorted((out / strategy).glob("?.pt"))]
 
     return under
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=f"{case['strategy']}-{name_of(case)}") for case in cases()])
-def test_a_combination_trains_evaluates_and_saves_what_one_process_does(launched: Any, case: Case) -> None:
+def test_a_combination_trains_evaluates_and_saves_what_one_process_does(launched, case):
     name = name_of(case)
     (alone,) = [ranks[name] for ranks in launched("single")]
     for ours in (ranks[name] for ranks in launched(case["strategy"])):
@@ -194,7 +192,6 @@ def has_moved(run: dict[str, Any]) -> bool:
 
 
 def assert_saved(run: dict[str, Any], case: Case) -> None:
-    """The checkpoint holds the policy as it was trained, or its adapter; no critic is in either."""
     assert not [name for name in run["saved"] if "critic" in name]
     if case["tuning"] == "lora":
         assert all("lora_" in name for name in run["saved"])
@@ -203,7 +200,7 @@ def assert_saved(run: dict[str, Any], case: Case) -> None:
     assert_same_bits(run["saved"], {n: values for n, values in run["weights"].items() if not n.startswith("critic.")})
 
 
-def test_every_pair_that_is_not_refused_stands_in_a_combination() -> None:
+def test_every_pair_that_is_not_refused_stands_in_a_combination():
     run = pairs_of(cases())
     for case in every(SETTINGS):
         assert is_refused(case) or pairs_in(case) <= run
@@ -212,7 +209,7 @@ def test_every_pair_that_is_not_refused_stands_in_a_combination() -> None:
 
 
 @pytest.mark.parametrize("held", range(len(REFUSED)))
-def test_what_cannot_be_is_refused_by_the_name_of_an_argument(tmp_path: Path, held: int) -> None:
+def test_what_cannot_be_is_refused_by_the_name_of_an_argument(tmp_path, held):
     setting, words = REFUSED[held]
     alone = [case for case in every({**SETTINGS, "strategy": ["single"]}) if setting.items() <= case.items()]
     assert alone

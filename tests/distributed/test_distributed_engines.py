@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import PartialState
 from setups import build, error_of, named_models, note, prepare, rank, seen, weights
 
 from children import succeed_on_ranks
@@ -50,13 +52,8 @@ def lose_one(place: Path, strategy: str) -> None:
         judged: list[Any] = []
         trainer, vllm = run_with(place, name, judged, dies_after, strategy)
         trainer.train()
-        asked = [len(wave) for wave in vllm.waves]
-        found[name] = {
-            "judged": judged,
-            "weights": weights(trainer),
-            "loads": vllm.events.count("pause"),
-            "asked": asked,
-        }
+        asked, loads = [len(wave) for wave in vllm.waves], vllm.events.count("pause")
+        found[name] = {"judged": judged, "weights": weights(trainer), "loads": loads, "asked": asked}
     note(place, **found)
 
 
@@ -91,12 +88,6 @@ def stop_while_one_waits(place: Path) -> None:
 
 def share_prompts(place: Path) -> None:
     """A team of two asks the same requests in the same order, and each keeps the answers to its own prompts."""
-    from dataclasses import replace
-
-    from accelerate import PartialState
-
-    from vllms import SAMPLING, prompts
-
     PartialState(cpu=True)
     team = Ranks().teams(2)
     vllm = scripted(said)
@@ -118,9 +109,7 @@ def share_prompts(place: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_judged_twice(tmp_path, strategy):
     """Also where the others would ask a sharded reward model meanwhile, which takes all ranks."""
     named_models(tmp_path / "named")
     succeed_on_ranks(lose_one, tmp_path, strategy)
@@ -133,7 +122,7 @@ def test_an_engine_that_one_rank_loses_is_loaded_again_by_all_and_nothing_is_jud
     assert ranks[1]["shaken"]["asked"] == [4, 4, 2, 4]
 
 
-def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_path: Path) -> None:
+def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_path):
     succeed_on_ranks(lose_for_good, tmp_path)
     other, own = (found["error"] for found in seen(tmp_path))
     assert own.startswith("LostEngineError: ")
@@ -142,7 +131,7 @@ def test_an_engine_that_never_comes_back_ends_all_ranks_with_one_sentence(tmp_pa
     assert other.endswith(own.removeprefix("LostEngineError: "))
 
 
-def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path: Path) -> None:
+def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_same_step(tmp_path):
     succeed_on_ranks(stop_while_one_waits, tmp_path)
     calm, waiting = seen(tmp_path)
     assert waiting["seconds"] < 10  # the wait was of 40
@@ -153,7 +142,7 @@ def test_ranks_of_which_one_waits_for_a_server_and_is_asked_to_stop_save_the_sam
     assert (saved / "trainer_state.json").exists()
 
 
-def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path: Path) -> None:
+def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path):
     succeed_on_ranks(share_prompts, tmp_path)
     first, second = seen(tmp_path)
     assert first["asked"] == second["asked"]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from setups import build, error_of, forget, note, prepare, rank, seen
-from torch import nn
+from setups import Failing, build, error_of, forget, note, prepare, rank, seen
 from transformers import TrainerCallback
 
 from children import succeed_on_ranks
@@ -18,7 +15,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.strategies.gathered import Gatherer, find_parts
-from tiny import char_tokenizer, tiny_model
+from tiny import char_tokenizer, footprint, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero3")
 # Ranks have different numbers and lengths of prompts; in the second round the second rank has none at all.
@@ -37,44 +34,6 @@ def generate(trainer: Any, hold: Any, texts: list[str]) -> list[list[int]]:
     engine.load((), 1)
     groups = engine.generate(prompts_of(texts), Sampling(2, 9 - 4 * rank()))
     return [completion.ids.tolist() for group in groups for completion in group.completions]
-
-
-def footprint(model: nn.Module) -> list[Any]:
-    """Everything that a block must give back: hooks, modes, forwards, checkpointing, parameters."""
-    return [
-        (
-            list(module._forward_pre_hooks),
-            list(module._forward_hooks),
-            module.training,
-            getattr(module, "gradient_checkpointing", None),
-            id(module.__dict__.get("forward")),
-            [id(parameter) for parameter in module._parameters.values()],
-        )
-        for module in model.modules()
-    ]
-
-
-class Broken:
-    """A `hold` of whose model one part raises when it is called for the third time, on the second rank alone."""
-
-    def __init__(self, hold: Any, part: str) -> None:
-        self._hold = hold
-        self._part = part
-        self._calls = 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[nn.Module]:
-        with self._hold() as model:
-            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
-            try:
-                yield model
-            finally:
-                handle.remove()
-
-    def _count(self, module: nn.Module, args: Any) -> None:
-        self._calls += 1
-        if rank() == 1 and self._calls == 3:
-            raise ValueError("out of luck")
 
 
 def without_room_at(number: int, on_rank: int, error: Exception) -> Any:
@@ -98,7 +57,6 @@ class Trying(TrainerCallback):
         self._trainer, self._found, self._name = trainer, found, name
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Generate at every budget, and fail."""
         if state.global_step == 1:
             self._found[self._name] = try_budgets(self._trainer)
             if self._name == "tied":
@@ -106,7 +64,6 @@ class Trying(TrainerCallback):
 
 
 def train_all(place: Path, strategy: str) -> None:
-    """All models in one process group."""
     found: dict[str, Any] = {}
     for name, options in {"tied": {}, "untied": {"tied": False}, "odd": {"vocab_size": 15}}.items():
         model = tiny_model(**{"vocab_size": 14, "layers": 4, **options})
@@ -145,7 +102,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
     told = {}
     for part in ("", "model.layers.1.mlp", "model.norm", "model.rotary_emb"):
         before = footprint(model)
-        hold = Broken(lambda: strategy.hold(trainer.model_wrapped, 0), part)
+        hold = Failing(lambda: strategy.hold(trainer.model_wrapped, 0), part, ValueError("out of luck"))
         told[part] = error_of(lambda hold=hold: generate(trainer, hold, TEXTS["uneven"][rank()]))
         assert footprint(model) == before, "something was not given back"
     tokens = {}
@@ -160,8 +117,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict[str, Any]]:
-    """What each rank of each strategy found."""
+def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("generation")
     for strategy in STRATEGIES:
         succeed_on_ranks(train_all, out / strategy, strategy)
@@ -171,9 +127,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("model", ["tied", "untied", "odd"])
 @pytest.mark.parametrize("kind", ["uneven", "empty"])
-def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str, model: str, kind: str
-) -> None:
+def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(runs, strategy, model, kind):
     for number in (0, 1):
         expected = runs["ddp", number][model][f"{kind}/all"]
         assert len(expected) == {("uneven", 0): 10, ("uneven", 1): 2, ("empty", 0): 4, ("empty", 1): 0}[kind, number]
@@ -182,18 +136,14 @@ def test_tokens_are_the_same_at_every_budget_and_under_every_strategy(
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_transformers_own_generate_runs_on_a_sharded_model(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str
-) -> None:
+def test_transformers_own_generate_runs_on_a_sharded_model(runs, strategy):
     for number in (0, 1):
         assert runs[strategy, number]["tied"]["generate"] == runs["ddp", number]["tied"]["generate"]
 
 
 @pytest.mark.parametrize("part", ["", "model.layers.1.mlp", "model.norm", "model.rotary_emb"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
-def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str, part: str
-) -> None:
+def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_on(runs, strategy, part):
     assert runs[strategy, 1]["told"][part] == "ValueError: out of luck"
     assert runs[strategy, 0]["told"][part].startswith("EngineError: rank 1 failed")
     assert runs[strategy, 0]["tied"]["loss"] == pytest.approx(runs["ddp", 0]["tied"]["loss"], abs=1e-5)
@@ -202,7 +152,7 @@ def test_a_rank_that_raises_while_it_generates_ends_it_on_all_and_training_goes_
 @pytest.mark.parametrize("allocation", ["20", "49"])
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_where_one_rank_has_no_room_for_all_layers_all_keep_fewer_and_the_tokens_are_the_same(
-    runs: dict[tuple[str, int], dict[str, Any]], strategy: str, allocation: str
-) -> None:
+    runs, strategy, allocation
+):
     for number in (0, 1):
         assert runs[strategy, number]["without_room"][allocation] == runs[strategy, number]["tied"]["uneven/all"]

@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hosts import SCRIPT, Host, finish, kill_all, port, two_hosts, wait_for
+from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
-from children import run_ranks, succeed_on_ranks
+from children import free_port, run_ranks, succeed_on_ranks
 from lowpeak.cli.accelerate_config import FOLDER
 from lowpeak.cli.main import main
 from processes import are_gone
@@ -33,8 +33,7 @@ START_S = 300  # until a run has started, or has ended that trains a few steps; 
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model, rows and a reward as files."""
+def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("launch")
     tokenizer = char_tokenizer()
     tiny_model(len(tokenizer)).save_pretrained(folder / "model")
@@ -48,31 +47,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(folder: Path, out: str, ranks: int, **settings: Any) -> list[str]:
     """A run's command: 16 completions of 4 prompts a step, whatever the number of ranks."""
     arguments = {
-        "model": folder / "model",
-        "dataset": folder / "rows.jsonl",
-        "reward": f"{folder / 'judge.py'}:spread",
-        "output_dir": folder / out,
-        "per_device_train_batch_size": 16 // ranks,
-        "num_generations": 4,
-        "max_completion_length": 4,
-        "max_steps": 2,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
-        "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "beta": 0.1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "kv_cache_bytes": 1 << 24,
-        "micro_batch_tokens": 64,
-        "logprob_chunk_size": 16,
-        **settings,
-    }
+        "model": folder / "model", "dataset": folder / "rows.jsonl", "reward": f"{folder / 'judge.py'}:spread",
+        "output_dir": folder / out, "per_device_train_batch_size": 16 // ranks, "num_generations": 4,
+        "max_completion_length": 4, "max_steps": 2, "learning_rate": 1e-2, "adam_epsilon": 1e-3, "max_grad_norm": 0.5,
+        "logging_steps": 1, "beta": 0.1, "save_strategy": "no", "report_to": "none", "kv_cache_bytes": 1 << 24,
+        "micro_batch_tokens": 64, "logprob_chunk_size": 16, **settings,
+    }  # fmt: skip
     return ["grpo", "--use_cpu", *(str(word) for name, value in arguments.items() for word in (f"--{name}", value))]
 
 
 def found(folder: Path, name: str) -> dict[str, Any]:
-    """What a rank of the run noted."""
     return {
         **json.loads((folder / name / "found.json").read_text()),
         "weights": torch.load(folder / name / "weights.pt"),
@@ -80,7 +64,7 @@ def found(folder: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> dict[str, Any]:
+def alone(folder):
     """The same run in one process: this one."""
     assert main(words(folder, "out1", 1)) == 0
     steps = (folder / "out1/journal/steps.jsonl").read_text().splitlines()
@@ -100,7 +84,7 @@ def dry_run(place: Path, arguments: list[str]) -> None:
     assert main([*arguments, "--accelerate_config", "ddp", "--dry_run"]) == 0
 
 
-def test_a_dry_run_of_several_ranks_speaks_once(folder: Path, tmp_path: Path) -> None:
+def test_a_dry_run_of_several_ranks_speaks_once(folder, tmp_path):
     ended = run_ranks(dry_run, tmp_path, words(folder, "out2", 2))
     assert [rank.code for rank in ended] == [0, 0], ended
     assert ["micro_batches_at_most: " in rank.log for rank in ended] == [True, False]
@@ -111,16 +95,14 @@ def train_twice(place: Path, arguments: list[str]) -> None:
     assert main([*arguments, "--output_dir", str(place / "again")]) == 0
 
 
-def test_ranks_without_a_config_train_twice_as_one_process_does(
-    folder: Path, tmp_path: Path, alone: dict[str, Any]
-) -> None:
+def test_ranks_without_a_config_train_twice_as_one_process_does(folder, tmp_path, alone):
     succeed_on_ranks(train_twice, tmp_path, words(folder, "out7", 2))
     for name, values in load_file(folder / "out7/model.safetensors").items():
         torch.testing.assert_close(values, alone["weights"][name], atol=5e-6, rtol=0)
     assert (folder / "out7/model.safetensors").read_bytes() == (tmp_path / "again/model.safetensors").read_bytes()
 
 
-def test_ranks_save_and_end_when_their_launcher_was_killed(folder: Path) -> None:
+def test_ranks_save_and_end_when_their_launcher_was_killed(folder):
     here, log, out = Host("127.0.0.1", "lo", None), folder / "orphans.log", folder / "out9"
     command = words(folder, "out9", 2, max_steps=100_000)
     launcher = here.start(["-m", "lowpeak", *command, "--accelerate_config", "ddp", "--num_processes", "2"], log)
@@ -141,11 +123,20 @@ def test_ranks_save_and_end_when_their_launcher_was_killed(folder: Path) -> None
                 rank.send_signal(signal.SIGKILL)
 
 
-def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, alone: dict[str, Any]) -> None:
+def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder, alone):
     """torchrun's own options on each host; its ranks take the preset over."""
     with two_hosts() as hosts:
         logs = [folder / f"zero{i}.log" for i in range(2)]
-        meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", hosts[0].address, "--master_port", port()]
+        meet = [
+            "--nnodes",
+            "2",
+            "--nproc_per_node",
+            "1",
+            "--master_addr",
+            hosts[0].address,
+            "--master_port",
+            str(free_port()),
+        ]
         command = [SCRIPT, str(folder / "zero3"), *words(folder, "out3", 2), "--accelerate_config", "zero3"]
         processes = [
             host.start(["-m", "torch.distributed.run", *meet, "--node_rank", str(i), *command], logs[i])
@@ -161,12 +152,17 @@ def test_a_preset_of_zero_on_two_hosts_trains_as_one_process_does(folder: Path, 
     is_the_same_run(run, alone)
 
 
-def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(
-    folder: Path, alone: dict[str, Any]
-) -> None:
+def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_its_group(folder, alone):
     """accelerate's launcher has FSDP in force; the ranks hand it to transformers, which cuts tensors and rows."""
     here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
-    run = ["--config_file", str(FOLDER / "fsdp2-tp.yaml"), "--num_processes", "2", "--main_process_port", port()]
+    run = [
+        "--config_file",
+        str(FOLDER / "fsdp2-tp.yaml"),
+        "--num_processes",
+        "2",
+        "--main_process_port",
+        str(free_port()),
+    ]
     run += ["--parallelism_config_dp_shard_size", "1", "--parallelism_config_tp_size", "2"]
     command = [SCRIPT, str(folder / "tensor"), *words(folder, "out6", 1)]
     ended = finish([here.start(["-m", "accelerate.commands.launch", *run, *command], log)], [log], START_S)
@@ -187,13 +183,13 @@ class Gone:
 
 
 @pytest.fixture(scope="module")
-def gone(folder: Path) -> Gone:
+def gone(folder):
     """accelerate's launcher and options on two hosts of two ranks: a whole run, and one in which the second host goes away."""
     logs = [folder / f"hsdp{i}.log" for i in range(2)]
     with two_hosts() as hosts:
         run = ["--config_file", str(FOLDER / "hsdp.yaml"), "--num_processes", "4", "--num_machines", "2"]
         run += ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
-        run += ["--main_process_ip", hosts[0].address, "--main_process_port", port()]
+        run += ["--main_process_ip", hosts[0].address, "--main_process_port", str(free_port())]
         command = [SCRIPT, str(folder / "hsdp"), *words(folder, "out4", 4)]
         again = f"--output_dir {folder}/out5 --max_steps 900 --logging_steps 100"
         processes = [
@@ -217,9 +213,7 @@ def gone(folder: Path) -> Gone:
                 kill_all(process)
 
 
-def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(
-    folder: Path, gone: Gone, alone: dict[str, Any]
-) -> None:
+def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(folder, gone, alone):
     """FSDP2 with neither DeepSpeed nor vLLM in reach."""
     run = found(folder, "hsdp")
     assert (run["parameter"], run["placements"]) == ("DTensor", "(Replicate(), Shard(dim=0))")
@@ -227,7 +221,7 @@ def test_hybrid_sharding_over_two_hosts_trains_as_one_process_does(
     is_the_same_run(run, alone)
 
 
-def test_a_host_that_goes_away_ends_the_run_on_the_other(gone: Gone) -> None:
+def test_a_host_that_goes_away_ends_the_run_on_the_other(gone):
     assert gone.status != 0
     assert gone.seconds < 60
     sentences = [line for line in gone.told.splitlines() if line.startswith("lowpeak: error: ")]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from setups import named_models, note, rank, seen
+from setups import joined, named_models, note, rank, seen
 from transformers import AutoModelForCausalLM
 
 from children import succeed_on_ranks
@@ -53,18 +53,9 @@ def load(folder: str, frozen_on: str, **options: Any) -> Any:
     return from_pretrained(AutoModelForCausalLM, folder, frozen_on=torch.device(frozen_on), **options)
 
 
-def weights_of(strategy: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Every parameter, put together from all ranks' parts."""
-    found: dict[str, list[torch.Tensor]] = {}
-    for piece in strategy.slices(model, 1 << 20, None):
-        found.setdefault(piece.name, []).append(piece.values.clone())
-    return {name: torch.cat(parts) for name, parts in found.items()}
-
-
 def same(found: dict[str, torch.Tensor], folder: str, dtype: torch.dtype) -> bool:
-    """Whether these are the file's weights."""
     expected = load_file(f"{folder}/model.safetensors")
-    return all(torch.equal(values, expected[name].to(dtype).view(-1)) for name, values in found.items())
+    return all(torch.equal(values, expected[name].to(dtype)) for name, values in found.items())
 
 
 def hand_out(place: Path, folder: str, judge: str) -> None:
@@ -81,7 +72,7 @@ def hand_out(place: Path, folder: str, judge: str) -> None:
             "read": read,
             "loading": loading,
             "preparing": preparing,
-            "same": same(weights_of(strategy, frozen.model), folder, dtype),
+            "same": same(joined(strategy, frozen.model, 1 << 20), folder, dtype),
         }
         del model, frozen
     reward = make_rewards([judge], device=torch.device(device))[0]
@@ -94,14 +85,14 @@ def share_the_file(place: Path, folder: str) -> None:
     strategy = Replicated(Accelerator(cpu=True))
     load(folder, "cpu", dtype="auto")
     frozen, own = own_mb(lambda: strategy.prepare_frozen(load(folder, "cpu", dtype="auto"), 1 << 40, False))
-    note(place, own=own, same=same(weights_of(strategy, frozen.model), folder, torch.bfloat16))
+    note(place, own=own, same=same(joined(strategy, frozen.model, 1 << 20), folder, torch.bfloat16))
 
 
 MODEL_MB = 94.0  # in fp32; half of it in the file
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+def folder(tmp_path_factory):
     place = tmp_path_factory.mktemp("model")
     model = tiny_model(2048, hidden=512, layers=10, dtype=torch.bfloat16)
     assert sum(p.numel() for p in model.parameters()) * 4 == pytest.approx(MODEL_MB * 2**20, rel=0.1)
@@ -109,9 +100,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(place)
 
 
-def test_one_rank_reads_frozen_models_for_devices_and_the_others_have_no_copy_in_host_memory(
-    tmp_path: Path, folder: str
-) -> None:
+def test_one_rank_reads_frozen_models_for_devices_and_the_others_have_no_copy_in_host_memory(tmp_path, folder):
     _, judge = named_models(tmp_path / "named")
     succeed_on_ranks(hand_out, tmp_path, folder, judge)
     first, second = seen(tmp_path)
@@ -127,7 +116,7 @@ def test_one_rank_reads_frozen_models_for_devices_and_the_others_have_no_copy_in
     assert second["parts"]["preparing"] < 0.8 * MODEL_MB  # its half, and a layer on the way
 
 
-def test_ranks_on_cpus_share_the_pages_of_the_file(tmp_path: Path, folder: str) -> None:
+def test_ranks_on_cpus_share_the_pages_of_the_file(tmp_path, folder):
     succeed_on_ranks(share_the_file, tmp_path, folder)
     for found in seen(tmp_path):
         assert found["same"]

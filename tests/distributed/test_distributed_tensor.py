@@ -5,14 +5,14 @@ Checkpoints go from each to each, and what one peer has no memory for in a rollo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from setups import (
+    SAVED,
+    Failing,
     assert_same_bits,
     assert_same_run,
     build,
@@ -26,24 +26,14 @@ from setups import (
     spread,
     tensor_parallel,
 )
-from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from children import succeed_on_ranks
 from tiny import char_tokenizer, tiny_model
 
-# A checkpoint after step 3 is in the middle of a rollout, which serves steps 3 and 4.
-SAVED: dict[str, Any] = {
-    "max_steps": 6,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "gradient_accumulation_steps": 2,
-    "steps_per_generation": 4,
-    "weight_decay": 0.1,
-}
 # Models and settings, of which each lies on the ranks in its own way, or changes what they must agree on.
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "saved": ("GRPO", "tied", SAVED),
+    "saved": ("GRPO", "tied", {**SAVED, "weight_decay": 0.1}),
     "frozen": (
         "GRPO",
         "untied",
@@ -63,20 +53,15 @@ NAMED = ("phase rollout", "kv_cache_bytes", "16777216", "max_completion_length",
 def save_models(folder: Path) -> None:
     """Models in folders: tied or not, with biases, or with norms of single heads, whose gradients peers have in parts."""
     torch.manual_seed(0)
-    shape = {
-        "vocab_size": 16,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 64,
-    }
-    ends = {"initializer_range": 0.2, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    qwen3 = Qwen3Config(
+        vocab_size=16, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        intermediate_size=64, initializer_range=0.2, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+        tie_word_embeddings=False,
+    )  # fmt: skip
     models = {
         "tied": tiny_model(16),
         "untied": tiny_model(16, tied=False),
-        "qwen3": Qwen3ForCausalLM(Qwen3Config(**shape, **ends, tie_word_embeddings=False)),
+        "qwen3": Qwen3ForCausalLM(qwen3),
     }
     for kind, model in models.items():
         model.save_pretrained(folder / kind)
@@ -92,7 +77,6 @@ def train_all(place: Path, tensor: int, data: int, names: list[str], sources: li
 
 
 def train(place: Path, tensor: int, data: int, case: str, resumed: Path | None = None, name: str = "") -> None:
-    """Train, or go on, and keep what came out."""
     algorithm, model, arguments = CASES[case]
     own = {key: value for key, value in arguments.items() if key != "gather_budget" or data > 1}
 
@@ -109,14 +93,14 @@ def train(place: Path, tensor: int, data: int, case: str, resumed: Path | None =
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensor")
     save_models(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def runs(models: Path) -> Path:
+def runs(models):
     """Every case in one process and under both sizes, each with a run that goes on; then each from the others' checkpoint."""
     for sizes, again, sources in (
         ("1x1", True, []),
@@ -136,54 +120,31 @@ def read(runs: Path, sizes: str, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("sizes", "name"), [(sizes, name) for sizes in ("2x1", "2x2") for name in SIZES[sizes]])
-def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs: Path, sizes: str, name: str) -> None:
+def test_a_run_whose_tensors_are_cut_is_the_run_of_one_process(runs, sizes, name):
     ours = read(runs, sizes, name)
     assert ours["strategy"] == "TensorParallel"
     assert_same_run(ours, read(runs, "1x1", name))
 
 
 @pytest.mark.parametrize("sizes", ["2x1", "2x2"])
-def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(runs: Path, sizes: str) -> None:
+def test_a_resumed_run_whose_tensors_are_cut_is_the_run_that_was_not_cut_off(runs, sizes):
     again, whole = read(runs, sizes, f"from-{sizes}"), read(runs, sizes, "saved")
     assert_same_bits(again["weights"], whole["weights"])
     assert again["steps"] == whole["steps"]
 
 
 @pytest.mark.parametrize(("source", "sizes"), [("2x1", "2x2"), ("2x2", "2x1"), ("2x1", "1x1"), ("2x2", "1x1")])
-def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs: Path, source: str, sizes: str) -> None:
+def test_a_run_whose_tensors_are_cut_goes_on_under_another_cut(runs, source, sizes):
     assert_same_run(read(runs, sizes, f"from-{source}"), read(runs, source, "saved"))
 
 
 @pytest.mark.parametrize("sizes", ["2x1", "2x2"])
-def test_a_checkpoint_of_cut_tensors_is_a_model(runs: Path, sizes: str) -> None:
+def test_a_checkpoint_of_cut_tensors_is_a_model(runs, sizes):
     folder = runs / sizes / "saved/checkpoint-6"
     assert_same_bits(
         dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters()), read(runs, sizes, "saved")["weights"]
     )
     assert "tp_size" not in (folder / "config.json").read_text()
-
-
-class Exhausted:
-    """A `hold` of whose model one part finds no memory when it is called for the third time, on the second process alone."""
-
-    def __init__(self, hold: Any, part: str) -> None:
-        self._hold = hold
-        self._part = part
-        self._calls = 0
-
-    @contextmanager
-    def __call__(self) -> Iterator[nn.Module]:
-        with self._hold() as model:
-            handle = model.get_submodule(self._part).register_forward_pre_hook(self._count)
-            try:
-                yield model
-            finally:
-                handle.remove()
-
-    def _count(self, module: nn.Module, args: Any) -> None:
-        self._calls += 1
-        if rank() == 1 and self._calls == 3:
-            raise torch.OutOfMemoryError("no room")
 
 
 def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str | None]) -> None:
@@ -196,7 +157,7 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
         engine = trainer.maker.engine
         whole = engine._hold
         for part in PARTS:
-            engine._hold = Exhausted(whole, part)
+            engine._hold = Failing(whole, part, torch.OutOfMemoryError("no room"))
             errors[f"{budget} {part}"] = error_of(trainer.train)
         engine._hold = whole
         trainer.train()
@@ -207,8 +168,8 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
 
 @pytest.mark.parametrize(("sizes", "budgets"), [((2, 1), [None]), ((2, 2), ["0", "1GiB"])])
 def test_a_peer_without_memory_anywhere_in_a_rollout_ends_it_on_all_and_training_may_go_on(
-    tmp_path: Path, models: Path, sizes: tuple[int, int], budgets: list[str | None]
-) -> None:
+    tmp_path, models, sizes, budgets
+):
     num = sizes[0] * sizes[1]
     succeed_on_ranks(exhaust, tmp_path, str(models / "tied"), sizes, budgets, world_size=num)
     names = [f"{budget} {part}" for budget in budgets for part in PARTS]

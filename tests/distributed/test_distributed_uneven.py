@@ -52,22 +52,13 @@ def _trainer(place: Path, case: str, level: str) -> Any:
         return answer
 
     arguments = {
-        "num_generations": 2,
-        "per_device_train_batch_size": 4,
-        "micro_batch_tokens": 12,
-        "max_completion_length": 32,
-        "importance_sampling_level": level,
-        "beta": 0.1,
-        "shuffle_dataset": False,
+        "num_generations": 2, "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"]), "micro_batch_tokens": 12,
+        "max_completion_length": 32, "importance_sampling_level": level, "beta": 0.1, "shuffle_dataset": False,
         "share_prompt": False,
-    }
-    trainer = build("GRPO", place / f"{case}-{level}", prepare("ddp") | _of_ranks(arguments), rollout_func=rollout_func)
+    }  # fmt: skip
+    trainer = build("GRPO", place / f"{case}-{level}", prepare("ddp") | arguments, rollout_func=rollout_func)
     first += [row["prompt"] for row in trainer.train_dataset][::2]
     return trainer
-
-
-def _of_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
-    return {**arguments, "per_device_train_batch_size": 4 // int(os.environ["WORLD_SIZE"])}
 
 
 def hold_other_data(place: Path) -> None:
@@ -81,7 +72,7 @@ def hold_other_data(place: Path) -> None:
     note(place, **found)
 
 
-def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path: Path) -> None:
+def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path):
     succeed_on_ranks(train_all, tmp_path / "one", world_size=1)
     succeed_on_ranks(train_all, tmp_path / "two")
     (alone,) = seen(tmp_path / "one", 1)
@@ -94,7 +85,7 @@ def test_steps_of_uneven_ranks_are_those_of_one_process(tmp_path: Path) -> None:
     assert all(kl > 0 for found in alone.values() for kl in found["kls"][1:])
 
 
-def test_ranks_with_other_data_or_another_folder_do_not_begin(tmp_path: Path) -> None:
+def test_ranks_with_other_data_or_another_folder_do_not_begin(tmp_path):
     succeed_on_ranks(hold_other_data, tmp_path)
     for found in seen(tmp_path):
         for case, words in (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,15 @@ from children import succeed
 
 
 @pytest.fixture(scope="session")
-def left_alone(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], tuple[Any, ...]]:
+def left_alone(tmp_path_factory):
     """What a case's run comes to when nobody disturbs it; run once per case."""
-    known: list[tuple[Case, tuple[Any, ...]]] = []
+    known: dict[int, tuple[Any, ...]] = {}
 
     def outcome(case: Case) -> tuple[Any, ...]:
-        for other, found in known:
-            if other is case:
-                return found
-        place = tmp_path_factory.mktemp("alone")
-        succeed(run_alone, case, place)
-        known.append((case, ending(place)))
-        return known[-1][1]
+        if id(case) not in known:
+            place = tmp_path_factory.mktemp("alone")
+            succeed(run_alone, case, place)
+            known[id(case)] = ending(place)
+        return known[id(case)]
 
     return outcome

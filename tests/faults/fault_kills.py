@@ -9,84 +9,80 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
-from fault_runs import Case, build, ones
+from fault_runs import At, Case, build
 from torch import nn
-from transformers import TrainerCallback
 
 Chosen = Callable[[str, tuple[Any, ...]], bool]
 
 
 def kill() -> None:
-    """End this process now."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_in_forward(trainer: Any, kind: str, step: int, nth: int = 1) -> None:
     """Kill inside the nth forward of the policy that generates ("rollout"), scores or trains, after `step` steps."""
-    remaining = [nth]
+    calls = count(1)
 
     def hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         found = "rollout" if kwargs.get("use_cache") else "train" if torch.is_grad_enabled() else "score"
-        if found == kind and trainer.state.global_step == step:
-            _count(remaining)
+        if found == kind and trainer.state.global_step == step and next(calls) == nth:
+            kill()
 
     trainer.model.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def kill_in_backward(trainer: Any, step: int) -> None:
-    """Kill inside the backward pass of step `step` + 1, when the first layer's gradient is formed."""
+def in_backward(trainer: Any, step: int, act: Callable[[], None]) -> None:
+    """Act, once, inside the backward pass of step `step` + 1, when the first layer's gradient is formed."""
+
+    def hook(gradient: Any) -> None:
+        if trainer.state.global_step == step:
+            handle.remove()
+            act()
+
     # No embedding: what hooks one takes its gradient by autograd's way, whose last bits differ.
     named = trainer.model.named_parameters()
-    parameter = next(p for name, p in named if p.requires_grad and "embed" not in name)
-    parameter.register_hook(lambda gradient: kill() if trainer.state.global_step == step else None)
+    handle = next(p for name, p in named if p.requires_grad and "embed" not in name).register_hook(hook)
 
 
-class KillAfterOptimizer(TrainerCallback):
-    """Kill when the optimizer has moved the weights and the step has not been counted."""
+def kill_in_reward(trainer: Any, step: int) -> None:
+    """Kill after `step` steps, when the noisy judge has drawn its random numbers."""
+    reward = trainer.maker.panel.rewards[0]
+    judge = reward.function
 
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Kill after `step` counted steps."""
-        if state.global_step == self._step:
-            kill()
-
-
-def killing_reward(step: int) -> Callable[..., list[float]]:
-    """A noisy judge that, once `step` steps are done, is killed after it has drawn its random numbers."""
-
-    def ones_until_killed(completions: list[str], trainer_state: Any, **columns: Any) -> list[float]:
-        values = ones(completions)
-        if trainer_state.global_step == step:
+    def judged(**columns: Any) -> list[float]:
+        values = judge(**columns)
+        if trainer.state.global_step == step:
             kill()
         return values
 
-    return ones_until_killed
+    reward.function = judged
 
 
-def kill_at_event(chosen: Chosen, nth: int = 1) -> None:
-    """Kill right before the nth of Python's own events (audit hooks: opening, renaming, removing) that is chosen."""
-    remaining = [nth]
+def at_event(chosen: Chosen, act: Callable[[], None], nth: int = 1) -> None:
+    """Act right before the nth of Python's own events (audit hooks: opening, renaming, removing) that is chosen."""
+    calls = count(1)
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename", "os.remove", "shutil.rmtree") and chosen(event, args):
-            _count(remaining)
+        if event in ("open", "os.rename", "os.remove", "shutil.rmtree") and chosen(event, args) and next(calls) == nth:
+            act()
 
     sys.addaudithook(hook)
 
 
+def kill_at_event(chosen: Chosen, nth: int = 1) -> None:
+    at_event(chosen, kill, nth)
+
+
 def opening(part: str) -> Chosen:
-    """A file is opened whose path has `part` in it."""
     return lambda event, args: event == "open" and part in os.fsdecode(str(args[0]))
 
 
 def appending(name: str) -> Chosen:
-    """The file `name` is opened to append to it."""
     return lambda event, args: event == "open" and str(args[0]).endswith(name) and bool(args[2] & os.O_APPEND)
 
 
@@ -108,26 +104,21 @@ def after(first: Chosen, then: str) -> Chosen:
     return chosen
 
 
-def _count(remaining: list[int]) -> None:
-    remaining[0] -= 1
-    if remaining[0] == 0:
-        kill()
-
-
 def run_killed_in_training(case: Case, place: Path, step: int) -> None:
     """A run that dies in the backward pass of step `step` + 1."""
     trainer = build(case, place / "run")
-    kill_in_backward(trainer, step)
+    in_backward(trainer, step, kill)
     trainer.train()
 
 
 # In the STANDARD run.
 KILLS: dict[str, Callable[[Any], None]] = {
     "rollout": lambda t: kill_in_forward(t, "rollout", 4, nth=3),
+    "reward": lambda t: kill_in_reward(t, 4),
     "score": lambda t: kill_in_forward(t, "score", 4),
     "train": lambda t: kill_in_forward(t, "train", 5),
-    "backward": lambda t: kill_in_backward(t, 5),
-    "optimizer": lambda t: t.add_callback(KillAfterOptimizer(5)),
+    "backward": lambda t: in_backward(t, 5, kill),
+    "optimizer": lambda t: t.add_callback(At("on_optimizer_step", 5, lambda model: kill())),
     "evaluation": lambda t: kill_in_forward(t, "rollout", 5, nth=3),
     "journal of a step": lambda t: kill_at_event(appending("steps.jsonl"), 5),
     "journal of a rollout": lambda t: kill_at_event(appending("rollouts.jsonl"), 3),

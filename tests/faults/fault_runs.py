@@ -20,18 +20,10 @@ from tiny import char_tokenizer, digest, tiny_model, trained_adapter
 
 TRAINERS = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer), "sft": (SFTConfig, SFTTrainer)}
 BASE: dict[str, Any] = {
-    "use_cpu": True,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "learning_rate": 1e-2,
-    "logging_steps": 2,
-    "save_steps": 3,
-    "max_steps": 8,
-    "per_device_train_batch_size": 8,
-}
+    "use_cpu": True, "report_to": "none", "disable_tqdm": True, "learning_rate": 1e-2, "logging_steps": 2, "save_steps": 3,
+    "max_steps": 8, "per_device_train_batch_size": 8,
+}  # fmt: skip
 ONLINE: dict[str, Any] = {"num_generations": 4, "max_completion_length": 5}
-
-Reward = Callable[..., list[float | None]]
 
 
 @dataclass(frozen=True)
@@ -45,10 +37,8 @@ class Case:
     dropout: float = 0.0
     adapter: str = ""  # "": none; "fresh": by peft_config; "trained": a PeftModel whose adapter has an effect
     rollout_func: bool = False
-    callbacks: tuple[TrainerCallback, ...] = ()
 
     def settings(self) -> dict[str, Any]:
-        """All arguments of the run."""
         online = {} if self.trainer == "sft" else ONLINE
         return {**BASE, **online, **self.args}
 
@@ -76,7 +66,18 @@ def generate(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
     }
 
 
-def build(case: Case, folder: Path, rewards: list[Reward] | None = None) -> Any:
+class At(TrainerCallback):
+    """Does something at a hook's call, once `step` steps are done."""
+
+    def __init__(self, hook: str, step: int, act: Callable[[Any], Any]) -> None:
+        def call(args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
+            if state.global_step == step:
+                act(model)
+
+        setattr(self, hook, call)
+
+
+def build(case: Case, folder: Path) -> Any:
     """The trainer of a case, from nothing, as a script would build it again to resume."""
     config, trainer = TRAINERS[case.trainer]
     tokenizer = char_tokenizer()
@@ -87,12 +88,11 @@ def build(case: Case, folder: Path, rewards: list[Reward] | None = None) -> Any:
         "train_dataset": _data(case),
         "processing_class": tokenizer,
         "peft_config": adapter,
-        "callbacks": list(case.callbacks),
     }
     if "eval_strategy" in case.args:
         arguments["eval_dataset"] = Dataset.from_list(_rows(case, 4))
     if case.trainer != "sft":
-        arguments["reward_funcs"] = rewards or [ones, short]
+        arguments["reward_funcs"] = [ones, short]
     if case.rollout_func:
         arguments["rollout_func"] = generate
     return trainer(**arguments)
@@ -127,7 +127,6 @@ def _rows(case: Case, count: int) -> list[dict[str, str]]:
 
 
 def finish(trainer: Any, result: Path) -> None:
-    """Write what a finished run came to."""
     reference = trainer.maker.reference if hasattr(trainer, "maker") else None
     found = {
         "step": trainer.state.global_step,
@@ -139,7 +138,6 @@ def finish(trainer: Any, result: Path) -> None:
 
 
 def run_alone(case: Case, place: Path) -> None:
-    """A run from its start to its end, in `place/run`."""
     trainer = build(case, place / "run")
     trainer.train()
     finish(trainer, place / "result.json")
@@ -177,7 +175,6 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def rollouts(folder: Path) -> list[dict[str, Any]]:
-    """The journal's rollouts."""
     path = folder / "journal" / f"{ROLLOUTS}.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 

@@ -7,12 +7,13 @@ import pickle
 import re
 import shutil
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fault_kills import kill_at_event, renaming
+from fault_kills import kill, kill_at_event, renaming
 from fault_runs import Case, build, run_alone
 from safetensors.torch import load_file
 
@@ -29,38 +30,37 @@ CASE = Case(
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """A run with a checkpoint in the middle of a rollout."""
     place = tmp_path_factory.mktemp("whole")
     succeed(run_alone, CASE, place)
     return place / "run"
 
 
-def files_of(checkpoint: Path) -> list[Path]:
-    return sorted(path for path in checkpoint.rglob("*") if path.is_file())
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A copy of that checkpoint."""
+    return Path(shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3"))
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_no_damage_to_any_file_of_a_checkpoint_is_trained_on(tmp_path, whole, damage):
-    trainer, before = build(CASE, tmp_path / "run"), None
-    for file in files_of(whole / "checkpoint-3"):
-        shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
-        target = tmp_path / "checkpoint-3" / file.relative_to(whole / "checkpoint-3")
-        if harm(target, damage):
-            before = before or digest(trainer.model)
+def test_no_damage_to_any_file_of_a_checkpoint_is_trained_on(tmp_path, copied, damage):
+    trainer = build(CASE, tmp_path / "run")
+    before = digest(trainer.model)
+    for file in sorted(path for path in copied.rglob("*") if path.is_file()):
+        content = file.read_bytes()
+        if harm(file, damage):
             with pytest.raises(CheckpointError) as caught:
-                trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-            assert target.name in str(caught.value) or "no state" in str(caught.value)
+                trainer.train(resume_from_checkpoint=str(copied))
+            assert file.name in str(caught.value) or "no state" in str(caught.value)
             assert "\n" not in str(caught.value)
-        shutil.rmtree(tmp_path / "checkpoint-3")
+        file.write_bytes(content)
     assert digest(trainer.model) == before
     assert trainer.state.global_step == 0
 
 
-def test_what_is_not_damaged_is_trained_on(tmp_path, whole):
-    shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
-    trainer = build(CASE, tmp_path / "run")
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+def test_what_is_not_damaged_is_trained_on(tmp_path, whole, copied):
+    build(CASE, tmp_path / "run").train(resume_from_checkpoint=str(copied))
     end = load_file(whole / "checkpoint-6" / "model.safetensors")
     for name, value in load_file(tmp_path / "run" / "checkpoint-6" / "model.safetensors").items():
         assert torch.equal(value, end[name])
@@ -79,31 +79,25 @@ class Payload:
 @pytest.mark.parametrize(
     "name", ["shards/.metadata", "reference/.metadata", "reference/numbers.pt", "shards/numbers.pt"]
 )
-def test_a_checkpoint_runs_no_code(tmp_path, whole, name):
-    checkpoint = tmp_path / "checkpoint-3"
-    shutil.copytree(whole / "checkpoint-3", checkpoint)
-    (checkpoint / name).parent.mkdir(exist_ok=True)
+def test_a_checkpoint_runs_no_code(tmp_path, copied, name):
+    (copied / name).parent.mkdir(exist_ok=True)
     if name.endswith(".pt"):
-        torch.save(Payload(tmp_path / "ran"), checkpoint / name)
+        torch.save(Payload(tmp_path / "ran"), copied / name)
     else:
-        (checkpoint / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
-    sign_again(checkpoint)
+        (copied / name).write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
+    sign_again(copied)
     trainer = build(CASE, tmp_path / "run")
     with suppress(CheckpointError, pickle.UnpicklingError):  # files that nothing reads are as good
-        trainer.train(resume_from_checkpoint=str(checkpoint))
+        trainer.train(resume_from_checkpoint=str(copied))
     assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
-def test_a_checkpoint_without_optimizer_states_is_not_resumed(tmp_path, whole, name):
-    shutil.copytree(whole / "checkpoint-3", tmp_path / "checkpoint-3")
-    (tmp_path / "checkpoint-3" / name).unlink()
-    sign_again(tmp_path / "checkpoint-3")
+def test_a_checkpoint_without_optimizer_states_is_not_resumed(tmp_path, copied, name):
+    (copied / name).unlink()
+    sign_again(copied)
     with pytest.raises(CheckpointError, match=re.escape(name)):
-        build(CASE, tmp_path / "run").train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-
-
-# exports
+        build(CASE, tmp_path / "run").train(resume_from_checkpoint=str(copied))
 
 
 def save_twice_killed_the_second_time(case: Case, place: Path, moment: str) -> None:
@@ -113,25 +107,16 @@ def save_twice_killed_the_second_time(case: Case, place: Path, moment: str) -> N
         for parameter in trainer.model.parameters():
             parameter.add_(1.0)
     if moment == "writing":
-        _kill_in_write()
+        kill_in_write()
     else:
         kill_at_event(renaming("", moment))
     trainer.save_model(str(place / "export"))
 
 
-def _kill_in_write(nth: int = 20) -> None:
+def kill_in_write(nth: int = 20) -> None:
     """Kill inside of the file of weights: Python has no event for a write."""
-    from fault_kills import kill
-
-    plain, remaining = os.pwrite, [nth]
-
-    def pwrite(*args: Any) -> int:
-        remaining[0] -= 1
-        if remaining[0] == 0:
-            kill()
-        return plain(*args)
-
-    os.pwrite = pwrite
+    plain, calls = os.pwrite, count(1)
+    os.pwrite = lambda *args: kill() if next(calls) == nth else plain(*args)
 
 
 @pytest.mark.parametrize("moment", ["writing", "export/config.json", "export/model.safetensors"])

@@ -5,24 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
+import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_kills import opening, renaming
-from fault_runs import (
-    STANDARD,
-    Case,
-    build,
-    checkpoints,
-    ending,
-    finish,
-    run_resumed,
-    run_until_error,
-    steps,
-)
-from transformers import TrainerCallback
+from fault_kills import at_event, in_backward, opening, renaming
+from fault_runs import STANDARD, At, Case, build, checkpoints, ending, finish, run_resumed, run_until_error, steps
 
 from children import call, succeed
 from lowpeak.checkpoint.atomic import last_checkpoint
@@ -47,43 +38,19 @@ def interrupt_in_reward(trainer: Any, step: int) -> None:
     reward.function = judged
 
 
-def interrupt_in_backward(trainer: Any, step: int) -> None:
-    """Ctrl-C, once, in the backward pass of step `step` + 1."""
-
-    def hook(gradient: Any) -> None:
-        if trainer.state.global_step == step:
-            handle.remove()
-            interrupt()
-
-    # No embedding: what hooks one takes its gradient by autograd's way, whose last bits differ.
-    handle = next(p for name, p in trainer.model.named_parameters() if "embed" not in name).register_hook(hook)
-
-
 def interrupt_once(trainer: Any) -> None:
     interrupt_in_reward(trainer, 4)
 
 
 def interrupt_twice_in_a_step(trainer: Any) -> None:
     interrupt_in_reward(trainer, 4)
-    interrupt_in_backward(trainer, 4)
+    in_backward(trainer, 4, interrupt)
 
 
-def interrupt_again_while_it_saves(trainer: Any) -> None:
+def interrupt_again_at(event: Callable[[], Any], trainer: Any) -> None:
+    """A second Ctrl-C at one of Python's own events."""
     interrupt_in_reward(trainer, 4)
-    at_event(opening("checkpoint-5.staged/lowpeak_state.json"))
-
-
-def interrupt_again_while_it_takes_the_name(trainer: Any) -> None:
-    interrupt_in_reward(trainer, 4)
-    at_event(renaming("checkpoint-5.staged", "checkpoint-5"))
-
-
-def at_event(chosen: Any) -> None:
-    def hook(event: str, args: tuple[Any, ...]) -> None:
-        if event in ("open", "os.rename") and chosen(event, args):
-            interrupt()
-
-    sys.addaudithook(hook)
+    at_event(event(), interrupt)
 
 
 def resumed(place: Path) -> tuple[Any, ...]:
@@ -103,7 +70,13 @@ def test_the_first_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, left_
 
 
 @pytest.mark.parametrize(
-    "twice", [interrupt_twice_in_a_step, interrupt_again_while_it_saves, interrupt_again_while_it_takes_the_name]
+    "twice",
+    [
+        interrupt_twice_in_a_step,
+        partial(interrupt_again_at, partial(opening, "checkpoint-5.staged/lowpeak_state.json")),
+        partial(interrupt_again_at, partial(renaming, "checkpoint-5.staged", "checkpoint-5")),
+    ],
+    ids=["in a step", "while it saves", "while it takes the name"],
 )
 def test_the_second_stops_now_and_the_last_checkpoint_is_whole(tmp_path, left_alone, twice):
     succeed(run_until_error, STANDARD, tmp_path, twice)
@@ -113,10 +86,10 @@ def test_the_second_stops_now_and_the_last_checkpoint_is_whole(tmp_path, left_al
     assert resumed(tmp_path) == left_alone(STANDARD)
 
 
-def train_on_in_the_same_process(case: Case, place: Path) -> None:
+def stop_and_go_on(case: Case, place: Path, interrupt: Any) -> None:
     trainer = build(case, place / "run")
     before = signal.getsignal(signal.SIGINT)
-    interrupt_in_reward(trainer, 4)
+    interrupt(trainer)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     assert signal.getsignal(signal.SIGINT) is before
@@ -124,22 +97,9 @@ def train_on_in_the_same_process(case: Case, place: Path) -> None:
     finish(trainer, place / "result.json")
 
 
-def test_a_notebook_may_go_on_with_the_trainer_it_has(tmp_path, left_alone):
-    succeed(train_on_in_the_same_process, STANDARD, tmp_path)
-    assert ending(tmp_path) == left_alone(STANDARD)
-
-
-def stop_in_the_middle_of_a_step_and_go_on(case: Case, place: Path) -> None:
-    trainer = build(case, place / "run")
-    interrupt_twice_in_a_step(trainer)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.train(resume_from_checkpoint=True)
-    finish(trainer, place / "result.json")
-
-
-def test_a_notebook_may_go_on_after_the_second_too(tmp_path, left_alone):
-    succeed(stop_in_the_middle_of_a_step_and_go_on, STANDARD, tmp_path)
+@pytest.mark.parametrize("interrupt", [interrupt_once, interrupt_twice_in_a_step])
+def test_a_notebook_may_go_on_with_the_trainer_it_has(tmp_path, left_alone, interrupt):
+    succeed(stop_and_go_on, STANDARD, tmp_path, interrupt)
     assert ending(tmp_path) == left_alone(STANDARD)
 
 
@@ -151,21 +111,11 @@ def test_the_checkpoint_of_a_stopped_run_stays_also_where_the_best_one_is_older(
     assert checkpoints(tmp_path / "run") == ["checkpoint-1", "checkpoint-5"]
 
 
-class InterruptAtTheEnd(TrainerCallback):
-    """Ctrl-C when the last step is done and saved."""
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        interrupt()
-
-
 def interrupt_at_the_end(trainer: Any) -> None:
-    trainer.add_callback(InterruptAtTheEnd())
+    trainer.add_callback(At("on_train_end", 8, lambda model: interrupt()))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "words"),
-    [("steps", "checkpoint-8"), ("no", "step, 8")],
-)
+@pytest.mark.parametrize(("strategy", "words"), [("steps", "checkpoint-8"), ("no", "step, 8")])
 def test_after_the_last_step_it_says_what_there_is(tmp_path, strategy, words):
     succeed(run_until_error, Case(args={"save_strategy": strategy}), tmp_path, interrupt_at_the_end)
     assert words in (tmp_path / "error.txt").read_text()
@@ -177,8 +127,6 @@ def test_a_run_in_another_thread_trains_though_it_cannot_watch_for_signals(tmp_p
 
 
 def train_in_a_thread(case: Case, place: Path) -> None:
-    import threading
-
     trainer = build(case, place / "run")
     thread = threading.Thread(target=trainer.train)
     thread.start()

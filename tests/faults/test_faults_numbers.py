@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fault_runs import STANDARD, Case, build, checkpoints, ending, run_resumed, run_until_error, steps
-from transformers import TrainerCallback
+from fault_runs import STANDARD, At, Case, build, checkpoints, ending, run_resumed, run_until_error, steps
 
 from children import succeed
 from lowpeak.errors import NonFiniteError
@@ -18,41 +18,21 @@ from tiny import digest
 BROKEN = "model.layers.1.mlp.up_proj.weight"
 
 
-class BreakWeight(TrainerCallback):
+def break_weight(hook: str, step: int, trainer: Any) -> None:
     """Make one number of a weight NaN, at a hook's call when `step` steps are done."""
-
-    def __init__(self, hook: str, step: int) -> None:
-        self._step = step
-        setattr(self, hook, self._break)
-
-    def _break(self, args: Any, state: Any, control: Any, model: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            with torch.no_grad():
-                model.get_parameter(BROKEN)[0, 0] = torch.nan
-
-
-def break_before_a_step_is_trained(trainer: Any) -> None:
-    trainer.add_callback(BreakWeight("on_step_begin", 5))
-
-
-def break_before_a_rollout(trainer: Any) -> None:
-    trainer.add_callback(BreakWeight("on_step_end", 4))
-
-
-def break_before_a_save(trainer: Any) -> None:
-    trainer.add_callback(BreakWeight("on_optimizer_step", 5))
+    trainer.add_callback(At(hook, step, lambda model: model.get_parameter(BROKEN).data[0, 0].fill_(torch.nan)))
 
 
 @pytest.mark.parametrize(
-    ("break_it", "words"),
+    ("hook", "step", "words"),
     [
-        (break_before_a_step_is_trained, "step 6: .*loss is nan"),
-        (break_before_a_rollout, "after step 4"),
-        (break_before_a_save, "after step 6"),
+        ("on_step_begin", 5, "step 6: .*loss is nan"),
+        ("on_step_end", 4, "after step 4"),  # before a rollout
+        ("on_optimizer_step", 5, "after step 6"),  # before a save
     ],
 )
-def test_a_broken_weight_stops_the_run_and_is_never_saved(tmp_path, left_alone, break_it, words):
-    succeed(run_until_error, STANDARD, tmp_path, break_it)
+def test_a_broken_weight_stops_the_run_and_is_never_saved(tmp_path, left_alone, hook, step, words):
+    succeed(run_until_error, STANDARD, tmp_path, partial(break_weight, hook, step))
     good = tmp_path / "run/checkpoint-3"
     said = (tmp_path / "error.txt").read_text()
     assert re.match(rf"NonFiniteError: {words}.*\({BROKEN}\).*{good}", said), said
@@ -100,9 +80,5 @@ def test_a_bad_gradient_moves_neither_weights_nor_the_optimizer(tmp_path, number
 )
 def test_a_learning_rate_far_too_high_stops_the_run_with_a_sentence(tmp_path, trainer, words):
     case = Case(trainer, {"learning_rate": 1e30, "lr_scheduler_type": "constant"})
-    succeed(run_until_error, case, tmp_path, change_nothing)
+    succeed(run_until_error, case, tmp_path, id)  # nothing is prepared: it fails by its settings
     assert re.match(words, (tmp_path / "error.txt").read_text())
-
-
-def change_nothing(trainer: Any) -> None:
-    """The run fails by its own settings."""

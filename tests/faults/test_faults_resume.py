@@ -7,13 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fault_kills import KILLS, kill_at_event, killing_reward, renaming, run_killed_in_training
-from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, ones, run_alone, run_resumed, short
+from fault_kills import KILLS, kill_at_event, renaming, run_killed_in_training
+from fault_runs import STANDARD, Case, build, checkpoints, ending, finish, run_alone, run_resumed
 
 from children import KILLED, call, succeed
 from damage import sign_again
 from lowpeak.errors import CheckpointError
 
+MOVING = {
+    "steps_per_generation": 2,
+    "num_generations": 2,
+    "beta": 0.04,
+    "sync_ref_model": True,
+    "ref_model_sync_steps": 2,
+}
+EACH_STEP = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1}
 CASES = {
     "on-policy, each step saved": Case(args={"save_steps": 1, "save_total_limit": 2}),
     "several steps of one rollout, twice": Case(
@@ -22,17 +30,7 @@ CASES = {
         dropout=0.1,
     ),
     "a reference that moves, dynamic sampling, adaptive entropy": Case(
-        args={
-            "steps_per_generation": 2,
-            "beta": 0.04,
-            "sync_ref_model": True,
-            "ref_model_sync_steps": 2,
-            "dynamic_sampling_rounds": 2,
-            "use_adaptive_entropy": True,
-            "entropy_target": 2.2,
-            "num_generations": 2,
-        },
-        dropout=0.1,
+        args={**MOVING, "dynamic_sampling_rounds": 2, "use_adaptive_entropy": True, "entropy_target": 2.2}, dropout=0.1
     ),
     "epochs, each saved at its end": Case(
         args={"max_steps": -1, "num_train_epochs": 3, "save_strategy": "epoch"}, num_rows=4
@@ -40,14 +38,7 @@ CASES = {
     "epochs, saved within": Case(args={"max_steps": -1, "num_train_epochs": 3, "num_iterations": 2}, num_rows=5),
     "a stream through a shuffle buffer": Case(stream=True, num_rows=9),
     "the best model kept and loaded at the end": Case(
-        args={
-            "eval_strategy": "steps",
-            "eval_steps": 1,
-            "save_steps": 1,
-            "save_total_limit": 1,
-            "load_best_model_at_end": True,
-            "metric_for_best_model": "reward",
-        }
+        args={**EACH_STEP, "save_total_limit": 1, "load_best_model_at_end": True, "metric_for_best_model": "reward"}
     ),
     "a rollout function": Case(args={"num_iterations": 4}, rollout_func=True),
     "an adapter": Case(args={"num_iterations": 2, "beta": 0.04}, adapter="fresh", dropout=0.1),
@@ -64,12 +55,6 @@ def run_killed(case: Case, place: Path, moment: str) -> None:
     trainer.train()
 
 
-def run_killed_in_a_reward(case: Case, place: Path, step: int) -> None:
-    judge = killing_reward(step)
-    judge.__name__ = ones.__name__
-    build(case, place / "run", [judge, short]).train()
-
-
 def run_killed_while_it_resumes(case: Case, place: Path, target: str) -> None:
     trainer = build(case, place / "run")
     kill_at_event(renaming(".new", target))
@@ -84,11 +69,6 @@ def resume(case: Case, place: Path) -> tuple[Any, ...]:
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_run_killed_at_any_moment_and_resumed_ends_as_if_left_alone(tmp_path, left_alone, moment):
     assert call(run_killed, STANDARD, tmp_path, moment) == KILLED
-    assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
-
-
-def test_a_run_killed_inside_a_reward_draws_the_same_noise_again(tmp_path, left_alone):
-    assert call(run_killed_in_a_reward, STANDARD, tmp_path, 4) == KILLED
     assert resume(STANDARD, tmp_path) == left_alone(STANDARD)
 
 

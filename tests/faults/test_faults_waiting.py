@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 import time
 from pathlib import Path
@@ -13,27 +12,18 @@ from typing import Any
 import pytest
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
-from children import succeed
+from children import free_port, succeed
 from lowpeak.rollout.vllm.server import ServerVllm
 from vllms import ScriptedVllm, engine_over, said
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}
-PLAIN = Case(
-    args={
-        "max_steps": 6,
-        "save_steps": 2,
-        "num_iterations": 2,
-        "max_completion_length": 3,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-    }
-)
+SHORT = {"max_steps": 6, "save_steps": 2, "num_iterations": 2, "max_completion_length": 3}
+PLAIN = Case(args={**SHORT, "eval_strategy": "steps", "eval_steps": 3})
 
 
 def nowhere() -> str:
     """An address where nobody listens."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def signal_when_it_waits(place: Path, number: int) -> None:
@@ -95,22 +85,16 @@ def wait_for_one_that_died(case: Case, place: Path, dies_at: int, number: int) -
     stop(build_over(Fickle(dies_at), case, place), place, number)
 
 
-def go_on(case: Case, place: Path) -> None:
+def train(case: Case, place: Path, resumes: bool) -> None:
     trainer = build_over(Fickle(), case, place)
-    trainer.train(resume_from_checkpoint=True)
-    finish(trainer, place / "result.json")
-
-
-def run_alone(case: Case, place: Path) -> None:
-    trainer = build_over(Fickle(), case, place)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resumes)
     finish(trainer, place / "result.json")
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
     place = tmp_path_factory.mktemp("undisturbed")
-    succeed(run_alone, PLAIN, place)
+    succeed(train, PLAIN, place, False)
     return ending(place)
 
 
@@ -130,5 +114,5 @@ def test_a_server_that_died_is_waited_for_no_longer_and_the_run_goes_on_to_the_s
     assert float((tmp_path / "seconds").read_text()) < 3
     assert f"{tmp_path}/run/checkpoint-{step}." in (tmp_path / "error.txt").read_text()
     assert [row["step"] for row in steps(tmp_path / "run")] == list(range(1, step + 1))
-    succeed(go_on, PLAIN, tmp_path)
+    succeed(train, PLAIN, tmp_path, True)
     assert ending(tmp_path) == alone

@@ -8,16 +8,31 @@ import torch
 
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.algorithm import StepCounts
+from lowpeak.attention.install import install_attention
+from lowpeak.attention.support import why_not
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget, pack
+from lowpeak.logprobs.head import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import with_step_shares
+from plain_losses import Row, plain_grpo, plain_rloo
 from steps import GRPO, LocalStrategy
 
 TEMPERATURE = 0.8
-MAX_LENGTH = 9
-BASE = replace(GRPO, loss_type="grpo", max_completion_length=MAX_LENGTH)
+BASE = replace(GRPO, loss_type="grpo", max_completion_length=9)
+
+
+def ready(model):
+    """The model with our head, and our attention where it takes a forest."""
+    install_head(model)
+    if why_not(model) is None:
+        install_attention(model)
+    return model
+
+
+def name_of(budget):
+    return f"{budget.layout}-{budget.max_tokens}-{budget.multiple}" + ("-where-it-pays" if budget.costs else "")
 
 
 def make_record(model, prompt, length, generator, mask):
@@ -81,34 +96,35 @@ def plain_logprobs(model, records):
     return [logprobs[b, -len(record.completion) :] for b, record in enumerate(records)]
 
 
+def drift_weights(settings, logprobs, sampling):
+    """What a step's tokens weigh for a sampler that drifted; 1 where nothing is corrected in the step."""
+    correction = settings.correction
+    if correction is None or settings.score_old:
+        return torch.ones_like(logprobs)
+    drift = (logprobs.detach() - sampling).double()
+    ratio = (drift.sum() if correction.per_sequence else drift).exp().expand(len(drift)).float()
+    bounded = ratio.clamp(correction.minimum, correction.maximum)
+    return torch.where(bounded == ratio, ratio, 0.0) if correction.masks else bounded
+
+
+def plain_rows(settings, model, records):
+    """The counted tokens of each row by the plain way, with the policy's own log-probs where no old ones are scored."""
+    rows = []
+    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
+        mask = record.completion.loss_mask
+        p, sampling = logprobs[mask], record.completion.logprobs[mask]
+        old = p.detach() if record.old is None else record.old[mask]
+        weights = drift_weights(settings, p, sampling)
+        rows.append(Row(p, None, old, record.reference[mask], weights, record.advantages[0].item()))
+    return rows
+
+
 def plain_grpo_loss(settings, model, records):
-    total, num_tokens = 0.0, sum(num_counted(record) for record in records)
-    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        mask = record.completion.loss_mask
-        p, old, reference, advantage = (x[mask] for x in (logprobs, record.old, record.reference, record.advantages))
-        ratio = (p - old).exp()
-        if settings.importance_level == "sequence":
-            ratio = (p - old).mean().exp().expand_as(p)
-        if settings.loss_type == "cispo":
-            losses = -ratio.detach().clamp(max=1 + settings.clip_high) * advantage * p
-        else:
-            clipped = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-            losses = -torch.minimum(ratio * advantage, clipped * advantage)
-        if settings.beta:
-            gap = reference - p
-            losses = losses + settings.beta * (gap.exp() - gap - 1)
-        scale = {"grpo": 1 / (len(p) * len(records)), "dr_grpo": 1 / (len(records) * MAX_LENGTH)}
-        total = total + losses.sum() * scale.get(settings.loss_type, 1 / num_tokens)
-    return total
+    return plain_grpo(settings, plain_rows(settings, model, records), masked=True)
 
 
-def plain_rloo_loss(model, records):
-    total = 0.0
-    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        mask = record.completion.loss_mask
-        ratio, advantage = (logprobs - record.old)[mask].sum().exp(), record.advantages[0]
-        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
-    return total / len(records)
+def plain_rloo_loss(settings, model, records):
+    return plain_rloo(settings, plain_rows(settings, model, records), weighed=True)
 
 
 def micro_batches(algorithm, records, budget):

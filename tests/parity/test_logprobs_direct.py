@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,31 +205,25 @@ def test_saved_tensors_that_go_elsewhere_and_come_back_change_nothing(tied, visi
     assert_same_gradients(ours, theirs, rtol=1e-12, atol=1e-14)
 
 
-@dataclass
-class Accelerated:
+def accelerated(kind=DistributedType.NO, scaler=None):
     """What a strategy reads off an accelerator to promise a scale."""
-
-    distributed_type: DistributedType = DistributedType.NO
-    scaler: object = None
-    device: torch.device = torch.device("cpu")
-    gradient_accumulation_steps: int = 1
-    parallelism_config: object = None
-
-
-@pytest.mark.parametrize(
-    "accelerator",
-    [Accelerated(kind) for kind in DistributedType if kind != DistributedType.NO] + [Accelerated(scaler=object())],
-    ids=lambda accelerator: accelerator.distributed_type.value,
-)
-def test_no_scale_is_promised_where_something_must_see_gradients_on_their_way(accelerator):
-    assert Replicated(Accelerated()).promised_scale == 1.0
-    assert Replicated(accelerator).promised_scale is None
+    return SimpleNamespace(
+        distributed_type=kind,
+        scaler=scaler,
+        device=torch.device("cpu"),
+        gradient_accumulation_steps=1,
+        parallelism_config=None,
+    )
 
 
-def test_no_scale_is_promised_where_ranks_average():
-    strategy = Replicated(Accelerated())
-    strategy.ranks.world_size = 2
-    assert strategy.promised_scale is None
+@pytest.mark.parametrize("kind", DistributedType)
+@pytest.mark.parametrize("scaler", [None, object()], ids=["", "scaler"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_scale_is_promised_where_something_must_see_gradients_on_their_way_or_ranks_average(kind, scaler, num_ranks):
+    strategy = Replicated(accelerated(kind, scaler))
+    strategy.ranks.world_size = num_ranks
+    plain = kind == DistributedType.NO and scaler is None and num_ranks == 1
+    assert strategy.promised_scale == (1.0 if plain else None)
 
 
 def test_a_model_with_the_core_installed_compiles_whole():

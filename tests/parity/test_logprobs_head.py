@@ -10,26 +10,17 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import parametrize
 from transformers import (
+    AutoModelForCausalLM,
     Cohere2Config,
-    Cohere2ForCausalLM,
     CohereConfig,
-    CohereForCausalLM,
     Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
-    GPT2LMHeadModel,
     GraniteConfig,
-    GraniteForCausalLM,
     LlamaConfig,
-    LlamaForCausalLM,
     OPTConfig,
-    OPTForCausalLM,
     PhiConfig,
-    PhiForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from closeness import assert_close_to_largest, assert_each_close_to_largest
@@ -46,26 +37,24 @@ SHAPE = {
 }  # fmt: skip
 GEMMA = {**SHAPE, "head_dim": 4, "query_pre_attn_scalar": 4}
 FAMILIES = {
-    "llama": (LlamaForCausalLM, LlamaConfig(**SHAPE)),
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**GEMMA, final_logit_softcapping=3.0)),
-    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig(**GEMMA, final_logit_softcapping=2.0)),
-    "cohere": (CohereForCausalLM, CohereConfig(**SHAPE, logit_scale=0.3)),
-    "cohere2": (Cohere2ForCausalLM, Cohere2Config(**SHAPE, logit_scale=0.3)),
-    "granite": (GraniteForCausalLM, GraniteConfig(**SHAPE, logits_scaling=4.0)),
-    "phi, a head with a bias": (PhiForCausalLM, PhiConfig(**SHAPE)),
-    "gpt2": (GPT2LMHeadModel, GPT2Config(vocab_size=NUM_IDS, n_embd=16, n_layer=2, n_head=4, n_positions=64)),
-    "opt": (OPTForCausalLM, OPTConfig(**{**SHAPE, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0})),
-    "mixture of experts": (
-        Qwen3MoeForCausalLM,
-        Qwen3MoeConfig(**SHAPE, head_dim=4, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2),
+    "llama": LlamaConfig(**SHAPE),
+    "gemma2": Gemma2Config(**GEMMA, final_logit_softcapping=3.0),
+    "gemma3": Gemma3TextConfig(**GEMMA, final_logit_softcapping=2.0),
+    "cohere": CohereConfig(**SHAPE, logit_scale=0.3),
+    "cohere2": Cohere2Config(**SHAPE, logit_scale=0.3),
+    "granite": GraniteConfig(**SHAPE, logits_scaling=4.0),
+    "phi, a head with a bias": PhiConfig(**SHAPE),
+    "gpt2": GPT2Config(vocab_size=NUM_IDS, n_embd=16, n_layer=2, n_head=4, n_positions=64),
+    "opt": OPTConfig(**{**SHAPE, "ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0}),
+    "mixture of experts": Qwen3MoeConfig(
+        **SHAPE, head_dim=4, moe_intermediate_size=8, num_experts=4, num_experts_per_tok=2
     ),
 }
 
 
 def make(family):
     torch.manual_seed(0)
-    kind, config = FAMILIES[family]
-    return kind(config).eval()
+    return AutoModelForCausalLM.from_config(FAMILIES[family]).eval()
 
 
 def batch(num_ids=NUM_IDS):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from test_logprobs_chunked import WAYS, by_module, naive_loss, recomputed, visited, visited_by_module
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -14,7 +15,6 @@ from torch.utils._pytree import tree_leaves
 from closeness import assert_close_to_largest
 from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
 from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.general import module_logprobs, module_loss
 
 
 class LargestTensor(TorchDispatchMode):
@@ -41,29 +41,9 @@ def leaves_and_targets(num_tokens, num_ids, width, dtype=torch.float32):
     return hidden, weight, torch.randint(num_ids, (num_tokens,))
 
 
-def run_recomputed(hidden, weight, targets, settings):
-    logprobs, entropy = chunked_logprobs(hidden, weight, None, targets, settings)
-    token_loss(logprobs, entropy, 0, len(targets)).backward()
-
-
-def run_visited(hidden, weight, targets, settings):
-    one_visit(hidden, weight, None, targets, token_loss, settings)[0].backward()
-
-
-def run_module(hidden, weight, targets, settings):
-    logprobs, entropy = module_logprobs(lambda x: x @ weight.T, hidden, targets, settings)
-    token_loss(logprobs, entropy, 0, len(targets)).backward()
-
-
-def run_module_loss(hidden, weight, targets, settings):
-    module_loss(lambda x: x @ weight.T, hidden, targets, token_loss, settings)[0].backward()
-
-
-def run_naive(hidden, weight, targets, settings):
-    token_loss(*naive_logprobs(hidden, weight, None, targets), 0, len(targets)).backward()
-
-
-WAYS = [run_recomputed, run_visited, run_module, run_module_loss]
+def run(way, hidden, weight, targets, settings):
+    """Forward and backward in one of the core's ways, or naively."""
+    way([hidden, weight, None], targets, torch.ones(len(targets)), settings)[0].backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -72,13 +52,13 @@ def test_no_tensor_of_all_tokens_by_the_vocabulary_ever_exists(way, dtype):
     num_tokens, num_ids, width, chunk = 200, 301, 3, 16
     settings = ChunkSettings(chunk, 0.9, HeadScale(1.0, 9.0), entropy=True, entropy_grad=True)
     with LargestTensor() as largest:
-        way(*leaves_and_targets(num_tokens, num_ids, width, dtype), settings)
+        run(way, *leaves_and_targets(num_tokens, num_ids, width, dtype), settings)
     assert chunk * num_ids / 2 < largest.numel <= chunk * num_ids
 
 
 def test_the_watcher_sees_the_naive_way_make_one():
     with LargestTensor() as largest:
-        run_naive(*leaves_and_targets(200, 301, 3), ChunkSettings(16))
+        run(naive_loss, *leaves_and_targets(200, 301, 3), ChunkSettings(16))
     assert largest.numel == 200 * 301
 
 
@@ -87,7 +67,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.peak, self.known = 0, 0, {}
+        self.peak, self.known = 0, {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -111,32 +91,32 @@ class LiveBytes(TorchDispatchMode):
 
 @pytest.mark.parametrize("softcap", [None, 9.0])
 @pytest.mark.parametrize("entropy", [False, True], ids=["logprobs", "entropy"])
-@pytest.mark.parametrize("way", [run_recomputed, run_visited])
+@pytest.mark.parametrize("way", [recomputed, visited])
 def test_the_peak_is_the_gradients_one_chunk_of_logits_and_what_fits_into_the_cache(way, entropy, softcap):
     num_tokens, num_ids, width, chunk = 640, 16_001, 2, 320
     settings = ChunkSettings(chunk, scale=HeadScale(1.0, softcap), entropy=entropy, entropy_grad=entropy)
     hidden, weight, targets = leaves_and_targets(num_tokens, num_ids, width)
     with LiveBytes() as live:
-        way(hidden, weight, targets, settings)
+        run(way, hidden, weight, targets, settings)
     logits, in_cache = 4 * chunk * num_ids, min(2 * 2**20 * torch.get_num_threads(), 2 * 4 * chunk * num_ids // 8)
     given = 4 * (num_ids + num_tokens) * width  # views of the inputs are results, too
     assert logits <= live.peak <= logits + in_cache + 2 * given + 50_000
 
 
-@pytest.mark.parametrize("way", [run_module, run_module_loss])
+@pytest.mark.parametrize("way", [by_module, visited_by_module])
 def test_logits_of_a_module_live_for_one_chunk_at_a_time(way):
     num_tokens, num_ids = 256, 4001
     with LiveBytes() as live:
-        way(*leaves_and_targets(num_tokens, num_ids, 2), ChunkSettings(16, entropy=True, entropy_grad=True))
+        run(way, *leaves_and_targets(num_tokens, num_ids, 2), ChunkSettings(16, entropy=True, entropy_grad=True))
     assert live.peak < 4 * num_tokens * num_ids / 2
 
 
-@pytest.mark.parametrize("way", [run_recomputed, run_visited])
+@pytest.mark.parametrize("way", [recomputed, visited])
 def test_a_frozen_head_costs_no_memory_for_its_gradient(way):
     num_tokens, num_ids, width, chunk = 16, 501, 64, 4
     hidden, weight, targets = leaves_and_targets(num_tokens, num_ids, width)
     with LiveBytes() as live:
-        way(hidden, weight.detach(), targets, ChunkSettings(chunk))
+        run(way, hidden, weight.detach(), targets, ChunkSettings(chunk))
     # The head itself is counted (views of it are results), and hidden with its gradient, and two chunks.
     assert live.peak < 4 * (num_ids * width + 3 * num_tokens * width + 2 * chunk * num_ids)
 
@@ -147,7 +127,7 @@ def test_a_huge_pass_runs_on_fake_tensors_in_seconds_without_memory_or_waiting_f
     started, resident = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with FakeTensorMode():
         hidden, weight, targets = leaves_and_targets(65_536, 151_936, 1024, dtype)
-        way(hidden, weight, targets, ChunkSettings(8192, 0.9, entropy=True, entropy_grad=True))
+        run(way, hidden, weight, targets, ChunkSettings(8192, 0.9, entropy=True, entropy_grad=True))
         assert hidden.grad.shape == hidden.shape
         assert weight.grad.shape == weight.shape
     assert time.process_time() - started < 30

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
 from lowpeak.config.rollout import Sampling
 from lowpeak.logprobs.head import install_head
@@ -21,24 +21,17 @@ TEXTS = ("12=", "987654321=", "5=", "33333=", "0=", "4711=", "31415926535=")
 GREEDY = Sampling(num_generations=2, max_new_tokens=24, temperature=0.0)
 
 
-def _gpt2() -> nn.Module:
+def _made(config: PretrainedConfig) -> nn.Module:
     torch.manual_seed(0)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=13, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3,
-            bos_token_id=None, eos_token_id=1, pad_token_id=0,
-        )
-    ).eval()  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).eval()
 
 
-def _llama_with_eager_attention() -> nn.Module:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=13, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=1, max_position_embeddings=64, initializer_range=0.2, attn_implementation="eager",
-        bos_token_id=None, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+ENDS = {"vocab_size": 13, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+GPT2 = GPT2Config(**ENDS, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
+EAGER = LlamaConfig(
+    **ENDS, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1,
+    max_position_embeddings=64, initializer_range=0.2, attn_implementation="eager",
+)  # fmt: skip
 
 
 def _prompts() -> list[Prompt]:
@@ -73,7 +66,7 @@ def test_ragged_prompts_in_waves_of_any_size_give_the_tokens_of_generate(rows):
     assert _ours(model, GREEDY, rows) == _theirs(model)
 
 
-@pytest.mark.parametrize("make", [_gpt2, _llama_with_eager_attention, lambda: tiny_model(dtype=torch.float64)])
+@pytest.mark.parametrize("make", [lambda: _made(GPT2), lambda: _made(EAGER), lambda: tiny_model(dtype=torch.float64)])
 def test_other_architectures_give_the_tokens_of_generate(make):
     model = make()
     assert _ours(model, GREEDY) == _theirs(model)
@@ -87,21 +80,20 @@ def test_rows_that_end_midway_give_the_tokens_of_generate(ends):
     assert _ours(model, replace(GREEDY, stop_token_ids=ends)) == expected
 
 
-@pytest.mark.parametrize("penalty", [1.3, 0.8])
-def test_a_repetition_penalty_gives_the_tokens_of_generate(penalty):
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"repetition_penalty": 1.3}, {"repetition_penalty": 1.3}),
+        ({"repetition_penalty": 0.8}, {"repetition_penalty": 0.8}),
+        # transformers probes the tokenizer with these letters; the digits keep their ids.
+        ({"stop": ("77", "3")}, {"stop_strings": ["77", "3"], "tokenizer": char_tokenizer("0123456789=abcdef")}),
+    ],
+)
+def test_penalties_and_stop_strings_give_the_tokens_of_generate(ours, theirs):
     model = tiny_model()
-    expected = _theirs(model, repetition_penalty=penalty)
+    expected = _theirs(model, **theirs)
     assert expected != _theirs(model)
-    assert _ours(model, replace(GREEDY, repetition_penalty=penalty)) == expected
-
-
-def test_stop_strings_give_the_tokens_of_generate():
-    model = tiny_model()
-    stop = ("77", "3")
-    # transformers probes the tokenizer with these letters; the digits keep their ids.
-    expected = _theirs(model, stop_strings=list(stop), tokenizer=char_tokenizer("0123456789=abcdef"))
-    assert min(len(ids) for ids in expected) < 24
-    assert _ours(model, replace(GREEDY, stop=stop)) == expected
+    assert _ours(model, replace(GREEDY, **ours)) == expected
 
 
 def test_a_few_rows_before_a_large_head_give_the_tokens_of_generate():

@@ -8,11 +8,13 @@ import pytest
 import torch
 from step_cases import (
     BASE,
-    MAX_LENGTH,
     TEMPERATURE,
     assert_same_gradients,
+    drift_weights,
     micro_batches,
+    plain_grpo_loss,
     plain_logprobs,
+    plain_rloo_loss,
     ragged_records,
 )
 
@@ -47,39 +49,6 @@ def drifted(model, seed=0):
     return records
 
 
-def weights_of(correction, logprobs, sampling):
-    drift = (logprobs.detach() - sampling).double()
-    ratio = (drift.sum() if correction.per_sequence else drift).exp().expand(len(drift)).float()
-    bounded = ratio.clamp(correction.minimum, correction.maximum)
-    return torch.where(bounded == ratio, ratio, 0.0) if correction.masks else bounded
-
-
-def plain_loss(settings, model, records, per_row):
-    """On-policy every ratio is 1: the gradient of a token's policy term is that of `-weight * advantage * logprob`."""
-    total, num_tokens = 0.0, sum(int(record.completion.loss_mask.sum()) for record in records)
-    for record, logprobs in zip(records, plain_logprobs(model, records), strict=True):
-        mask = record.completion.loss_mask
-        p, sampling, reference, advantage = (
-            x[mask] for x in (logprobs, record.completion.logprobs, record.reference, record.advantages)
-        )
-        weights = weights_of(settings.correction, p, sampling)
-        ratio = (p - p.detach()).exp()
-        if per_row == "mean":
-            ratio = (p - p.detach()).mean().exp().expand_as(p)
-        elif per_row == "sum":
-            ratio = (p - p.detach()).sum().exp() / len(p)  # one term of the whole row, in as many parts
-        losses = -weights * advantage * (p if getattr(settings, "loss_type", "") == "cispo" else ratio)
-        if settings.beta:
-            losses = losses + settings.beta * ((reference - p).exp() - (reference - p) - 1)
-        scale = {
-            "grpo": 1 / (len(p) * len(records)),
-            "dr_grpo": 1 / (len(records) * MAX_LENGTH),
-            "rloo": 1 / len(records),
-        }
-        total = total + losses.sum() * scale.get(getattr(settings, "loss_type", "rloo"), 1 / num_tokens)
-    return total
-
-
 def streamed(algorithm, model, records, max_tokens, chunk_size):
     core = Core(TEMPERATURE, chunk_size, torch.device("cpu"))
     batches = micro_batches(algorithm, records, Budget(max_tokens))
@@ -109,7 +78,7 @@ def test_a_corrected_step_equals_the_plain_padded_way(case):
     settings = replace(settings, correction=MODES[case["mode"]], score_old=False, beta=0.04)
     assert_same_gradients(
         model,
-        lambda m: plain_loss(settings, m, records, "mean" if case["level"] == "sequence" else ""),
+        lambda m: plain_grpo_loss(settings, m, records),
         lambda m: streamed(make_grpo(settings), m, records, *SIZES[case["sizes"]])[0],
     )
 
@@ -123,7 +92,7 @@ def test_a_corrected_rloo_step_equals_the_plain_padded_way(mode, max_tokens, chu
     settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, False, MODES[mode])
     assert_same_gradients(
         model,
-        lambda m: plain_loss(settings, m, records, "sum"),
+        lambda m: plain_rloo_loss(settings, m, records),
         lambda m: streamed(make_rloo(settings), m, records, max_tokens, chunk_size)[0],
     )
 
@@ -134,24 +103,21 @@ def test_fixed_for_the_rollout_or_formed_in_the_step_the_weights_are_the_same(mo
     model = tiny_model()
     records = drifted(model)
     install_head(model)
-    in_step = make_grpo(replace(BASE, score_old=False, correction=MODES[mode]))
-    fixed = make_grpo(replace(BASE, score_old=True, correction=MODES[mode]))
+    settings = replace(BASE, score_old=False, correction=MODES[mode])
+    in_step, fixed = make_grpo(settings), make_grpo(replace(settings, score_old=True))
     with torch.no_grad():
         scored = [replace(r, old=old) for r, old in zip(records, plain_logprobs(model, records), strict=True)]
-    weighed = [replace(r, advantages=r.advantages * weights_of_record(MODES[mode], r)) for r in scored]
+    weighed = []
+    for record in scored:
+        weights, mask = torch.zeros_like(record.advantages), record.completion.loss_mask
+        weights[mask] = drift_weights(settings, record.old[mask], record.completion.logprobs[mask])
+        weighed.append(replace(record, advantages=record.advantages * weights))
     gradients = []
     for algorithm, rows in ((in_step, records), (fixed, weighed)):
         model.zero_grad(set_to_none=True)
         streamed(algorithm, model, rows, 30, 8)
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     assert_each_close_to_largest(gradients[1], gradients[0], 2e-5)
-
-
-def weights_of_record(correction, record):
-    weights = torch.zeros(len(record.completion))
-    mask = record.completion.loss_mask
-    weights[mask] = weights_of(correction, record.old[mask], record.completion.logprobs[mask])
-    return weights
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -13,25 +13,25 @@ from step_cases import (
     assert_same_gradients,
     grouped_records,
     micro_batches,
+    name_of,
     plain_grpo_loss,
     plain_logprobs,
     plain_rloo_loss,
+    ready,
     streamed_loss,
 )
-from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.attention.install import install_attention
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget, pack
 from lowpeak.batching.prefix import Costs
 from lowpeak.config.grpo import EntropyBonus
 from lowpeak.config.rloo import RLOOSettings
-from lowpeak.logprobs.head import install_head
 from lowpeak.training.step import Core, score
 from tiny import tiny_model
 
@@ -44,16 +44,6 @@ CUT = [*FORESTS, Budget(12), Budget(30), Budget(1000)]
 # The step's weights and its sum are fp32 whatever the model is; gradients are as exact as their weights are the same.
 CORE = Core(TEMPERATURE, 5, torch.device("cpu"))
 FLOAT64 = {"loss_close": 1e-6, "gradients_close": 1e-9}
-
-
-def ready(model):
-    install_head(model)
-    install_attention(model)
-    return model
-
-
-def name_of(budget):
-    return f"{budget.layout}-{budget.max_tokens}-{budget.multiple}" + ("-where-it-pays" if budget.costs else "")
 
 
 BY_NAME = {name_of(budget): budget for budget in CUT}
@@ -94,7 +84,7 @@ def double_model(seed=0, layers=2):
         vocab_size=13, hidden_size=32, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=64,
         initializer_range=0.2, max_position_embeddings=64, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
-    return GPTNeoXForCausalLM(config).double().eval()
+    return AutoModelForCausalLM.from_config(config).double().eval()
 
 
 def padded(algorithm, records):
@@ -130,11 +120,11 @@ def test_an_rloo_step_equals_the_plain_padded_way(budget):
     """In float64: a sequence's ratio multiplies its gradients, so that fp32's rounding alone comes to more than 1e-6."""
     model = ready(double_model())
     records = grouped_records(model)
-    algorithm = make_rloo(RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True))
+    settings = RLOOSettings(0.2, 0.28, 0.0, "k1", False, None, False, False, True)
     assert_same_gradients(
         model,
-        lambda m: plain_rloo_loss(m, records),
-        lambda m: streamed_loss(algorithm, m, records, budget)[0],
+        lambda m: plain_rloo_loss(settings, m, records),
+        lambda m: streamed_loss(make_rloo(settings), m, records, budget)[0],
         loss_close=4e-7,
         gradients_close=4e-7,
     )

@@ -7,29 +7,23 @@ from importlib import import_module
 
 import pytest
 import torch
-from step_cases import BASE, TEMPERATURE, grouped_records, micro_batches, plain_grpo_loss
+from step_cases import BASE, TEMPERATURE, grouped_records, micro_batches, name_of, plain_grpo_loss, ready
 from transformers import (
+    AutoModelForCausalLM,
     GptOssConfig,
-    GptOssForCausalLM,
     GraniteMoeConfig,
-    GraniteMoeForCausalLM,
     MixtralConfig,
-    MixtralForCausalLM,
     OlmoeConfig,
-    OlmoeForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.grpo import make_grpo
 from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.attention.install import install_attention
 from lowpeak.attention.support import why_not
 from lowpeak.batching.packing import Budget
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.experts import LoadBalance, balance_loss, load_balance_of
-from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.verify import verify_load_balance
 from lowpeak.training.step import Core, measure_step, run_step
 from steps import LocalStrategy
@@ -37,43 +31,24 @@ from tiny import tiny_model
 
 COEFFICIENT = 0.7
 SHAPE = {
-    "vocab_size": 13,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "initializer_range": 0.3,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": 13, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 16, "initializer_range": 0.3, "num_experts_per_tok": 2, "pad_token_id": 0,
+}  # fmt: skip
 FAMILIES = {
-    "Qwen3": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
-    "Mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4}),
-    "Olmoe": (OlmoeForCausalLM, OlmoeConfig, {"num_experts": 5}),
-    "GraniteMoe": (GraniteMoeForCausalLM, GraniteMoeConfig, {"num_local_experts": 4}),
-    "GptOss": (GptOssForCausalLM, GptOssConfig, {"num_local_experts": 4, "head_dim": 8}),
+    "Qwen3": (Qwen3MoeConfig, {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8}),
+    "Mixtral": (MixtralConfig, {"num_local_experts": 4}),
+    "Olmoe": (OlmoeConfig, {"num_experts": 5}),
+    "GraniteMoe": (GraniteMoeConfig, {"num_local_experts": 4}),
+    "GptOss": (GptOssConfig, {"num_local_experts": 4, "head_dim": 8}),
 }
-BUDGETS = [
-    Budget(1000),
-    Budget(28),
-    Budget(1000, layout="shared"),
-    Budget(28, layout="shared"),
-    Budget(30, layout="rows"),
-]
+BUDGETS = [Budget(1000), Budget(28)]
+BUDGETS += [Budget(1000, layout="shared"), Budget(28, layout="shared"), Budget(30, layout="rows")]
 
 
 def mixture(family="Qwen3", **changes):
-    kind, config, own = FAMILIES[family]
+    config, own = FAMILIES[family]
     torch.manual_seed(0)
-    return kind(config(**{**SHAPE, **own, **changes})).eval()
-
-
-def ready(model):
-    install_head(model)
-    if why_not(model) is None:
-        install_attention(model)
-    return model
+    return AutoModelForCausalLM.from_config(config(**{**SHAPE, **own, **changes})).eval()
 
 
 def balance_of(model):
@@ -96,10 +71,6 @@ def transformers_balance_loss(model, records):
 
 def core_of(model):
     return Core(TEMPERATURE, 5, torch.device("cpu"), load_balance=balance_of(model))
-
-
-def name_of(budget):
-    return f"{budget.layout}-{budget.max_tokens}"
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=name_of)
@@ -143,7 +114,7 @@ def test_activation_checkpointing_changes_no_gradient_of_it():
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
     model.train()
-    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+    model.gradient_checkpointing_enable()
     run_step(model, batches, make_grpo(BASE), core_of(model), LocalStrategy(), {})
     assert_each_close_to_largest({name: p.grad for name, p in model.named_parameters()}, expected, 1e-6)
 

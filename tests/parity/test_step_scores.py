@@ -31,7 +31,7 @@ def test_a_step_of_pairs_equals_plain_forwards_row_by_row(center, max_tokens, la
     install_attention(model)
     model.train()
     if checkpointing:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        model.gradient_checkpointing_enable()
     algorithm, records = make_reward_model(RewardModelSettings(center)), records_of()
     batches = micro_batches(algorithm, records, Budget(max_tokens, layout=layout))
     assert len(batches) == {1: 5, 1000: 1}.get(max_tokens, len(batches))

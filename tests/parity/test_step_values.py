@@ -8,7 +8,16 @@ from dataclasses import replace
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from step_cases import TEMPERATURE, assert_same_gradients, grouped_records, micro_batches, plain_logprobs, streamed_loss
+from step_cases import (
+    TEMPERATURE,
+    assert_same_gradients,
+    grouped_records,
+    micro_batches,
+    name_of,
+    plain_logprobs,
+    ready,
+    streamed_loss,
+)
 from transformers import Qwen2ForSequenceClassification
 
 from closeness import assert_close_to_largest, assert_each_close_to_largest
@@ -18,17 +27,13 @@ from lowpeak.attention.install import install_attention
 from lowpeak.batching.counted import num_counted
 from lowpeak.batching.packing import Budget
 from lowpeak.critic import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
-from lowpeak.logprobs.head import causal_lm, install_head
+from lowpeak.logprobs.head import causal_lm
 from lowpeak.training.step import Core, run_step, score
 from steps import PPO, LocalStrategy
 from tiny import tiny_model
 
 BUDGETS = [Budget(40), Budget(1000, layout="rows"), Budget(1000, layout="shared"), Budget(28, layout="shared")]
 LAYOUTS = ["head", "model", "adapter"]
-
-
-def name_of(budget):
-    return f"{budget.layout}-{budget.max_tokens}"
 
 
 def random_score(hidden=32, seed=3):
@@ -53,12 +58,6 @@ def with_critic(layout):
         install_attention(classifier)
         attach(model, OwnCritic(classifier))
     return ready(model)
-
-
-def ready(model):
-    install_head(model)
-    install_attention(model)
-    return model
 
 
 def under_adapters():
