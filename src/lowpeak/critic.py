@@ -39,26 +39,24 @@ class States:
 
 
 class Score(nn.Linear):
-    """One number for a hidden state, `hidden @ weight.T` in fp32 whatever computes around it; it begins at 0."""
+    """One number for a hidden state [..., D]: `hidden @ weight.T` in fp32 whatever computes around it; it begins at 0."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden, 1, bias=False)
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[..., D] -> [..., 1]."""
         return fp32_product(self, hidden)
 
 
 class SharedCritic(nn.Module):
-    """`score(policy's hidden state)`; `gradient` is the share of the values' gradient that reaches the policy."""
+    """`score(policy's hidden state)`, values [T]; `gradient` is the share of their gradient that reaches the policy."""
 
     def __init__(self, score: Score) -> None:
         super().__init__()
         self.score = score
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
-        """Values [T]."""
         return self.score(_scaled(at_positions(states.hidden_BLD, positions_T), gradient))[:, 0]
 
 
@@ -71,7 +69,6 @@ class AdapterCritic(nn.Module):
         self.switches: list[_Switch] = []
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
-        """Values [T]."""
         before = [switch.calls for switch in self.switches]
         outputs = states.backbone(*states.args, **states.inputs, **{_FOR_CRITIC: True}, use_cache=False)
         if any(switch.calls == calls for switch, calls in zip(self.switches, before, strict=True)):
@@ -90,7 +87,6 @@ class OwnCritic(nn.Module):
         self.classifier = classifier
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
-        """Values [T]."""
         outputs = self.classifier.base_model(*states.args, **states.inputs, use_cache=False)
         return self.classifier.score(at_positions(outputs[0], positions_T))[:, 0]
 
@@ -105,12 +101,12 @@ def attach(causal: nn.Module, critic: nn.Module) -> None:
 
 
 def critic_of(causal: nn.Module) -> nn.Module | None:
-    """The critic of a causal LM, if it has one."""
+    """Return the critic of a causal LM, if it has one."""
     return causal._modules.get(CRITIC)
 
 
 def critics_model(causal: nn.Module) -> nn.Module | None:
-    """The critic's classifier, where it has a backbone of its own."""
+    """Return the critic's classifier, where it has a separate backbone."""
     return getattr(critic_of(causal), "classifier", None)
 
 
@@ -144,12 +140,12 @@ def keeping_critic(policy: nn.Module) -> Iterator[None]:
 
 
 def is_critics(name: str) -> bool:
-    """Whether a parameter's or module's name says that it is the critic's."""
+    """Return whether a parameter's or module's name says that it is the critic's."""
     return CRITIC in name.split(".")
 
 
 def own_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model without its critic's; all of a critic's own."""
+    """Return the modules of a model without its critic's; of a critic, all."""
     return [module for name, module in model.named_modules() if not is_critics(name)]
 
 
@@ -180,12 +176,10 @@ class _Switch:
         self.hooks: list[RemovableHandle] = []
 
     def remove(self) -> None:
-        """Let the layer run as it did before."""
         for hook in self.hooks:
             hook.remove()
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Switch, where the call is for the critic."""
         if kwargs.pop(_FOR_CRITIC, False):
             self.calls += 1
             self.inside.enter_context(_under_critic(self.parts))
@@ -196,7 +190,6 @@ class _Switch:
         return args, kwargs
 
     def after(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Switch back."""
         self.inside.close()
 
     def _checkpointed(self, checkpointing: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -221,7 +214,7 @@ def _under_critic(parts: list[Any]) -> Iterator[None]:
 
 
 def _scaled(hidden: Tensor, gradient: float) -> Tensor:
-    """The same values, of whose gradient this share goes on."""
+    """Return the same values, of whose gradient this share goes on."""
     if gradient == 1.0:
         return hidden
     return hidden.detach() if gradient == 0.0 else hidden.detach() + gradient * (hidden - hidden.detach())

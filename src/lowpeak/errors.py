@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unicodedata import category
 
+_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
 # Overrides and isolates of the direction of writing: they show what follows in another order than it has.
-_DIRECTIONS = frozenset(map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+_DIRECTIONS = {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def show_controls(text: str) -> str:
@@ -16,13 +16,7 @@ def show_controls(text: str) -> str:
 
     A terminal would obey them, and models and servers write them.
     """
-    return "".join(map(_shown, text))
-
-
-def _shown(each: str) -> str:
-    if each in _DIRECTIONS:
-        return f"\\u{ord(each):04x}"
-    return f"\\x{ord(each):02x}" if category(each) == "Cc" and each not in "\n\t" else each
+    return text.translate(_CONTROLS | _DIRECTIONS)
 
 
 def first_line(error: BaseException | None) -> str:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from lowpeak.checkpoint.atomic import sync
 from lowpeak.checkpoint.lock import open_no_link
 from lowpeak.errors import CheckpointError
 
@@ -84,7 +85,7 @@ class Journal:
         with _writing(self.folder):
             for path in _paths(self.folder):
                 if path.exists():
-                    _sync(path)
+                    sync(path)
 
     def _append(self, name: str, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         if not self._writes:
@@ -174,7 +175,7 @@ def _keep_until(path: Path, step: int) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(copy, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def _set_aside(folder: Path) -> None:
@@ -193,14 +194,6 @@ def _drop_torn_line(path: Path) -> None:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 end = data.rfind(b"\n") + 1
             file.truncate(end)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

@@ -135,7 +135,6 @@ def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
 
 
 def _check_heads(model: Any, cut: Cut) -> None:
-    """ArgumentError where peers would get parts of a head."""
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)

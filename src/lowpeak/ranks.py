@@ -155,7 +155,6 @@ class Ranks:
         return self.processes.world_size == 1
 
     def _everybodys(self, item: Item) -> list[Item]:
-        """Return every process's item, peers' too."""
         if self._is_alone:
             return [item]
         items: list[Any] = [None] * self.processes.world_size

@@ -132,7 +132,7 @@ class TokenBatch:
     batch_share: float = 0.0
 
     def slice(self, start: int, stop: int) -> TokenBatch:
-        """Tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""
+        """Return tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""
         assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never cut"
         cut: dict[str, Any] = {
             name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)
@@ -239,7 +239,7 @@ class Metric:
         return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
 
     def value(self) -> float:
-        """The reduced number; NaN for a mean of nothing. Reads the device: once a step, not inside a phase."""
+        """Return the reduced number; NaN for a mean of nothing. Reads the device: once a step, not inside a phase."""
         if self.kind != "mean":
             return float(self.total)
         count = float(self.count)

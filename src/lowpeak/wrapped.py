@@ -6,13 +6,13 @@ from typing import Any
 
 
 def transformers_model(model: Any) -> Any:
-    """The model that has `generate`, a named signature and a head: the one inside an adapter's wrapper, where there is one."""
+    """Return the model that has `generate`, a named signature and a head: the one inside an adapter's wrapper, if any."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
 
 
 def num_embeddings(model: Any) -> int | None:
-    """How many tokens the model embeds, below what an adapter wraps its embedding in; None when that does not say."""
+    """Return how many tokens the model embeds, below what an adapter wraps its embedding in; None if that does not say."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     while embedding is not None and not hasattr(embedding, "num_embeddings"):
         embedding = getattr(embedding, "base_layer", None) or getattr(embedding, "original_module", None)

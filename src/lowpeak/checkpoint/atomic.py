@@ -119,7 +119,7 @@ def _replace_files(stage: Path, folder: Path) -> None:
     # from_pretrained would put an old adapter on the new weights; without an index nothing loads until the new one is there.
     for name in (*(_ADAPTER if is_whole else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())):
         (folder / name).unlink(missing_ok=True)
-    _sync(folder)
+    sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
@@ -127,20 +127,16 @@ def _replace_files(stage: Path, folder: Path) -> None:
         for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
             if path.relative_to(folder) not in names:
                 path.unlink(missing_ok=True)
-    _sync(folder)
+    sync(folder)
     if not is_whole and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
-        _warn_of_base(folder)
-
-
-def _warn_of_base(folder: Path) -> None:
-    base = json.loads((folder / _ADAPTER[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if base is None or Path(base).resolve() != folder.resolve():
-        logger.warning(
-            "%s also holds a whole model, which from_pretrained takes as the base of the adapter saved there now, in place of "
-            "%s: remove that model's config.json and weights, or save the adapter into another folder.",
-            folder,
-            base,
-        )
+        base = json.loads((folder / _ADAPTER[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if base is None or Path(base).resolve() != folder.resolve():
+            logger.warning(
+                "%s also holds a whole model, which from_pretrained takes as the base of the adapter saved there now, in place "
+                "of %s: remove that model's config.json and weights, or save the adapter into another folder.",
+                folder,
+                base,
+            )
 
 
 @contextmanager
@@ -160,8 +156,7 @@ def _part(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> It
 
 def last_checkpoint(run_dir: Path) -> Path | None:
     """Return the whole checkpoint of the highest step in `run_dir`, or None; leftovers of killed runs do not count."""
-    whole = _whole_checkpoints(run_dir)
-    return whole[-1] if whole else None
+    return next(reversed(_whole_checkpoints(run_dir)), None)
 
 
 def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
@@ -179,7 +174,7 @@ def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> No
         try:
             _delete(removing)
             os.replace(checkpoint, removing)
-            _sync(run_dir)  # the name is gone from the disk, too, before any file is
+            sync(run_dir)  # the name is gone from the disk, too, before any file is
             _delete(removing)
         except OSError as error:
             message = f"cannot remove the old checkpoint {checkpoint}: {error.strerror}; all checkpoints are whole"
@@ -245,7 +240,7 @@ def _settle(final: Path) -> None:
     replaced, removing = _beside(final, "replaced"), _beside(final, "removing")
     if replaced.exists() and not final.exists():
         os.replace(replaced, final)
-        _sync(final.parent)
+        sync(final.parent)
     elif replaced.exists():
         _delete(removing)
         os.replace(replaced, removing)
@@ -263,7 +258,7 @@ def _give_name(stage: Path, final: Path) -> None:
         if replaced.exists():
             os.replace(replaced, final)
         raise
-    _sync(final.parent)
+    sync(final.parent)
     _settle(final)
 
 
@@ -284,11 +279,12 @@ def _sync_tree(folder: Path) -> None:
     """Wait until every file and folder below `folder`, itself included, is on the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
-            _sync(Path(parent, name))
-        _sync(Path(parent))
+            sync(Path(parent, name))
+        sync(Path(parent))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Wait until a file, or a folder's list of names, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

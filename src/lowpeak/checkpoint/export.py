@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,20 +39,14 @@ def write_weights(
 
     Every rank calls it, because slices are broadcast: an error in writing is raised when all slices have come.
     """
-    failed: Exception | None = None
-    writer: _Writer | None = None
+    pieces = iter(slices)
     try:
-        writer = None if folder is None else _Writer(folder, model, layout, file_bytes)
-    except Exception as error:
-        failed = error
-    for piece in slices:
-        try:
-            if writer is not None and failed is None:
+        if folder is not None:
+            writer = _Writer(folder, model, layout, file_bytes)
+            for piece in pieces:
                 writer.take(piece)
-        except Exception as error:
-            failed = error
-    if failed is not None:
-        raise failed
+    finally:
+        deque(pieces, maxlen=0)
 
 
 def write_settings(folder: Path, model: Any, layout: Layout) -> None:
@@ -125,7 +120,7 @@ class TensorFiles:
 
 
 class _Writer:
-    """Takes slices of a model's parameters and writes them under the names of its checkpoint."""
+    """Writes slices of a model's parameters under the names of its checkpoint."""
 
     def __init__(self, folder: Path, model: Any, layout: Layout, file_bytes: int) -> None:
         self._model = model
@@ -156,14 +151,13 @@ class _Writer:
                 self._files.write(name, 0, tensor)
 
     def _file_layout(self, buffers: Mapping[str, Tensor]) -> Layout:
-        """Return names, shapes and dtypes as the files have them."""
         found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in self._layout:
             group = self._joined.get(name, (name,))
             if name == group[0]:
-                for new, tensor in revert_weight_conversion(self._model, _meta(self._layout, group)).items():
-                    found[new] = (tuple(tensor.shape), tensor.dtype)
-                    self._names[name] = new
+                made = _reverted(self._model, self._layout, group)
+                found |= made
+                self._names[name] = next(iter(made))  # of one that is renamed only
         return found | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
 
 
@@ -175,11 +169,11 @@ def _joined(model: Any, layout: Layout) -> dict[str, tuple[str, ...]]:
     changed = [name for name in layout if not _is_renamed_only(model, layout, name)]
     if not changed:
         return {}
-    everything = _reverted_shapes(model, layout, changed)
+    everything = _reverted(model, layout, changed)
     for groups in ([(name,) for name in changed], _by_layer(changed), [tuple(changed)]):
-        found: dict[str, tuple[int, ...]] = {}
+        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for group in groups:
-            found |= _reverted_shapes(model, layout, group)
+            found |= _reverted(model, layout, group)
         if found == everything:
             return {name: group for group in groups for name in group}
     raise CheckpointError("transformers' conversion of the weights' names cannot be reversed for this model.")
@@ -205,9 +199,9 @@ def _meta(layout: Layout, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: torch.empty(layout[name][0], dtype=layout[name][1], device="meta") for name in names}
 
 
-def _reverted_shapes(model: Any, layout: Layout, names: Iterable[str]) -> dict[str, tuple[int, ...]]:
+def _reverted(model: Any, layout: Layout, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     reverted = revert_weight_conversion(model, _meta(layout, names))
-    return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
+    return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in reverted.items()}
 
 
 def _nbytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING
 
 import xxhash
+from safetensors import SafetensorError
 
 from lowpeak.errors import CheckpointError
 
@@ -27,7 +30,27 @@ _READ_ON_RESUME = (  # what resuming reads where it finds it
     *("lowpeak_*", "shards/*", "reference/*", "critic/*"),
 )
 
+# What readers raise for a damaged file.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
+
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
+
+
+@contextmanager
+def reading(file: Path, missing: str = "") -> Iterator[None]:
+    """Raise CheckpointError for what goes wrong in reading a checkpoint's file; `missing` is the sentence where it is not there."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            missing or f"checkpoint {file.parent} has no {file.name}: resume from another checkpoint."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
+    except _DAMAGE as error:
+        raise CheckpointError(f"{file} is damaged (cut off or changed: {type(error).__name__}); {_REMEDY}") from error
 
 
 def digest_share(folder: Path, ranks: Ranks | None = None) -> Entries:
@@ -56,22 +79,16 @@ def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
 
 
 def _read(checkpoint: Path) -> Entries:
-    """Return the entries of a manifest, after looking for files that it does not have."""
     file = checkpoint / MANIFEST_FILE
-    try:
+    missing = (
+        f"{file} is missing (checkpoints of earlier versions have none), so nothing tells whether the checkpoint is whole: "
+        "resume from another checkpoint, or start a new run from its weights (model=that folder)."
+    )
+    with reading(file, missing):
         manifest = json.loads(file.read_text(encoding="utf-8"))
         entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         if manifest["digest"] != _digest_of(entries):
             raise ValueError("the digest of the entries is another one")
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{file} is missing (checkpoints of earlier versions have none), so nothing tells whether the checkpoint is whole: "
-            "resume from another checkpoint, or start a new run from its weights (model=that folder)."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged ({type(error).__name__}); {_REMEDY}") from error
     for name in _files(checkpoint):
         if name not in entries and any(fnmatch(name, read) for read in _READ_ON_RESUME):
             raise CheckpointError(

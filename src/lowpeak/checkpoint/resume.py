@@ -40,21 +40,17 @@ def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[
         checkpoint, last = last, None
     else:
         checkpoint = Path(resume_from_checkpoint)
-    _check_run_state(checkpoint, last)
-    return checkpoint
-
-
-def _check_run_state(checkpoint: Path, last: Path | None) -> None:
-    """Raise CheckpointError unless `checkpoint` is a whole one of lowpeak's; `last` is what to suggest in its place."""
-    hint = f"; the last one of this run is {last}." if last else "; name a checkpoint-N folder of a lowpeak run."
+    hint = f"the last one of this run is {last}." if last else "name a checkpoint-N folder of a lowpeak run."
     if not checkpoint.is_dir():
-        raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is not a folder that exists{hint}")
-    if checkpoint.suffix in (".staged", ".removing"):
-        raise CheckpointError(f"resume_from_checkpoint: {checkpoint} is what a killed run left half written{hint}")
-    if not (checkpoint / STATE_FILE).is_file():
-        inside = last_checkpoint(checkpoint)
-        hint = f"; did you mean {inside}?" if inside else hint
-        raise CheckpointError(f"resume_from_checkpoint: {checkpoint} holds no state of a lowpeak run{hint}")
+        reason = "is not a folder that exists"
+    elif checkpoint.suffix in (".staged", ".removing"):
+        reason = "is what a killed run left half written"
+    elif not (checkpoint / STATE_FILE).is_file():
+        reason, inside = "holds no state of a lowpeak run", last_checkpoint(checkpoint)
+        hint = f"did you mean {inside}?" if inside else hint
+    else:
+        return checkpoint
+    raise CheckpointError(f"resume_from_checkpoint: {checkpoint} {reason}; {hint}")
 
 
 def capture_random() -> dict[str, Any]:

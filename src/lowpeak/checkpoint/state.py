@@ -12,18 +12,16 @@ from __future__ import annotations
 import io
 import json
 import logging
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
+from lowpeak.checkpoint.manifest import reading
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Completion, FinishReason, Record
 
@@ -119,7 +117,7 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
 
     Raises `CheckpointError` when a file is missing or damaged, or the format is newer than this version's.
     """
-    with _reading(folder / STATE_FILE):
+    with reading(folder / STATE_FILE):
         plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
         if plain["format"] > FORMAT:
             raise CheckpointError(
@@ -130,12 +128,12 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
         packed, world_size = plain["rollout"], plain.get("world_size", 1)
     rollout = None
     if packed is not None:
-        with _reading(folder / ROLLOUT_FILE):
+        with reading(folder / ROLLOUT_FILE):
             tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
             rollout = RolloutInUse(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
     random: dict[str, Any] = {}
     if rank < world_size:
-        with _reading(_random_file(folder, rank)):
+        with reading(_random_file(folder, rank)):
             random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
     return RunState(**shared, rollout=rollout, random=random, world_size=world_size)
 
@@ -163,7 +161,6 @@ def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dic
 
 
 def _ragged(record: Record) -> dict[str, Any]:
-    """Return a record's tensors of its own length, or None, by the names of `_RAGGED`."""
     completion = record.completion
     return {
         "prompt_ids": _ids(record.prompt_ids),
@@ -207,7 +204,6 @@ def _random_file(folder: Path, rank: int) -> Path:
 
 
 def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the mapping as a dict; CheckpointError for an entry that JSON cannot hold."""
     for key, value in mapping.items():
         try:
             json.dumps(value)
@@ -217,20 +213,3 @@ def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
                 "use numbers, strings, lists and dicts of them."
             ) from error
     return dict(mapping)
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointError(
-            f"checkpoint {file.parent} has no {file.name}: resume from another checkpoint."
-        ) from error
-    except OSError as error:
-        raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError, RuntimeError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
-        message = f"{file} is damaged (cut off or changed: {type(error).__name__})"
-        raise CheckpointError(f"{message}; resume from another checkpoint.") from error

@@ -63,5 +63,4 @@ def fit_kv_cache(free_bytes: int) -> int:
 
 
 def _power_of_two(value: int, least: int, most: int) -> int:
-    """The greatest power of two up to `value`, kept within [least, most]."""
     return min(most, max(least, 1 << max(0, value.bit_length() - 1)))

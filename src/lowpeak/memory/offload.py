@@ -11,38 +11,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowpeak.errors import ArgumentError
-from lowpeak.memory.devices import has_memory, with_index
+from lowpeak.memory.devices import with_index
 
 LEAST_BYTES = 1 << 16  # of a storage: a copy of less takes longer than it is worth
 
 
-class Mover(Protocol):
-    """How flat bytes go to the host and come back; `device` is the one they leave."""
-
-    device: torch.device
-
-    def away(self, flat: Tensor) -> Tensor:
-        """Return a copy of `flat` in host memory; the caller may drop `flat` at once."""
-        ...
-
-    def back(self, host: Tensor) -> Tensor:
-        """Begin to copy `host` to the device; the answer may be used after `wait`."""
-        ...
-
-    def wait(self, flat: Tensor) -> None:
-        """Let what is computed from now on wait until `flat`, an answer of `back`, is there."""
-        ...
-
-
 class DeviceMover:
-    """Pinned host memory, and copies on a separate stream, beside the computation."""
+    """How flat bytes leave `device` for pinned host memory and come back: on a separate stream, beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
@@ -50,6 +30,7 @@ class DeviceMover:
         self._stream = self._torch.Stream(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
+        """Return a copy of `flat` in host memory; the caller may drop `flat` at once."""
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         self._stream.wait_stream(self._torch.current_stream(self.device))
         with self._torch.stream(self._stream):
@@ -58,6 +39,7 @@ class DeviceMover:
         return host
 
     def back(self, host: Tensor) -> Tensor:
+        """Begin to copy `host` to the device; the answer may be used after `wait`."""
         flat = torch.empty(host.shape, dtype=host.dtype, device=self.device)
         self._stream.wait_stream(self._torch.current_stream(self.device))  # the memory may have been in use until now
         with self._torch.stream(self._stream):
@@ -66,6 +48,7 @@ class DeviceMover:
         return flat
 
     def wait(self, flat: Tensor) -> None:
+        """Let what is computed from now on wait until `flat`, an answer of `back`, is there."""
         self._torch.current_stream(self.device).wait_stream(self._stream)
 
 
@@ -95,7 +78,7 @@ class ActivationOffload:
     storage is used in the backward, the one that was saved before it is on its way: two are on the device at a time.
     """
 
-    def __init__(self, model: nn.Module, mover: Mover, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, model: nn.Module, mover: DeviceMover, least_bytes: int = LEAST_BYTES) -> None:
         self.bytes_away = 0
         self._model = model
         self._mover = mover
@@ -103,7 +86,6 @@ class ActivationOffload:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Offload what is saved in the block."""
         session = _Session(self, self._mover, _storages(self._model), self._least_bytes)
         with torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack):
             yield
@@ -112,7 +94,7 @@ class ActivationOffload:
 class _Session:
     """One forward and its backward. It lives as long as the graph, whose saved tensors refer to it."""
 
-    def __init__(self, owner: ActivationOffload, mover: Mover, kept: frozenset[int], least_bytes: int) -> None:
+    def __init__(self, owner: ActivationOffload, mover: DeviceMover, kept: frozenset[int], least_bytes: int) -> None:
         self._owner, self._mover, self._kept, self._least_bytes = owner, mover, kept, least_bytes
         # A weak reference to a storage keeps its address from being given to another one. What no saved tensor needs
         # any more leaves host memory at once.
@@ -176,16 +158,6 @@ class _Session:
         if self._ahead is None and before is not None and before.here is None:
             before.here = self._mover.back(before.host)
             self._ahead = before
-
-
-def activation_offload(model: nn.Module, device: torch.device) -> ActivationOffload:
-    """Return the offload of a model that trains on `device`; ArgumentError if there is no other memory to move to."""
-    if not has_memory(device):
-        raise ArgumentError(
-            f"activation_offloading=True moves activations from a GPU to host memory, and this run trains on {device.type}: "
-            "activations are in host memory already; remove it."
-        )
-    return ActivationOffload(model, DeviceMover(device))
 
 
 def _storages(model: nn.Module) -> frozenset[int]:

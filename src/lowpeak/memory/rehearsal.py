@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import cast
@@ -69,45 +68,20 @@ def rehearse(
             model = prepare(make_model().train(), mesh, compute)
             optimizer = make_optimizer(model.parameters())
             loaded = meter.live_bytes
-            step = partial(_train, model, micro_batches, algorithm, core, optimizer, max_grad_norm, meter)
+            strategy = cast(Strategy, Pretended(meter.begin))
+
+            def step() -> None:
+                model.train()
+                run_step(model, micro_batches, algorithm, core, strategy, algorithm.coefficients())
+                meter.begin("optimizer")
+                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+                meter.begin(None)
+
             step()  # makes the optimizer's states
             meter.peaks.clear()
             meter.begin("score")
             score(model.eval(), micro_batches, core)
             step()
     return Rehearsed(loaded, **meter.peaks)
-
-
-class _Watched(Pretended):
-    """A strategy that says when forwards and backwards begin."""
-
-    def __init__(self, meter: StorageMeter) -> None:
-        super().__init__()
-        self._meter = meter
-
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        self._meter.begin("forward")
-        return super().accumulate(model, last)
-
-    def backward(self, loss: Tensor, last: bool) -> None:
-        self._meter.begin("backward")
-        super().backward(loss, last)
-
-
-def _train(
-    model: nn.Module,
-    micro_batches: Sequence[MicroBatch],
-    algorithm: Algorithm,
-    core: Core,
-    optimizer: torch.optim.Optimizer,
-    max_grad_norm: float,
-    meter: StorageMeter,
-) -> None:
-    """Stations 11 and 12."""
-    model.train()
-    run_step(model, micro_batches, algorithm, core, cast(Strategy, _Watched(meter)), algorithm.coefficients())
-    meter.begin("optimizer")
-    nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    meter.begin(None)

@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,41 +26,26 @@ LEAST_BYTES = 1 << 16  # of a storage: step counts and scales stay
 Tensors = Callable[[], Iterable[Tensor]]
 
 
-class HostMover(Protocol):
-    """How flat bytes go to the host and come back; `device` is the one they leave."""
-
-    device: torch.device
-
-    def away(self, flat: Tensor) -> Tensor:
-        """Begin to copy `flat` to the host; `flat` may be freed at once."""
-        ...
-
-    def back(self, host: Tensor, flat: Tensor) -> None:
-        """Begin to copy `host`, an answer of `away`, into `flat`."""
-        ...
-
-    def settle(self) -> None:
-        """Return when all copies are done and freed memory is free for everybody on the device."""
-        ...
-
-
-class DeviceHostMover:
-    """Pinned host memory, copies on the computing stream; freed blocks go back to the device, for an engine's own pool."""
+class HostMover:
+    """How flat bytes leave `device` for pinned host memory and come back: by copies on the computing stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
         self._torch = torch.get_device_module(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
+        """Begin to copy `flat` to the host; `flat` may be freed at once."""
         # Ordered on the stream before whatever may get the freed memory next.
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         host.copy_(flat, non_blocking=True)
         return host
 
     def back(self, host: Tensor, flat: Tensor) -> None:
+        """Begin to copy `host`, an answer of `away`, into `flat`."""
         flat.copy_(host, non_blocking=True)
 
     def settle(self) -> None:
+        """Return when all copies are done and freed memory is free for everybody on the device, an engine's pool among them."""
         self._torch.synchronize(self.device)
         self._torch.empty_cache()
 
@@ -90,7 +74,10 @@ class Rest:
             self._leave(tensor for idle in self._idle for tensor in idle())
             yield
         except BaseException:
-            self._return_anyhow()
+            try:  # as much as there is room for; what goes wrong here must not hide the error that is under way
+                self._return(tuple(self._left))
+            except Exception as error:
+                logger.warning("After an error, %d tensors stay on the host: %s", len(self._left), error)
             raise
         self._return(tuple(self._left))
 
@@ -137,13 +124,6 @@ class Rest:
             del self._left[key]
         self._mover.settle()
         self.seconds += time.perf_counter() - start
-
-    def _return_anyhow(self) -> None:
-        """Return as much as there is room for; what goes wrong here must not hide the error that is under way."""
-        try:
-            self._return(tuple(self._left))
-        except Exception as error:
-            logger.warning("After an error, %d tensors stay on the host: %s", len(self._left), error)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:

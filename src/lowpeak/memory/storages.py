@@ -60,7 +60,7 @@ class StorageMeter(TorchDispatchMode):
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and see to whom its results belong; one on tensors made of others comes again for those."""
+        # An operation on tensors made of others comes again for those.
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             return NotImplemented
         if self._paused:

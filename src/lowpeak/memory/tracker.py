@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -45,32 +44,15 @@ class PhaseUse:
         )
 
 
-class Gauge(Protocol):
-    """What can be asked of a device's memory; `how` says in words what its peaks are."""
-
-    how: str
-
-    def reset(self) -> None:
-        """Let the peak begin anew at what is alive now."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until the work given to the device is done."""
-        ...
-
-    def peak(self) -> tuple[int, int | None]:
-        """Return the most bytes alive, and reserved if the device has that, since `reset`."""
-        ...
-
-
 class MemoryTracker:
     """Measures phases on one device; phases may nest, and an outer one's peak contains its inner ones'.
 
     `with tracker.phase(Phase.TRAIN): ...`, then once a step `tracker.take()["train"].peak_bytes`.
     """
 
-    def __init__(self, device: torch.device | str, gauge: Gauge | None = None) -> None:
+    def __init__(self, device: torch.device | str, gauge: DeviceGauge | ResidentGauge | None = None) -> None:
         device = torch.device(device)
+        self._gauge: DeviceGauge | ResidentGauge
         self._gauge = gauge or (DeviceGauge(device) if has_memory(device) else ResidentGauge())
         self._open: list[PhaseUse] = []
         self._names: list[str] = []  # of the open phases
@@ -79,7 +61,6 @@ class MemoryTracker:
 
     @property
     def how(self) -> str:
-        """Return what the peaks are, in words: they differ by device and system."""
         return self._gauge.how
 
     @property
@@ -126,7 +107,7 @@ class MemoryTracker:
 
 
 class DeviceGauge:
-    """The peaks of torch's caching allocator on one device."""
+    """The peaks of torch's caching allocator on one device; `how` says in words what they are."""
 
     how = "bytes of tensors on the device (torch's allocator)"
 
@@ -135,12 +116,14 @@ class DeviceGauge:
         self._torch = torch.get_device_module(device)
 
     def reset(self) -> None:
+        """Let the peak begin anew at what is alive now."""
         self._torch.reset_peak_memory_stats(self._device)
 
     def settle(self) -> None:
         self._torch.synchronize(self._device)
 
     def peak(self) -> tuple[int, int | None]:
+        """Return the most bytes alive, and reserved (None where nothing reserves), since `reset`."""
         return self._torch.max_memory_allocated(self._device), self._torch.max_memory_reserved(self._device)
 
 

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,28 +58,22 @@ def colocated_vllm(bench: Bench) -> str:
     return "; ".join(told)
 
 
-@row("vLLM, server", "vLLM", seconds=240)
-def vllm_server(bench: Bench) -> str:
-    """Push weights to a vLLM server of the same device, and compare log-probs."""
-    return _try_server(bench, ("0",) if bench.device.type == "cuda" else (CPU,))
-
-
-@row("vLLM, server on another GPU", "2 GPUs", "vLLM", seconds=240)
-def vllm_server_apart(bench: Bench) -> str:
-    """Push weights to a vLLM server of the second GPU, by NCCL too, and compare log-probs."""
-    return _try_server(bench, ("1",))
-
-
-def _try_server(bench: Bench, devices: tuple[str, ...]) -> str:
+def vllm_server(bench: Bench, gpu: str) -> str:
+    """Push weights to a vLLM server of a GPU (or of the CPU), and compare log-probs."""
     model, folder = _vllm_model(bench), bench.folder / "model"
     model.save_pretrained(folder)
     make_tokenizer(_NUM_IDS).save_pretrained(folder)
     sizes = ("--max-model-len", str(_CONTEXT), "--gpu-memory-utilization", "0.1")
     options = (*sizes, "--kv-cache-memory-bytes", str(_CACHE), "--enforce-eager")
     dtype = str(model.dtype).removeprefix("torch.")
+    devices = (bench.pick(gpu, CPU),)
     server = Server(str(folder), port=free_ports(1)[0], devices=devices, dtype=dtype, options=options)
     with served(server, bench.folder / "server.log"):
         return _try(model, ServerVllm(server.url, server.token), bench)
+
+
+row("vLLM, server", "vLLM", seconds=240)(partial(vllm_server, gpu="0"))
+row("vLLM, server on another GPU", "2 GPUs", "vLLM", seconds=240)(partial(vllm_server, gpu="1"))
 
 
 def _vllm_model(bench: Bench) -> Any:
@@ -88,7 +83,6 @@ def _vllm_model(bench: Bench) -> Any:
 
 
 def _try(model: Any, vllm: Vllm, bench: Bench) -> str:
-    """Push weights over each transport, and compare the log-probs of what vLLM writes with the last ones."""
     vllm.facts()
     vllm.workers.call("lowpeak_score_at_temperature", {})
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device)
@@ -99,7 +93,6 @@ def push_over_each(
     vllms: Sequence[Vllm],
     slices: Callable[[int], Iterable[WeightSlice]],
     device: torch.device,
-    timeout: float = _SECONDS,
 ) -> str:
     """Push `slices(version)` over each transport that reaches all workers, other values for each version, and prove them.
 
@@ -108,11 +101,11 @@ def push_over_each(
     """
     settings = VllmSettings(ServerSettings(()), bucket_bytes=1 << 20)
     worked, failed = [], []
-    for version, transport in enumerate(reaching(vllms, device, timeout), 1):
+    for version, transport in enumerate(reaching(vllms, device, _SECONDS), 1):
         try:
-            report = push(slices(version), vllms, replace(settings, transport=transport), version, timeout=timeout)
-            prove(vllms, timeout)
-            require(held_version(vllms, timeout) == version, "the engines do not hold the version that was pushed")
+            report = push(slices(version), vllms, replace(settings, transport=transport), version, timeout=_SECONDS)
+            prove(vllms, _SECONDS)
+            require(held_version(vllms, _SECONDS) == version, "the engines do not hold the version that was pushed")
         except Exception as error:
             failed.append(f"{transport}: {type(error).__name__}: {error}")
         else:
@@ -122,7 +115,6 @@ def push_over_each(
 
 
 def _slices(model: Any, version: int) -> Iterator[WeightSlice]:
-    """Give the model's weights, other values for each version."""
     with torch.no_grad():
         for number, (name, parameter) in enumerate(model.named_parameters()):
             parameter.mul_(1.0 + 0.01 * ((version + number) % 5))
@@ -149,7 +141,6 @@ def _logprobs_apart(model: Any, vllm: Vllm, bench: Bench) -> float:
 
 
 def _used_bytes(bench: Bench) -> int:
-    """Return the bytes in use on the device, by whichever process."""
     if bench.device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(bench.device)

@@ -140,7 +140,7 @@ def run_rows(rows: Sequence[Row], device: str, say: Say = _say, limit: float = L
     outcomes = []
     for each in rows:
         outcomes.append(_run(each, device, began + limit - time.monotonic()))
-        say(f"| {each.name} | {outcomes[-1].result} | {_cell(outcomes[-1].numbers)} |")
+        say(f"| {each.name} | {outcomes[-1].result} | {' '.join(outcomes[-1].numbers.replace('|', '/').split())} |")
     counts = [sum(outcome.result == kind for outcome in outcomes) for kind in ("ok", "FAILED", "not run")]
     say(f"\n{counts[0]} ok, {counts[1]} failed, {counts[2]} not run, in {time.monotonic() - began:.0f} s")
     for each, outcome in zip(rows, outcomes, strict=True):
@@ -207,7 +207,3 @@ def answer(module: str, name: str, device: str, folder: str) -> None:
         sentence = next(iter(str(error).strip().splitlines()), "no message")
         found = ("FAILED", sentence if isinstance(error, MismatchError) else f"{type(error).__name__}: {sentence}")
     Path(folder, "answer.json").write_text(json.dumps(found), encoding="utf-8")
-
-
-def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "/").split())

@@ -20,7 +20,7 @@ from lowpeak.strategies.gathered import Gatherer
 from lowpeak.strategies.outgoing import layout, outgoing
 from lowpeak.strategies.shards import load_torch_state
 from lowpeak.strategies.states import torch_idle
-from lowpeak.strategies.strategy import Frozen
+from lowpeak.strategies.strategy import Frozen, Strategy
 
 
 def num_peers(accelerator: Accelerator) -> int:
@@ -34,7 +34,7 @@ def fsdp_mesh(accelerator: Any) -> Any:
     return None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)]
 
 
-class Accelerated:
+class Accelerated(Strategy):
     """A strategy over what accelerate prepared. Strategies say how gradients meet, and how parameters are cut."""
 
     cuts_parameters = False
@@ -47,21 +47,8 @@ class Accelerated:
         self.ranks = Ranks(self._device, num_peers(accelerator))
         self._gatherer = Gatherer(self.ranks, self._device)
 
-    @property
-    def promised_scale(self) -> float | None:
-        return None  # gradients are reduced over ranks on their way
-
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def backward(self, loss: Tensor, last: bool) -> None:
         self._accelerator.backward(loss)
-
-    def own_grad_norm(self) -> Tensor | None:
-        return None
-
-    def own_step(self) -> None:
-        pass
 
     @contextmanager
     def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
@@ -83,17 +70,11 @@ class Accelerated:
     def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         return [] if optimizer is None else torch_idle(optimizer)
 
-    def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        pass  # rank 0 writes weights and optimizer states as transformers does
-
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         load_torch_state(checkpoint, self._unwrapped(model), optimizer, self.ranks.processes)
 
     def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        """A replica on the device; among several ranks it is cut between rows where one of them has no `room` for it.
-
-        A quantised model stays where it was put.
-        """
+        """Return a replica, or rows where one of several ranks has no `room` for it; a quantised model stays where it was put."""
         model = freeze(model)
         if not getattr(model, "is_quantized", False):
             lacking = self.ranks.max([float(frozen_bytes(model) > room)])[0]
@@ -112,11 +93,11 @@ class Accelerated:
         average(self._shards(reference), self._shards(policy), share)
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        """The model inside wrappers, each of its parameters as it is stored."""
+        """Return the model inside wrappers, each of its parameters as it is stored."""
         return self._accelerator.unwrap_model(model)
 
     def _first_alone_read(self, model: nn.Module) -> bool:
-        """Whether rank 0 has to hand a frozen model's weights out; what lacks them then has the dtypes that rank 0 found."""
+        """Return whether rank 0 has to hand a frozen model's weights out; what lacks them then has the dtypes that rank 0 found."""
         if not self.ranks.max([float(any(p.is_meta for p in model.parameters()))])[0]:
             return False
         dtypes = self.ranks.processes.first(lambda: {name: p.dtype for name, p in model.named_parameters()})
@@ -138,11 +119,11 @@ class Accelerated:
         return shards_of(self._unwrapped(model), self._shard)
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
-        """This rank's range of a parameter, None for one that is whole: here those of frozen models that `fully_shard` cut."""
+        """Return this rank's range of a parameter, None for a whole one: here of frozen models that `fully_shard` cut."""
         return rows_shard(parameter, None, self._device)
 
     def _leaving(self, parameter: nn.Parameter) -> FlatShard | None:
-        """The shard from which `slices` sends a parameter."""
+        """Return the shard from which `slices` sends a parameter."""
         return self._shard(parameter)
 
 

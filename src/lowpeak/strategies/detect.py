@@ -59,12 +59,12 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether a rank holds parts of the model's parameters alone, so that a forward takes all ranks."""
+    """Return whether a rank holds parts of the model's parameters alone, so that a forward takes all ranks."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
 def check_cut(strategy: Strategy, model: nn.Module) -> None:
-    """ArgumentError where the strategy has not cut the model yet: with efficient loading rank 0 alone has its weights then."""
+    """Raise ArgumentError if the strategy has not cut the model yet: with efficient loading rank 0 alone has its weights then."""
     if strategy.cuts_parameters and not is_sharded(model):
         raise ArgumentError(
             "evaluate() and predict() come after train() where the model is sharded: train() cuts it over the ranks and hands out "
@@ -73,7 +73,7 @@ def check_cut(strategy: Strategy, model: nn.Module) -> None:
 
 
 def check_devices(fsdp: bool, tensor: bool = False) -> None:
-    """ArgumentError where what was asked for cannot come into force on the devices that were found; call before loading.
+    """Raise ArgumentError where what was asked for cannot come into force on the devices that were found; call before loading.
 
     `fsdp` and `tensor` are whether FSDP and tensor parallelism are asked for; the environment may ask for FSDP as well. Needs
     the process group that TrainingArguments makes.
@@ -87,7 +87,6 @@ def check_devices(fsdp: bool, tensor: bool = False) -> None:
 
 
 def _check_each_has_a_device(state: PartialState) -> None:
-    """ArgumentError where processes that were launched would train by themselves, or share devices."""
     launched = int(os.environ.get("WORLD_SIZE") or 1)
     if launched > 1 and state.num_processes == 1:
         raise ArgumentError(
@@ -109,7 +108,7 @@ def _not_in_force(name: str, state: Accelerator | PartialState) -> ArgumentError
 
 
 def states_on_host(state: Any) -> bool:
-    """Whether accelerate's own settings keep the optimizer's states in host memory (or on a disk) all the time."""
+    """Return whether accelerate's own settings keep the optimizer's states in host memory (or on a disk) all the time."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     deepspeed, fsdp = getattr(state, "deepspeed_plugin", None), getattr(state, "fsdp_plugin", None)
@@ -119,7 +118,7 @@ def states_on_host(state: Any) -> bool:
 
 
 def zero_offloads(plugin: Any, section: str) -> bool:
-    """Whether a section of ZeRO's settings, `offload_optimizer` or `offload_param`, names a place outside of the device."""
+    """Return whether a section of ZeRO's settings, `offload_optimizer` or `offload_param`, names a place outside of the device."""
     config = plugin.deepspeed_config.get("zero_optimization", {}).get(section) or {}
     return config.get("device", "none") not in ("none", None)
 

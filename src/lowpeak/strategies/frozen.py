@@ -24,7 +24,7 @@ _PIECE_BYTES = 8 << 20
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """The model in eval mode, without gradients."""
+    """Return the model in eval mode, without gradients."""
     return model.requires_grad_(False).eval()
 
 
@@ -45,7 +45,7 @@ def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.dev
 
 
 def replicate(model: nn.Module, device: torch.device) -> nn.Module:
-    """Rank 0's weights, which alone has read them, in the memory of each rank's device, and in no other rank's host memory."""
+    """Put rank 0's weights, which alone has read them, in the memory of each rank's device, and in no other rank's host memory."""
     give_room(model, device)
     model.to(device)
     _fill_from_first(model, device)
@@ -53,7 +53,7 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _fill_from_first(module: nn.Module, device: torch.device) -> None:
-    """Rank 0's parameters and saved buffers, a few MB at a time, in place of what the others have; not those cut already."""
+    """Put rank 0's parameters and saved buffers, a few MB at a time, in place of what the others have; not those cut already."""
     give_room(module)
     for values in module.state_dict(keep_vars=True).values():
         if isinstance(values, DTensor):
@@ -67,12 +67,12 @@ def _fill_from_first(module: nn.Module, device: torch.device) -> None:
 
 
 def frozen_bytes(model: nn.Module) -> int:
-    """Bytes of the model's parameters, each once."""
+    """Return the bytes of the model's parameters, each once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 def shards_of(model: nn.Module, sharded: Sharded) -> dict[str, FlatShard]:
-    """Every parameter's range on this rank, by name; whole ones as one range."""
+    """Return every parameter's range on this rank, by name; whole ones as one range."""
     return {plain_name(name): sharded(p) or whole(p.detach()) for name, p in model.named_parameters()}
 
 

@@ -43,7 +43,7 @@ class Fsdp2(Accelerated):
         return self._frozen(shard_rows(freeze(model), fsdp_mesh(self._accelerator), on_host, from_first))
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        """The model inside wrappers, with its rows alone: the root's stay gathered after a forward, until a backward."""
+        """Return the model inside wrappers, with its rows alone: the root's stay gathered after a forward, until a backward."""
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -57,7 +57,7 @@ class Fsdp2(Accelerated):
 
 @contextmanager
 def _own_generate(model: nn.Module) -> Iterator[None]:
-    """The model's own `generate`: transformers puts one in its place that gathers by FSDP2's hooks first."""
+    """Put the model's own `generate` in force: transformers puts one in its place that gathers by FSDP2's hooks first."""
     gathering = model.__dict__.pop("generate", None)
     try:
         yield

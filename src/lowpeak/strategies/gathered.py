@@ -141,7 +141,11 @@ def _fill_all(
     heads = {id(place.parameter) for place in parts.vocabulary if place.module is head}
     whole = [p for p in parts.vocabulary if kept.vocabulary or (whole_head and id(p.parameter) in heads)]
     _fill(stack, whole, buffers[-1] if kept.vocabulary else _buffers(whole))
-    cut = [(place, _rows(place)) for place in parts.vocabulary if place not in whole]
+    cut = [
+        (place, ShardedRows(place.shard, bool(getattr(place.module, "computes_in_fp32", False))))
+        for place in parts.vocabulary
+        if place not in whole
+    ]
     for place, rows in cut:
         if place.module is not head:
             replace_forward(stack, place.module, match.step(rows.look_up, rows.idle_look_up))
@@ -157,26 +161,20 @@ def _fill_all(
             replace_forward(stack, head, match.step(multiply, rows.idle_multiply))
 
 
-def _rows(place: Place) -> ShardedRows:
-    return ShardedRows(place.shard, bool(getattr(place.module, "computes_in_fp32", False)))
-
-
 def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
     """Return a model's sharded parameters by what they are part of."""
     layers = [(layer, _places(layer, sharded)) for layer in layers_of(model)]
     in_layers = {id(place.parameter) for _, places in layers for place in places}
     others = [place for place in _places(model, sharded) if id(place.parameter) not in in_layers]
     inner = transformers_model(model)
-    tables = {
-        id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings()) if module is not None
-    }
+    tables = {id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings())}
     vocabulary = [p for p in others if id(p.module) in tables and _is_plain_table(p) and is_row_aligned(p.shard)]
     rest = [place for place in others if place not in vocabulary]
     return Parts(layers, vocabulary, rest)
 
 
 def _is_plain_table(place: Place) -> bool:
-    """Whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up).
+    """Return whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up).
 
     Not where tensor parallelism has cut it too: then transformers' own forward does more.
     """
@@ -197,7 +195,6 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _places(module: nn.Module, sharded: Sharded) -> list[Place]:
-    """Return all places of sharded parameters at or below a module; a tied one has several."""
     found = []
     for part in own_modules(module):
         for name, parameter in part._parameters.items():
@@ -260,7 +257,6 @@ def _allocate(parts: Parts, kept: Kept, ranks: Ranks, allocate: Callable[..., Te
 
 
 def _fill(stack: ExitStack, places: Sequence[Place], buffers: Buffers) -> None:
-    """Gather parameters into their buffers, and put them in place until the stack unwinds."""
     _gather(places, buffers)
     for place in places:
         _put(stack, place, nn.Parameter(place.shard.view(buffers[id(place.parameter)]), requires_grad=False))
@@ -279,7 +275,7 @@ def _put(stack: ExitStack, place: Place, parameter: nn.Parameter) -> None:
 
 @contextmanager
 def _generating(model: nn.Module) -> Iterator[None]:
-    """Eval mode and no activation checkpointing; each module's own mode and flag come back however the block is left."""
+    """Have eval mode and no activation checkpointing; each module's own mode and flag come back however the block is left."""
     before = [(module, module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
     try:
         model.eval()
@@ -319,7 +315,7 @@ def _is_of_sharding(hook: Callable[..., Any]) -> bool:
 
 
 def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], match: Match, peers: Peers) -> None:
-    """Layers that share buffers, which each fills when it is called."""
+    """Let layers share buffers, which each fills when it is called."""
     pool: dict[tuple[Any, ...], Tensor] = {}
     for layer, places in layers:
         buffers: Buffers = {}

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,6 @@ from lowpeak.errors import EngineError
 from lowpeak.strategies.flat import all_gather
 
 _DONE, _RUNNING, _FAILED = 0, 1, 2
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Match:
@@ -45,11 +42,11 @@ class Match:
         self._autocast: torch.dtype | None = None
         self.arguments: Mapping[str, Any] = {}  # of the forward that runs, for steps that depend on them
 
-    def step(self, run: Callable[P, R], idle: Callable[[], Any]) -> Callable[P, R]:
+    def step(self, run: Callable[..., Any], idle: Callable[[], Any]) -> Callable[..., Any]:
         """`run`, the next of a forward's collectives; `idle` takes part in it for nothing."""
         self._steps.append(idle)
 
-        def counted(*args: P.args, **kwargs: P.kwargs) -> R:
+        def counted(*args: Any, **kwargs: Any) -> Any:
             self._sound = False
             kind = self.device.type
             self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
@@ -90,7 +87,7 @@ class Match:
             self._gather(_FAILED)
 
     def _exchange(self, state: int) -> bool:
-        """Whether any rank runs; EngineError where one has failed."""
+        """Return whether any rank runs; EngineError where one has failed."""
         self._sound = False
         states = self._gather(state)
         if _FAILED in states:
@@ -141,7 +138,7 @@ def matched(model: nn.Module, match: Match) -> Iterator[None]:
 
 
 def replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Another forward for a module until the stack unwinds."""
+    """Replace the forward of a module until the stack unwinds."""
     own = module.__dict__.get("forward")
     module.forward = forward
     if own is None:
@@ -173,7 +170,7 @@ def _idle(match: Match, module: nn.Module, forward: Callable[..., Any], nothing:
 
 
 def _nothing(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Ids, or hidden states of all positions, as this forward would have given them to the module."""
+    """Return ids, or hidden states of all positions, as this forward would have given them to the module."""
     ids_BL = arguments["input_ids"]
     if isinstance(module, nn.Embedding):
         return torch.zeros_like(ids_BL), {}
@@ -181,7 +178,7 @@ def _nothing(module: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[st
 
 
 def _no_positions(head: Any, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Hidden states of the positions whose logits this forward keeps, or of all and what is asked of them."""
+    """Return hidden states of the positions whose logits this forward keeps, or of all and what is asked of them."""
     num_rows, length = arguments["input_ids"].shape
     if arguments.get("head_request") is not None:
         return _zeros(head, num_rows, length), {"head_request": arguments["head_request"]}

@@ -89,7 +89,7 @@ def adapter_state(model: Any, left: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def parts_tied(model: Any, leaving: Collection[str]) -> bool:
-    """Whether what leaves `merged` has a head of its own, though the model's config ties it to the embedding."""
+    """Return whether what leaves `merged` has a head of its own, though the model's config ties it to the embedding."""
     base = transformers_model(model)
     head = base.get_output_embeddings()
     name = next((plain_name(name) for name, module in base.named_modules() if module is head), "")
@@ -102,7 +102,7 @@ def active_adapters(model: Any) -> list[str]:
 
 
 def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard], merges: bool) -> Iterator[Outgoing]:
-    """The base's parameters; one that is tied leaves once for each thing that the adapter makes of it."""
+    """Yield the base's parameters; one that is tied leaves once for each thing that the adapter makes of it."""
     adapters = active_adapters(model)
     layers = dict(_weights_under_lora(model))
     left: set[tuple[int, int]] = set()
@@ -123,7 +123,7 @@ def _merged(model: Any, shard_of: Callable[[nn.Parameter], FlatShard], merges: b
 
 
 def _weights_under_lora(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The name of each weight that has LoRA on it, in its place, and the layer of peft's there."""
+    """Yield the name of each weight that has LoRA on it, in its place, and the layer of peft's there."""
     for place, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             weight = layer.get_base_layer().weight
@@ -131,7 +131,7 @@ def _weights_under_lora(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _base_name(name: str, adapters: list[str]) -> str | None:
-    """A parameter's name in the base model's checkpoint; None for one that does not leave."""
+    """Return a parameter's name in the base model's checkpoint; None for one that does not leave."""
     name = name.removeprefix(_PREFIX)
     if ".original_module." in name or "lora_" in name:
         return None
@@ -143,7 +143,7 @@ def _base_name(name: str, adapters: list[str]) -> str | None:
 
 
 def _product(layer: Any, adapter: str, shard_of: Callable[[nn.Parameter], FlatShard], base: FlatShard) -> Added:
-    """`scaling * B @ A` for the values [first, last) of the flat weight [rows, columns], whose rows alone are computed."""
+    """Return `scaling * B @ A` for the values [first, last) of the flat weight [rows, columns], whose rows alone are computed."""
     if adapter in layer.lora_A:
         left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
         left_OR, right_RI = shard_of(left).gathered(), shard_of(right).gathered()
@@ -172,7 +172,7 @@ def _added(layer: Any, adapters: list[str], shard_of: Callable[[nn.Parameter], F
 
 
 def _check_mergeable(layer: Any, adapters: list[str], name: str, shape: torch.Size) -> None:
-    """ArgumentError for adapters that are more than `W + scaling * B @ A`, of a weight whose whole `shape` is given."""
+    """Raise ArgumentError for adapters that are more than `W + scaling * B @ A`, of a weight whose whole `shape` is given."""
     variants = getattr(layer, "lora_variant", {})
     known = all(adapter in layer.lora_A or adapter in layer.lora_embedding_A for adapter in adapters)
     biased = any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in adapters)

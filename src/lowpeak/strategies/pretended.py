@@ -21,18 +21,22 @@ from lowpeak.ranks import Ranks
 
 
 class Pretended:
-    """What `run_step` asks of a strategy, of rank 0 of so many: gradients are reduced in each micro-batch, as FSDP2 does."""
+    """What `run_step` asks of a strategy, of rank 0 of so many: gradients are reduced in each micro-batch, as FSDP2 does.
 
-    def __init__(self) -> None:
+    `begin` is told when a forward and a backward begin, by these words.
+    """
+
+    def __init__(self, begin: Callable[[str], object] = lambda phase: None) -> None:
+        self._begin = begin
         self.ranks = Ranks()
         self.promised_scale = 1.0 if self.ranks.world_size == 1 else None
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch's forward and backward: nothing."""
+        self._begin("forward")
         return nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the loss's gradients to the parameters'."""
+        self._begin("backward")
         loss.backward()
 
 

@@ -149,13 +149,19 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         places = {written.index: written.storage_data for each in results for written in each}
-        tensors = {name: _described(name, found, places) for name, found in metadata.state_dict_metadata.items()}
+        tensors = {}
+        for name, found in metadata.state_dict_metadata.items():
+            assert isinstance(found, TensorStorageMetadata)
+            pieces = []
+            for chunk in found.chunks:
+                place = places[MetadataIndex(name, chunk.offsets)]
+                pieces.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
+            dtype = str(found.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "numel": found.size.numel(), "pieces": pieces}
         Path(self.path, _RANGES).write_text(json.dumps(tensors), encoding="utf-8")
 
 
 class _Reader(dcp.FileSystemReader):
-    """Reads what `_Writer` wrote."""
-
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         file = Path(self.path, _RANGES)
         if not file.exists():
@@ -174,16 +180,6 @@ class _Reader(dcp.FileSystemReader):
         return metadata
 
 
-def _described(name: str, found: Any, places: Mapping[MetadataIndex, _StorageInfo]) -> dict[str, Any]:
-    assert isinstance(found, TensorStorageMetadata)
-    pieces = []
-    for chunk in found.chunks:
-        place = places[MetadataIndex(name, chunk.offsets)]
-        pieces.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
-    dtype = str(found.properties.dtype).removeprefix("torch.")
-    return {"dtype": dtype, "numel": found.size.numel(), "pieces": pieces}
-
-
 class _SavePlanner(DefaultSavePlanner):
     """Writes pieces of flat ranges; ranges that several ranks have are written by one of them."""
 
@@ -200,8 +196,6 @@ class _SavePlanner(DefaultSavePlanner):
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Reads into the values of flat ranges."""
-
     def __init__(self, fragments: Mapping[tuple[str, int], Fragment]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._fragments = fragments
@@ -218,9 +212,6 @@ class _LoadPlanner(DefaultLoadPlanner):
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         values = self._fragments[_place(read_item.dest_index)].values
         return values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        pass  # it was read into its place
 
 
 def _pieces(fragment: Fragment) -> Iterator[Fragment]:

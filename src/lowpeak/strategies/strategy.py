@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,8 @@ class Frozen:
     ready: Callable[[], AbstractContextManager[Any]]
 
 
-@runtime_checkable
 class Strategy(Protocol):
-    """One device, DDP, FSDP2 or ZeRO: each is one small class.
+    """One device, DDP, FSDP2 or ZeRO: each is one small class. What is written out here holds unless a strategy says otherwise.
 
     `cuts_parameters` is whether a rank holds a part of the policy's parameters alone, so that forwards hold collectives;
     `cuts_states` whether ranks have different parts of what is trained or of its states, so that only together they save it.
@@ -41,11 +40,11 @@ class Strategy(Protocol):
 
         None wherever something must see a gradient on its way: a reduction over ranks, hooks, a loss scale.
         """
-        ...
+        return None
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""
-        ...
+        return nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
         """Add the loss's gradients to the parameters', averaged over ranks after the step's `last` micro-batch."""
@@ -53,11 +52,11 @@ class Strategy(Protocol):
 
     def own_grad_norm(self) -> Tensor | None:
         """Return the norm of all ranks' gradients before clipping, where an engine of the strategy keeps them; else None."""
-        ...
+        return None
 
     def own_step(self) -> None:
         """Clip, update and clear the gradients where an engine of the strategy does that itself; else nothing."""
-        ...
+        return
 
     def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> AbstractContextManager[nn.Module]:
         """A context in which `model` runs without gradients: eval mode, no checkpointing, as many layers gathered as `budget`
@@ -89,8 +88,11 @@ class Strategy(Protocol):
         ...
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        """Write this rank's part of the trained weights and optimizer states into a (staged) folder; all ranks together."""
-        ...
+        """Write this rank's part of the trained weights and optimizer states into a (staged) folder; all ranks together.
+
+        Nothing where rank 0 writes them as transformers does.
+        """
+        return
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         """Take back what `save_state` wrote, on as many ranks or on others; without an optimizer, the weights alone."""

@@ -141,5 +141,4 @@ def _is_cut(model: nn.Module) -> bool:
 
 
 def _seen(part: Tensor, whole: DTensor, mesh: Any, placement: Any) -> Tensor:
-    """A peer's part as transformers' forwards expect it."""
     return DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())

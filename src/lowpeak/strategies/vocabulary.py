@@ -96,7 +96,6 @@ def is_row_aligned(shard: FlatShard) -> bool:
 
 
 def _extended(part: Tensor, size: int) -> Tensor:
-    """`part` with zeros behind it, contiguous, `size` long."""
     whole = part.new_zeros(size, *part.shape[1:])
     whole[: len(part)] = part
     return whole

@@ -29,7 +29,7 @@ from lowpeak.journal import Journal
 from lowpeak.loading import give_room
 from lowpeak.logprobs.head import causal_lm, install_head
 from lowpeak.logprobs.verify import verify_load_balance
-from lowpeak.memory.offload import activation_offload
+from lowpeak.memory.offload import ActivationOffload, DeviceMover
 from lowpeak.memory.resting import Rest
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.records import Prompt
@@ -242,7 +242,8 @@ def make_run(
         memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing, shares=shares
     )
     give_room(policy)
-    saving = activation_offload(policy, device).saving if memory.activation_offloading else nullcontext
+    offloads = memory.activation_offloading
+    saving = ActivationOffload(policy, DeviceMover(device)).saving if offloads else nullcontext
     return Run(
         algorithm=algorithm,
         core=Core(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowpeak.memory.resting import LEAST_BYTES, DeviceHostMover, HostMover, Rest
+from lowpeak.memory.resting import LEAST_BYTES, HostMover, Rest
 from lowpeak.strategies.strategy import Frozen, Strategy
 
 
@@ -19,7 +19,7 @@ def make_rest(
 
     The optimizer is made when training starts, and has no states before its first step.
     """
-    mover = mover or DeviceHostMover(trainer.accelerator.device)
+    mover = mover or HostMover(trainer.accelerator.device)
 
     def needed() -> Iterable[Tensor]:
         return _tensors(policy, strategy)

@@ -51,17 +51,16 @@ def export(model, folder, file_bytes=10**9):
     return folder
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        tiny_model,
-        lambda: tiny_model(tied=False),
-        lambda: tiny_model(dtype=torch.bfloat16),
-        tiny_experts,
-        mixtral,
-    ],
-    ids=["tied", "untied", "bf16", "experts", "renamed experts"],
-)
+MODELS = {
+    "tied": tiny_model,
+    "untied": lambda: tiny_model(tied=False),
+    "bf16": lambda: tiny_model(dtype=torch.bfloat16),
+    "experts": tiny_experts,
+    "renamed experts": mixtral,
+}
+
+
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_an_export_is_what_transformers_saves(tmp_path, make):
     model = make()
     model.save_pretrained(tmp_path / "theirs")

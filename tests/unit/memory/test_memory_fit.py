@@ -45,9 +45,6 @@ def test_layers_hand_on_what_the_embeddings_dtype_takes():
     assert fit_micro_batch(wide, 8 * GIB, True) == fit_micro_batch(replace(wide, stream=2), 4 * GIB + GIB // 2, True)
 
 
-def test_without_free_memory_the_least_sizes_remain():
-    assert (fit_chunk(SHAPE, 0), fit_micro_batch(SHAPE, 0, True), fit_kv_cache(0)) == (16, 512, 1 << 24)
-
-
-def test_a_cache_is_a_quarter_rounded_down():
+def test_a_cache_is_a_quarter_rounded_down_and_without_free_memory_the_least_sizes_remain():
     assert fit_kv_cache(10 * GIB) == 2 * GIB
+    assert (fit_chunk(SHAPE, 0), fit_micro_batch(SHAPE, 0, True), fit_kv_cache(0)) == (16, 512, 1 << 24)

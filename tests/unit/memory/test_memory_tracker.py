@@ -64,11 +64,8 @@ def test_an_outer_phase_has_the_highest_of_its_pieces_and_an_inner_one_only_its_
                 gauge.use(5)
         gauge.use(after)
     uses = tracker.take()
-    assert {name: use.peak_bytes for name, use in uses.items()} == {
-        "evaluate": 170,
-        "rollout": 100 + inside,
-        "reward": 105,
-    }
+    peaks = {name: use.peak_bytes for name, use in uses.items()}
+    assert peaks == {"evaluate": 170, "rollout": 100 + inside, "reward": 105}
 
 
 def test_calls_of_one_phase_add_up_in_time_and_take_the_highest_peak():
@@ -143,11 +140,7 @@ def test_64_megabytes_in_a_phase_are_seen_there_and_in_the_phase_around_it_and_n
     command = [sys.executable, "-c", MEASURE]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env).stdout
     seen = {name: float(mb) for name, mb in (line.split() for line in said.splitlines())}
-    assert seen["rollout"] == pytest.approx(64, rel=0.1)
-    assert seen["evaluate"] == pytest.approx(64, rel=0.1)
-    assert seen["reward"] == pytest.approx(16, abs=3)
-    assert seen["save"] == pytest.approx(0, abs=3)
-    assert seen["sampled"] == pytest.approx(32, rel=0.1)
+    assert seen == pytest.approx({"rollout": 64, "evaluate": 64, "reward": 16, "save": 0, "sampled": 32}, abs=5)
 
 
 def test_the_tracker_says_what_it_measures():
@@ -170,7 +163,7 @@ def test_a_phase_costs_little():
 GB = 2**30
 
 
-def v2(folder: str, limit: int | str, use: int, reclaimable: int = 0) -> dict[str, str]:
+def v2(folder, limit, use, reclaimable=0):
     return {
         f"{folder}memory.max": f"{limit}\n",
         f"{folder}memory.current": f"{use}\n",

@@ -51,16 +51,13 @@ def test_however_a_row_ends_it_is_one_line_with_the_reason(outcome, name, result
     assert re.fullmatch(numbers, outcome[1][name][1]), outcome[1][name]
 
 
-def test_totals_and_the_output_of_failed_rows_come_after_the_table(outcome):
-    ok, rows, said, _ = outcome
+def test_totals_and_the_output_of_failed_rows_come_after_the_table_and_what_a_row_started_ends_with_it(outcome):
+    ok, rows, said, child = outcome
     assert not ok
     assert len(rows) == 7
     assert any(re.fullmatch(r"\n1 ok, 5 failed, 1 not run, in \d+ s", line) for line in said)
     assert any("the end of is wrong's output:\nwhat it printed" in line for line in said)
-
-
-def test_what_a_row_started_ends_with_it(outcome):
-    status = Path(f"/proc/{outcome[3]}/stat")
+    status = Path(f"/proc/{child}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
 
 

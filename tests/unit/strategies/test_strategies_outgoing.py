@@ -56,12 +56,7 @@ def test_a_model_leaves_under_its_own_names_in_the_receivers_dtype_tied_weights_
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"use_rslora": True},
-        {"target_modules": ["embed_tokens", "q_proj"]},
-        {"modules_to_save": ["lm_head"]},
-    ],
+    [{}, {"use_rslora": True}, {"target_modules": ["embed_tokens", "q_proj"]}, {"modules_to_save": ["lm_head"]}],
     ids=["linear", "scaled by the root", "an embedding", "a module of its own"],
 )
 def test_an_adapter_leaves_merged_as_peft_merges(settings):
@@ -110,12 +105,13 @@ def test_two_adapters_in_use_are_both_added():
     assert_merged_as_peft(peft)
 
 
-def test_an_adapter_leaves_alone_under_peft_s_names():
+def test_an_adapter_leaves_alone_under_peft_s_names_and_its_base_without_it():
     peft = with_adapter(tiny_model(tied=False), modules_to_save=["lm_head"])
-    theirs = get_peft_model_state_dict(peft)
-    ours = together(peft, "adapter")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    pairs = [(together(peft, "adapter"), get_peft_model_state_dict(peft))]
+    pairs.append((together(with_adapter(), "base"), dict(tiny_model().named_parameters())))
+    for ours, theirs in pairs:
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True, "target_modules": ["q_proj"]}])
@@ -126,13 +122,6 @@ def test_an_adapter_that_is_more_than_a_product_is_an_error(settings):
 
 def test_names_have_no_wrappers():
     assert plain_name("model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight") == "model.layers.0.mlp.weight"
-
-
-def test_the_base_of_an_adapter_leaves_without_it():
-    plain = dict(tiny_model().named_parameters())
-    left = together(with_adapter(), "base")
-    assert left.keys() == plain.keys()
-    assert all(torch.equal(left[name], weight) for name, weight in plain.items())
 
 
 def test_what_training_does_not_change_is_what_is_frozen_and_has_no_adapter():

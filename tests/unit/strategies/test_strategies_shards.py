@@ -84,13 +84,6 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits(tmp_path, name):
     assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
 
 
-def test_weights_come_back_without_an_optimizer(tmp_path):
-    net, _ = saved(tmp_path)
-    other = model()
-    load_torch_state(tmp_path, other, None, Ranks())
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
-
-
 @pytest.mark.parametrize(
     ("name", "width", "make", "ranks", "told"),
     [
@@ -108,10 +101,12 @@ def test_what_does_not_fit_is_named(tmp_path, name, width, make, ranks, told):
         load_torch_state(tmp_path, other, make(other), ranks())
 
 
-def test_groups_that_are_alike_may_be_divided_otherwise(tmp_path):
+def test_weights_come_back_without_an_optimizer_and_with_one_whose_like_groups_are_divided_otherwise(tmp_path):
     net, optimizer = saved(tmp_path)
-    other = model()
+    alone, other = model(), model()
     divided = torch.optim.AdamW([{"params": [p]} for p in other.parameters()], lr=3.0)
+    load_torch_state(tmp_path, alone, None, Ranks())
     load_torch_state(tmp_path, other, divided, Ranks())
     assert [group["lr"] for group in divided.param_groups] == [optimizer.param_groups[0]["lr"]] * 3
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+    for each in (alone, other):
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), each.parameters(), strict=True))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -19,13 +18,13 @@ from lowpeak.strategies.pretended import pretended_ranks
 RANKS = 8
 
 
-def told(kind: DistributedType, **more: Any) -> Any:
+def told(kind, **more):
     """What is read of an Accelerator, which would connect to real ranks."""
     plugins = {name: more.pop(name, None) for name in ("deepspeed_plugin", "fsdp_plugin")}
     return SimpleNamespace(state=SimpleNamespace(**plugins), distributed_type=kind, num_processes=RANKS, **more)
 
 
-def stage(number: int, section: str) -> dict[str, Any]:
+def stage(number, section):
     return {"train_batch_size": "auto", "zero_optimization": {"stage": number, section: {"device": "cpu"}}}
 
 
@@ -50,10 +49,11 @@ def test_zero_cuts_by_its_stage_sums_gradients_where_its_optimizer_is_and_offloa
     assert shares_of(told(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
 
 
-@pytest.mark.parametrize(("offload", "part"), [(False, 1 / 8), (True, 0.0)])
-def test_fsdp_cuts_over_all_ranks_or_keeps_all_on_the_host(offload, part):
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
-    assert shares_of(told(DistributedType.FSDP, fsdp_plugin=plugin)) == Shares(part, part, part)
+def test_fsdp_cuts_over_all_ranks_or_keeps_all_on_the_host_and_without_it_copies_are_whole():
+    for offload, part in ((False, 1 / 8), (True, 0.0)):
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
+        assert shares_of(told(DistributedType.FSDP, fsdp_plugin=plugin)) == Shares(part, part, part)
+    assert shares_of(told(DistributedType.MULTI_CPU)) == Shares(1.0, 1.0, 1.0)
 
 
 def test_of_whole_copies_beside_each_other_each_is_cut_over_its_own_ranks():
@@ -65,7 +65,3 @@ def test_of_whole_copies_beside_each_other_each_is_cut_over_its_own_ranks():
         more = {"fsdp_plugin": plugin, "torch_device_mesh": mesh, "parallelism_config": parts}
         assert shares_of(told(DistributedType.FSDP, **more)) == Shares(1 / 4, 1 / 4, 1 / 4)
     assert not dist.is_initialized()
-
-
-def test_copies_that_are_whole_hold_all():
-    assert shares_of(told(DistributedType.MULTI_CPU)) == Shares(1.0, 1.0, 1.0)

@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from processes import are_gone, is_alive
 
 SECONDS = 60  # until processes have started, or have ended; by themselves they would run for ten minutes
@@ -35,34 +37,20 @@ time.sleep(600)
 """
 
 
-def started(folder):
-    """A parent, and the pids of the group that its child leads: the leader and what it forked."""
-    (folder / "leader.py").write_text(LEADER)
+@pytest.mark.parametrize("killed", ["parent", "leader"])
+def test_a_group_ends_when_its_parent_or_its_leader_was_killed(tmp_path, killed):
+    (tmp_path / "leader.py").write_text(LEADER)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=folder, env=environ)
-    until = time.monotonic() + SECONDS
-    while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < 2:
-        assert time.monotonic() < until
-        time.sleep(0.05)
-    return parent, pids
-
-
-def test_a_group_ends_when_its_parent_was_killed(tmp_path):
-    parent, pids = started(tmp_path)
-    time.sleep(1)
-    assert all(is_alive(pid) for pid in pids)
-    parent.kill()
-    parent.wait()
-    assert are_gone(pids, SECONDS)
-
-
-def test_what_a_killed_leader_leaves_behind_ends_too(tmp_path):
-    parent, pids = started(tmp_path)
-    leader = next(pid for pid in pids if os.getpgid(pid) == pid)
-    (forked,) = set(pids) - {leader}
-    try:
-        os.kill(leader, signal.SIGKILL)
-        assert are_gone([forked], SECONDS)
-    finally:
-        parent.kill()
-        parent.wait()
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=tmp_path, env=environ) as parent:
+        try:
+            until = time.monotonic() + SECONDS
+            while len(pids := [int(file.stem) for file in tmp_path.glob("*.pid")]) < 2:
+                assert time.monotonic() < until
+                time.sleep(0.05)
+            leader = next(pid for pid in pids if os.getpgid(pid) == pid)
+            time.sleep(1)
+            assert all(is_alive(pid) for pid in pids)
+            os.kill(parent.pid if killed == "parent" else leader, signal.SIGKILL)
+            assert are_gone(pids if killed == "parent" else set(pids) - {leader}, SECONDS)
+        finally:
+            parent.kill()
