@@ -90,7 +90,7 @@ def _vllm_model(bench: Bench) -> Any:
 def _try(model: Any, vllm: Vllm, bench: Bench) -> str:
     """Push weights over each transport, and compare the log-probs of what vLLM writes with the last ones."""
     vllm.facts()
-    vllm.workers.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {})
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device)
     return f"{pushed}; log-probs within {_logprobs_apart(model, vllm, bench):.0e} of the model's"
 

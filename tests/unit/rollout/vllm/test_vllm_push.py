@@ -58,7 +58,7 @@ def test_every_engine_and_every_cut_of_it_is_pushed_to():
     tensors = weights()
     push(slices(tensors), [whole, cut], _settings("tcp"), 1)
     assert _holds(whole.model, tensors)
-    parts = [worker.model for worker in cut.workers.workers]
+    parts = [worker.model for worker in cut.workers]
     assert torch.equal(torch.cat([part.o.data for part in parts], 1), tensors["o.weight"])
     assert torch.equal(torch.cat([part.qkv.data[:4] for part in parts]), tensors["q.weight"])
     assert held_version([whole, cut]) == 1
@@ -74,7 +74,7 @@ def _damage(at, change):
                     if piece["name"] == at:
                         change(arguments["data"], piece)
 
-        vllm.workers.before = damage
+        vllm.before = damage
 
     return before
 
@@ -195,10 +195,10 @@ def test_slices_are_taken_to_their_end_when_an_engine_fails_midway():
             yield piece
 
     def die(method, arguments):
-        if method == "lowpeak_take" and vllm.workers.calls.count(method) == 2:
+        if method == "lowpeak_take" and vllm.calls.count(method) == 2:
             raise LostEngineError
 
-    vllm.workers.before = die
+    vllm.before = die
     with pytest.raises(LostEngineError):
         push(watched(), [vllm], _settings(), 1)
     assert len(taken) == len(list(slices(weights())))
@@ -221,8 +221,8 @@ def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
     vllm = FusedVllm()
     push(slices(weights()), [vllm], _settings(), 1)
     seen = []
-    vllm.workers.before = lambda method, arguments: (
-        seen.append(vllm.workers.workers[0].lowpeak_identity()["policy_version"])
+    vllm.before = lambda method, arguments: (
+        seen.append(vllm.workers[0].lowpeak_identity()["policy_version"])
         if method in ("lowpeak_take", "lowpeak_verify", "lowpeak_commit")
         else None
     )

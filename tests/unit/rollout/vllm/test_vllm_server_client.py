@@ -16,7 +16,7 @@ from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.rollout.vllm.requests import Row, checked
 from lowpeak.rollout.vllm.server import ServerVllm, connect
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, Workers, call_together
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, call_together
 from served import free_port
 
 
@@ -42,11 +42,10 @@ def lost(vllm, *firsts, timeout=5.0):
 def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_workers(fake):
     vllm = ServerVllm(fake.url)
     assert isinstance(vllm, Vllm)
-    assert isinstance(vllm.workers, Workers)
-    assert not vllm.workers.in_process
+    assert not vllm.in_process
     assert vllm.facts() == fake.facts
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
-    told = vllm.workers.call("lowpeak_take", {"pieces": [1]}, 7.0)
+    told = vllm.call("lowpeak_take", {"pieces": [1]}, 7.0)
     assert told == [{"method": "lowpeak_take", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
 
 
@@ -197,7 +196,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
         threading.Thread(target=trickle, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(LostEngineError):
-            ServerVllm(f"127.0.0.1:{listening.getsockname()[1]}").workers.call("m", {}, -4.5)
+            ServerVllm(f"127.0.0.1:{listening.getsockname()[1]}").call("m", {}, -4.5)
         assert time.monotonic() - began < 2
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from fused import VOCAB, FusedVllm, FusedWorkers, slices, weights
+from fused import VOCAB, FusedVllm, slices, weights
 from lowpeak.config.vllm import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.vllm.weights.push import held_version, prove, push
@@ -87,7 +87,7 @@ def test_an_engine_that_failed_takes_the_next_update(remote):
 
 def test_every_update_leaves_by_the_port_that_was_given():
     vllm, port, seen = FusedVllm(in_process=False), free_port(), []
-    vllm.workers.before = lambda method, arguments: (
+    vllm.before = lambda method, arguments: (
         seen.append(arguments["invitation"]) if method == "lowpeak_begin" else None
     )
     for version in (1, 2):
@@ -106,9 +106,9 @@ def test_a_port_that_is_taken_is_named_with_its_argument():
 
 
 def test_a_worker_in_another_network_is_given_this_hosts_addresses():
-    vllm, call = FusedVllm(in_process=False), FusedWorkers.call
-    vllm.workers.call = lambda method, *given: (
-        [{"network": "elsewhere", "device": "cpu"}] if method == "lowpeak_look" else call(vllm.workers, method, *given)
+    vllm, call = FusedVllm(in_process=False), FusedVllm.call
+    vllm.call = lambda method, *given: (
+        [{"network": "elsewhere", "device": "cpu"}] if method == "lowpeak_look" else call(vllm, method, *given)
     )
     with contextlib.closing(open_sender("tcp", [vllm], 512, CPU, 5)) as sender:
         hosts = sender.invitation()["hosts"]

@@ -105,7 +105,7 @@ class _Update:
         if error is not None:
             for vllm in self._vllms:
                 try:
-                    vllm.workers.call("lowpeak_abort", {}, min(self._timeout, ABORT_SECONDS))
+                    vllm.call("lowpeak_abort", {}, min(self._timeout, ABORT_SECONDS))
                 except Exception:  # it may be what failed; without a commit it holds no version anyway
                     continue
 
@@ -127,7 +127,7 @@ class _Update:
         arguments = {"sent": sent, "counts": self._counts}
         answers = ask(self._vllms, "lowpeak_verify", [arguments] * len(self._vllms), self._timeout)
         for vllm, each in zip(self._vllms, answers, strict=True):
-            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.workers.in_process)
+            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.in_process)
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:

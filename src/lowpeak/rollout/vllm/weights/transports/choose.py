@@ -33,7 +33,7 @@ def open_sender(
     "auto" is the process if the engine is in it, NCCL if trainer and workers have GPUs of their own, else TCP. NCCL and TCP meet at
     `port` of this host (None: any free one).
     """
-    if transport == "process" or (transport == "auto" and all(vllm.workers.in_process for vllm in vllms)):
+    if transport == "process" or (transport == "auto" and all(vllm.in_process for vllm in vllms)):
         _check_in_process(vllms)
         return ProcessSender(bucket_bytes)
     seen = _Seen.of(vllms, timeout)
@@ -50,7 +50,7 @@ def open_sender(
 
 def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
     """Every transport by which values on `device` can reach all workers."""
-    reached: list[Transport] = ["process"] if all(vllm.workers.in_process for vllm in vllms) else []
+    reached: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
     reached.append("tcp")
     return [*reached, "nccl"] if _Seen.of(vllms, timeout).on_other_gpus(device) else reached
 
@@ -103,7 +103,7 @@ def _device_id(device: torch.device) -> str:
 
 
 def _check_in_process(vllms: Sequence[Vllm]) -> None:
-    if not all(vllm.workers.in_process for vllm in vllms):
+    if not all(vllm.in_process for vllm in vllms):
         raise EngineError("vllm_transport='process': vLLM runs in other processes; use 'auto'.")
 
 
