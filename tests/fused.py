@@ -67,7 +67,7 @@ class FusedWorker(Extension):
 
 
 class FusedVllm:
-    """As much of a `Vllm` as weights need: calls the methods of workers, as of another process where arguments must survive JSON."""
+    """As much of a `Vllm` as weights need; arguments must survive JSON where it stands for another process."""
 
     def __init__(self, *models: FusedModel, in_process: bool = True) -> None:
         self.workers = [FusedWorker(model) for model in models or (FusedModel(),)]

@@ -14,8 +14,7 @@ from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm
-from lowpeak.rollout.vllm.command import CPU, Server
-from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.command import CPU, Server, free_ports
 from lowpeak.rollout.vllm.process import served
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.vllm import Request, Vllm

@@ -18,7 +18,18 @@ from transformers import (
 )
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.rollout.sampling import choose, draw, keep_likely, penalize, philox, shifted_sum, uniforms
+from lowpeak.records import Prompt
+from lowpeak.rollout.sampling import (
+    _MAX_DRAWS,
+    Draws,
+    choose,
+    draw,
+    keep_likely,
+    penalize,
+    philox,
+    shifted_sum,
+    uniforms,
+)
 
 PLAIN = Sampling(num_generations=1, max_new_tokens=1)
 
@@ -85,6 +96,26 @@ def test_another_seed_or_rollout_gives_other_uniforms(changed):
     rows = (torch.arange(4), torch.zeros(4, dtype=torch.int64), torch.arange(16))
     sampling = replace(PLAIN, seed=5, rollout=2)
     assert not (uniforms(sampling, *rows) == uniforms(replace(sampling, **changed), *rows)).any()
+
+
+PROMPTS = [Prompt(serial, (1,), "") for serial in (30, 20)]
+
+
+@pytest.mark.parametrize("num_generations", [2, _MAX_DRAWS // 100])
+def test_draws_are_those_of_each_position_asked_for_alone(num_generations):
+    sampling = replace(PLAIN, max_new_tokens=150, seed=4, rollout=6)
+    numbers, wave = range(num_generations), [(1, i) for i in range(num_generations)]
+    draws = Draws(2 * num_generations, sampling, torch.device("cpu"))
+    draws.make(numbers, wave, PROMPTS)
+    draws.make(range(num_generations, 2 * num_generations), [(0, i) for i in numbers], PROMPTS)  # begins later
+    for first, serial in ((0, 20), (num_generations, 30)):
+        completions = torch.arange(num_generations)
+        expected = uniforms(sampling, torch.full_like(completions, serial), completions, torch.arange(150))
+        positions = (completions + 77) % 150
+        assert torch.equal(draws.at(first + completions, positions), expected[completions, positions])
+    greedy = Draws(4, replace(sampling, temperature=0.0), torch.device("cpu"))
+    greedy.make([0, 1], wave[:2], PROMPTS)
+    assert greedy.at(torch.arange(2), torch.zeros(2, dtype=torch.int64)) is None
 
 
 def _scores(num_rows: int = 16, vocab_size: int = 300, *, ties: bool = False) -> torch.Tensor:

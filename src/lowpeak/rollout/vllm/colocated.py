@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakE
 from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.build import ALWAYS, NO_SHARE
+from lowpeak.rollout.vllm.facts import facts_of
 from lowpeak.rollout.vllm.guarded import free, guarded_build, keep_apart, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import remedy
-from lowpeak.rollout.vllm.versions import import_vllm
+from lowpeak.rollout.vllm.requests import rows_that_fit
+from lowpeak.rollout.vllm.versions import ALWAYS, NO_SHARE, import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
-from lowpeak.rollout.vllm.waves import rows_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class ColocatedVllm:
         self._team = team
         self._device = blueprint.device
         self._had_group = has_group()
-        self._version = import_vllm().__version__
+        import_vllm()
         self._num_requests = 0
         self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
         alone = team.world_size == 1 or blueprint.device.type != "cpu"
@@ -94,20 +94,8 @@ class ColocatedVllm:
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
     def facts(self) -> Facts:
-        config = self.llm.llm_engine.vllm_config
-        cache = config.cache_config
-        return Facts(
-            version=self._version,
-            model=self._model,
-            fingerprint="",
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            max_model_len=config.model_config.max_model_len,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            kv_tokens=cache.num_gpu_blocks * cache.block_size,
-            num_workers=1,
-            serves_adapters=config.lora_config is not None,
-            keeps_to_cache=True,
-        )
+        told = facts_of(self.llm.llm_engine.vllm_config)
+        return replace(told, model=self._model, num_workers=1, keeps_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""

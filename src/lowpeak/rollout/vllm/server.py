@@ -16,9 +16,9 @@ from typing import Any
 
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.rollout.vllm.adapter_route import ROUTE as ADAPTER_ROUTE
 from lowpeak.rollout.vllm.http import Http, NoRouteError, deadline, run
 from lowpeak.rollout.vllm.requests import COMPLETIONS, GENERATE, Route, body_of, read
+from lowpeak.rollout.vllm.token import ADAPTER_ROUTE
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request
 
 logger = logging.getLogger(__name__)

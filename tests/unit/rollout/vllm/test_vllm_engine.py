@@ -111,7 +111,7 @@ def test_a_load_that_fails_holds_no_version_and_still_reads_every_slice():
         raise EngineError
 
     engine = engine_over(scripted())
-    engine._push = refuse
+    engine.push = refuse
     with pytest.raises(EngineError):
         engine.load(noted(), 1)
     assert read == ["weight"]

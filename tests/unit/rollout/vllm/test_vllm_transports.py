@@ -87,9 +87,7 @@ def test_an_engine_that_failed_takes_the_next_update(remote):
 
 def test_every_update_leaves_by_the_port_that_was_given():
     vllm, port, seen = FusedVllm(in_process=False), free_port(), []
-    vllm.before = lambda method, arguments: (
-        seen.append(arguments["invitation"]) if method == "lowpeak_begin" else None
-    )
+    vllm.before = lambda method, arguments: seen.append(arguments["invitation"]) if method == "lowpeak_begin" else None
     for version in (1, 2):
         push(slices(weights(version)), [vllm], _settings(port=port), version)
     push(slices(weights(3)), [vllm], _settings(), 3)

@@ -58,7 +58,6 @@ class AdapterReceiver:
         return ()
 
     def take(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
-        """Collect pieces in host memory."""
         for piece in pieces:
             if piece.name not in self._tensors:
                 self._tensors[piece.name] = torch.empty(piece.shape, dtype=piece.dtype)
@@ -134,7 +133,6 @@ class _Held:
         return _Held(Adapter(name, number, folder.name), folder, _sums(worker, number))
 
     def remove(self, worker: Any) -> None:
-        """Have vLLM forget it, and its files with it."""
         worker.remove_lora(self.adapter.number)
         self.folder.cleanup()
 

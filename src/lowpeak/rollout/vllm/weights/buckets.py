@@ -29,7 +29,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -37,7 +36,6 @@ class Piece:
         return self.count == self.numel
 
     def values_in(self, bucket: Tensor) -> Tensor:
-        """The piece's elements, flat, in the bytes of its bucket."""
         return bucket[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def to_json(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError
-from lowpeak.rollout.vllm.facts import facts_of
+from lowpeak.rollout.vllm.facts import facts_of, own_fingerprint
 from lowpeak.rollout.vllm.versions import is_installed
 from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
 from lowpeak.rollout.vllm.weights.buckets import Piece
@@ -76,7 +76,8 @@ class Extension:
 
     @answering
     def lowpeak_facts(self) -> dict[str, Any]:
-        return facts_of(self.vllm_config)  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        return asdict(replace(facts_of(config), fingerprint=own_fingerprint(config.model_config)))
 
     @answering
     def lowpeak_look(self) -> dict[str, Any]:
@@ -99,9 +100,11 @@ class Extension:
     def lowpeak_take(self, pieces: Sequence[Mapping[str, Any]], **where: Any) -> dict[str, Any]:
         work = _work(self)
         try:
-            bucket = work.open_inlet().read(where)
-            work.receiver.take([Piece.from_json(piece) for piece in pieces], bucket)
-            work.synchronize()  # the bucket may be filled again when this has answered
+            if work.inlet is None:
+                raise EngineError("No update of vLLM's weights is under way.")
+            work.receiver.take([Piece.from_json(piece) for piece in pieces], work.inlet.read(where))
+            if work.device.type != "cpu":  # the bucket may be filled again when this has answered
+                torch.accelerator.synchronize(work.device)
         except BaseException:
             work.close_inlet()
             raise
@@ -135,13 +138,11 @@ class Extension:
 
     @answering
     def lowpeak_score_at_temperature(self) -> dict[str, Any]:
-        """Sampled log-probs of the full softmax at the sampling temperature; a second call changes nothing."""
         score_at_temperature(self.model_runner.sampler)  # type: ignore[attr-defined]
         return {}
 
 
 def _work(worker: Any) -> Work:
-    """What the extension keeps beside a worker."""
     if not hasattr(worker, "_lowpeak_work"):
         worker._lowpeak_work = open_work(worker, secrets.token_hex(8))
     work: Work = worker._lowpeak_work
@@ -162,12 +163,6 @@ class Work:
     rank: int
     incarnation: str
     inlet: Inlet | None = None
-
-    def open_inlet(self) -> Inlet:
-        """The open end of the transport; EngineError outside of an update."""
-        if self.inlet is None:
-            raise EngineError("No update of vLLM's weights is under way.")
-        return self.inlet
 
     def close_inlet(self) -> None:
         if self.inlet is not None:
@@ -194,10 +189,6 @@ class Work:
                 self.adapters.abort()
                 raise
         self.receiver.prove()
-
-    def synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
 
 
 def open_work(worker: Any, incarnation: str) -> Work:

@@ -92,7 +92,6 @@ class Placement:
     regions: dict[str, list[Region]] = field(default_factory=dict)
     expected: dict[str, str] = field(default_factory=dict)
     received: dict[str, Tensor] = field(default_factory=dict)
-    sent: dict[str, str] = field(default_factory=dict)
     _num_filled: dict[str, int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _summing: bool = True
@@ -124,7 +123,7 @@ class Placement:
         received = read_sums({name: value for name, value in self.received.items() if name in sent})
         wrong = {key.partition("\0")[0] for key in found if found[key] != expected[key]}
         wrong |= {name for name, value in received.items() if value != sent[name]}
-        self.expected, self.sent = found, dict(sent)
+        self.expected = found
         return sorted(wrong)
 
     def changed(self) -> list[str]:
