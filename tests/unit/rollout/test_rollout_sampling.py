@@ -235,12 +235,13 @@ def test_greedy_takes_the_largest_score_after_the_penalty_and_its_logprob_at_tem
 
 
 @pytest.mark.parametrize("max_elements", [1, 300, 2000])
-def test_a_large_batch_is_chosen_in_slices_with_the_same_result(max_elements):
+def test_a_large_batch_is_chosen_in_slices_with_the_same_result_and_arguments_stay(max_elements):
     sampling = replace(PLAIN, **FILTERS["all"])
     rows = (torch.rand(16, generator=torch.Generator().manual_seed(0)).double(), torch.arange(48).view(16, 3))
-    expected = choose(_scores(), sampling, *rows)
-    for mine, other in zip(choose(_scores(), sampling, *rows, max_elements=max_elements), expected, strict=True):
+    scores, expected = _scores(), choose(_scores(), sampling, *rows)
+    for mine, other in zip(choose(scores, sampling, *rows, max_elements=max_elements), expected, strict=True):
         assert torch.equal(mine, other)
+    assert torch.equal(scores, _scores())  # left as they were
 
 
 @pytest.mark.parametrize("name", ["none", "all"])
@@ -259,13 +260,6 @@ def test_the_logprob_of_a_token_that_nobody_would_draw_is_finite_and_right():
     tokens, logprobs = choose(scores, penalized, None, torch.tensor([[3]]))
     assert tokens.tolist() != [3]
     assert logprobs.tolist() == [-499.0]
-
-
-def test_arguments_are_left_as_they_were():
-    scores, history = _scores(), torch.zeros(16, 1, dtype=torch.int64)
-    before = scores.clone()
-    choose(scores, replace(PLAIN, **FILTERS["all"]), torch.full((16,), 0.5).double(), history)
-    assert torch.equal(scores, before)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 64, 1000])

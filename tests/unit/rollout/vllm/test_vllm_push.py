@@ -64,19 +64,15 @@ def test_every_engine_and_every_cut_of_it_is_pushed_to():
     assert held_version([whole, cut]) == 1
 
 
-def _damage(at, change):
-    """The slices of some weights, one of which is changed after the sender summed it: on its way."""
+def _damage(vllm, at, change):
+    """Have one tensor changed after the sender summed it: on its way."""
 
-    def before(vllm):
-        def damage(method, arguments):
-            if method == "lowpeak_take":
-                for piece in arguments["pieces"]:
-                    if piece["name"] == at:
-                        change(arguments["data"], piece)
+    def damage(method, arguments):
+        for piece in arguments["pieces"] if method == "lowpeak_take" else ():
+            if piece["name"] == at:
+                change(arguments["data"], piece)
 
-        vllm.before = damage
-
-    return before
+    vllm.before = damage
 
 
 def _flip(data, piece):
@@ -84,9 +80,8 @@ def _flip(data, piece):
 
 
 def _swap(data, piece):
-    first = data[piece["offset"] : piece["offset"] + 4].clone()
-    data[piece["offset"] : piece["offset"] + 4] = data[piece["offset"] + 4 : piece["offset"] + 8]
-    data[piece["offset"] + 4 : piece["offset"] + 8] = first
+    words = data[piece["offset"] : piece["offset"] + 8].view(2, 4)
+    words.copy_(words.flip(0))
 
 
 @pytest.mark.parametrize("change", [_flip, _swap])
@@ -95,7 +90,7 @@ def _swap(data, piece):
 def test_a_tensor_that_is_damaged_on_its_way_is_named_and_nothing_is_committed(name, change, tp):
     vllm = FusedVllm(*(FusedModel(tp=tp, rank=rank) for rank in range(tp)))
     push(slices(weights()), [vllm], _settings(), 1)
-    _damage(name, change)(vllm)
+    _damage(vllm, name, change)
     with pytest.raises(EngineError, match=rf": {name}\.$"):
         push(slices(weights(1)), [vllm], _settings(), 2)
     assert vllm.versions() == [None] * tp
@@ -205,16 +200,19 @@ def test_slices_are_taken_to_their_end_when_an_engine_fails_midway():
     assert vllm.versions() == [None]
 
 
-def test_an_error_of_the_policy_ends_the_update_without_a_version():
+@pytest.mark.parametrize("transport", ["process", "tcp"])
+def test_an_error_of_the_policy_ends_the_update_without_a_version_and_the_next_one_is_taken(transport):
     def broken():
         yield next(iter(slices(weights())))
         raise RuntimeError
 
-    vllm = FusedVllm()
-    push(slices(weights()), [vllm], _settings(), 1)
+    vllm = FusedVllm(in_process=transport == "process")
+    push(slices(weights()), [vllm], _settings(transport), 1)
     with pytest.raises(RuntimeError):
-        push(broken(), [vllm], _settings(), 2)
+        push(broken(), [vllm], _settings(transport), 2)
     assert vllm.versions() == [None]
+    push(slices(weights()), [vllm], _settings(transport), 3)
+    assert vllm.versions() == [3]
 
 
 def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():

@@ -146,7 +146,9 @@ class _Update:
     def _begin(self, sender: Sender) -> frozenset[str]:
         """Open every worker's end; the names of tensors that all of them hold."""
         invitation = sender.invitation()
-        adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": _new_number()}
+        # An adapter's number in vLLM: one that was not used before, and above those that its server counts from 1.
+        number = (1 << 20) + secrets.randbelow(1 << 30)
+        adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
         others = self.vllms[:-1]
         workers = ask(others, "lowpeak_identity", [{}] * len(others), self.timeout)
         first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
@@ -190,11 +192,6 @@ def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int]
         raise EngineError(
             f"vLLM took only a part of {few(lost)}: its model has other shapes, or does not have these tensors."
         )
-
-
-def _new_number() -> int:
-    """vLLM's number of an adapter: one that was not used before, and above those that its server counts from 1."""
-    return (1 << 20) + secrets.randbelow(1 << 30)
 
 
 def exhaust(slices: Iterator[WeightSlice]) -> None:
