@@ -247,17 +247,14 @@ def _completion(
 def _logprobs(values: Sequence[Any], mask: Sequence[Any], row: int) -> torch.Tensor:
     """A row's log-probs, NaN where they are not known; EngineError for what is none of a token that the policy wrote."""
     flat = [value[0] if isinstance(value, list | tuple) else value for value in values]
-    wrong = [value for value, kept in zip(flat, mask, strict=True) if kept and not _is_logprob(value)]
+    written = [value for value, kept in zip(flat, mask, strict=True) if kept and value is not None]
+    wrong = [value for value in written if not -math.inf < value < _ROUNDED]
     if wrong:
         raise EngineError(
             f"rollout_func: row {row}: logprobs has {wrong[0]}; a log-prob is a finite number of at most 0, or None where it is "
             "not known."
         )
     return torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32)
-
-
-def _is_logprob(value: Any) -> bool:
-    return value is None or -math.inf < value < _ROUNDED
 
 
 def _or_else(values: Any, default: list[Any]) -> list[Any]:

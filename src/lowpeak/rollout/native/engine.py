@@ -15,7 +15,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.memory.devices import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout.engine import SliceForm
+from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
@@ -50,7 +50,8 @@ class NativeEngine:
         if self.policy_version is None:
             raise EngineError("The engine holds no known weights yet: call load() before generate().")
         with self.hold() as model, torch.no_grad():
-            _check_lengths(model, prompts, sampling)
+            context = getattr(text_config(model), "max_position_embeddings", None)
+            check_lengths(prompts, sampling, context, "the model's", "shorten prompts or completions")
             completions = self._complete(model, prompts, sampling) if prompts else []
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
@@ -114,15 +115,3 @@ def _without_versions(model: nn.Module) -> AbstractContextManager[Any]:
     """
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
     return torch.inference_mode() if is_plain else nullcontext()
-
-
-def _check_lengths(model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-    context = getattr(text_config(model), "max_position_embeddings", None)
-    for prompt in prompts:
-        if not prompt.ids:
-            raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
-        if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
-            raise EngineError(
-                f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
-                f"exceeds the model's context of {context}: shorten prompts or completions."
-            )

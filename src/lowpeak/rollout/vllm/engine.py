@@ -16,7 +16,7 @@ from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
+from lowpeak.rollout.engine import SLICE_BYTES, SliceForm, check_lengths
 from lowpeak.rollout.vllm.misfit import option
 from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, form_waves, rows_of, rows_that_fit, share
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm, ask, call_together
@@ -251,8 +251,10 @@ class VllmEngine:
             return
         fitting = self._wave_size(rows)  # asked in any case: it tells of a row that cannot fit at all
         for wave in form_waves(rows, self.settings.batch_size or fitting):
-            shares = share(wave, len(self._vllms))
-            failures = self._ask_each([[wave[i] for i in mine] for mine in shares], version)
+            shares = [[wave[i] for i in mine] for mine in share(wave, len(self._vllms))]
+            asked = zip(self._vllms, self._adapters, shares, strict=True)
+            ended = call_together([partial(self._ask, *each, version) for each in asked if each[2]])
+            failures = [failure for failure in ended if failure is not None]
             if failures:
                 raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
@@ -262,12 +264,6 @@ class VllmEngine:
             return len(rows)
         longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
         return rows_that_fit(self._facts, longest, self.callers.num_callers, self.settings.where)
-
-    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
-        """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
-        asked = zip(self._vllms, self._adapters, shares, strict=True)
-        failures = call_together([partial(self._ask, *each, version) for each in asked if each[2]])
-        return [failure for failure in failures if failure is not None]
 
     def _ask(self, vllm: Vllm, adapter: Adapter | None, rows: Sequence[Row], version: int) -> EngineError | None:
         """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
@@ -285,15 +281,7 @@ class VllmEngine:
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         context, where = min(facts.max_model_len for facts in self._facts), self.settings.where
-        early = f"set vllm_max_model_length={context}, with which such prompts are found at the start"
-        remedy = (
-            f"or shorten completions, or {early}" if isinstance(where, ServerSettings) else "or shorten completions"
-        )
-        for prompt in prompts:
-            if not prompt.ids:
-                raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
-            if len(prompt.ids) + sampling.max_new_tokens > context:
-                raise EngineError(
-                    f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
-                    f"exceeds vLLM's context of {context}: raise {option(where, 'max_model_length')} {remedy}."
-                )
+        remedy = f"raise {option(where, 'max_model_length')} or shorten completions"
+        if isinstance(where, ServerSettings):
+            remedy += f", or set vllm_max_model_length={context}, with which such prompts are found at the start"
+        check_lengths(prompts, sampling, context, "vLLM's", remedy)

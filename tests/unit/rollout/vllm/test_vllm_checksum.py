@@ -1,4 +1,4 @@
-"""The checksum is what its docstring says, in whatever parts it is taken, finds what may happen to a tensor; buckets lose nothing."""
+"""The checksum is what its docstring says, in whatever parts, and finds what may happen to a tensor; buckets lose nothing."""
 
 from __future__ import annotations
 

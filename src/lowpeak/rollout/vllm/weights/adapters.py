@@ -42,7 +42,6 @@ class AdapterReceiver:
 
     worker: Any
     policy_version: int | None = None
-    known: tuple[str, ...] = ()
     _given: Mapping[str, Any] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
     _left: dict[str, int] = field(default_factory=dict)
