@@ -3,6 +3,7 @@
 A group begins with one prefill of its prompt, after which the first tokens of all its completions are drawn at once.
 Its rows then take slots as there are free ones; one that finds no slot yet copies the prompt's keys and values later,
 from a row of its group. The rows that run are always the first slots, so that no forward computes any other.
+Shapes: P prompts, N rows that run, L columns of the cache with the newest token, V vocabulary.
 """
 
 from __future__ import annotations
