@@ -92,7 +92,15 @@ class Extension:
         The names of tensors that need not come again.
         """
         work = _work(self)
-        known = work.begin(summing, adapter)
+        work.close_inlet()
+        if adapter is None:
+            work.receiver = work.weights
+            known = work.weights.begin(summing)
+        elif work.weights.is_broken:
+            raise EngineError("The last update of vLLM's base weights failed: push them before an adapter.")
+        else:
+            work.receiver = work.adapters
+            known = work.adapters.begin(adapter)
         work.inlet = open_inlet(invitation, work.device, work.rank)
         return {"known": list(known)}
 
@@ -133,7 +141,15 @@ class Extension:
 
     @answering
     def lowpeak_prove(self) -> dict[str, Any]:
-        _work(self).prove()
+        """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
+        work = _work(self)
+        if work.receiver is work.adapters and work.weights.policy_version is not None:
+            try:
+                work.weights.prove()
+            except EngineError:
+                work.adapters.abort()
+                raise
+        work.receiver.prove()
         return {}
 
     @answering
@@ -143,8 +159,14 @@ class Extension:
 
 
 def _work(worker: Any) -> Work:
+    """The work of a worker whose model is loaded, kept beside it."""
     if not hasattr(worker, "_lowpeak_work"):
-        worker._lowpeak_work = open_work(worker, secrets.token_hex(8))
+        model, config = worker.model_runner.get_model(), worker.vllm_config
+        device, rank = next(model.parameters()).device, config.parallel_config.rank
+        paths = {module: name for name, module in model.named_modules()}
+        reloads = Reloads(rewritten(model, config), paths, config.model_config)
+        weights = Receiver(model, Names(config.model_config.hf_config), reloads)
+        worker._lowpeak_work = Work(weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8))
     work: Work = worker._lowpeak_work
     return work
 
@@ -168,38 +190,6 @@ class Work:
         if self.inlet is not None:
             self.inlet.close()
             self.inlet = None
-
-    def begin(self, summing: bool, adapter: Mapping[str, Any] | None) -> tuple[str, ...]:
-        """Begin an update of the weights, or of the adapter; the names of tensors that need not come again."""
-        self.close_inlet()
-        if adapter is None:
-            self.receiver = self.weights
-            return self.weights.begin(summing)
-        if self.weights.is_broken:
-            raise EngineError("The last update of vLLM's base weights failed: push them before an adapter.")
-        self.receiver = self.adapters
-        return self.adapters.begin(adapter)
-
-    def prove(self) -> None:
-        """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
-        if self.receiver is self.adapters and self.weights.policy_version is not None:
-            try:
-                self.weights.prove()
-            except EngineError:
-                self.adapters.abort()
-                raise
-        self.receiver.prove()
-
-
-def open_work(worker: Any, incarnation: str) -> Work:
-    """The work of a worker whose model is loaded."""
-    model = worker.model_runner.get_model()
-    device = next(model.parameters()).device
-    config = worker.vllm_config
-    paths = {module: name for name, module in model.named_modules()}
-    reloads = Reloads(rewritten(model, config), paths, config.model_config)
-    weights = Receiver(model, Names(config.model_config.hf_config), reloads)
-    return Work(weights, AdapterReceiver(worker), weights, device, config.parallel_config.rank, incarnation)
 
 
 def score_at_temperature(sampler: Any) -> None:
