@@ -72,11 +72,11 @@ def test_columns_of_a_tensor_sum_as_their_copies_do(shape):
 
 
 def test_what_is_copied_on_the_way_is_summed_where_it_then_stands():
-    values = torch.randn(9001).bfloat16()
+    values = torch.randn(30001).bfloat16()
     for offset in (0, 4, 3):  # words of 8 bytes begin at every fourth element
-        place = torch.zeros(9010).bfloat16()[offset : offset + 9001]
-        total = Checksum(2 * 9001)
-        for first, last in ((5000, 9001), (0, 17), (17, 5000)):
+        place = torch.zeros(30010).bfloat16()[offset : offset + 30001]
+        total = Checksum(2 * 30001)
+        for first, last in ((5000, 30001), (0, 17), (17, 5000)):
             total.add(2 * first, place[first:last], values[first:last])
         assert torch.equal(place, values)
         assert int(total.value()) == int(checksum(values))
