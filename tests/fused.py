@@ -66,41 +66,30 @@ class FusedWorker(Extension):
         self.vllm_config = SimpleNamespace(quant_config=None, parallel_config=parallel, model_config=models)
 
 
-class FusedWorkers:
-    """Calls the methods of workers in this process; as those of another one where arguments must survive JSON."""
+class FusedVllm:
+    """As much of a `Vllm` as weights need; arguments must survive JSON where it stands for another process."""
 
-    def __init__(self, workers: list[FusedWorker], in_process: bool) -> None:
-        self.workers = workers
-        self._in_process = in_process
+    def __init__(self, *models: FusedModel, in_process: bool = True) -> None:
+        self.workers = [FusedWorker(model) for model in models or (FusedModel(),)]
+        self.in_process = in_process
         self.calls: list[str] = []
         self.before: Callable[[str, Mapping[str, Any]], None] = lambda method, arguments: None
 
     @property
-    def in_process(self) -> bool:
-        return self._in_process
+    def model(self) -> FusedModel:
+        return self.workers[0].model
+
+    def facts(self) -> Facts:
+        return Facts("0", "fused", "", "float32", 64, 4, 64, len(self.workers))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         self.calls.append(method)
         self.before(method, arguments)
-        given = arguments if self._in_process else json.loads(json.dumps(arguments))
+        given = arguments if self.in_process else json.loads(json.dumps(arguments))
         return [getattr(worker, method)(**given) for worker in self.workers]
 
-
-class FusedVllm:
-    """As much of a `Vllm` as weights need."""
-
-    def __init__(self, *models: FusedModel, in_process: bool = True) -> None:
-        self.workers = FusedWorkers([FusedWorker(model) for model in models or (FusedModel(),)], in_process)
-
-    @property
-    def model(self) -> FusedModel:
-        return self.workers.workers[0].model
-
-    def facts(self) -> Facts:
-        return Facts("0", "fused", "", "float32", 64, 4, 64, len(self.workers.workers))
-
     def versions(self) -> list[int | None]:
-        return [answer["policy_version"] for answer in self.workers.call("lowpeak_identity", {})]
+        return [answer["policy_version"] for answer in self.call("lowpeak_identity", {})]
 
 
 def weights(seed: int = 0, *, tied: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:

@@ -26,7 +26,6 @@ class InsideVllm:
     def __init__(self, llm: Any, num_workers: int = 1) -> None:
         self.llm = llm
         self.num_workers = num_workers
-        self.workers = self
 
     @property
     def in_process(self) -> bool:

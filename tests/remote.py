@@ -22,7 +22,6 @@ class RemoteVllm:
         self.process = context.Process(target=_serve, args=(theirs, dies_at, sleeps_at), daemon=True)
         self.process.start()
         theirs.close()
-        self.workers = self
         self.in_process = False
 
     def facts(self) -> Facts:

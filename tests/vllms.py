@@ -38,6 +38,8 @@ class ScriptedVllm:
     the last `scripted_push`.
     """
 
+    in_process = True
+
     def __init__(self, script, facts=FACTS):
         self._script = script
         self._facts = facts
@@ -50,14 +52,6 @@ class ScriptedVllm:
         self.incarnation = 0
         self.policy_version = None
         self.weights = {}
-
-    @property
-    def workers(self):
-        return self  # its one worker
-
-    @property
-    def in_process(self):
-        return True
 
     def call(self, method, arguments, timeout=None):
         """Its identity when asked for it; anything else is noted in `calls`."""
@@ -123,7 +117,7 @@ def scripted_push(slices, vllms, settings, policy_version, *, unchanging=(), ada
 
 def scripted_prove(vllms):
     """EngineError where a scripted vLLM holds no version."""
-    if any(worker["policy_version"] is None for vllm in vllms for worker in vllm.workers.call("lowpeak_identity", {})):
+    if any(worker["policy_version"] is None for vllm in vllms for worker in vllm.call("lowpeak_identity", {})):
         raise EngineError("The scripted vLLM holds other weights.")
 
 

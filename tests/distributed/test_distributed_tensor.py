@@ -155,11 +155,11 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
         arguments = {"per_device_train_batch_size": 8 // sizes[1], "max_steps": 1, **tensor_parallel(*sizes), **more}
         trainer = build("GRPO", place / f"run{budget}", arguments, model)
         engine = trainer.maker.engine
-        whole = engine._hold
+        whole = engine.hold
         for part in PARTS:
-            engine._hold = Failing(whole, part, torch.OutOfMemoryError("no room"))
+            engine.hold = Failing(whole, part, torch.OutOfMemoryError("no room"))
             errors[f"{budget} {part}"] = error_of(trainer.train)
-        engine._hold = whole
+        engine.hold = whole
         trainer.train()
         step += trainer.state.global_step
         forget()

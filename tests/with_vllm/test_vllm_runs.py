@@ -32,32 +32,19 @@ def on_two_ranks(tmp_path_factory):
     return {case: torch.load(out / f"{case}.pt") for case in CASES}
 
 
-def test_every_rollout_is_written_by_the_policys_own_weights(alone):
-    trainer, _, _ = alone
+def test_every_rollout_is_written_by_the_policys_own_weights_and_the_correction_weighs_nothing(alone):
+    trainer, weights, folder = alone
     steps = steps_of(trainer)
     assert len(steps) == 3
-    assert all(step[DRIFT] < 1e-5 for step in steps)  # a step of 1e-2 moves log-probs by far more
     assert steps[0]["grad_norm"] > 0.1
-
-
-def test_where_the_engine_does_not_drift_the_correction_weighs_nothing(alone):
-    trainer, _, _ = alone
     assert trainer.run.algorithm.coupled  # TRL's default: a weight for each completion
-    for step in steps_of(trainer):
-        weights = [step[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
-        assert weights == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
-
-
-def test_evaluation_is_answered_by_the_engine(alone):
-    trainer, _, _ = alone
+    for step in steps:
+        assert step[DRIFT] < 1e-5  # a step of 1e-2 moves log-probs by far more
+        ratios = [step[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]
+        assert ratios == pytest.approx([1.0, 1.0, 1.0], abs=1e-4)
     assert any("eval_reward" in row for row in trainer.state.log_history)
-
-
-def test_the_journal_has_what_each_push_took(alone):
-    _, _, folder = alone
     rows = [json.loads(line) for line in Path(folder, "journal", "steps.jsonl").read_text().splitlines()]
-    model = 4 * sum(weight.numel() for weight in alone[1].values())
-    assert [row["push/bytes"] for row in rows] == [model] * 3
+    assert [row["push/bytes"] for row in rows] == [4 * sum(weight.numel() for weight in weights.values())] * 3
     assert all(0 < row["push/proof_seconds"] < row["push/seconds"] for row in rows)
 
 

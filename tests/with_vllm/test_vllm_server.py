@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from urllib.error import HTTPError
 from urllib.request import Request as UrlRequest
@@ -67,6 +67,24 @@ def request(first, length=24, **params):
 
 def long_wave():
     return [request(2 + i % 8, 900, min_tokens=900, seed=i) for i in range(32)]
+
+
+@contextmanager
+def losing_a_wave(vllm):
+    """A block that runs while requests are under way; the error with which they end."""
+    lost = []
+
+    def ask():
+        try:
+            vllm.complete(long_wave(), 120)
+        except EngineError as error:
+            lost.append(error)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    until(lambda: num_running(vllm.url), 30, "requests run")
+    yield lost
+    asking.join(20)
 
 
 def logprobs_of(model, prompt_ids, ids, temperature=1.0):
@@ -175,7 +193,7 @@ def test_token_ids_come_back_with_the_log_probs_of_transformers(vllm, route):
 
 
 def test_log_probs_are_at_the_sampling_temperature_once_it_was_told(vllm):
-    vllm.workers.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {})
     requests = [request(2 + i % 8, seed=i, temperature=0.5, top_k=5) for i in range(8)]
     assert largest_error(model_of(), requests, vllm.complete(requests, 60), temperature=0.5) < 1e-4
 
@@ -196,20 +214,10 @@ def test_what_vllm_refuses_is_an_error_in_its_words_and_it_goes_on(vllm, asked, 
 
 
 def test_a_pause_gives_requests_up_and_afterwards_it_answers_again(vllm):
-    lost = []
-
-    def ask():
-        try:
-            vllm.complete(long_wave(), 120)
-        except LostEngineError as error:
-            lost.append(error)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    until(lambda: num_running(vllm.url), 30, "requests run")
-    vllm.pause()
-    asking.join(20)
+    with losing_a_wave(vllm) as lost:
+        vllm.pause()
     vllm.resume()
+    assert isinstance(lost[0], LostEngineError)
     assert vllm.url in str(lost[0])
     assert vllm.complete([request(2)], 60)
 
@@ -292,24 +300,13 @@ def test_a_lora_run_sends_its_base_once_and_then_adapters_alone(servers, tmp_pat
 
 def end_under_load(server, number, of):
     """Seconds until all of the server's processes have ended by a signal to one of them, with requests under way."""
-    group, lost = server.group, []
-    started = members(group)
-    assert len(started) >= 3  # API server, engine, worker
-
-    def ask():
-        try:
-            server.vllm().complete(long_wave(), 60)
-        except EngineError as error:
-            lost.append(error)
-
-    asking = threading.Thread(target=ask)
-    asking.start()
-    until(lambda: num_running(server.url), 30, "requests run")
-    began = time.monotonic()
-    os.kill(of, number)
-    until(lambda: not members(group), 15, "all have ended")
-    seconds = time.monotonic() - began
-    asking.join(20)
+    group = server.group
+    assert len(members(group)) >= 3  # API server, engine, worker
+    with losing_a_wave(server.vllm()) as lost:
+        began = time.monotonic()
+        os.kill(of, number)
+        until(lambda: not members(group), 15, "all have ended")
+        seconds = time.monotonic() - began
     assert isinstance(lost[0], LostEngineError)
     return seconds
 

@@ -21,11 +21,9 @@ from lowpeak.cli.launch import MARK, is_rank, num_devices
 from lowpeak.cli.supervisor import ServersAndTrainer, supervise
 from lowpeak.config.vllm_kwargs import engine_kwargs
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.build import NO_SHARE
-from lowpeak.rollout.vllm.command import CPU, Server, visible
-from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.command import CPU, Server, free_ports, visible
 from lowpeak.rollout.vllm.token import TOKEN
-from lowpeak.rollout.vllm.versions import require_vllm
+from lowpeak.rollout.vllm.versions import NO_SHARE, require_vllm
 from lowpeak.watch.orphans import end_training_with_parent
 
 BESIDE = "LOWPEAK_BESIDE"  # in the environment of a trainer that this module started

@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from lowpeak.config.rollout import Sampling
+from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 
 SLICE_BYTES = 8 << 20
@@ -21,6 +22,18 @@ class SliceForm:
     max_bytes: int = SLICE_BYTES
     dtype: torch.dtype | None = None
     weights: Weights = "merged"
+
+
+def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, context: int | None, whose: str, remedy: str) -> None:
+    """EngineError for a prompt without tokens, or one whose completions exceed the context of `whose` (None: no limit)."""
+    for prompt in prompts:
+        if not prompt.ids:
+            raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
+        if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
+            raise EngineError(
+                f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
+                f"exceeds {whose} context of {context}: {remedy}."
+            )
 
 
 @runtime_checkable

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from numbers import Integral
@@ -23,7 +23,7 @@ import torch
 from lowpeak.config.rollout import Sampling
 from lowpeak.data.prompts import REWARD_KEYWORDS, PromptReader
 from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
-from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
+from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
 from lowpeak.wrapped import num_embeddings
 
@@ -52,69 +52,49 @@ class _Question:
     num_calls: int = 0
 
 
+@dataclass(eq=False, repr=False)
 class FunctionEngine:
     """An engine whose groups a user's function writes; `engine` is the one that the function may ask.
 
     `hold` gives the policy in the state in which the function finds it, and `end_ids` the tokens that end a completion.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Mapping[str, Any]],
-        trainer: Any,
-        engine: RolloutEngine,
-        hold: Callable[[], AbstractContextManager[Any]],
-        end_ids: Callable[[Sampling], Collection[int]],
-        new_reader: Callable[[], PromptReader],
-    ) -> None:
-        self._function = function
-        self._trainer = trainer
-        self._engine = engine
-        self._hold = hold
-        self._end_ids = end_ids
-        self._new_reader = new_reader
-        self._question: _Question | None = None
+    function: Callable[..., Mapping[str, Any]]
+    trainer: Any
+    engine: RolloutEngine
+    hold: Callable[[], AbstractContextManager[Any]]
+    end_ids: Callable[[Sampling], Collection[int]]
+    new_reader: Callable[[], PromptReader]
+    cuts_groups = False  # the function may need a group's entries together
+    _question: _Question | None = None
+
+    def __post_init__(self) -> None:
+        engine = self.engine
+        self.load, self.sleep, self.wake, self.close = engine.load, engine.sleep, engine.wake, engine.close
 
     @property
     def policy_version(self) -> int | None:
-        return self._engine.policy_version
-
-    def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
-        self._engine.load(slices, policy_version, weights)
-
-    def sleep(self) -> None:
-        self._engine.sleep()
-
-    def wake(self) -> None:
-        self._engine.wake()
-
-    def close(self) -> None:
-        self._engine.close()
-
-    @property
-    def cuts_groups(self) -> bool:
-        """No: the function may need a group's entries together."""
-        return False
+        return self.engine.policy_version
 
     @property
     def slice_form(self) -> SliceForm:
-        return self._engine.slice_form
+        return self.engine.slice_form
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """Call the function once for all prompts; EngineError says why its answer cannot be used.
 
         Without prompts it is not called, and this rank helps the others to generate if forwards need all ranks.
         """
-        training, size = self._trainer.model.training, sampling.num_generations
-        with self._hold() as model:
+        training, size = self.trainer.model.training, sampling.num_generations
+        with self.hold() as model:
             if not prompts:
                 return []
             entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]
             question = _Question(prompts[0].serial, sampling)
             with self._asking(question, training), fail_on_exit(EngineError, "rollout_func"):
-                output = self._function(entries, self._trainer)
+                output = self.function(entries, self.trainer)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
-        fields, ends = _checked(output, len(entries), size), self._end_ids(sampling)
+        fields, ends = _checked(output, len(entries), size), self.end_ids(sampling)
         rows = [_completion(fields, row, sampling.max_new_tokens, ends, num_tokens) for row in range(len(entries))]
         return [Group(prompt, tuple(rows[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
@@ -128,13 +108,13 @@ class FunctionEngine:
             raise EngineError("generate_rollout_completions was called outside of a rollout_func; call it inside one.")
         question.num_calls += 1
         sampling = replace(question.sampling, num_generations=1, seed=_seed_of(question), **_overridden(overrides))
-        read = self._new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
-        return self._engine.generate([prompt for prompt in read if prompt is not None], sampling)
+        read = self.new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
+        return self.engine.generate([prompt for prompt in read if prompt is not None], sampling)
 
     @contextmanager
     def _asking(self, question: _Question, training: bool) -> Iterator[None]:
         """Tell the function, by the trainer that it gets, what is asked of it."""
-        trainer, self._question = self._trainer, question
+        trainer, self._question = self.trainer, question
         trainer.asked, mode = question.sampling, trainer.model.training
         # TRL's functions tell a rollout from an evaluation by this flag. The modules inside stay in eval mode.
         trainer.model.training = training
@@ -267,17 +247,14 @@ def _completion(
 def _logprobs(values: Sequence[Any], mask: Sequence[Any], row: int) -> torch.Tensor:
     """A row's log-probs, NaN where they are not known; EngineError for what is none of a token that the policy wrote."""
     flat = [value[0] if isinstance(value, list | tuple) else value for value in values]
-    wrong = [value for value, kept in zip(flat, mask, strict=True) if kept and not _is_logprob(value)]
+    written = [value for value, kept in zip(flat, mask, strict=True) if kept and value is not None]
+    wrong = [value for value in written if not -math.inf < value < _ROUNDED]
     if wrong:
         raise EngineError(
             f"rollout_func: row {row}: logprobs has {wrong[0]}; a log-prob is a finite number of at most 0, or None where it is "
             "not known."
         )
     return torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32)
-
-
-def _is_logprob(value: Any) -> bool:
-    return value is None or -math.inf < value < _ROUNDED
 
 
 def _or_else(values: Any, default: list[Any]) -> list[Any]:

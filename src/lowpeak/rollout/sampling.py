@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.config.rollout import Sampling
+from lowpeak.records import Prompt
 
 _LOW_16 = 0xFFFF
 _LOW_32 = 0xFFFFFFFF
@@ -28,6 +29,7 @@ _LOG2_E = 1.4426950408889634
 # system each time: 64 rows of 151,936 took three times as long in one piece), elsewhere 128 MiB of fp32.
 _MAX_ELEMENTS = {"cpu": 1 << 18}
 _MAX_ELEMENTS_ELSEWHERE = 1 << 25
+_MAX_DRAWS = 1 << 18  # made at once: philox keeps about ten int64 words for each
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -63,6 +65,35 @@ def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, posit
     counter = (positions_K, completions_N[:, None], serials_N[:, None], rollout)
     first, second, _, _ = philox(counter, (sampling.seed & _LOW_32, (sampling.seed >> 32) & _LOW_32))
     return ((first << 21) | (second >> 11)).double() * 2.0**-53
+
+
+class Draws:
+    """The uniforms of `num_rows` rows at all positions of their completions, 8 bytes each; none when greedy.
+
+    They are made a whole group ahead: their making costs a hundred small operations each time.
+    """
+
+    def __init__(self, num_rows: int, sampling: Sampling, device: torch.device) -> None:
+        self._sampling = sampling
+        self._is_greedy = sampling.temperature == 0
+        shape = (0, 0) if self._is_greedy else (num_rows, sampling.max_new_tokens)
+        self._uniforms_RC = torch.empty(shape, dtype=torch.float64, device=device)
+
+    def make(self, rows: Sequence[int], wave: Sequence[tuple[int, int]], prompts: Sequence[Prompt]) -> None:
+        """Draw for `rows`, of which each is a (prompt, completion) of the `wave`."""
+        if self._is_greedy:
+            return
+        device, num_positions = self._uniforms_RC.device, self._uniforms_RC.shape[1]
+        serials = [prompts[prompt].serial for prompt, _ in wave]
+        completions = [self._sampling.first_completion + completion for _, completion in wave]
+        named = torch.tensor([rows, serials, completions]).to(device)
+        positions_C = torch.arange(num_positions, device=device)
+        for part in named.split(max(1, _MAX_DRAWS // num_positions), dim=1):
+            self._uniforms_RC[part[0]] = uniforms(self._sampling, part[1], part[2], positions_C)
+
+    def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor | None:
+        """The uniforms [N] of these rows, each at its own position; None when greedy."""
+        return None if self._is_greedy else self._uniforms_RC[rows_N, positions_N]
 
 
 def choose(
@@ -108,7 +139,6 @@ def _is_plain(sampling: Sampling) -> bool:
 
 
 def _choose(logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None) -> Tensor:
-    """The tokens [N] of greedy or filtered rows."""
     scores_NV = logits_NV
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
@@ -215,7 +245,6 @@ class BlockSums(NamedTuple):
 
     @classmethod
     def of(cls, scores_NV: Tensor) -> BlockSums:
-        """The sums of these scores."""
         largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
         weights_NV = _weights(scores_NV, largest_N1)
         whole = weights_NV.shape[-1] // _BLOCK * _BLOCK
@@ -236,7 +265,6 @@ class BlockSums(NamedTuple):
         return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
 
     def logprobs(self, scores_NK: Tensor) -> Tensor:
-        """The log-probs [N, K] of tokens with these scores."""
         return (scores_NK - self.largest_N1 - self.sums_NM.sum(dim=-1, keepdim=True).log()).float()
 
 
@@ -246,9 +274,8 @@ def _weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:
 
 def running_sum(values_NM: Tensor) -> Tensor:
     """`values.cumsum(-1)`; by shifted sums, in log2 M passes, where torch refuses CUDA's (full_determinism)."""
-    if not (values_NM.is_cuda and torch.are_deterministic_algorithms_enabled()):
-        return values_NM.cumsum(dim=-1)
-    return shifted_sum(values_NM)
+    refused = values_NM.is_cuda and torch.are_deterministic_algorithms_enabled()
+    return shifted_sum(values_NM) if refused else values_NM.cumsum(dim=-1)
 
 
 def shifted_sum(values_NM: Tensor) -> Tensor:

@@ -15,8 +15,7 @@ from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm
-from lowpeak.rollout.vllm.command import CPU, Server
-from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.command import CPU, Server, free_ports
 from lowpeak.rollout.vllm.process import served
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.vllm import Request, Vllm
@@ -84,7 +83,7 @@ def _vllm_model(bench: Bench) -> Any:
 
 def _try(model: Any, vllm: Vllm, bench: Bench) -> str:
     vllm.facts()
-    vllm.workers.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {})
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device)
     return f"{pushed}; log-probs within {_logprobs_apart(model, vllm, bench):.0e} of the model's"
 

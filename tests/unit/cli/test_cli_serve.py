@@ -23,7 +23,7 @@ from lowpeak.watch.orphans import PARENT
 from processes import are_gone
 
 GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
-ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
+ADAPTERS = "lowpeak.rollout.vllm.token.AdapterMiddleware"
 EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
 
 

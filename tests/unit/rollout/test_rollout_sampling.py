@@ -18,7 +18,18 @@ from transformers import (
 )
 
 from lowpeak.config.rollout import Sampling
-from lowpeak.rollout.sampling import choose, draw, keep_likely, penalize, philox, shifted_sum, uniforms
+from lowpeak.records import Prompt
+from lowpeak.rollout.sampling import (
+    _MAX_DRAWS,
+    Draws,
+    choose,
+    draw,
+    keep_likely,
+    penalize,
+    philox,
+    shifted_sum,
+    uniforms,
+)
 
 PLAIN = Sampling(num_generations=1, max_new_tokens=1)
 
@@ -46,23 +57,21 @@ def _many_uniforms(seed: int = 0) -> torch.Tensor:
     return uniforms(sampling, torch.arange(128), torch.arange(128) % 8, torch.arange(8192))
 
 
+def _assert_even(counts: torch.Tensor) -> None:
+    """Chi-square is within three of its deviations of what even chances give."""
+    expected, freedom = counts.sum() / len(counts), len(counts) - 1
+    assert abs(float(((counts - expected) ** 2 / expected).sum()) - freedom) < 3 * math.sqrt(2 * freedom)
+
+
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_million_uniforms_fill_a_thousand_bins_evenly(seed):
+def test_a_million_uniforms_fill_a_thousand_bins_evenly_also_by_their_low_bits(seed):
     drawn = _many_uniforms(seed)
     assert drawn.numel() >= 1_000_000
     assert drawn.min() >= 0
     assert drawn.max() < 1
-    counts = torch.histc(drawn, bins=1000, min=0, max=1)
-    expected = drawn.numel() / 1000
-    chi_square = float(((counts - expected) ** 2 / expected).sum())
-    assert abs(chi_square - 999) < 3 * math.sqrt(2 * 999)
-
-
-def test_the_low_bits_of_a_uniform_are_as_even_as_the_high_ones():
-    low = (_many_uniforms() * 2.0**53).long() & 1023
-    counts = torch.bincount(low.flatten(), minlength=1024)
-    expected = low.numel() / 1024
-    assert abs(float(((counts - expected) ** 2 / expected).sum()) - 1023) < 3 * math.sqrt(2 * 1023)
+    _assert_even(torch.histc(drawn, bins=1000, min=0, max=1))
+    low = (drawn * 2.0**53).long() & 1023
+    _assert_even(torch.bincount(low.flatten(), minlength=1024))
 
 
 @pytest.mark.parametrize("dim", [0, 1])
@@ -85,6 +94,26 @@ def test_another_seed_or_rollout_gives_other_uniforms(changed):
     rows = (torch.arange(4), torch.zeros(4, dtype=torch.int64), torch.arange(16))
     sampling = replace(PLAIN, seed=5, rollout=2)
     assert not (uniforms(sampling, *rows) == uniforms(replace(sampling, **changed), *rows)).any()
+
+
+PROMPTS = [Prompt(serial, (1,), "") for serial in (30, 20)]
+
+
+@pytest.mark.parametrize("num_generations", [2, _MAX_DRAWS // 100])
+def test_draws_are_those_of_each_position_asked_for_alone(num_generations):
+    sampling = replace(PLAIN, max_new_tokens=150, seed=4, rollout=6)
+    numbers, wave = range(num_generations), [(1, i) for i in range(num_generations)]
+    draws = Draws(2 * num_generations, sampling, torch.device("cpu"))
+    draws.make(numbers, wave, PROMPTS)
+    draws.make(range(num_generations, 2 * num_generations), [(0, i) for i in numbers], PROMPTS)  # begins later
+    for first, serial in ((0, 20), (num_generations, 30)):
+        completions = torch.arange(num_generations)
+        expected = uniforms(sampling, torch.full_like(completions, serial), completions, torch.arange(150))
+        positions = (completions + 77) % 150
+        assert torch.equal(draws.at(first + completions, positions), expected[completions, positions])
+    greedy = Draws(4, replace(sampling, temperature=0.0), torch.device("cpu"))
+    greedy.make([0, 1], wave[:2], PROMPTS)
+    assert greedy.at(torch.arange(2), torch.zeros(2, dtype=torch.int64)) is None
 
 
 def _scores(num_rows: int = 16, vocab_size: int = 300, *, ties: bool = False) -> torch.Tensor:
@@ -204,12 +233,13 @@ def test_greedy_takes_the_largest_score_after_the_penalty_and_its_logprob_at_tem
 
 
 @pytest.mark.parametrize("max_elements", [1, 300, 2000])
-def test_a_large_batch_is_chosen_in_slices_with_the_same_result(max_elements):
+def test_a_large_batch_is_chosen_in_slices_with_the_same_result_and_arguments_stay(max_elements):
     sampling = replace(PLAIN, **FILTERS["all"])
     rows = (torch.rand(16, generator=torch.Generator().manual_seed(0)).double(), torch.arange(48).view(16, 3))
-    expected = choose(_scores(), sampling, *rows)
-    for mine, other in zip(choose(_scores(), sampling, *rows, max_elements=max_elements), expected, strict=True):
+    scores, expected = _scores(), choose(_scores(), sampling, *rows)
+    for mine, other in zip(choose(scores, sampling, *rows, max_elements=max_elements), expected, strict=True):
         assert torch.equal(mine, other)
+    assert torch.equal(scores, _scores())  # left as they were
 
 
 @pytest.mark.parametrize("name", ["none", "all"])
@@ -228,13 +258,6 @@ def test_the_logprob_of_a_token_that_nobody_would_draw_is_finite_and_right():
     tokens, logprobs = choose(scores, penalized, None, torch.tensor([[3]]))
     assert tokens.tolist() != [3]
     assert logprobs.tolist() == [-499.0]
-
-
-def test_arguments_are_left_as_they_were():
-    scores, history = _scores(), torch.zeros(16, 1, dtype=torch.int64)
-    before = scores.clone()
-    choose(scores, replace(PLAIN, **FILTERS["all"]), torch.full((16,), 0.5).double(), history)
-    assert torch.equal(scores, before)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 64, 1000])

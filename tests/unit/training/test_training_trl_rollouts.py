@@ -249,7 +249,7 @@ def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):
     run = trainer_of(tmp_path, asking, reward_from_env, **told)
     assert isinstance(run.maker.engine, FunctionEngine)
     vllm = scripted()
-    run.maker.engine = function_engine(run, run.parts, asking, engine_over(vllm), run.maker.engine._hold)
+    run.maker.engine = function_engine(run, run.parts, asking, engine_over(vllm), run.maker.engine.hold)
     run.maker.engine.close()
     run.train()
     # The flag of the model alone is on, as TRL's functions read it.

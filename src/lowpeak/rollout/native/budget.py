@@ -47,7 +47,6 @@ def text_config(model: nn.Module) -> Any:
 
 
 def _attribute(config: Any, name: str) -> int | None:
-    """A number of the config, None where it is missing."""
     try:
         return getattr(config, name, None)
     except RuntimeError:  # transformers' answer where layers differ in it: the largest bounds them all

@@ -77,23 +77,19 @@ class SlotCache(Cache):
         super().__init__(layers=[])
         self.max_tokens = max_tokens
         self._max_columns = max_columns
-        self._num_slots = self._num_columns = 0
-
-    @property
-    def num_slots(self) -> int:
-        return self._num_slots
+        self.num_slots = self._num_columns = 0
 
     def reserve(self, num_slots: int, num_columns: int, num_rows: int) -> None:
         """Have at least so many slots and columns; the first `num_rows` slots keep what they hold."""
-        if num_slots <= self._num_slots and num_columns <= self._num_columns:
+        if num_slots <= self.num_slots and num_columns <= self._num_columns:
             return
-        self._num_slots = max(num_slots, self._num_slots)
-        most = min(self._max_columns, self.max_tokens // self._num_slots)
+        self.num_slots = max(num_slots, self.num_slots)
+        most = min(self._max_columns, self.max_tokens // self.num_slots)
         wanted = max(num_columns, self._num_columns)
         self._num_columns = min(most, -(-wanted // ROOM) * ROOM)
         assert num_columns <= self._num_columns, "whoever asks for slots leaves room for their columns"
         for layer in self.layers:
-            layer.resize(self._num_slots, self._num_columns, num_rows)
+            layer.resize(self.num_slots, self._num_columns, num_rows)
 
     def begin(self, columns_N: Tensor, num_columns: int) -> None:
         """Before a forward: its token of row n goes to column `columns_N[n]`; no row has more than `num_columns`."""
@@ -121,7 +117,7 @@ class SlotCache(Cache):
         where_NL = (torch.tensor(prompts)[:, None] * longest + columns_NL).to(device, non_blocking=True)
         for i, layer in enumerate(prefilled.layers):
             if i == len(self.layers):
-                self.layers.append(SlotLayer(layer, self._num_slots, self._num_columns))
+                self.layers.append(SlotLayer(layer, self.num_slots, self._num_columns))
             for buffer, states in zip(self.layers[i].buffers, (layer.keys, layer.values), strict=True):
                 _place(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), where_NL)
 

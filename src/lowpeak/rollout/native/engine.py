@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lowpeak.config.rollout import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.memory.devices import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout.engine import SliceForm
+from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
 from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
@@ -24,6 +25,7 @@ from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
 _logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False, repr=False)
 class NativeEngine:
     """A rollout engine over a transformers causal language model, in the slots that a KV-cache budget gives.
 
@@ -34,41 +36,22 @@ class NativeEngine:
     The greedy tokens are those of `model.generate(do_sample=False)` on each prompt alone.
     """
 
-    def __init__(
-        self,
-        hold: Callable[[], AbstractContextManager[nn.Module]],
-        tokenizer: Any,
-        kv_cache_bytes: Callable[[], int],
-        on_tokens: Callable[[int, int], None] | None = None,
-        device: torch.device | None = None,
-    ) -> None:
-        self._hold = hold
-        self._tokenizer = tokenizer
-        self._kv_cache_bytes = kv_cache_bytes
-        self._on_tokens = on_tokens
-        self._device = device
-        self._policy_version: int | None = None
-        self._warned = False
-
-    @property
-    def policy_version(self) -> int | None:
-        """The version that `load` named last: the weights themselves are always the policy's own."""
-        return self._policy_version
-
-    @property
-    def cuts_groups(self) -> bool:
-        return True
-
-    @property
-    def slice_form(self) -> SliceForm:
-        return SliceForm()
+    hold: Callable[[], AbstractContextManager[nn.Module]]
+    tokenizer: Any
+    kv_cache_bytes: Callable[[], int]
+    on_tokens: Callable[[int, int], None] | None = None
+    device: torch.device | None = None
+    policy_version: int | None = field(default=None, init=False)
+    cuts_groups = True
+    slice_form = SliceForm()
+    _warned = False
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """One group per prompt, in order; EngineError before the first `load` or where a row cannot fit."""
-        if self._policy_version is None:
+        if self.policy_version is None:
             raise EngineError("The engine holds no known weights yet: call load() before generate().")
-        with self._hold() as model, torch.no_grad():
-            _check_lengths(model, prompts, sampling)
+        with self.hold() as model, torch.no_grad():
+            context = getattr(text_config(model), "max_position_embeddings", None)
+            check_lengths(prompts, sampling, context, "the model's", "shorten prompts or completions")
             completions = self._complete(model, prompts, sampling) if prompts else []
         size = sampling.num_generations
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
@@ -76,21 +59,20 @@ class NativeEngine:
     @contextmanager
     def held(self) -> Iterator[nn.Module]:
         """Hold the policy for all calls of `generate` in the block; every rank enters it."""
-        with self._hold() as model:
-            hold, self._hold = self._hold, lambda: nullcontext(model)
+        with self.hold() as model:
+            hold, self.hold = self.hold, lambda: nullcontext(model)
             try:
                 yield model
             finally:
-                self._hold = hold
+                self.hold = hold
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
-        """Hold `policy_version` from now on; no slice is read, the weights are shared."""
-        self._policy_version = policy_version
+        self.policy_version = policy_version
 
     def sleep(self) -> None:
         """Give back what torch's allocator kept of the last rollout's memory; a call's cache ends with the call."""
-        if self._device is not None and has_memory(self._device):
-            torch.get_device_module(self._device).empty_cache()
+        if self.device is not None and has_memory(self.device):
+            torch.get_device_module(self.device).empty_cache()
 
     def wake(self) -> None:
         pass
@@ -99,21 +81,20 @@ class NativeEngine:
         pass
 
     def _complete(self, model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-        """All completions, group by group."""
-        kv_cache_bytes = self._kv_cache_bytes()
+        kv_cache_bytes = self.kv_cache_bytes()
         max_tokens = kv_cache_bytes // bytes_per_token(model)
         shape = ([len(prompt.ids) for prompt in prompts], sampling.num_generations, sampling.max_new_tokens, max_tokens)
-        ends = (end_token_ids(model, self._tokenizer, sampling), StopStrings(self._tokenizer, sampling.stop))
-        device = self._device or next(model.parameters()).device
+        ends = (end_token_ids(model, self.tokenizer, sampling), StopStrings(self.tokenizer, sampling.stop))
+        device = self.device or next(model.parameters()).device
         if self._is_driven(model):
             num_rows = len(prompts) * sampling.num_generations
-            progress = Progress(num_rows, sampling.max_new_tokens, *ends, self._on_tokens, device)
+            progress = Progress(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
             with _without_versions(model):
                 Batch(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress).run()
             return progress.completions()
         rows: dict[Row, Completion] = {}
         for wave in form_waves(*shape):
-            progress = Progress(len(wave), sampling.max_new_tokens, *ends, self._on_tokens, device)
+            progress = Progress(len(wave), sampling.max_new_tokens, *ends, self.on_tokens, device)
             decode_by_generate(model, wave, prompts, sampling, progress)
             rows.update(zip(wave, progress.completions(), strict=True))
         return [rows[row] for row in sorted(rows)]
@@ -134,15 +115,3 @@ def _without_versions(model: nn.Module) -> AbstractContextManager[Any]:
     """
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
     return torch.inference_mode() if is_plain else nullcontext()
-
-
-def _check_lengths(model: nn.Module, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-    context = getattr(text_config(model), "max_position_embeddings", None)
-    for prompt in prompts:
-        if not prompt.ids:
-            raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
-        if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
-            raise EngineError(
-                f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
-                f"exceeds the model's context of {context}: shorten prompts or completions."
-            )

@@ -20,11 +20,10 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from lowpeak.config.rollout import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.budget import text_config
-from lowpeak.rollout.native.draws import Draws
 from lowpeak.rollout.native.prefill import left_mask, left_padded
 from lowpeak.rollout.native.slots import Wave
 from lowpeak.rollout.native.stop import Progress
-from lowpeak.rollout.sampling import choose
+from lowpeak.rollout.sampling import Draws, choose
 from lowpeak.wrapped import transformers_model
 
 _NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
@@ -55,7 +54,7 @@ def decode_by_generate(
     draws = Draws(len(wave), sampling, device)
     draws.make(range(len(wave)), wave, prompts)
     chooser = _Choose(sampling, draws, progress, len(wave))
-    with _generation_config(driver, _plain_config(sampling)):
+    with _generation_config(driver, GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)):
         driver.generate(
             input_ids=(input_ids := left_padded(ids, device)),
             attention_mask=torch.ones_like(input_ids) if mask_NL is None else mask_NL,
@@ -92,17 +91,11 @@ class _Choose(LogitsProcessor):
 
 
 class _Ended(StoppingCriteria):
-    """True for the rows that have ended."""
-
     def __init__(self, chooser: _Choose) -> None:
         self._chooser = chooser
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         return torch.tensor(self._chooser.over, device=input_ids.device)
-
-
-def _plain_config(sampling: Sampling) -> GenerationConfig:
-    return GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)
 
 
 @contextmanager

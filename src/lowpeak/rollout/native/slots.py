@@ -59,24 +59,17 @@ class Waiting:
 def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> list[Wave]:
     """Waves of rows with `rows x (longest prompt + max_new_tokens) <= max_tokens`, longest prompts first.
 
-    Prompts of like lengths share a wave, so that little is padded. A group stays whole (its prompt is forwarded once)
-    unless a wave holds fewer rows than a group has. EngineError when not even one row fits.
+    Prompts of like lengths share a wave, so that little is padded. EngineError when not even one row fits.
     """
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    rows = [Row(prompt, completion) for prompt in longest_first for completion in range(num_generations)]
     waves: list[Wave] = []
-    room = 0
-    for prompt in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        completion = 0
-        while completion < num_generations:
-            rest = num_generations - completion
-            capacity = max_tokens // (lengths[prompt] + max_new_tokens)
-            if room < min(rest, capacity) or room == 0:
-                check_capacity(capacity, lengths[prompt], max_new_tokens, max_tokens)
-                waves.append([])
-                room = capacity
-            taken = min(rest, room)
-            waves[-1] += [Row(prompt, i) for i in range(completion, completion + taken)]
-            completion += taken
-            room -= taken
+    while rows:
+        longest = lengths[rows[0].prompt]
+        capacity = max_tokens // (longest + max_new_tokens)
+        check_capacity(capacity, longest, max_new_tokens, max_tokens)
+        waves.append(rows[:capacity])
+        rows = rows[capacity:]
     return waves
 
 

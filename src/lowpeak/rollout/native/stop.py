@@ -53,7 +53,6 @@ class StopStrings:
         return bool(self._stop)
 
     def can_complete(self, token: int) -> bool:
-        """Whether a stop string may end in this token."""
         if token not in self._may_complete:
             text = self._decode([token])
             # Part of a character decodes to U+FFFD; a space that starts a word may be lost when the word stands alone.

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakE
 from lowpeak.memory.exhaustion import is_exhaustion
 from lowpeak.memory.tracker import free_bytes
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.rollout.vllm.build import ALWAYS, NO_SHARE
+from lowpeak.rollout.vllm.facts import facts_of
 from lowpeak.rollout.vllm.guarded import free, guarded_build, keep_apart, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import remedy
-from lowpeak.rollout.vllm.versions import import_vllm
+from lowpeak.rollout.vllm.requests import rows_that_fit
+from lowpeak.rollout.vllm.versions import ALWAYS, NO_SHARE, import_vllm
 from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
-from lowpeak.rollout.vllm.waves import rows_that_fit
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +58,8 @@ class ColocatedVllm:
     hub is read. All ranks of a `team` build it together and call `complete` with the same requests in the same order.
     """
 
+    in_process = True
+
     def __init__(self, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> None:
         assert isinstance(settings.where, ColocateSettings)
         check_colocated(settings.where, blueprint.device)
@@ -65,9 +67,8 @@ class ColocatedVllm:
         self._team = team
         self._device = blueprint.device
         self._had_group = has_group()
-        self._version = import_vllm().__version__
+        import_vllm()
         self._num_requests = 0
-        self._workers = InProcessWorkers(self)
         self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
         alone = team.world_size == 1 or blueprint.device.type != "cpu"
         with (
@@ -82,27 +83,19 @@ class ColocatedVllm:
                 leave_groups(self._had_group)
                 raise
         if settings.where.model_impl != "vllm":
-            keep_apart(self._workers.model.modules(), _is_building)
+            keep_apart(self.model.modules(), _is_building)
 
     @property
-    def workers(self) -> InProcessWorkers:
-        return self._workers
+    def model(self) -> torch.nn.Module:
+        """vLLM's model, or this rank's part of it."""
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
     def facts(self) -> Facts:
-        config = self.llm.llm_engine.vllm_config
-        cache = config.cache_config
-        return Facts(
-            version=self._version,
-            model=self._model,
-            fingerprint="",
-            dtype=str(config.model_config.dtype).removeprefix("torch."),
-            max_model_len=config.model_config.max_model_len,
-            max_num_seqs=config.scheduler_config.max_num_seqs,
-            kv_tokens=cache.num_gpu_blocks * cache.block_size,
-            num_workers=1,
-            serves_adapters=config.lora_config is not None,
-            keeps_to_cache=True,
-        )
+        told = facts_of(self.llm.llm_engine.vllm_config)
+        return replace(told, model=self._model, num_workers=1, keeps_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""
@@ -142,7 +135,7 @@ class ColocatedVllm:
     def sleep(self) -> None:
         """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
         before = _used_bytes(self._device)
-        weights = sum(p.numel() * p.element_size() for p in self._workers.model.parameters())
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * ranks_of_host(self._team, os.environ) else 2
         self.llm.sleep(level=level)
         after = _used_bytes(self._device)
@@ -211,32 +204,12 @@ class ColocatedVllm:
         return bool(self._team.max([float(time.monotonic() > deadline)])[0])
 
 
-class InProcessWorkers:
-    """The worker of a colocated vLLM: methods are called, and tensors handed over, as in any object."""
-
-    def __init__(self, vllm: ColocatedVllm) -> None:
-        self._vllm = vllm
-
-    @property
-    def in_process(self) -> bool:
-        return True
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """vLLM's model, or this rank's part of it."""
-        return self._vllm.llm.llm_engine.model_executor.driver_worker.model_runner.model
-
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        return self._vllm.llm.collective_rpc(method, kwargs=dict(arguments))
-
-
 def ranks_of_host(team: Ranks, environ: Mapping[str, str]) -> int:
     """How many ranks sleep on this host at once: those that a launcher started here, else the team."""
     return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
 
 
 def _is_building() -> bool:
-    """Whether vLLM makes a model just now."""
     from vllm.config import get_current_vllm_config_or_none
 
     return get_current_vllm_config_or_none() is not None
@@ -306,7 +279,6 @@ def _explained(what: str, error: Exception, settings: VllmSettings) -> LowpeakEr
 
 
 def _answer(output: Any) -> Answer:
-    """vLLM's output of one request with one completion."""
     one = output.outputs[0]
     ids = tuple(one.token_ids)
     logprobs = tuple(found[token].logprob for token, found in zip(ids, one.logprobs or (), strict=False))
@@ -314,7 +286,6 @@ def _answer(output: Any) -> Answer:
 
 
 def _used_bytes(device: torch.device) -> int:
-    """Bytes in use on the device, by whomever."""
     if device.type != "cuda":
         return 0
     free_now, total = torch.cuda.mem_get_info(device)

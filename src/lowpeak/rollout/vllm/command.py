@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.build import ALWAYS
 from lowpeak.rollout.vllm.launched import SCALE_OUT
 from lowpeak.rollout.vllm.token import TOKEN
+from lowpeak.rollout.vllm.versions import ALWAYS
 from lowpeak.watch.orphans import PARENT
 
 LOOPBACK = "127.0.0.1"
 CPU = "cpu"
 _CPU_CACHE = 1 << 30
-_ADAPTERS = "lowpeak.rollout.vllm.adapter_route.AdapterMiddleware"
+_ADAPTERS = "lowpeak.rollout.vllm.token.AdapterMiddleware"
 _GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65535
@@ -114,6 +115,15 @@ def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, s
     shown = ",".join(here[int(each)] if here and each.isdigit() else each for each in devices)
     variables = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if "HIP_VISIBLE_DEVICES" in inherited else [])]
     return dict.fromkeys(variables, shown)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """Return different ports that are free now at the address `host` (empty: at all of this machine's)."""
+    probes = [socket.create_server((host, 0)) for _ in range(count)]
+    ports = [int(probe.getsockname()[1]) for probe in probes]
+    for probe in probes:
+        probe.close()
+    return ports
 
 
 def _has(options: Sequence[str], name: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -16,12 +16,13 @@ from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
-from lowpeak.rollout.engine import SLICE_BYTES, SliceForm
+from lowpeak.rollout.engine import SLICE_BYTES, SliceForm, check_lengths
 from lowpeak.rollout.vllm.misfit import option
-from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, rows_of
+from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, form_waves, rows_of, rows_that_fit, share
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm, ask, call_together
-from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
-from lowpeak.rollout.vllm.weights.push import PushReport, exhaust, prove, push
+from lowpeak.rollout.vllm.weights.push import PushReport, exhaust
+from lowpeak.rollout.vllm.weights.push import prove as prove_weights
+from lowpeak.rollout.vllm.weights.push import push as push_weights
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,7 @@ class Callers:
     pushes: bool = True
 
 
+@dataclass(eq=False, repr=False)
 class VllmEngine:
     """A rollout engine over vLLMs, which `connect()` gives when they are first needed and after `close`.
 
@@ -62,41 +64,26 @@ class VllmEngine:
     call after the next `load` of the same version asks for the others alone. `on_push` hears what each push reports.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Sequence[Vllm]],
-        settings: VllmSettings,
-        policy: PolicyFacts,
-        callers: Callers,
-        on_push: Callable[[PushReport], None] | None = None,
-        push: Callable[..., PushReport] = push,
-        prove: Callable[[Sequence[Vllm]], Any] = prove,
-    ) -> None:
-        self._connect = connect
-        self._settings = settings
-        self._policy = policy
-        self._callers = callers
-        self._push = push
-        self._prove = prove
-        self._on_push = on_push or (lambda report: None)
+    connect: Callable[[], Sequence[Vllm]]
+    settings: VllmSettings
+    policy: PolicyFacts
+    callers: Callers
+    on_push: Callable[[PushReport], None] = lambda report: None
+    push: Callable[..., PushReport] = push_weights
+    prove: Callable[[Sequence[Vllm]], Any] = prove_weights
+    # The version that all vLLMs have committed and proved; None after one of them was lost or slept its weights away.
+    policy_version: int | None = field(default=None, init=False)
+    cuts_groups = True
+
+    def __post_init__(self) -> None:
         self._vllms: Sequence[Vllm] = ()
         self._facts: list[Facts] = []
-        self._policy_version: int | None = None
         self._identities: list[Any] | None = None
         self._kept: dict[Key, Answer] = {}
         self._kept_for: tuple[int, Sampling] | None = None
         self._asleep = False
         self._has_base = False
         self._adapters: Sequence[Adapter | None] = ()
-
-    @property
-    def policy_version(self) -> int | None:
-        """The version that all vLLMs have committed and proved; None after one of them was lost or slept its weights away."""
-        return self._policy_version
-
-    @property
-    def cuts_groups(self) -> bool:
-        return True
 
     @property
     def slice_form(self) -> SliceForm:
@@ -109,27 +96,27 @@ class VllmEngine:
         weights: Weights = "merged"
         if self._serves_adapter():
             weights = "adapter" if self._has_base else "base"
-        return SliceForm(min(SLICE_BYTES, self._settings.bucket_bytes), getattr(torch, dtypes.pop()), weights)
+        return SliceForm(min(SLICE_BYTES, self.settings.bucket_bytes), getattr(torch, dtypes.pop()), weights)
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
         """One group per prompt, in order; LostEngineError where an engine died, restarted or holds other weights.
 
         EngineError before the first `load`, where a row cannot fit, or for answers that cannot be used.
         """
-        if self._policy_version is None:
+        if self.policy_version is None:
             raise EngineError("The engine holds no known weights yet: call load() before generate().")
-        team = self._callers.team
+        team = self.callers.team
         with team.together():
             self._check_lengths(prompts, sampling)
-        told = self._settings
-        mine = rows_of(prompts, sampling, self._policy.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
+        told = self.settings
+        mine = rows_of(prompts, sampling, self.policy.end_ids(sampling), told.structured_regex, told.sampling_kwargs)
         rows = [row for rows in team.gather(mine) for row in rows]
-        self._keep_for(self._policy_version, sampling)
+        self._keep_for(self.policy_version, sampling)
         try:
             self._check_held()
-            self._answer([row for row in rows if row.key not in self._kept], self._policy_version)
+            self._answer([row for row in rows if row.key not in self._kept], self.policy_version)
         except LostEngineError:
-            self._policy_version, self._has_base = None, False
+            self.policy_version, self._has_base = None, False
             raise
         completions = [completion_of(self._kept[row.key]) for row in mine]
         self._kept = {}
@@ -138,23 +125,23 @@ class VllmEngine:
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
         """Wait for the vLLMs, push the slices and prove them; a rank that does not push reads them all the same."""
-        self._policy_version = self._identities = None
+        self.policy_version = self._identities = None
         self._adapters = (None,) * len(self._vllms)
         self._has_base = self._has_base and weights == "adapter"
-        config = self._policy.adapter if weights == "adapter" else None
+        config = self.policy.adapter if weights == "adapter" else None
         pieces = iter(slices)
         try:
-            if self._callers.pushes:
+            if self.callers.pushes:
                 self._give(pieces, policy_version, config)
         except Exception:
             exhaust(pieces)  # they are broadcast: other ranks wait for this one
             raise
         exhaust(pieces)
         self._has_base = weights != "merged"
-        self._policy_version = None if weights == "base" else policy_version
+        self.policy_version = None if weights == "base" else policy_version
 
     def sleep(self) -> None:
-        where = self._settings.where
+        where = self.settings.where
         if self._vllms and isinstance(where, ColocateSettings) and where.sleeps and not self._asleep:
             self._asleep = True
             for vllm in self._vllms:
@@ -163,22 +150,22 @@ class VllmEngine:
     def wake(self) -> None:
         """Connect, or have the memory again; weights that did not survive the sleep are held no more."""
         if not self._vllms:
-            found = tuple(self._connect())
+            found = tuple(self.connect())
             self._vllms, self._facts = found, [vllm.facts() for vllm in found]
         if not self._asleep:
             return
         for vllm in self._vllms:
             vllm.wake()
         self._asleep = False
-        holds = self._policy_version is not None or self._has_base
+        holds = self.policy_version is not None or self._has_base
         survived = holds and self._survived()  # asked of a base too: what it finds lost has to come again
         if self._has_base or not survived:
-            self._policy_version, self._has_base = None, False
+            self.policy_version, self._has_base = None, False
 
     def close(self) -> None:
         """Let go of the vLLMs: those of this process are freed, servers go on."""
         vllms, self._vllms, self._facts = self._vllms, (), []
-        self._policy_version = self._identities = None
+        self.policy_version = self._identities = None
         self._kept, self._asleep, self._has_base = {}, False, False
         for vllm in vllms:
             vllm.close()
@@ -189,12 +176,12 @@ class VllmEngine:
         try:
             for vllm in self._vllms:
                 vllm.pause()
-            report = self._push(
+            report = self.push(
                 pieces,
                 self._vllms,
-                self._settings,
+                self.settings,
                 policy_version,
-                unchanging=self._policy.unchanging,
+                unchanging=self.policy.unchanging,
                 adapter=config,
             )
         except Exception:
@@ -204,10 +191,9 @@ class VllmEngine:
         self._resume()
         if config is not None:
             self._adapters = report.adapters
-        self._on_push(report)
+        self.on_push(report)
 
     def _resume(self) -> None:
-        """All of them, then the error of the first that could not."""
         failures = []
         for vllm in self._vllms:
             try:
@@ -219,22 +205,22 @@ class VllmEngine:
 
     def _make_ready(self) -> None:
         """Wait for each vLLM, as long as the settings say; it may have been started again since, with what it was not told."""
-        where = self._settings.where
+        where = self.settings.where
         for vllm in self._vllms:
             vllm.wait(where.timeout if isinstance(where, ServerSettings) else 0.0)
         ask(self._vllms, "lowpeak_score_at_temperature", [{}] * len(self._vllms), _SECONDS)
 
     def _serves_adapter(self) -> bool:
         """Whether the policy has an adapter that the vLLMs can put on its base; where ranks share them, only one is told which."""
-        wanted = self._settings.adapters and self._policy.adapter is not None and self._callers.num_callers == 1
+        wanted = self.settings.adapters and self.policy.adapter is not None and self.callers.num_callers == 1
         return wanted and all(facts.serves_adapters for facts in self._facts)
 
     def _survived(self) -> bool:
         """Whether the weights are still the policy's, by the same proof as after a push."""
-        if not self._settings.verify:
+        if not self.settings.verify:
             return False
         try:
-            self._prove(self._vllms)
+            self.prove(self._vllms)
         except EngineError as error:
             logger.info("The engine's weights did not survive its sleep and are sent again: %s", error)
             return False
@@ -250,20 +236,25 @@ class VllmEngine:
         """LostEngineError where a vLLM is not the one that was loaded, or has been loaded by somebody else."""
         identities = ask(self._vllms, "lowpeak_identity", [{}] * len(self._vllms), _SECONDS)
         held = {worker["policy_version"] for workers in identities for worker in workers}
-        if held != {self._policy_version} or (self._identities or identities) != identities:
-            raise _holds_other(held, self._policy_version)
+        if held != {self.policy_version} or (self._identities or identities) != identities:
+            found = ", ".join("none" if version is None else str(version) for version in held)
+            raise LostEngineError(
+                f"vLLM holds weights of version {found} where {self.policy_version} was loaded: it was started again, or "
+                "somebody else loads it."
+            )
         if self._identities is None:  # the first time after a load: the vLLMs may be others than before it
             self._facts = [vllm.facts() for vllm in self._vllms]
         self._identities = identities
 
     def _answer(self, rows: Sequence[Row], version: int) -> None:
-        """Ask for these rows, wave by wave, and keep what comes."""
         if not rows:
             return
         fitting = self._wave_size(rows)  # asked in any case: it tells of a row that cannot fit at all
-        for wave in form_waves(rows, self._settings.batch_size or fitting):
-            shares = share(wave, len(self._vllms))
-            failures = self._ask_each([[wave[i] for i in mine] for mine in shares], version)
+        for wave in form_waves(rows, self.settings.batch_size or fitting):
+            shares = [[wave[i] for i in mine] for mine in share(wave, len(self._vllms))]
+            asked = zip(self._vllms, self._adapters, shares, strict=True)
+            ended = call_together([partial(self._ask, *each, version) for each in asked if each[2]])
+            failures = [failure for failure in ended if failure is not None]
             if failures:
                 raise next((error for error in failures if not isinstance(error, LostEngineError)), failures[0])
 
@@ -272,51 +263,25 @@ class VllmEngine:
         if all(facts.keeps_to_cache for facts in self._facts):
             return len(rows)
         longest = max(len(row.request.prompt_ids) + int(row.request.params["max_tokens"]) for row in rows)
-        return rows_that_fit(self._facts, longest, self._callers.num_callers, self._settings.where)
-
-    def _ask_each(self, shares: Sequence[Sequence[Row]], version: int) -> list[EngineError]:
-        """Each vLLM its rows, all at once; what went wrong, after all of them have come back."""
-        asked = zip(self._vllms, self._adapters, shares, strict=True)
-        failures = call_together([partial(self._ask, *each, version) for each in asked if each[2]])
-        return [failure for failure in failures if failure is not None]
+        return rows_that_fit(self._facts, longest, self.callers.num_callers, self.settings.where)
 
     def _ask(self, vllm: Vllm, adapter: Adapter | None, rows: Sequence[Row], version: int) -> EngineError | None:
         """Keep one vLLM's answers; its error, which carries those that came before it, is returned."""
         failure: EngineError | None = None
         try:
             requests = [replace(row.request, adapter=adapter) for row in rows]
-            answers = vllm.complete(requests, self._settings.wave_timeout)
-            good = dict(enumerate(checked(rows, answers, version, self._policy.num_tokens)))
+            answers = vllm.complete(requests, self.settings.wave_timeout)
+            good = dict(enumerate(checked(rows, answers, version, self.policy.num_tokens)))
         except LostEngineError as lost:
-            good, failure = _of_version(lost.finished, version), lost
+            good, failure = {i: a for i, a in lost.finished.items() if not a.policy_versions - {version}}, lost
         except EngineError as error:
             good, failure = {}, error
         self._kept.update({rows[i].key: answer for i, answer in good.items()})
         return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        context, where = min(facts.max_model_len for facts in self._facts), self._settings.where
-        early = f"set vllm_max_model_length={context}, with which such prompts are found at the start"
-        remedy = (
-            f"or shorten completions, or {early}" if isinstance(where, ServerSettings) else "or shorten completions"
-        )
-        for prompt in prompts:
-            if not prompt.ids:
-                raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
-            if len(prompt.ids) + sampling.max_new_tokens > context:
-                raise EngineError(
-                    f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "
-                    f"exceeds vLLM's context of {context}: raise {option(where, 'max_model_length')} {remedy}."
-                )
-
-
-def _holds_other(held: Iterable[int | None], loaded: int | None) -> LostEngineError:
-    found = ", ".join("none" if version is None else str(version) for version in held)
-    return LostEngineError(
-        f"vLLM holds weights of version {found} where {loaded} was loaded: it was started again, or somebody else loads it."
-    )
-
-
-def _of_version(finished: Mapping[int, Answer], version: int) -> dict[int, Answer]:
-    """The answers that no other weights had a part in."""
-    return {i: answer for i, answer in finished.items() if not answer.policy_versions - {version}}
+        context, where = min(facts.max_model_len for facts in self._facts), self.settings.where
+        remedy = f"raise {option(where, 'max_model_length')} or shorten completions"
+        if isinstance(where, ServerSettings):
+            remedy += f", or set vllm_max_model_length={context}, with which such prompts are found at the start"
+        check_lengths(prompts, sampling, context, "vLLM's", remedy)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from functools import cache
 from typing import Any
 
@@ -53,27 +52,26 @@ def _digest(what: Any) -> str:
     return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
-def facts_of(config: Any) -> dict[str, Any]:
-    """The facts of the vLLM that runs in this process, from its `VllmConfig`, as JSON has them; its tokenizer is loaded for it."""
+def facts_of(config: Any) -> Facts:
+    """The facts of the vLLM that runs in this process, from its `VllmConfig`; without a fingerprint."""
     import vllm
 
     model, cache = config.model_config, config.cache_config
-    return asdict(
-        Facts(
-            version=vllm.__version__,
-            model=str(model.model),
-            fingerprint=_own_fingerprint(model),
-            dtype=str(model.dtype).removeprefix("torch."),
-            max_model_len=int(model.max_model_len),
-            max_num_seqs=int(config.scheduler_config.max_num_seqs),
-            kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
-            num_workers=int(config.parallel_config.world_size),
-            serves_adapters=config.lora_config is not None,
-        )
+    return Facts(
+        version=vllm.__version__,
+        model=str(model.model),
+        fingerprint="",
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=int(model.max_model_len),
+        max_num_seqs=int(config.scheduler_config.max_num_seqs),
+        kv_tokens=int(cache.num_gpu_blocks or 0) * int(cache.block_size),
+        num_workers=int(config.parallel_config.world_size),
+        serves_adapters=config.lora_config is not None,
     )
 
 
-def _own_fingerprint(model: Any) -> str:
+def own_fingerprint(model: Any) -> str:
+    """The fingerprint of vLLM's `ModelConfig`; its tokenizer is loaded for it."""
     text = _text(model.hf_config)
     if model.skip_tokenizer_init:
         return f"{_sizes(text)}:{_tokens({}, None)}"

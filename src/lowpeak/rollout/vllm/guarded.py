@@ -36,21 +36,24 @@ def guarded_build() -> Iterator[None]:
     a function that only warns, and freezes every object that the garbage collector knows, the trainer's too.
     """
     environment = dict(os.environ)
-    random_states = random.getstate(), numpy.random.get_state(), torch.get_rng_state(), _device_states()
+    random_states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    device_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     set_num_threads, num_threads = torch.set_num_threads, torch.get_num_threads()
     num_frozen = gc.get_freeze_count()
     os.environ.update({**_UNLESS_SET, **environment, **_WHILE_BUILDING})
     try:
         yield
     finally:
-        _restore_environment(environment)
+        for name in set(os.environ) - set(environment):
+            del os.environ[name]
+        os.environ.update(environment)
         torch.set_num_threads = set_num_threads
         torch.set_num_threads(num_threads)
         random.setstate(random_states[0])
         numpy.random.set_state(random_states[1])
         torch.set_rng_state(random_states[2])
-        if random_states[3]:
-            torch.cuda.set_rng_state_all(random_states[3])
+        if device_states:
+            torch.cuda.set_rng_state_all(device_states)
         if not num_frozen:
             gc.unfreeze()
 
@@ -95,16 +98,6 @@ def leave_groups(had_group: bool) -> None:
     parallel_state.destroy_model_parallel()
     if not had_group and has_group():
         parallel_state.destroy_distributed_environment()
-
-
-def _device_states() -> list[torch.Tensor]:
-    return torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-
-
-def _restore_environment(environment: dict[str, str]) -> None:
-    for name in set(os.environ) - set(environment):
-        del os.environ[name]
-    os.environ.update(environment)
 
 
 def keep_apart(models: Iterable[nn.Module], is_building: Callable[[], bool]) -> None:

@@ -68,7 +68,6 @@ class Http:
         return run(self._send("GET", path, None, deadline(timeout)), stopping)
 
     def post(self, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
-        """Post a body and return the server's JSON."""
         return run(self._send("POST", path, body, deadline(timeout)))
 
     def post_each(

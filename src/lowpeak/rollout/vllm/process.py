@@ -12,6 +12,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowpeak.errors import EngineError
@@ -26,21 +27,17 @@ _START_SECONDS = 300.0
 _LINES = 20
 
 
+@dataclass(eq=False)
 class ServerProcess:
     """A server; its output goes to the file `log` (None: to this process's). `command` makes its command line."""
 
-    def __init__(
-        self,
-        server: Server,
-        inherited: Mapping[str, str],
-        log: Path | None = None,
-        command: Callable[[Server], list[str]] = words,
-    ) -> None:
-        self.server = server
-        self._command = command
-        self.log = log
-        self._http = Http(server.url, server.token)
-        self._inherited = inherited
+    server: Server
+    inherited: Mapping[str, str] = field(repr=False)
+    log: Path | None = None
+    command: Callable[[Server], list[str]] = words
+
+    def __post_init__(self) -> None:
+        self._http = Http(self.server.url, self.server.token)
         self._process: subprocess.Popen[bytes] | None = None
         self._log_start = 0  # where this life's output begins
 
@@ -58,8 +55,8 @@ class ServerProcess:
                 out = files.enter_context(self.log.open("ab"))
                 self._log_start = out.tell()
             self._process = subprocess.Popen(
-                self._command(self.server),
-                env=environment(self.server, self._inherited),
+                self.command(self.server),
+                env=environment(self.server, self.inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

@@ -16,9 +16,9 @@ from typing import Any
 
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.rollout.vllm.adapter_route import ROUTE as ADAPTER_ROUTE
 from lowpeak.rollout.vllm.http import Http, NoRouteError, deadline, run
 from lowpeak.rollout.vllm.requests import COMPLETIONS, GENERATE, Route, body_of, read
+from lowpeak.rollout.vllm.token import ADAPTER_ROUTE
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request
 
 logger = logging.getLogger(__name__)
@@ -50,44 +50,27 @@ def connect(settings: ServerSettings, stopping: Callable[[], bool] = lambda: Fal
     return found
 
 
-class ServerWorkers:
-    """The workers of a server; their methods are called by vLLM's `/collective_rpc`.
-
-    Arguments are JSON. What a method returns is a mapping, a list or None; vLLM hands anything else on as text.
-    """
-
-    in_process = False
-
-    def __init__(self, http: Http) -> None:
-        self._http = http
-
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
-        seconds = CALL_SECONDS if timeout is None else timeout
-        body = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
-        answer = self._http.post("/collective_rpc", body, seconds + 5.0)  # the server's own limit speaks first
-        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list) or not answer["results"]:
-            raise EngineError(f"the server at {self._http.url} returned nothing for {method}: {str(answer)[:200]}.")
-        return list(answer["results"])
-
-
 class ServerVllm:
     """One vLLM over HTTP; see the protocol `Vllm` for what its methods promise. `stopping` ends its `wait`."""
 
+    in_process = False
+
     def __init__(self, base_url: str, token: str | None = None, stopping: Callable[[], bool] = lambda: False) -> None:
         self._http = Http(base_url, token)
+        self.url = self._http.url
         self._stopping = stopping
-        self._workers = ServerWorkers(self._http)
         self._route: Route | None = None
         self._incarnation: str | None = None
         self._adapter: Adapter | None = None
 
-    @property
-    def url(self) -> str:
-        return self._http.url
-
-    @property
-    def workers(self) -> ServerWorkers:
-        return self._workers
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        """Call the method by vLLM's `/collective_rpc`: it hands on as JSON a mapping, a list or None, anything else as text."""
+        seconds = CALL_SECONDS if timeout is None else timeout
+        body = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
+        answer = self._http.post("/collective_rpc", body, seconds + 5.0)  # the server's own limit speaks first
+        if not isinstance(answer, dict) or not isinstance(answer.get("results"), list) or not answer["results"]:
+            raise EngineError(f"the server at {self.url} returned nothing for {method}: {str(answer)[:200]}.")
+        return list(answer["results"])
 
     def asked_incarnation(self) -> str:
         """Which life of which server its workers say that it is."""
@@ -96,7 +79,7 @@ class ServerVllm:
     def facts(self) -> Facts:
         self._route = self._adapter = None
         self._incarnation = self.asked_incarnation()
-        told = self._workers.call("lowpeak_facts", {}, _ASK_SECONDS)[0]
+        told = self.call("lowpeak_facts", {}, _ASK_SECONDS)[0]
         try:
             return Facts(**told)
         except TypeError as error:
@@ -195,7 +178,7 @@ class ServerVllm:
 
     def _ask(self, method: str) -> list[dict[str, Any]]:
         """What the workers answer to a question without arguments, their complaint as an error."""
-        told = self._workers.call(method, {}, _ASK_SECONDS)
+        told = self.call(method, {}, _ASK_SECONDS)
         for each in told:
             if not isinstance(each, dict) or "error" in each:
                 raise EngineError(f"a worker of the server at {self.url} does not answer {method}: {str(each)[:500]}")

@@ -1,15 +1,16 @@
 """The token that a server demands, on every route but `/health`, and the file in which runs on the same host find it.
 
 vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): any client
-could replace the weights through `/collective_rpc`. `TokenMiddleware` is for vLLM's `--middleware`.
+could replace the weights through `/collective_rpc`. The two ASGI middlewares here are for vLLM's `--middleware`.
 """
 
 from __future__ import annotations
 
 import hmac
+import json
 import os
 import socket
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 
 TOKEN = SERVER_TOKEN
+ADAPTER_ROUTE = "/lowpeak_adapter"
+_ADAPTER_PREFIX = "lowpeak-"  # of the names that `weights/adapters.py` gives
 _OPEN = ("/health",)
 _THIS_HOST = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
@@ -93,3 +96,41 @@ def _token_file(port: int) -> Path:
     # hosts may share the folder
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return cache / "lowpeak" / f"{socket.gethostname()}-{port}.token"
+
+
+class AdapterMiddleware:
+    """Registers the adapter of the last push in place of the former one, so that requests can name it; other requests pass.
+
+    vLLM's own `/v1/load_lora_adapter` would read the adapter's files again, under another number: a second copy, which
+    nothing has proved. Here the server only learns the number that its workers store.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != ADAPTER_ROUTE:
+            await self._app(scope, receive, send)
+            return
+        register(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def register(models: Any, adapter: Mapping[str, Any]) -> None:
+    """Let the server's requests name `adapter`, and none that came before it."""
+    from vllm.lora.request import LoRARequest
+
+    for name in [name for name in models.lora_requests if name.startswith(_ADAPTER_PREFIX)]:
+        del models.lora_requests[name]
+    made = LoRARequest(adapter["name"], int(adapter["number"]), adapter["folder"])
+    models.lora_requests[adapter["name"]] = made
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)

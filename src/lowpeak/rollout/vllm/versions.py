@@ -1,9 +1,10 @@
-"""Which vLLM lowpeak works with: the one place that says it."""
+"""Which vLLM lowpeak works with, and what every vLLM of a run is built with: the one place that says it."""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from importlib.util import find_spec
 from types import ModuleType
 
@@ -14,6 +15,15 @@ logger = logging.getLogger(__name__)
 OLDEST = (0, 31)
 BELOW = (0, 34)
 SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
+
+# As a server or in the training process: weights reach it by methods of ours, log-probs are of the full softmax, and a request
+# alone says how it is sampled, no defaults of a checkpoint's.
+ALWAYS: Mapping[str, str] = {
+    "worker_extension_cls": "lowpeak.rollout.vllm.weights.extension.Extension",
+    "logprobs_mode": "raw_logprobs",
+    "generation_config": "vllm",
+}
+NO_SHARE = 0.01  # with a cache of so many bytes vLLM only looks, as it starts, whether its share of the device is free
 
 
 def is_installed() -> bool:

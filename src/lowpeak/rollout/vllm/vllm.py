@@ -76,27 +76,15 @@ class Facts:
 
 
 @runtime_checkable
-class Workers(Protocol):
-    """The processes of one vLLM that hold its weights; each has the methods of `weights/extension.py`.
-
-    `in_process` says that they live in this process, so that arguments may be tensors; else they are JSON.
-    """
+class Vllm(Protocol):
+    """One vLLM engine; its workers hold its weights, and each has the methods of `weights/extension.py`."""
 
     @property
     def in_process(self) -> bool:
-        """Whether a call's arguments may be tensors."""
+        """Whether its workers live in this process, so that a call's arguments may be tensors; else they are JSON."""
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         """What each worker's method returns, in rank order; LostEngineError when one is gone."""
-
-
-@runtime_checkable
-class Vllm(Protocol):
-    """One vLLM engine."""
-
-    @property
-    def workers(self) -> Workers:
-        """Who holds the weights."""
 
     def facts(self) -> Facts:
         """What it is; asked once it is there, and again after a restart."""
@@ -129,7 +117,7 @@ def ask(
     """Return what each worker of each engine answers, all engines at once; EngineError with the first complaint."""
 
     def one(vllm: Vllm, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = vllm.workers.call(method, given, timeout)
+        answers: list[dict[str, Any]] = vllm.call(method, given, timeout)
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"])

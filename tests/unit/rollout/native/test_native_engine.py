@@ -6,6 +6,7 @@ import contextlib
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -44,41 +45,59 @@ def tokens(groups: list[Group]) -> dict[int, list[list[int]]]:
     return {group.prompt.serial: [c.ids.tolist() for c in group.completions] for group in groups}
 
 
+class Forward(NamedTuple):
+    """What a forward computes; of a decoding one its columns with the new token, the cache's bytes and the mask's dimensions."""
+
+    rows: int
+    tokens: int
+    columns: int = 0
+    held_bytes: int = 0
+    mask_dims: int = 0
+
+
 @contextlib.contextmanager
-def recorded(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
-    """Rows and tokens of each forward."""
-    shapes: list[tuple[int, int]] = []
+def watched(model: nn.Module) -> Iterator[list[Forward]]:
+    seen: list[Forward] = []
 
     def note(module, args, kwargs) -> None:
-        shapes.append(tuple(kwargs["input_ids"].shape))
+        made, cache = Forward(*kwargs["input_ids"].shape), kwargs["past_key_values"]
+        if isinstance(cache, SlotCache):
+            states = [each for layer in cache.layers for each in (layer.keys, layer.values)]
+            held = sum(each.untyped_storage().nbytes() for each in states)  # used or not
+            made = made._replace(columns=cache.get_seq_length() + 1, held_bytes=held)
+            made = made._replace(mask_dims=kwargs["attention_mask"].ndim)
+        seen.append(made)
 
     handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    yield shapes
+    yield seen
     handle.remove()
+
+
+def decoding(seen: list[Forward]) -> list[Forward]:
+    return [each for each in seen if each.columns]
 
 
 def test_each_prompt_is_forwarded_once_and_then_one_token_per_row():
     model = tiny_model()
-    with recorded(model) as shapes:
+    with watched(model) as seen:
         groups = engine(model).generate(prompts(), replace(SAMPLING, max_new_tokens=3, stop_token_ids=()))
     lengths = [len(completion) for group in groups for completion in group.completions]
     # The first token comes of the prefill, and the last one is not fed.
     fed = [sum(length > i for length in lengths) for i in (1, 2)]
-    assert shapes == [(6, 10), (fed[0], 1), (fed[1], 1)]
+    assert [(each.rows, each.tokens) for each in seen] == [(6, 10), (fed[0], 1), (fed[1], 1)]
     assert 24 > fed[0] >= fed[1] > 12
 
 
 def test_rows_that_have_ended_leave_the_batch():
     model = tiny_model()
     sampling = replace(SAMPLING, max_new_tokens=40, num_generations=16, stop_token_ids=(3, 4, 5))
-    with recorded(model) as shapes:
+    with watched(model) as seen:
         groups = engine(model).generate(prompts(), sampling)
     useful = sum(len(c) - 1 for group in groups for c in group.completions)
-    decoded = sum(rows for rows, columns in shapes if columns == 1)
     longest = max(len(c) for group in groups for c in group.completions)
     assert useful < 0.5 * 96 * longest
-    assert decoded == useful
-    assert len(shapes) == longest
+    assert sum(each.rows for each in decoding(seen)) == useful
+    assert len(seen) == longest
 
 
 def test_a_completion_ends_with_its_end_token_or_at_full_length():
@@ -119,22 +138,6 @@ def test_generated_tokens_are_reported_as_they_come():
     assert len(counted) > 1
 
 
-class _Hold:
-    """A hold that counts its entries and exits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.events: list[str] = []
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[nn.Module]:
-        self.events.append("enter")
-        try:
-            yield self.model
-        finally:
-            self.events.append("exit")
-
-
 def test_parameters_that_are_not_plain_tensors_are_never_read_in_inference_mode():
     class Sharded(nn.Parameter):
         pass
@@ -151,16 +154,23 @@ def test_parameters_that_are_not_plain_tensors_are_never_read_in_inference_mode(
 
 
 def test_an_error_in_the_middle_leaves_the_hold_and_goes_on():
-    hold = _Hold(tiny_model())
+    ends = []
+
+    @contextlib.contextmanager
+    def hold() -> Iterator[nn.Module]:
+        try:
+            yield tiny_model()
+        finally:
+            ends.append(1)
 
     def interrupt(useful: int, computed: int) -> None:
         raise KeyboardInterrupt
 
-    made = NativeEngine(hold, char_tokenizer(), lambda: 1 << 24, on_tokens=interrupt)
-    made.load([], 0)
+    made = engine(tiny_model(), on_tokens=interrupt)
+    made.hold = hold
     with pytest.raises(KeyboardInterrupt):
         made.generate(prompts(), SAMPLING)
-    assert hold.events == ["enter", "exit"]
+    assert ends == [1]
     assert torch.is_grad_enabled()
 
 
@@ -174,38 +184,14 @@ def test_broken_weights_are_an_error_and_not_tokens():
 def test_waves_follow_the_budget_of_the_moment():
     model, heard = tiny_model(), []
     budgets = iter([1 << 24, (10 + 12) * bytes_per_token(model)])
-    made = NativeEngine(
-        lambda: contextlib.nullcontext(model),
-        char_tokenizer(),
-        lambda: next(budgets),
-        lambda _, rows: heard.append(rows),
-    )
-    made.load([], 0)
+    made = engine(model, on_tokens=lambda _, rows: heard.append(rows))
+    made.kv_cache_bytes = lambda: next(budgets)
     made.generate(prompts()[:1], SAMPLING)
     assert max(heard[1:]) == SAMPLING.num_generations
     heard.clear()
     made.generate(prompts()[:1], SAMPLING)
     assert heard[0] == SAMPLING.num_generations  # the first tokens of a group are drawn together
     assert max(heard[1:]) == 1
-
-
-def stored_bytes(cache: SlotCache) -> int:
-    """What the cache's tensors take, used or not."""
-    return sum(states.untyped_storage().nbytes() for layer in cache.layers for states in (layer.keys, layer.values))
-
-
-@contextlib.contextmanager
-def recorded_cache(model: nn.Module) -> Iterator[list[tuple[int, int]]]:
-    """Rows, and columns that they take in the cache with the new token, of each decoding forward."""
-    shapes: list[tuple[int, int]] = []
-
-    def note(module, args, kwargs) -> None:
-        if kwargs["input_ids"].shape[1] == 1:
-            shapes.append((kwargs["input_ids"].shape[0], kwargs["past_key_values"].get_seq_length() + 1))
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    yield shapes
-    handle.remove()
 
 
 ENDING = replace(SAMPLING, max_new_tokens=40, num_generations=6, stop_token_ids=(3, 4))
@@ -228,29 +214,29 @@ def test_rows_that_enter_later_have_the_same_tokens(slots, settings):
 def test_rows_times_columns_never_exceed_the_budget(slots):
     model = tiny_model()
     many = [replace(prompt, serial=30 * i + prompt.serial) for i in range(3) for prompt in prompts()]
-    with recorded_cache(model) as shapes:
+    with watched(model) as seen:
         engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(many, ENDING)
-    assert max(rows * columns for rows, columns in shapes) <= slots * (10 + 40)
-    assert max(rows for rows, _ in shapes) >= slots
+    assert max(each.rows * each.columns for each in seen) <= slots * (10 + 40)
+    assert max(each.rows for each in decoding(seen)) >= slots
 
 
 def test_the_batch_stays_full_while_rows_wait():
     model, sampling = tiny_model(), replace(ENDING, num_generations=4)
     same_length = [replace(prompts()[1], serial=i) for i in range(40)]
-    with recorded_cache(model) as shapes:
+    with watched(model) as seen:
         groups = engine(model, kv_cache_bytes=16 * (10 + 40) * bytes_per_token(model)).generate(same_length, sampling)
     useful = sum(len(c) - 1 for group in groups for c in group.completions)
     longest = max(len(c) for group in groups for c in group.completions)
-    assert len(shapes) < useful / 16 + longest
-    assert sum(rows for rows, _ in shapes) == useful
+    assert len(decoding(seen)) < useful / 16 + longest
+    assert sum(each.rows for each in decoding(seen)) == useful
 
 
 @pytest.mark.parametrize("slots", [1, 2, 5, 12])
 def test_each_prompt_is_forwarded_once_however_few_of_its_rows_find_a_slot(slots):
     model = tiny_model()
-    with recorded(model) as shapes:
+    with watched(model) as seen:
         engine(model, kv_cache_bytes=slots * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
-    assert sum(rows for rows, columns in shapes if columns > 1) == len(TEXTS)
+    assert sum(each.rows for each in seen if each.tokens > 1) == len(TEXTS)
 
 
 @pytest.mark.parametrize("tokens_of_budget", [100, 150, 200, 330])
@@ -260,16 +246,9 @@ def test_short_prompts_beside_a_long_one_stay_within_the_budget(tokens_of_budget
     lengths = [60, 2, 3, 60, 2, 2, 4, 3, 2, 40]
     uneven = [Prompt(i, tuple(2 + (i * k) % 10 for k in range(1, n + 1)), "") for i, n in enumerate(lengths)]
     sampling = replace(SAMPLING, max_new_tokens=40, num_generations=2, stop_token_ids=(3,))
-    held: list[int] = []
-
-    def note(module, args, kwargs) -> None:
-        if isinstance(kwargs["past_key_values"], SlotCache):
-            held.append(stored_bytes(kwargs["past_key_values"]))
-
-    handle = model.register_forward_pre_hook(note, with_kwargs=True)
-    made = engine(model, kv_cache_bytes=tokens_of_budget * bytes_per_token(model)).generate(uneven, sampling)
-    handle.remove()
-    assert 0 < max(held) <= tokens_of_budget * bytes_per_token(model)
+    with watched(model) as seen:
+        made = engine(model, kv_cache_bytes=tokens_of_budget * bytes_per_token(model)).generate(uneven, sampling)
+    assert 0 < max(each.held_bytes for each in seen) <= tokens_of_budget * bytes_per_token(model)
     assert tokens(made) == tokens(engine(model).generate(uneven, sampling))
 
 
@@ -292,18 +271,10 @@ def test_under_autocast_the_budget_is_counted_in_the_bytes_that_are_stored():
     model = _Autocast(tiny_model())
     same_length = [replace(prompts()[1], serial=i) for i in range(9)]
     budget = 8 * (10 + 12) * bytes_per_token(model)
-    held: list[int] = []
-    rows: list[int] = []
-
-    def note(module, args, kwargs) -> None:
-        if isinstance(kwargs["past_key_values"], SlotCache):
-            held.append(stored_bytes(kwargs["past_key_values"]))
-            rows.append(kwargs["input_ids"].shape[0])
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    made = engine(model, kv_cache_bytes=budget).generate(same_length, SAMPLING)
-    assert max(rows) == 16  # of bf16 keys and values the budget holds twice as many as of fp32
-    assert max(held) == budget
+    with watched(model) as seen:
+        made = engine(model, kv_cache_bytes=budget).generate(same_length, SAMPLING)
+    assert max(each.rows for each in decoding(seen)) == 16  # of bf16 twice as many as of fp32
+    assert max(each.held_bytes for each in seen) == budget
     assert tokens(made) == tokens(engine(model).generate(same_length, SAMPLING))
 
 
@@ -313,15 +284,9 @@ def test_attention_that_makes_its_own_mask_gives_the_same_tokens():
     expected = engine(tiny_model()).generate(prompts(), ENDING)
     model = tiny_model()
     model.config._attn_implementation = "own_mask"
-    masks: list[int] = []
-
-    def note(module, args, kwargs) -> None:
-        if isinstance(kwargs["past_key_values"], SlotCache):
-            masks.append(kwargs["attention_mask"].ndim)
-
-    model.register_forward_pre_hook(note, with_kwargs=True)
-    made = engine(model, kv_cache_bytes=7 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
-    assert set(masks) == {2}
+    with watched(model) as seen:
+        made = engine(model, kv_cache_bytes=7 * (10 + 40) * bytes_per_token(model)).generate(prompts(), ENDING)
+    assert {each.mask_dims for each in decoding(seen)} == {2}
     assert tokens(made) == tokens(expected)
 
 

@@ -33,38 +33,28 @@ PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9
 SAMPLING = Sampling(num_generations=3, max_new_tokens=8, temperature=0.9, top_k=9, repetition_penalty=1.1, seed=2)
 
 
-def _sliding() -> nn.Module:
+COMMON = dict(vocab_size=13, bos_token_id=None, eos_token_id=1, max_position_embeddings=64, initializer_range=0.2)
+NO_DROPOUT = dict(attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0)
+SIZES = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+LOCAL = dict(hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=4)
+MODELS = {
+    "DynamicSlidingWindowLayer": (
+        MistralForCausalLM,
+        MistralConfig(**COMMON, **SIZES, sliding_window=4, pad_token_id=0),
+    ),
+    "position_ids": (MambaForCausalLM, MambaConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, eos_token_id=1)),
+    "no position_ids": (
+        BloomForCausalLM,
+        BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=1),
+    ),
+    "local": (GPTNeoForCausalLM, GPTNeoConfig(**COMMON, **LOCAL, **NO_DROPOUT)),
+}
+
+
+def _model(reason: str = "DynamicSlidingWindowLayer") -> nn.Module:
     torch.manual_seed(0)
-    return MistralForCausalLM(
-        MistralConfig(
-            vocab_size=13, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, sliding_window=4, max_position_embeddings=64, initializer_range=0.2,
-            pad_token_id=0, bos_token_id=None, eos_token_id=1,
-        )
-    ).eval()  # fmt: skip
-
-
-def _state_space() -> nn.Module:
-    torch.manual_seed(0)
-    return MambaForCausalLM(MambaConfig(vocab_size=13, hidden_size=16, num_hidden_layers=1, eos_token_id=1)).eval()
-
-
-def _alibi() -> nn.Module:
-    torch.manual_seed(0)
-    return BloomForCausalLM(
-        BloomConfig(vocab_size=13, hidden_size=16, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=1)
-    ).eval()
-
-
-def _local() -> nn.Module:
-    torch.manual_seed(0)
-    return GPTNeoForCausalLM(
-        GPTNeoConfig(
-            vocab_size=13, hidden_size=32, num_layers=2, attention_types=[[["global", "local"], 1]], num_heads=4, window_size=4,
-            max_position_embeddings=64, initializer_range=0.2, attention_dropout=0.0, embed_dropout=0.0, resid_dropout=0.0,
-            bos_token_id=None, eos_token_id=1,
-        )
-    ).eval()  # fmt: skip
+    kind, config = MODELS[reason]
+    return kind(config).eval()
 
 
 def _engine(model: nn.Module) -> NativeEngine:
@@ -78,22 +68,10 @@ def test_plain_models_are_driven_also_under_an_adapter():
     assert why_not_driven(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))) is None
 
 
-@pytest.mark.parametrize(
-    ("make", "reason"),
-    [
-        (_sliding, "DynamicSlidingWindowLayer"),
-        (_state_space, "position_ids"),
-        (_alibi, "position_ids"),
-        (_local, "local"),
-    ],
-)
-def test_other_models_say_why_they_are_not_driven(make, reason):
-    assert reason in why_not_driven(make())
-
-
-@pytest.mark.parametrize("make", [_sliding, _state_space, _alibi, _local])
-def test_logprobs_of_the_fallback_are_those_of_a_plain_forward(make):
-    model = make()
+@pytest.mark.parametrize("reason", MODELS)
+def test_other_models_say_why_they_are_not_driven_and_have_logprobs_of_a_plain_forward(reason):
+    model = _model(reason)
+    assert reason.split()[-1] in why_not_driven(model)
     for group in _engine(model).generate(PROMPTS, SAMPLING):
         for completion in group.completions:
             ids = torch.tensor([[*group.prompt.ids, *completion.ids.tolist()]])
@@ -119,7 +97,7 @@ def test_the_fallback_draws_what_the_decode_loop_draws(changed):
 
 
 def test_the_models_own_generation_defaults_neither_act_nor_change_and_no_random_state_moves():
-    model = _sliding()
+    model = _model()
     state = torch.get_rng_state()
     expected = _engine(model).generate(PROMPTS, SAMPLING)
     model.generation_config.update(repetition_penalty=5.0, no_repeat_ngram_size=1, do_sample=True, suppress_tokens=[3])
@@ -132,7 +110,7 @@ def test_the_models_own_generation_defaults_neither_act_nor_change_and_no_random
 
 
 def test_the_fallback_is_announced_once(caplog):
-    engine = _engine(_sliding())
+    engine = _engine(_model())
     with caplog.at_level(logging.WARNING, logger="lowpeak"):
         engine.generate(PROMPTS, SAMPLING)
         engine.generate(PROMPTS, SAMPLING)

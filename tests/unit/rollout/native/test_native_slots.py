@@ -45,19 +45,14 @@ def test_every_row_is_in_one_wave_and_no_wave_exceeds_the_budget(max_tokens, num
         assert len(wave) * (max(lengths[row.prompt] for row in wave) + 8) <= max_tokens
 
 
-def test_groups_stay_whole_where_a_wave_can_hold_one():
-    waves = form_waves([4] * 5, 4, 6, 60)
-    assert [len(wave) for wave in waves] == [4] * 5
-    assert all(len({row.prompt for row in wave}) == 1 for wave in waves)
-
-
-def test_a_group_larger_than_a_wave_is_cut():
-    assert [len(wave) for wave in form_waves([4], 8, 6, 30)] == [3, 3, 2]
-
-
-def test_prompts_of_like_length_share_a_wave_longest_first():
-    waves = form_waves([2, 9, 2, 9], 1, 1, 20)
-    assert [[row.prompt for row in wave] for wave in waves] == [[1, 3], [0, 2]]
+@pytest.mark.parametrize(
+    ("lengths", "num_generations", "new", "max_tokens", "waves"),
+    [([4], 8, 6, 30, [[0] * 3, [0] * 3, [0] * 2]), ([2, 9, 2, 9], 1, 1, 20, [[1, 3], [0, 2]])],
+    ids=["a group larger than a wave is cut", "prompts of like length share a wave, longest first"],
+)
+def test_waves_are_as_large_as_the_budget_allows(lengths, num_generations, new, max_tokens, waves):
+    formed = form_waves(lengths, num_generations, new, max_tokens)
+    assert [[row.prompt for row in wave] for wave in formed] == waves
 
 
 def test_a_row_that_cannot_fit_is_an_error_with_the_numbers():

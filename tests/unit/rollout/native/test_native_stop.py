@@ -101,14 +101,11 @@ def test_rows_end_by_token_or_string_or_length_and_keep_what_ended_them():
     assert _add(progress, [0, 1, 2], [four, four, four]) == [False, False, False]
     assert _add(progress, [2, 0, 1], [3, 1, four], -2.0) == [False, True, True]
     assert _add(progress, [3, 2], [1, 3], -3.0) == [True, True]
-    first, second, third, fourth = progress.completions()
-    assert first.ids.tolist() == [four, 1]
-    assert second.ids.tolist() == [four, four]
-    assert third.ids.tolist() == [four, 3, 3]
-    assert fourth.ids.tolist() == [1]
-    assert [c.finish_reason for c in (first, second, third, fourth)] == ["stop", "stop", "length", "stop"]
-    assert third.logprobs.tolist() == [-1.0, -2.0, -3.0]
-    assert all(c.loss_mask.all() and len(c.loss_mask) == len(c) for c in (first, second, third))
+    made = progress.completions()
+    assert [c.ids.tolist() for c in made] == [[four, 1], [four, four], [four, 3, 3], [1]]
+    assert [c.finish_reason for c in made] == ["stop", "stop", "length", "stop"]
+    assert made[2].logprobs.tolist() == [-1.0, -2.0, -3.0]
+    assert all(c.loss_mask.all() and len(c.loss_mask) == len(c) for c in made)
 
 
 def test_the_newest_tokens_are_those_that_rows_wrote_last():

@@ -12,7 +12,7 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout.engine import RolloutEngine
 from lowpeak.rollout.vllm.requests import seed_of
 from lowpeak.rollout.vllm.vllm import Answer, Vllm
-from vllms import SAMPLING, ScriptedVllm, engine_over, facts, prompts, said, scripted, scripted_push, slices
+from vllms import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, scripted_push, slices
 
 
 def asked(vllm):
@@ -49,26 +49,13 @@ def test_each_completion_has_a_seed_of_its_own_that_neither_waves_nor_parts_chan
 
 def test_sampling_becomes_vllms_parameters():
     vllm = scripted()
-    told = replace(
-        SAMPLING,
-        temperature=0.7,
-        top_k=5,
-        top_p=0.9,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        stop=("a", "bc"),
-        stop_token_ids=(7,),
-    )
+    same = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}
+    told = replace(SAMPLING, **same, stop=("a", "bc"), stop_token_ids=(7,))
     engine_over(vllm, structured_regex="[0-9]+", sampling_kwargs={"min_tokens": 2}).generate(prompts(1), told)
     params = dict(asked(vllm)[0].params)
     del params["seed"]
-    assert params == {
+    assert params == same | {
         "max_tokens": 3,
-        "temperature": 0.7,
-        "top_k": 5,
-        "top_p": 0.9,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
         "ignore_eos": True,
         "stop_token_ids": [1, 7],
         "logprobs": 0,
@@ -81,12 +68,16 @@ def test_sampling_becomes_vllms_parameters():
     }
 
 
-def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length():
+def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length_unless_vllm_keeps_to_it_by_itself():
     vllm = scripted(kv_tokens=4 * 9)  # the longest row: 6 prompt tokens and 3 new ones
     engine_over(vllm).generate(prompts(), SAMPLING)
     assert [len(wave) for wave in vllm.waves] == [4, 4, 4]
     assert [len({request.prompt_ids for request in wave}) for wave in vllm.waves] == [1, 1, 1]
     assert [len(wave[0].prompt_ids) for wave in vllm.waves] == [6, 5, 4]
+    vllm = scripted(kv_tokens=4 * 9, keeps_to_cache=True)
+    for settings in ({}, {"batch_size": 6}):
+        engine_over(vllm, **settings).generate(prompts(), SAMPLING)
+    assert [len(wave) for wave in vllm.waves] == [12, 6, 6]
 
 
 def test_a_load_gives_all_slices_and_the_version():
@@ -99,47 +90,31 @@ def test_a_load_gives_all_slices_and_the_version():
     assert vllm.events == ["wait", "pause", "resume"] * 2  # nothing runs while weights change, no cache outlives them
 
 
-def test_a_load_that_fails_holds_no_version_and_still_reads_every_slice():
-    read = []
+def test_after_a_load_that_failed_every_vllm_that_can_goes_on():
+    class Paused(ScriptedVllm):
+        def resume(self):
+            super().resume()
+            if self.dies_after == 0:
+                raise LostEngineError
 
-    def noted():
-        for piece in slices():
-            read.append(piece.name)
-            yield piece
+    first, second, fails = Paused(said), scripted(), []
 
-    def refuse(slices, vllms, settings, policy_version, **more):
-        raise EngineError
+    def push(*args, **more):
+        if fails:
+            raise EngineError("P1")
+        return scripted_push(*args, **more)
 
-    engine = engine_over(scripted())
-    engine._push = refuse
-    with pytest.raises(EngineError):
-        engine.load(noted(), 1)
-    assert read == ["weight"]
-    assert engine.policy_version is None
-
-
-class Paused(ScriptedVllm):
-    """Cannot be resumed while it is broken."""
-
-    def resume(self):
-        super().resume()
-        if self.dies_after == 0:
-            raise LostEngineError("gone")
-
-
-def test_after_a_load_that_failed_no_vllm_stays_paused():
-    first, second = Paused(said), scripted()
-    pushes = [scripted_push]
-    engine = engine_over(first, second, push=lambda *args, **more: pushes[-1](*args, **more))
-
-    def refuse(slices, vllms, settings, policy_version, **more):
-        first.dies_after = 0
-        raise EngineError
-
-    pushes.append(refuse)
-    with pytest.raises(EngineError):
+    engine = engine_over(first, second, push=push)
+    fails.append(1)
+    first.dies_after = 0
+    with pytest.raises(EngineError, match="P1") as found:
         engine.load(slices(), 1)
+    assert not isinstance(found.value, LostEngineError)
     assert first.events[-2:] == second.events[-2:] == ["pause", "resume"]
+    fails.clear()
+    with pytest.raises(LostEngineError):
+        engine.load(slices(), 1)
+    assert second.events[-1] == "resume"
 
 
 @pytest.mark.parametrize("behind", ["restart", "hold"])
@@ -265,17 +240,6 @@ def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
     assert engine.slice_form.weights == "base"
 
 
-def test_all_vllms_go_on_where_one_of_them_cannot():
-    class Stuck(ScriptedVllm):
-        def resume(self):
-            raise EngineError("cache")
-
-    second = scripted()
-    with pytest.raises(EngineError, match="cache"):
-        engine_over(Stuck(said, facts()), second)
-    assert second.events[-1] == "resume"
-
-
 @pytest.mark.parametrize(("error", "num_left"), [(EngineError("broken"), 0), (KeyboardInterrupt(), 2)])
 def test_a_push_that_fails_takes_the_slices_that_others_wait_for_but_ctrl_c_does_not(error, num_left):
     left = [1, 2, 3]
@@ -329,14 +293,6 @@ def test_merged_weights_go_where_an_adapter_is_not_served_or_not_wanted(serves, 
     engine = engine_over(scripted(serves_adapters=serves), adapter={"r": 4}, adapters=wanted)
     assert engine.slice_form.weights == "merged"
     engine.generate(prompts(1), SAMPLING)
-
-
-def test_a_vllm_that_keeps_to_its_cache_by_itself_gets_all_rows_at_once_unless_told_otherwise():
-    vllm = scripted(kv_tokens=4 * 9, keeps_to_cache=True)
-    engine_over(vllm).generate(prompts(), SAMPLING)
-    assert [len(wave) for wave in vllm.waves] == [12]
-    engine_over(vllm, batch_size=6).generate(prompts(), SAMPLING)
-    assert [len(wave) for wave in vllm.waves[1:]] == [6, 6]
 
 
 def test_an_engine_needs_a_load_stays_awake_unless_told_to_sleep_and_closes_its_vllms_once():

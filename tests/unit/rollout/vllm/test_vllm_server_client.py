@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import signal
 import socket
 import threading
@@ -14,9 +16,11 @@ import pytest
 from fake_server import DROP, GENERATE, FakeServer, completion, error, generated, serving, slow
 from lowpeak.config.vllm import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
+from lowpeak.rollout.vllm.command import Server
+from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.requests import Row, checked
 from lowpeak.rollout.vllm.server import ServerVllm, connect
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, Workers, call_together
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, call_together
 from served import free_port
 
 
@@ -42,11 +46,10 @@ def lost(vllm, *firsts, timeout=5.0):
 def test_a_client_asks_for_facts_and_passes_calls_with_their_limit_on_to_the_workers(fake):
     vllm = ServerVllm(fake.url)
     assert isinstance(vllm, Vllm)
-    assert isinstance(vllm.workers, Workers)
-    assert not vllm.workers.in_process
+    assert not vllm.in_process
     assert vllm.facts() == fake.facts
     fake.answers["/collective_rpc"] = lambda body: (200, {"results": [body, None]})
-    told = vllm.workers.call("lowpeak_take", {"pieces": [1]}, 7.0)
+    told = vllm.call("lowpeak_take", {"pieces": [1]}, 7.0)
     assert told == [{"method": "lowpeak_take", "kwargs": {"pieces": [1]}, "timeout": 7.0}, None]
 
 
@@ -61,6 +64,8 @@ def test_token_ids_go_in_and_come_back_in_the_order_of_the_requests(fake):
     assert sent["sampling_params"] == {"logprobs": 0, "detokenize": False} | own
     vllm.complete([Request((2,), {"stop": ["7"]})])
     assert fake.calls[-1][1]["sampling_params"]["detokenize"] is True
+    fake.answers[GENERATE] = lambda body: (200, generated([7], [-0.5], version="default"))  # the checkpoint's own
+    assert vllm.complete(requests(2))[0].policy_versions == frozenset()
 
 
 def test_a_server_without_the_route_for_tokens_is_asked_by_the_one_for_completions():
@@ -69,11 +74,6 @@ def test_a_server_without_the_route_for_tokens_is_asked_by_the_one_for_completio
         assert answer == Answer((7, 1), (-0.5, -0.25), "stop")
         sent = fake.calls[-1][1]
     assert (sent["prompt"], sent["return_token_ids"], sent["logprobs"], sent["seed"]) == ([2, 5], True, 0, 2)
-
-
-def test_the_checkpoints_own_weights_have_no_policy_version(fake):
-    fake.answers[GENERATE] = lambda body: (200, generated([7], [-0.5], version="default"))
-    assert ServerVllm(fake.url).complete(requests(2))[0].policy_versions == frozenset()
 
 
 def test_requests_of_a_wave_run_together_also_inside_a_running_event_loop(fake):
@@ -197,7 +197,7 @@ def test_the_limit_holds_for_an_answer_that_trickles_in():
         threading.Thread(target=trickle, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(LostEngineError):
-            ServerVllm(f"127.0.0.1:{listening.getsockname()[1]}").workers.call("m", {}, -4.5)
+            ServerVllm(f"127.0.0.1:{listening.getsockname()[1]}").call("m", {}, -4.5)
         assert time.monotonic() - began < 2
 
 
@@ -272,7 +272,7 @@ def test_an_answer_of_the_right_form_that_cannot_be_used_is_refused(answer, said
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ((404, error("Not Found")), "/collective_rpc.*lowpeak serve"),
+        ((404, error("Not Found")), "/collective_rpc.*404"),
         ((200, {"results": []}), "lowpeak_identity"),
         ((200, {"results": [{"error": "a complaint"}]}), "complaint"),
         ((200, {"results": ["text"]}), "lowpeak_identity"),
@@ -320,7 +320,7 @@ def test_a_server_that_comes_up_late_is_waited_for_and_the_log_says_so(caplog):
 def test_a_server_that_does_not_come_is_an_error_that_says_where_and_what_to_do():
     url = f"http://127.0.0.1:{free_port()}"
     began = time.monotonic()
-    with pytest.raises(EngineError, match=f"{url}.*lowpeak serve.*vllm_server_timeout"):
+    with pytest.raises(EngineError, match=f"{url}.*vllm_server_timeout"):
         connect(ServerSettings((url,), timeout=1.0))
     assert time.monotonic() - began < 3
 
@@ -331,6 +331,22 @@ def test_one_server_under_two_addresses_is_refused_with_both(fake):
         connect(ServerSettings(urls, timeout=5.0))
     with serving(FakeServer()) as other:
         assert len(connect(ServerSettings((fake.url, other.url), timeout=5.0))) == 2
+
+
+# a server of ours
+
+
+def test_a_server_that_refuses_to_give_its_requests_up_is_ended_all_the_same():
+    fake = FakeServer()
+    fake.answers = {"/pause": lambda body: (500, error("dead")), "/health": slow(4.0)}
+    with serving(fake):
+        process = ServerProcess(Server("m", port=fake.port), os.environ, command=lambda server: ["sleep", "60"])
+        process.start()
+        began = time.monotonic()
+        process.stop()
+        assert time.monotonic() - began < 3
+        assert process.status() is not None
+        assert [path for path, body in fake.calls] == ["/pause?mode=abort"]
 
 
 # several engines
@@ -373,12 +389,12 @@ def test_ctrl_c_does_not_wait_for_calls_that_hang():
     assert time.monotonic() - began < 5
 
 
-class interrupted_soon:
+@contextlib.contextmanager
+def interrupted_soon():
     """Ctrl-C in this thread after a moment."""
-
-    def __enter__(self):
-        self.before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
-        threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
+    threading.Timer(0.3, signal.pthread_kill, (threading.get_ident(), signal.SIGINT)).start()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

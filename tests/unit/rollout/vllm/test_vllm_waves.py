@@ -8,9 +8,8 @@ import pytest
 
 from lowpeak.config.vllm import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.requests import Row
+from lowpeak.rollout.vllm.requests import Row, form_waves, rows_that_fit, share
 from lowpeak.rollout.vllm.vllm import Request
-from lowpeak.rollout.vllm.waves import form_waves, rows_that_fit, share
 from vllms import facts
 
 

@@ -42,7 +42,6 @@ class AdapterReceiver:
 
     worker: Any
     policy_version: int | None = None
-    known: tuple[str, ...] = ()
     _given: Mapping[str, Any] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
     _left: dict[str, int] = field(default_factory=dict)
@@ -58,7 +57,6 @@ class AdapterReceiver:
         return ()
 
     def take(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
-        """Collect pieces in host memory."""
         for piece in pieces:
             if piece.name not in self._tensors:
                 self._tensors[piece.name] = torch.empty(piece.shape, dtype=piece.dtype)
@@ -134,7 +132,6 @@ class _Held:
         return _Held(Adapter(name, number, folder.name), folder, _sums(worker, number))
 
     def remove(self, worker: Any) -> None:
-        """Have vLLM forget it, and its files with it."""
         worker.remove_lora(self.adapter.number)
         self.folder.cleanup()
 

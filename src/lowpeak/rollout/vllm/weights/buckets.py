@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.weights.checksum import Checksum
 
+Key = TypeVar("Key", bound=Hashable)
 ALIGNMENT = 64  # of a piece in the bucket, plus what puts its words where the tensor has them
 
 
@@ -29,7 +30,6 @@ class Piece:
 
     @property
     def numel(self) -> int:
-        """Elements of the whole tensor."""
         return torch.Size(self.shape).numel()
 
     @property
@@ -37,7 +37,6 @@ class Piece:
         return self.count == self.numel
 
     def values_in(self, bucket: Tensor) -> Tensor:
-        """The piece's elements, flat, in the bytes of its bucket."""
         return bucket[self.offset : self.offset + self.count * self.dtype.itemsize].view(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
@@ -84,9 +83,9 @@ class Sums:
         return read_sums(self.of)
 
 
-def read_sums(sums: Mapping[str, Tensor]) -> dict[str, str]:
+def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
     """Checksums as hexadecimal, which JSON keeps whole; one read for each device that they live on."""
-    found: dict[str, str] = {}
+    found: dict[Key, str] = {}
     for device in {value.device for value in sums.values()}:
         names = [name for name, value in sums.items() if value.device == device]
         numbers = torch.stack([sums[name] for name in names]).tolist()
@@ -141,13 +140,17 @@ class _Filling:
         start, size = piece.start + done, piece.dtype.itemsize
         last = self.pieces[-1] if self.pieces else None
         goes_on = last is not None and (last.name, last.start + last.count) == (piece.name, start)
-        offset = self.end if goes_on else _offset(self.end, start * size)
+        # Words of the tensor stay words, so that both sides sum fast.
+        offset = self.end if goes_on else -(-self.end // ALIGNMENT) * ALIGNMENT + start * size % 8
         count = min(piece.values.numel() - done, (len(self.data) - offset) // size)
         if count <= 0:
             return 0
         placed = Piece(piece.name, piece.shape, piece.dtype, start, count, offset)
         _copied(piece, done, piece.values[done : done + count], placed.values_in(self.data), sums)
-        self.pieces[len(self.pieces) - goes_on :] = [_joined(last, placed) if goes_on and last else placed]
+        if goes_on and last:  # as one piece: a tensor whose slices are all in a bucket is whole there
+            self.pieces[-1] = replace(last, count=last.count + count)
+        else:
+            self.pieces.append(placed)
         self.end = offset + count * size
         return count
 
@@ -158,16 +161,6 @@ class _Filling:
                 f"A bucket of {len(self.data)} bytes holds no element of {piece.name}: give buckets of at least 4096 bytes."
             )
         return Bucket(tuple(self.pieces), self.data[: self.end])
-
-
-def _joined(before: Piece, after: Piece) -> Piece:
-    """Two pieces that lie one behind the other as one: a tensor whose slices are all in a bucket is whole there."""
-    return replace(before, count=before.count + after.count)
-
-
-def _offset(end: int, first: int) -> int:
-    """Where a range may lie whose first byte is byte `first` of its tensor: its words stay words, so that both sides sum fast."""
-    return -(-end // ALIGNMENT) * ALIGNMENT + first % 8
 
 
 def _copied(piece: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: Sums | None) -> None:

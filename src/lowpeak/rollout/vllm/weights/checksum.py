@@ -60,7 +60,6 @@ class Checksum:
             self._add_part(first + end, data[end:], None if given is None else given[end:])
 
     def value(self) -> Tensor:
-        """The checksum, a 0-d int64 tensor."""
         began = time.perf_counter()
         mixed = _places(len(self._sums), self._sums.device).add(self._sums).mul_(MIX_1)
         mixed.bitwise_xor_(mixed >> 32).mul_(MIX_2)

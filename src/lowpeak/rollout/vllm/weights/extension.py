@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import wraps
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError
-from lowpeak.rollout.vllm.facts import facts_of
+from lowpeak.rollout.vllm.facts import facts_of, own_fingerprint
 from lowpeak.rollout.vllm.versions import is_installed
 from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
 from lowpeak.rollout.vllm.weights.buckets import Piece
@@ -76,7 +76,8 @@ class Extension:
 
     @answering
     def lowpeak_facts(self) -> dict[str, Any]:
-        return facts_of(self.vllm_config)  # type: ignore[attr-defined]
+        config = self.vllm_config  # type: ignore[attr-defined]
+        return asdict(replace(facts_of(config), fingerprint=own_fingerprint(config.model_config)))
 
     @answering
     def lowpeak_look(self) -> dict[str, Any]:
@@ -91,7 +92,15 @@ class Extension:
         The names of tensors that need not come again.
         """
         work = _work(self)
-        known = work.begin(summing, adapter)
+        work.close_inlet()
+        if adapter is None:
+            work.receiver = work.weights
+            known = work.weights.begin(summing)
+        elif work.weights.is_broken:
+            raise EngineError("The last update of vLLM's base weights failed: push them before an adapter.")
+        else:
+            work.receiver = work.adapters
+            known = work.adapters.begin(adapter)
         work.inlet = open_inlet(invitation, work.device, work.rank)
         return {"known": list(known)}
 
@@ -99,9 +108,11 @@ class Extension:
     def lowpeak_take(self, pieces: Sequence[Mapping[str, Any]], **where: Any) -> dict[str, Any]:
         work = _work(self)
         try:
-            bucket = work.open_inlet().read(where)
-            work.receiver.take([Piece.from_json(piece) for piece in pieces], bucket)
-            work.synchronize()  # the bucket may be filled again when this has answered
+            if work.inlet is None:
+                raise EngineError("No update of vLLM's weights is under way.")
+            work.receiver.take([Piece.from_json(piece) for piece in pieces], work.inlet.read(where))
+            if work.device.type != "cpu":  # the bucket may be filled again when this has answered
+                torch.accelerator.synchronize(work.device)
         except BaseException:
             work.close_inlet()
             raise
@@ -130,20 +141,32 @@ class Extension:
 
     @answering
     def lowpeak_prove(self) -> dict[str, Any]:
-        _work(self).prove()
+        """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
+        work = _work(self)
+        if work.receiver is work.adapters and work.weights.policy_version is not None:
+            try:
+                work.weights.prove()
+            except EngineError:
+                work.adapters.abort()
+                raise
+        work.receiver.prove()
         return {}
 
     @answering
     def lowpeak_score_at_temperature(self) -> dict[str, Any]:
-        """Sampled log-probs of the full softmax at the sampling temperature; a second call changes nothing."""
         score_at_temperature(self.model_runner.sampler)  # type: ignore[attr-defined]
         return {}
 
 
 def _work(worker: Any) -> Work:
-    """What the extension keeps beside a worker."""
+    """The work of a worker whose model is loaded, kept beside it."""
     if not hasattr(worker, "_lowpeak_work"):
-        worker._lowpeak_work = open_work(worker, secrets.token_hex(8))
+        model, config = worker.model_runner.get_model(), worker.vllm_config
+        device, rank = next(model.parameters()).device, config.parallel_config.rank
+        paths = {module: name for name, module in model.named_modules()}
+        reloads = Reloads(rewritten(model, config), paths, config.model_config)
+        weights = Receiver(model, Names(config.model_config.hf_config), reloads)
+        worker._lowpeak_work = Work(weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8))
     work: Work = worker._lowpeak_work
     return work
 
@@ -163,52 +186,10 @@ class Work:
     incarnation: str
     inlet: Inlet | None = None
 
-    def open_inlet(self) -> Inlet:
-        """The open end of the transport; EngineError outside of an update."""
-        if self.inlet is None:
-            raise EngineError("No update of vLLM's weights is under way.")
-        return self.inlet
-
     def close_inlet(self) -> None:
         if self.inlet is not None:
             self.inlet.close()
             self.inlet = None
-
-    def begin(self, summing: bool, adapter: Mapping[str, Any] | None) -> tuple[str, ...]:
-        """Begin an update of the weights, or of the adapter; the names of tensors that need not come again."""
-        self.close_inlet()
-        if adapter is None:
-            self.receiver = self.weights
-            return self.weights.begin(summing)
-        if self.weights.is_broken:
-            raise EngineError("The last update of vLLM's base weights failed: push them before an adapter.")
-        self.receiver = self.adapters
-        return self.adapters.begin(adapter)
-
-    def prove(self) -> None:
-        """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
-        if self.receiver is self.adapters and self.weights.policy_version is not None:
-            try:
-                self.weights.prove()
-            except EngineError:
-                self.adapters.abort()
-                raise
-        self.receiver.prove()
-
-    def synchronize(self) -> None:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize(self.device)
-
-
-def open_work(worker: Any, incarnation: str) -> Work:
-    """The work of a worker whose model is loaded."""
-    model = worker.model_runner.get_model()
-    device = next(model.parameters()).device
-    config = worker.vllm_config
-    paths = {module: name for name, module in model.named_modules()}
-    reloads = Reloads(rewritten(model, config), paths, config.model_config)
-    weights = Receiver(model, Names(config.model_config.hf_config), reloads)
-    return Work(weights, AdapterReceiver(worker), weights, device, config.parallel_config.rank, incarnation)
 
 
 def score_at_temperature(sampler: Any) -> None:

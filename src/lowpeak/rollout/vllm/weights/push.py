@@ -78,18 +78,18 @@ def push(
     return update.report(time.perf_counter() - began)
 
 
+@dataclass
 class _Update:
     """An update under way; leaving it by an error makes every engine that can still be reached forget its version."""
 
-    def __init__(
-        self, vllms: Sequence[Vllm], settings: VllmSettings, adapter: Any, device: torch.device, timeout: float
-    ) -> None:
-        self._vllms = vllms
-        self._settings = settings
-        self._adapter = None if adapter is None else {"config": dict(adapter), "number": _new_number()}
-        self._device = device
-        self._timeout = timeout
-        self._sums = Sums() if settings.verify else None
+    vllms: Sequence[Vllm]
+    settings: VllmSettings
+    adapter: Mapping[str, Any] | None
+    device: torch.device
+    timeout: float
+
+    def __post_init__(self) -> None:
+        self._sums = Sums() if self.settings.verify else None
         self._counts: dict[str, int] = {}
         self._num_bytes = self._num_bytes_held_back = 0
         self._proof_seconds = 0.0
@@ -103,17 +103,17 @@ class _Update:
         if self._sender is not None:
             self._sender.close()
         if error is not None:
-            for vllm in self._vllms:
+            for vllm in self.vllms:
                 try:
-                    vllm.workers.call("lowpeak_abort", {}, min(self._timeout, ABORT_SECONDS))
+                    vllm.call("lowpeak_abort", {}, min(self.timeout, ABORT_SECONDS))
                 except Exception:  # it may be what failed; without a commit it holds no version anyway
                     continue
 
     def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
         """All slices, but the `unchanging` that every worker holds."""
-        settings = self._settings
+        settings = self.settings
         port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
-        sender = open_sender(settings.transport, self._vllms, settings.bucket_bytes, self._device, self._timeout, port)
+        sender = open_sender(settings.transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
         self._sender = sender
         held_back = self._begin(sender) & frozenset(unchanging)
         sender.joined()
@@ -125,14 +125,14 @@ class _Update:
         began = time.perf_counter()
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
-        answers = ask(self._vllms, "lowpeak_verify", [arguments] * len(self._vllms), self._timeout)
-        for vllm, each in zip(self._vllms, answers, strict=True):
-            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.workers.in_process)
+        answers = ask(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
+        for vllm, each in zip(self.vllms, answers, strict=True):
+            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.in_process)
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
-        given = [{"policy_version": policy_version}] * len(self._vllms)
-        answers = ask(self._vllms, "lowpeak_commit", given, self._timeout)
+        given = [{"policy_version": policy_version}] * len(self.vllms)
+        answers = ask(self.vllms, "lowpeak_commit", given, self.timeout)
         named = [each[0]["adapter"] for each in answers]
         self._adapters = tuple(None if one is None else Adapter(**one) for one in named)
 
@@ -146,18 +146,21 @@ class _Update:
     def _begin(self, sender: Sender) -> frozenset[str]:
         """Open every worker's end; the names of tensors that all of them hold."""
         invitation = sender.invitation()
-        others = self._vllms[:-1]
-        workers = ask(others, "lowpeak_identity", [{}] * len(others), self._timeout)
+        # An adapter's number in vLLM: one that was not used before, and above those that its server counts from 1.
+        number = (1 << 20) + secrets.randbelow(1 << 30)
+        adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
+        others = self.vllms[:-1]
+        workers = ask(others, "lowpeak_identity", [{}] * len(others), self.timeout)
         first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
         arguments = [
             {
                 "invitation": invitation | {"first_rank": rank},
                 "summing": self._sums is not None,
-                "adapter": self._adapter,
+                "adapter": adapter,
             }
             for rank in first_ranks
         ]
-        answers = [answer for each in ask(self._vllms, "lowpeak_begin", arguments, self._timeout) for answer in each]
+        answers = [answer for each in ask(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each]
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
 
     def _counted(self, slices: Iterable[WeightSlice], held_back: Collection[str]) -> Iterator[WeightSlice]:
@@ -172,7 +175,7 @@ class _Update:
         self._num_bytes += sum(piece.count * piece.dtype.itemsize for piece in bucket.pieces)
 
         def take(arguments: Mapping[str, Any]) -> None:
-            ask(self._vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self._vllms), self._timeout)
+            ask(self.vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout)
 
         sender.deliver(bucket, take)
 
@@ -189,11 +192,6 @@ def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int]
         raise EngineError(
             f"vLLM took only a part of {few(lost)}: its model has other shapes, or does not have these tensors."
         )
-
-
-def _new_number() -> int:
-    """vLLM's number of an adapter: one that was not used before, and above those that its server counts from 1."""
-    return (1 << 20) + secrets.randbelow(1 << 30)
 
 
 def exhaust(slices: Iterator[WeightSlice]) -> None:

@@ -167,30 +167,20 @@ class Names:
         some by the checkpoint alone. The second is made when the first was refused.
         """
         yield [(name, tensor)]
-        reverted = self._in_checkpoint(name, tensor)
-        if [other for other, _ in reverted] != [name]:
-            yield reverted
+        if self._skeleton is not None:
+            from transformers.core_model_loading import revert_weight_conversion
+
+            reverted = list(revert_weight_conversion(self._skeleton, {name: tensor}).items())
+            if [other for other, _ in reverted] != [name]:
+                yield reverted
 
     def lacking(self, sent: Collection[str]) -> list[str]:
         """The parameters of transformers' model that did not come, where all that came are its parameters; else none is known.
 
         What lacks may show nowhere else: an expert among many that vLLM keeps in one parameter, or values that would all be zero.
         """
-        own = self._own
+        own = set() if self._skeleton is None else {name for name, _ in self._skeleton.named_parameters()}
         return sorted(own.difference(sent)) if own.issuperset(sent) else []
-
-    @cached_property
-    def _own(self) -> frozenset[str]:
-        return (
-            frozenset() if self._skeleton is None else frozenset(name for name, _ in self._skeleton.named_parameters())
-        )
-
-    def _in_checkpoint(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        if self._skeleton is None:
-            return [(name, tensor)]
-        from transformers.core_model_loading import revert_weight_conversion
-
-        return list(revert_weight_conversion(self._skeleton, {name: tensor}).items())
 
     @cached_property
     def _skeleton(self) -> Any:

@@ -29,17 +29,13 @@ def rewritten(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
     """
     if vllm_config.quant_config is not None or hasattr(model, "process_weights_after_loading"):
         return [model]
-    found: list[nn.Module] = []
-    _collect(model, found)
-    return found
+    return _not_plain(model)
 
 
-def _collect(module: nn.Module, found: list[nn.Module]) -> None:
+def _not_plain(module: nn.Module) -> list[nn.Module]:
     if not _is_plain(module):
-        found.append(module)
-        return
-    for child in module.children():
-        _collect(child, found)
+        return [module]
+    return [found for child in module.children() for found in _not_plain(child)]
 
 
 def _is_plain(module: nn.Module) -> bool:

@@ -20,6 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowpeak.rollout.vllm.weights.buckets import read_sums
 from lowpeak.rollout.vllm.weights.checksum import checksum
 
+Part = tuple[str, int]  # a tensor, and which of its regions
+
 
 @dataclass(frozen=True)
 class Region:
@@ -90,9 +92,8 @@ class Placement:
 
     model: nn.Module
     regions: dict[str, list[Region]] = field(default_factory=dict)
-    expected: dict[str, str] = field(default_factory=dict)
+    expected: dict[Part, str] = field(default_factory=dict)
     received: dict[str, Tensor] = field(default_factory=dict)
-    sent: dict[str, str] = field(default_factory=dict)
     _num_filled: dict[str, int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
     _summing: bool = True
@@ -122,15 +123,15 @@ class Placement:
         expected = self._expected(sent)
         found = self._read()
         received = read_sums({name: value for name, value in self.received.items() if name in sent})
-        wrong = {key.partition("\0")[0] for key in found if found[key] != expected[key]}
+        wrong = {key[0] for key in found if found[key] != expected[key]}
         wrong |= {name for name, value in received.items() if value != sent[name]}
-        self.expected, self.sent = found, dict(sent)
+        self.expected = found
         return sorted(wrong)
 
     def changed(self) -> list[str]:
         """The names of tensors whose regions hold something else than when they were verified."""
         found = self._read()
-        return sorted({key.partition("\0")[0] for key in found if found[key] != self.expected.get(key)})
+        return sorted({key[0] for key in found if found[key] != self.expected.get(key)})
 
     def missing(self, sent: Iterable[str]) -> list[str]:
         """Parameters that the tensors did not write all of; what is left over may be padding, which is zero."""
@@ -149,26 +150,20 @@ class Placement:
         """How many elements of each tensor are in this worker's parameters."""
         return {name: sum(region.num_read for region in self.regions.get(name, ())) for name in names}
 
-    def _expected(self, sent: Mapping[str, str]) -> dict[str, str]:
-        cut = {
-            _key(n, i): r.expected for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is not None
-        }
-        whole = {_key(n, i): sent[n] for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is None}
+    def _expected(self, sent: Mapping[str, str]) -> dict[Part, str]:
+        cut = {(n, i): r.expected for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is not None}
+        whole = {(n, i): sent[n] for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is None}
         return read_sums(cut) | whole
 
-    def _read(self) -> dict[str, str]:
+    def _read(self) -> dict[Part, str]:
         parameters = dict(self.model.named_parameters())
         return read_sums(
             {
-                _key(name, i): checksum(region.of(parameters))
+                (name, i): checksum(region.of(parameters))
                 for name, regions in self.regions.items()
                 for i, region in enumerate(regions)
             }
         )
-
-
-def _key(name: str, index: int) -> str:
-    return f"{name}\0{index}"
 
 
 def _is_covered(parameters: Mapping[str, Tensor], name: str, regions: list[Region], num_filled: int) -> bool:

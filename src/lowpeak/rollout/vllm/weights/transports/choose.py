@@ -9,15 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowpeak.config.vllm import Transport
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import Vllm, ask
-from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender
 from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
-from lowpeak.rollout.vllm.weights.transports.transport import Ask, Inlet, Sender
+from lowpeak.rollout.vllm.weights.transports.transport import Inlet, ProcessInlet, ProcessSender, Sender
 
 
 def open_sender(
@@ -33,14 +31,13 @@ def open_sender(
     "auto" is the process if the engine is in it, NCCL if trainer and workers have GPUs of their own, else TCP. NCCL and TCP meet at
     `port` of this host (None: any free one).
     """
-    if transport == "process" or (transport == "auto" and all(vllm.workers.in_process for vllm in vllms)):
-        _check_in_process(vllms)
-        return ProcessSender(bucket_bytes)
+    in_process = all(vllm.in_process for vllm in vllms)
+    if transport == "process" and not in_process:
+        raise EngineError("vllm_transport='process': vLLM runs in other processes; use 'auto'.")
+    if transport == "process" or (transport == "auto" and in_process):
+        return ProcessSender(bucket_bytes, device=None)
     seen = _Seen.of(vllms, timeout)
-    chosen = transport
-    if transport == "auto":
-        chosen = "nccl" if seen.on_other_gpus(device) else "tcp"
-    if chosen == "tcp":
+    if transport == "tcp" or (transport == "auto" and not seen.on_other_gpus(device)):
         return TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout, port=port)
     if device.type != "cuda" or "cpu" in seen.devices:
         raise EngineError("vllm_transport='nccl' is between GPUs, and the trainer or vLLM is on a CPU: use 'auto'.")
@@ -50,7 +47,7 @@ def open_sender(
 
 def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
     """Every transport by which values on `device` can reach all workers."""
-    reached: list[Transport] = ["process"] if all(vllm.workers.in_process for vllm in vllms) else []
+    reached: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
     reached.append("tcp")
     return [*reached, "nccl"] if _Seen.of(vllms, timeout).on_other_gpus(device) else reached
 
@@ -100,43 +97,3 @@ def _network() -> str | None:
 
 def _device_id(device: torch.device) -> str:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
-
-
-def _check_in_process(vllms: Sequence[Vllm]) -> None:
-    if not all(vllm.workers.in_process for vllm in vllms):
-        raise EngineError("vllm_transport='process': vLLM runs in other processes; use 'auto'.")
-
-
-class ProcessSender:
-    """The trainer's end in one process: a buffer on the device of the values, which the worker reads itself."""
-
-    name = "process"
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self._bucket_bytes = bucket_bytes
-
-    def invitation(self) -> dict[str, Any]:
-        return {"transport": self.name}
-
-    def joined(self) -> None:
-        pass
-
-    def buffer(self, device: torch.device) -> Tensor:
-        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device)
-
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        ask({"data": bucket.data})
-
-    def close(self) -> None:
-        pass
-
-
-class ProcessInlet:
-    """The worker's end in one process."""
-
-    def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        data: Tensor = arguments["data"]
-        return data
-
-    def close(self) -> None:
-        pass

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.ports import free_ports
+from lowpeak.rollout.vllm.command import free_ports
 from lowpeak.rollout.vllm.vllm import start
 from lowpeak.rollout.vllm.weights.buckets import Bucket
-from lowpeak.rollout.vllm.weights.transports.transport import Ask
+from lowpeak.rollout.vllm.weights.transports.transport import Ask, Inlet, Sender
 
 Form = Callable[[str, int, int, int, torch.device], Any]  # a group of host, port, rank, number of ranks and device
 
 
-class NcclSender:
+class NcclSender(Sender):
     """The trainer's end; forming the group and each bucket may take `timeout` seconds. `port` None is any free one.
 
     `form` makes the group.
@@ -41,19 +41,15 @@ class NcclSender:
         port: int | None = None,
         form: Form | None = None,
     ) -> None:
-        self._bucket_bytes = bucket_bytes
-        self._device = device
-        self._host = host
-        self._port = port or free_ports(1, "")[0]
-        self._world_size = num_workers + 1
+        super().__init__(bucket_bytes, device)
+        port, world_size = port or free_ports(1, "")[0], num_workers + 1
+        self._meeting = {"host": host, "port": port, "world_size": world_size}
         self._timeout = timeout
         self._closed = False
-        self._forming = start(partial(form or _group, host, self._port, 0, self._world_size, device))
+        self._forming = start(partial(form or _group, host, port, 0, world_size, device))
 
     def invitation(self) -> dict[str, Any]:
-        """Where the group forms; each worker adds its rank."""
-        given = {"host": self._host, "port": self._port, "world_size": self._world_size}
-        return {"transport": self.name, "num_bytes": self._bucket_bytes, **given}
+        return {"transport": self.name, "num_bytes": self._bucket_bytes, **self._meeting}
 
     def joined(self) -> None:
         try:
@@ -63,9 +59,6 @@ class NcclSender:
             raise EngineError(
                 f"The NCCL group for weights did not form ({reason}): set vllm_transport='tcp'."
             ) from error
-
-    def buffer(self, device: torch.device) -> Tensor:
-        return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device)
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
         answering = start(partial(ask, {"num_bytes": len(bucket.data)}))
@@ -85,7 +78,7 @@ def _destroy(forming: Future[Any]) -> None:
         forming.result().destroy()
 
 
-class NcclInlet:
+class NcclInlet(Inlet):
     """A worker's end, as `rank` of the group."""
 
     def __init__(

@@ -23,19 +23,19 @@ from torch import Tensor
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import start
 from lowpeak.rollout.vllm.weights.buckets import Bucket
-from lowpeak.rollout.vllm.weights.transports.transport import Ask
+from lowpeak.rollout.vllm.weights.transports.transport import Ask, Inlet, Sender
 from lowpeak.watch.handshake import accept_known
 
 _HELLO = 64  # characters of a token or its proof
 
 
-class TcpSender:
+class TcpSender(Sender):
     """The trainer's end; every wait ends after `timeout` seconds. `port` is where it listens (None: any free one)."""
 
     name = "tcp"
 
     def __init__(self, bucket_bytes: int, *, loopback: bool, timeout: float, port: int | None = None) -> None:
-        self._bytes = bucket_bytes
+        super().__init__(bucket_bytes, torch.device("cpu"))
         self._timeout = timeout
         self._token = secrets.token_hex(_HELLO // 2)
         self._peers: list[socket.socket] = []
@@ -56,9 +56,6 @@ class TcpSender:
 
     def joined(self) -> None:
         self._shut()
-
-    def buffer(self, device: torch.device) -> Tensor:
-        return torch.empty(self._bytes, dtype=torch.uint8)
 
     def deliver(self, bucket: Bucket, ask: Ask) -> None:
         """Write the bucket to every worker while they read it; what a worker says is wrong comes before a broken socket."""
@@ -112,7 +109,7 @@ class TcpSender:
             peer.close()
 
 
-class TcpInlet:
+class TcpInlet(Inlet):
     """The worker's end: connects to the first of `hosts` that proves to know the token."""
 
     def __init__(self, hosts: Sequence[str], port: int, token: str, timeout: float) -> None:
