@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import GraniteConfig, GraniteForCausalLM, TrainerCallback
 
 import lowpeak
 from preferences import tiny_classifier
@@ -90,6 +90,13 @@ def saved(folder: Path, model: Any, tokenizer: Any = TOKENIZER) -> str:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def granite() -> GraniteForCausalLM:
+    """A model of a family without a sequence classifier in transformers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = GraniteConfig(vocab_size=13, intermediate_size=64, max_position_embeddings=128, pad_token_id=0, **sizes)
+    return GraniteForCausalLM(config)
 
 
 def make(
