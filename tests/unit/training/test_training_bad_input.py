@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 import re
+import signal
 import sys
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -12,7 +15,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 
 from lowpeak.errors import ArgumentError, DataError, EngineError, LowpeakError, ModelError, RewardError
-from lowpeak.rewards.load import load_reward
+from lowpeak.training import step_trainer
 from small_runs import make, pair_rows, supervised_rows
 from tiny import char_tokenizer, tiny_model
 
@@ -118,13 +121,6 @@ def test_a_tokenizer_or_a_model_that_is_nowhere_is_refused(tmp_path):
 # rewards
 
 
-def test_a_reward_file_that_does_not_import_is_named_with_its_line(tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text("import re\nimport no_such_module\n\ndef good(completions, **columns):\n    return [1.0]\n")
-    with names(ArgumentError, "line 2: ModuleNotFoundError.*'no_such_module'"):
-        load_reward(f"{file}:good")
-
-
 @pytest.mark.parametrize(("rewards", "pattern"), [(None, "reward_funcs"), ([], "reward_funcs"), (3, " 3")])
 def test_a_reward_that_is_none_is_refused(tmp_path, rewards, pattern):
     with names(ArgumentError, pattern):
@@ -151,6 +147,27 @@ def failing(completions, **columns):
 def test_a_reward_that_fails_is_named(tmp_path, reward, pattern):
     with names(RewardError, pattern):
         grpo(tmp_path, reward_funcs=reward).train()
+
+
+def test_a_sigterm_that_comes_while_a_failure_is_explained_does_not_cut_the_explanation(tmp_path, monkeypatch):
+    explained = []
+
+    @contextmanager
+    def explaining(ranks, where):
+        try:
+            yield
+        except RewardError:
+            os.kill(os.getpid(), signal.SIGTERM)
+            explained.append("said")
+            raise
+
+    monkeypatch.setattr(step_trainer, "watched", explaining)
+    before = signal.getsignal(signal.SIGTERM)
+    run = grpo(tmp_path, reward_funcs=failing)
+    with names(RewardError, "'failing'"):
+        run.train()
+    assert explained == ["said"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # arguments
@@ -205,11 +222,6 @@ def leave(*args, **columns):
     sys.exit(0)
 
 
-def supervised(tmp_path, **functions):
-    likeliest = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    return sft(tmp_path, max_length=8, **{**likeliest, **functions})
-
-
 def test_user_code_that_exits_ends_the_run_with_an_error_that_names_it(tmp_path):
     with names(RewardError, "'leave'.*SystemExit: 0 .*test_training_bad_input.py"):
         grpo(tmp_path, reward_funcs=leave).train()
@@ -224,7 +236,11 @@ def test_user_code_that_exits_ends_the_run_with_an_error_that_names_it(tmp_path)
 )
 def test_functions_of_an_evaluation_that_fail_are_named(tmp_path, function, answer):
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        trainer = supervised(tmp_path, **{"compute_metrics": lambda found: {}, name: function})
+        working = {
+            "compute_metrics": lambda found: {},
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        }
+        trainer = sft(tmp_path, max_length=8, **{**working, name: function})
         with names(LowpeakError, f"{name} .*{answer}"):
             trainer.evaluate(trainer.train_dataset)
 

@@ -72,7 +72,7 @@ def test_a_first_start_and_one_that_saved_nothing_do_as_the_arguments_say(
     assert take_up(tmp_path, True) == found
 
 
-def test_a_run_that_died_before_it_had_begun_takes_up_nothing_of_another_run(
+def test_checkpoints_of_another_run_and_up_to_the_one_that_the_first_life_went_on_from_are_not_its_own(
     tmp_path: Path, life: Callable[..., None]
 ) -> None:
     life(0, "an earlier launch")
@@ -80,11 +80,6 @@ def test_a_run_that_died_before_it_had_begun_takes_up_nothing_of_another_run(
     checkpoint(tmp_path, 4)
     life(1, "this launch")
     assert take_up(tmp_path, None) is None
-
-
-def test_checkpoints_up_to_the_one_that_the_first_life_went_on_from_are_not_its_own(
-    tmp_path: Path, life: Callable[..., None]
-) -> None:
     elsewhere = checkpoint(tmp_path / "elsewhere", 5)
     run = tmp_path / "run"
     checkpoint(run, 2)
@@ -112,12 +107,8 @@ def test_one_process_logs_unless_replicas_were_asked_to(
     level: logging.Logger, should_log: bool, replica: str, expected: int
 ) -> None:
     level.setLevel(logging.NOTSET)
-    args = SimpleNamespace(
-        should_log=should_log,
-        log_level_replica=replica,
-        get_process_log_level=lambda: logging.INFO if replica == "info" else logging.WARNING,
-    )
-    quiet_replicas(args)
+    own = logging.INFO if replica == "info" else logging.WARNING
+    quiet_replicas(SimpleNamespace(should_log=should_log, log_level_replica=replica, get_process_log_level=lambda: own))
     assert level.level == expected
 
 
@@ -132,17 +123,14 @@ class Told(Ranks):
         return [item, {**item, **self.theirs}]
 
 
-@pytest.mark.parametrize(("name", "theirs"), [("max_steps", 7), ("seed", 1), ("learning_rate", 3e-4), ("beta", 0.5)])
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [("max_steps", 7), ("seed", 1), ("learning_rate", 3e-4), ("beta", 0.5), ("output_dir", "/somewhere/else")],
+)
 def test_ranks_that_were_told_different_things_are_refused(tmp_path: Path, name: str, theirs: object) -> None:
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, max_steps=3)
-    with pytest.raises(ArgumentError, match=rf"^{name} .*rank 0 .*{theirs} .*rank 1"):
+    with pytest.raises(ArgumentError, match=rf"^{name} .*{getattr(args, name)}.*rank 0 .*{theirs}.*rank 1"):
         require_same_arguments(args, Told(**{name: theirs}))
-
-
-def test_ranks_that_would_write_into_different_folders_are_refused(tmp_path: Path) -> None:
-    args = GRPOConfig(output_dir=str(tmp_path / "a"), use_cpu=True)
-    with pytest.raises(ArgumentError, match=r"^output_dir .*/a' .*rank 0 .*/b' .*rank 1"):
-        require_same_arguments(args, Told(output_dir=str(tmp_path / "b")))
 
 
 class Listening(Ranks):
@@ -245,13 +233,8 @@ def test_where_a_run_is_outlasts_the_error_that_left_a_phase() -> None:
         assert tracker.where == "phase score"
 
 
-TRAINER = SimpleNamespace(
-    run=SimpleNamespace(
-        sizes=SimpleNamespace(
-            as_dict=lambda: {"micro_batch_tokens": 64, "logprob_chunk_size": 16, "kv_cache_bytes": 4096}
-        )
-    )
-)
+SIZES = {"micro_batch_tokens": 64, "logprob_chunk_size": 16, "kv_cache_bytes": 4096}
+TRAINER = SimpleNamespace(run=SimpleNamespace(sizes=SimpleNamespace(as_dict=lambda: SIZES)))
 
 
 @pytest.mark.parametrize(
@@ -265,14 +248,12 @@ TRAINER = SimpleNamespace(
     ],
 )
 def test_out_of_memory_says_where_and_what_to_set(phase: Phase, error: Exception, remedy: str) -> None:
-    with (
-        pytest.raises(MemoryExhaustedError, match=rf"phase {phase}: .*{remedy}"),
-        explained(phase, TRAINER),
-    ):
+    with pytest.raises(MemoryExhaustedError, match=rf"{phase}: .*{remedy}"), explained(phase, TRAINER):
         raise error
 
 
 def test_other_errors_of_a_phase_stay_as_they_are() -> None:
-    with pytest.raises(RuntimeError, match="shape") as caught, explained(Phase.TRAIN, TRAINER):
-        raise RuntimeError("a shape does not fit")
-    assert type(caught.value) is RuntimeError
+    error = RuntimeError("a shape does not fit")
+    with pytest.raises(RuntimeError) as caught, explained(Phase.TRAIN, TRAINER):
+        raise error
+    assert caught.value is error
