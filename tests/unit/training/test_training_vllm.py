@@ -1,19 +1,28 @@
-"""A run whose engine is over (scripted) vLLMs: weights follow the policy, and an engine that is lost loses nothing."""
+"""A run whose engine is over (scripted) vLLMs: weights follow the policy, and an engine that is lost loses nothing.
+
+And what a run asks of servers before it trusts them with its weights.
+"""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
+from fake_server import FakeServer, serving
+from longrope import FIRST, longrope_model
 from lowpeak import GRPOConfig
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
-from lowpeak.errors import LostEngineError, MissingPackageError
-from lowpeak.training.engines import adapters_idle
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
+from lowpeak.rollout.vllm.facts import fingerprint
+from lowpeak.training.describe import describe_vllm
+from lowpeak.training.engines import adapters_idle, served, within_rotations
 from lowpeak.training.rollouts import MOST_RETURNS
-from small_runs import journal, make, same, weights
-from tiny import tiny_model
+from small_runs import column, journal, make, same, weights
+from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, said, scripted
 
 DATA = Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(10)])
@@ -117,21 +126,17 @@ def test_evaluation_asks_the_engine_too(tmp_path):
     run.train()
     greedy = [request for wave in vllm.waves for request in wave if request.params["temperature"] == 0]
     assert len(greedy) == len(DATA)
-    assert any("eval_reward" in row for row in run.state.log_history)
+    assert column(run, "eval_reward")
 
 
 def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, max_steps=1)
+    run = grpo(tmp_path, vllm, max_steps=2)
     run.train()
     assert vllm.events[-1] == "close"
-    run.evaluate(DATA)
-    assert vllm.policy_version == 1
-
-
-def test_the_journal_has_the_time_of_each_load(tmp_path):
-    grpo(tmp_path, scripted(), max_steps=2).train()
     assert all(row["time/sync"] > 0 for row in journal(tmp_path))
+    run.evaluate(DATA)
+    assert vllm.policy_version == 2
 
 
 def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
@@ -140,17 +145,14 @@ def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
 
 
 def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
-    from lowpeak.config.vllm import resolve_vllm
-    from lowpeak.training.describe import describe_vllm
+    def described(**said):
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **said)
+        return describe_vllm(resolve_vllm(args, 1, {}))
 
-    args = GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, use_vllm=True, vllm_mode="server", vllm_server_token="secret"
-    )
-    told = describe_vllm(resolve_vllm(args, 1, {}))
+    told = described(vllm_mode="server", vllm_server_token="secret")
     assert (told["mode"], told["base_urls"], told["token"]) == ("server", ("http://127.0.0.1:8000",), "given")
     assert "secret" not in str(told)
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True)
-    assert "token" not in describe_vllm(resolve_vllm(args, 1, {}))
+    assert "token" not in described()
 
 
 LORA = {"r": 2, "target_modules": ["q_proj"]}
@@ -174,3 +176,37 @@ def test_why_adapters_are_merged_anyway_is_told(where, lora, num_ranks, because)
     assert adapters_idle(VllmSettings(where), policy, num_ranks) == ""
     found = adapters_idle(VllmSettings(where, adapters=False), policy, num_ranks)
     assert found == "" if because is None else found.startswith(because)
+
+
+# what is asked of servers
+
+
+def of_model(policy, **facts):
+    """A fake server that has this model."""
+    return serving(FakeServer(fingerprint=fingerprint(policy.config, char_tokenizer().get_vocab()), **facts))
+
+
+@pytest.mark.parametrize(("version", "num_warnings"), [("0.32.0", 0), ("0.30.1", 1)])
+def test_a_server_of_a_version_that_was_not_tried_is_warned_of(version, num_warnings, caplog):
+    policy = tiny_model()
+    with of_model(policy, version=version) as fake, caplog.at_level(logging.WARNING):
+        (vllm,) = served(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
+        assert vllm.url == fake.url
+        assert [path for path, body in fake.calls].count("/health") == 1  # it was waited for once
+    assert sum(version in record.getMessage() for record in caplog.records) == num_warnings
+
+
+def test_a_server_of_another_model_is_refused():
+    with serving(FakeServer()) as fake, pytest.raises(EngineError, match="sizes"):
+        served(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
+
+
+def test_a_context_beyond_the_first_rotations_of_a_longrope_model_is_refused():
+    policy = longrope_model()
+    with of_model(policy) as fake, pytest.raises(EngineError, match=r"--max_model_len` 16"):
+        served(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
+    assert within_rotations(ColocateSettings(), FIRST).max_model_length == FIRST
+    assert within_rotations(ColocateSettings(max_model_length=8), FIRST).max_model_length == 8
+    assert within_rotations(ColocateSettings(), None).max_model_length is None
+    with pytest.raises(ArgumentError, match=r"vllm_max_model_length=32 .* 16"):
+        within_rotations(ColocateSettings(max_model_length=32), FIRST)
