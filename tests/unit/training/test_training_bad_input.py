@@ -218,6 +218,19 @@ def test_an_argument_of_transformers_out_of_its_range_is_named_by_every_trainer(
             make(kind, tmp_path, data=data, eval_dataset=data, **{**acts, name: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        *(("PPO", "kl_horizon", 5), ("OnlineDPO", "epsilon_high", 0.3), ("SFT", "packing_strategy", "wrapped")),
+        ("OnlineDPO", "vllm_importance_sampling_correction", True),
+        *(("Reward", "logprob_chunk_size", 8), ("Reward", "per_device_eval_batch_size", 4)),
+    ],
+)
+def test_an_argument_without_effect_is_named_before_a_model_is_loaded(tmp_path, kind, name, value):
+    with names(ArgumentError, f"{name}={value!r} "):
+        make(kind, tmp_path, "a model that is nowhere", tokenizer=False, strict_arguments=True, **{name: value})
+
+
 def leave(*args, **columns):
     sys.exit(0)
 
