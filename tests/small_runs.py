@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
-from transformers import GraniteConfig, GraniteForCausalLM, TrainerCallback
+from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, TrainerCallback
 
 import lowpeak
 from preferences import tiny_classifier
@@ -97,6 +98,14 @@ def granite() -> GraniteForCausalLM:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = GraniteConfig(vocab_size=13, intermediate_size=64, max_position_embeddings=128, pad_token_id=0, **sizes)
     return GraniteForCausalLM(config)
+
+
+def sliding_model() -> MistralForCausalLM:
+    """A model whose attention looks back six tokens, which cannot keep rows of one sequence apart."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return MistralForCausalLM(MistralConfig(vocab_size=13, intermediate_size=64, sliding_window=6, **sizes, **ends))
 
 
 def make(

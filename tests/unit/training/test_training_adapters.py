@@ -105,14 +105,6 @@ def test_a_4_bit_base_without_an_adapter_is_refused(tmp_path):
         trainer(tmp_path, four_bit(tmp_path))
 
 
-def test_quantization_config_in_model_init_kwargs_loads_a_4_bit_base(tmp_path):
-    tiny_model(hidden=64).save_pretrained(tmp_path / "base")
-    asked = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)}
-    run = trainer(tmp_path, str(tmp_path / "base"), LoraConfig(**LORA), model_init_kwargs=asked, max_steps=1)
-    run.train()
-    assert run.model.get_base_model().is_quantized
-
-
 def parting(**settings):
     return LoraConfig(**{"r": 2, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"], **settings})
 

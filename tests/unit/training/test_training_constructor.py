@@ -86,24 +86,28 @@ def test_an_argument_that_nobody_knows_is_pythons_own_error(kind):
 # quantization_config
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "PPO", "SFT", "Reward"])
-def test_a_quantization_config_loads_a_4_bit_base_and_leaves_the_users_arguments_alone(tmp_path, kind):
+GIVEN = {"quantization_config": QUANTIZED}
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [*((kind, GIVEN) for kind in ("GRPO", "PPO", "SFT", "Reward")), ("GRPO", {"model_init_kwargs": GIVEN})],
+)
+def test_a_quantization_config_loads_a_4_bit_base_and_leaves_the_users_arguments_alone(tmp_path, kind, given):
     model = tiny_classifier() if kind == "Reward" else tiny_model(hidden=64)
     model.save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_of(kind))
-    parts = {"quantization_config": QUANTIZED, "peft_config": lora}
-    run = trained(kind, tmp_path / "run", str(tmp_path / "base"), max_steps=1, **parts)
+    run = trained(kind, tmp_path / "run", str(tmp_path / "base"), max_steps=1, **given, peft_config=lora)
     assert run.model.get_base_model().is_quantized
-    assert run.user_args.model_init_kwargs is None
+    assert run.user_args.model_init_kwargs == given.get("model_init_kwargs")
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "SFT", "Reward"])
 def test_a_quantization_config_without_effect_or_given_twice_is_refused(tmp_path, kind):
     with pytest.raises(ArgumentError, match=r"quantization_config"):
         make(kind, tmp_path, quantization_config=QUANTIZED)
-    twice = {"model_init_kwargs": {"quantization_config": QUANTIZED}}
     with pytest.raises(ArgumentError, match=r"quantization_config .* model_init_kwargs"):
-        make(kind, tmp_path, "nowhere", **twice, quantization_config=QUANTIZED)
+        make(kind, tmp_path, "nowhere", **GIVEN, model_init_kwargs=GIVEN)
 
 
 # adapters of virtual tokens

@@ -208,15 +208,6 @@ def test_padding_to_a_multiple_reaches_the_micro_batches(tmp_path):
     assert {batch.input_ids_BL.shape[1] % 16 for batch in work.micro_batches} == {0}
 
 
-def test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop(tmp_path, caplog):
-    data = Dataset.from_list([{"prompt": "1="}, {"prompt": "2" * 200}, {"prompt": "3="}] * 2)
-    with pytest.raises(DataError, match="200 tokens"):
-        grpo(tmp_path, data=data)
-    run = grpo(tmp_path, data=data, overlong_prompts="drop")
-    assert run.maker.cursor.prompts_per_epoch == 4
-    assert "2 of 6" in caplog.text
-
-
 def test_a_slow_reward_stops_the_run_or_counts_as_none(tmp_path):
     def slow(completions, **columns):
         time.sleep(2)

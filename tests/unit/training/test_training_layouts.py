@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from datasets import Dataset
-from transformers import MistralConfig, MistralForCausalLM
 
 from closeness import assert_each_close_to_largest
 from damage import sign_again
@@ -18,7 +17,7 @@ from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.pretended import make_mesh, prepare, pretended_ranks
 from lowpeak.training.layouts import choose_layout, now_on, prepare_layout
-from small_runs import LAYOUTS, SAVED, SGD, make, same, steps, trained, weights
+from small_runs import LAYOUTS, SAVED, SGD, make, same, sliding_model, steps, trained, weights
 from tiny import tiny_model
 
 
@@ -31,15 +30,6 @@ SMALL = {"micro_batch_tokens": 60, "logprob_chunk_size": 16}
 ONLINE = {**SMALL, "data": rows().remove_columns("completion"), "max_completion_length": 6}
 grpo, trained_grpo = partial(make, "GRPO", **ONLINE), partial(trained, "GRPO", **ONLINE)
 sft = partial(make, "SFT", **SMALL, data=rows(), eval_dataset=rows(4))
-
-
-def sliding_model():
-    torch.manual_seed(0)
-    config = MistralConfig(
-        vocab_size=13, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        intermediate_size=64, sliding_window=6, pad_token_id=0, eos_token_id=1, bos_token_id=None,
-    )  # fmt: skip
-    return MistralForCausalLM(config)
 
 
 def kinds(run):

@@ -7,7 +7,6 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig
 from torch.nn.functional import logsigmoid
 
 from closeness import assert_each_close_to_largest
@@ -36,7 +35,6 @@ from small_runs import (
     weights,
 )
 from tiny import tiny_model
-from vllms import engine_over, scripted
 
 SMALL = {"reward_funcs": spread, "per_device_train_batch_size": 16, "micro_batch_tokens": 48, "logprob_chunk_size": 16}
 online_dpo = partial(make, "OnlineDPO", **SMALL)
@@ -256,52 +254,7 @@ def test_a_rollout_that_the_judge_left_without_scores_is_told_once(tmp_path, cap
     assert {"16", "ScriptedJudge,"} <= set(message.split())
 
 
-def test_a_rollout_func_writes_the_pairs(tmp_path):
-    def tools(prompts, trainer):
-        count = len(prompts)
-        ids = [[2 + i, 3, 1] for i in range(count)]
-        return {"prompt_ids": [[2, 3]] * count, "completion_ids": ids, "logprobs": [[-1.0] * 3] * count}
-
-    run = trained_dpo(tmp_path, rollout_func=tools, per_device_train_batch_size=8, max_steps=1)
-    assert column(run, "num_pairs") == [2.0]
-
-
-def test_a_vllm_that_dies_in_a_rollout_of_pairs_changes_nothing(tmp_path):
-    def over(vllm, folder):
-        def reward(completion_ids, **columns):
-            return [float(sum(ids) % 5) for ids in completion_ids]
-
-        run = online_dpo(folder, reward_funcs=reward, max_completion_length=3)
-        run.maker.engine = engine_over(vllm, batch_size=4)
-        run.maker.engine.close()
-        return run
-
-    calm, shaken = scripted(), scripted()
-    undisturbed, disturbed = over(calm, tmp_path / "a"), over(shaken, tmp_path / "b")
-    undisturbed.train()
-    shaken.dies_after = 16 + 6  # in the second rollout
-    disturbed.train()
-    assert len(shaken.waves) > len(calm.waves)
-    assert column(undisturbed, "num_pairs")[1] == column(disturbed, "num_pairs")[1] > 0
-    assert same(weights(undisturbed), weights(disturbed))
-
-
 # reference, resuming, what is said
-
-
-def test_under_lora_the_reference_is_the_policy_with_its_adapter_off(tmp_path):
-    lora = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    run = online_dpo(tmp_path, peft_config=lora, num_iterations=2, max_steps=2)
-    base = {name for name, p in run.model.named_parameters() if not p.requires_grad}
-    start = weights(run)
-    run.train()
-    assert run.maker.reference.model is None
-    first, second = steps(run)
-    assert first["objective/kl"] == pytest.approx(0.0, abs=1e-5)
-    assert second["rewards/margins"] > 0.0
-    moved = {name for name, weight in weights(run).items() if not torch.equal(weight, start[name])}
-    assert moved
-    assert not moved & base
 
 
 def test_beta_follows_its_list_by_epochs_also_in_a_run_resumed_in_the_middle_of_a_rollout(tmp_path):

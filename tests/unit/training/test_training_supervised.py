@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from transformers import MistralConfig, MistralForCausalLM
 
 from lowpeak.errors import ArgumentError
-from small_runs import TOKENIZER, make, same, steps, weights
+from small_runs import TOKENIZER, make, same, sliding_model, steps, weights
 from tiny import tiny_model
 
 
@@ -77,14 +76,6 @@ def test_labels_of_token_ids_give_the_loss_that_transformers_gives_and_entropy_m
     found = sft(tmp_path, data, model, log_entropy=False).evaluate()
     assert found["eval_loss"] == pytest.approx((3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5)
     assert "eval_entropy" not in found
-
-
-def sliding_model():
-    """A model whose attention looks back four tokens, which cannot keep rows of one sequence apart."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MistralConfig(**sizes, vocab_size=13, intermediate_size=32, sliding_window=4, max_position_embeddings=64)
-    return MistralForCausalLM(config).eval()
 
 
 def test_packing_is_the_layout_without_padding_or_an_error(tmp_path, caplog):

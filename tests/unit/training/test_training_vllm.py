@@ -9,7 +9,6 @@ import logging
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
 from fake_server import FakeServer, serving
@@ -21,11 +20,11 @@ from lowpeak.rollout.vllm.facts import fingerprint
 from lowpeak.training.describe import describe_vllm
 from lowpeak.training.engines import adapters_idle, served, within_rotations
 from lowpeak.training.rollouts import MOST_RETURNS
-from small_runs import column, journal, make, same, weights
+from small_runs import column, journal, make, rows, same, weights
 from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, said, scripted
 
-DATA = Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(10)])
+DATA = rows(10)
 
 
 class Reward:
@@ -41,10 +40,10 @@ class Reward:
         return [float(sum(ids) % 5) for ids in completion_ids]
 
 
-def grpo(folder, *vllms, reward=None, **changes):
+def run_over(folder, *vllms, kind="GRPO", reward=None, **changes):
     evaluation = DATA if "eval_strategy" in changes else None
     settings = {"max_completion_length": 3, "max_steps": 3, "reward_funcs": reward or Reward(), **changes}
-    run = make("GRPO", folder, data=DATA, eval_dataset=evaluation, **settings)
+    run = make(kind, folder, data=DATA, eval_dataset=evaluation, **settings)
     if vllms:
         run.maker.engine = engine_over(*vllms, batch_size=4)
         run.maker.engine.close()
@@ -70,15 +69,16 @@ class Watching:
 def test_every_rollout_is_written_by_the_policys_own_weights(tmp_path):
     watching = Watching()
     watching.vllm = scripted(watching)
-    watching.run = grpo(tmp_path, watching.vllm)
+    watching.run = run_over(tmp_path, watching.vllm)
     watching.run.train()
     assert watching.versions == [0] * 8 + [1] * 8 + [2] * 8
 
 
-def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judged_twice(tmp_path):
+@pytest.mark.parametrize("kind", ["GRPO", "OnlineDPO"])
+def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judged_twice(tmp_path, kind):
     calm, shaken, rewards = scripted(), scripted(), [Reward(), Reward()]
-    undisturbed = grpo(tmp_path / "a", calm, reward=rewards[0])
-    disturbed = grpo(tmp_path / "b", shaken, reward=rewards[1])
+    undisturbed = run_over(tmp_path / "a", calm, kind=kind, reward=rewards[0])
+    disturbed = run_over(tmp_path / "b", shaken, kind=kind, reward=rewards[1])
     undisturbed.train()
     shaken.dies_after = 8 + 6  # in the second wave of the second rollout
     disturbed.train()
@@ -89,7 +89,7 @@ def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judg
 
 def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, steps_per_generation=2, max_steps=4)
+    run = run_over(tmp_path, vllm, steps_per_generation=2, max_steps=4)
     seen = []
 
     def reward(completions, **columns):
@@ -113,7 +113,7 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
 
     doomed = Doomed()
     doomed.vllm = scripted(doomed)
-    run = grpo(tmp_path, doomed.vllm, per_device_train_batch_size=16)
+    run = run_over(tmp_path, doomed.vllm, per_device_train_batch_size=16)
     with pytest.raises(LostEngineError, match="died"):
         run.train()
     assert doomed.vllm.events.count("pause") == 1 + 1 + MOST_RETURNS  # the first load is the test's own
@@ -122,7 +122,7 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
 
 def test_evaluation_asks_the_engine_too(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)
+    run = run_over(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)
     run.train()
     greedy = [request for wave in vllm.waves for request in wave if request.params["temperature"] == 0]
     assert len(greedy) == len(DATA)
@@ -131,7 +131,7 @@ def test_evaluation_asks_the_engine_too(tmp_path):
 
 def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, max_steps=2)
+    run = run_over(tmp_path, vllm, max_steps=2)
     run.train()
     assert vllm.events[-1] == "close"
     assert all(row["time/sync"] > 0 for row in journal(tmp_path))
@@ -141,7 +141,7 @@ def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_pa
 
 def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
     with pytest.raises(MissingPackageError, match=r"vLLM >=0\.31,<0\.34.*'lowpeak\[vllm\]'"):
-        grpo(tmp_path, use_vllm=True)
+        run_over(tmp_path, use_vllm=True)
 
 
 def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
