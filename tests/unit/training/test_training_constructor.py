@@ -16,7 +16,7 @@ import lowpeak
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.training.step import run_step
 from preferences import tiny_classifier
-from small_runs import KINDS, TOKENIZER, make, pair_rows, same, supervised_rows, trained, weights
+from small_runs import KINDS, TOKENIZER, make, ones, pair_rows, same, supervised_rows, trained, weights
 from tiny import char_tokenizer, tiny_model
 
 QUANTIZED = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=torch.float32)
@@ -80,7 +80,7 @@ def test_what_cannot_act_is_refused_by_name_before_anything_is_loaded(tmp_path, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_argument_that_nobody_knows_is_pythons_own_error(kind):
     with pytest.raises(TypeError, match=r"'refmodel'"):
-        trainer_class(kind)(tiny_model(), refmodel=None)
+        trainer_class(kind)(tiny_model(), **({"reward_funcs": ones} if kind in ONLINE else {}), refmodel=None)
 
 
 # quantization_config
@@ -93,13 +93,21 @@ GIVEN = {"quantization_config": QUANTIZED}
     ("kind", "given"),
     [*((kind, GIVEN) for kind in ("GRPO", "PPO", "SFT", "Reward")), ("GRPO", {"model_init_kwargs": GIVEN})],
 )
-def test_a_quantization_config_loads_a_4_bit_base_and_leaves_the_users_arguments_alone(tmp_path, kind, given):
+def test_a_quantization_config_loads_a_4_bit_base(tmp_path, kind, given):
     model = tiny_classifier() if kind == "Reward" else tiny_model(hidden=64)
     model.save_pretrained(tmp_path / "base")
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_of(kind))
     run = trained(kind, tmp_path / "run", str(tmp_path / "base"), max_steps=1, **given, peft_config=lora)
     assert run.model.get_base_model().is_quantized
-    assert run.user_args.model_init_kwargs == given.get("model_init_kwargs")
+
+
+def test_the_users_arguments_do_not_get_the_quantization_config(tmp_path):
+    tiny_model(hidden=64).save_pretrained(tmp_path / "base")
+    args = lowpeak.SFTConfig(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
+    parts = {"train_dataset": TEXTS, "processing_class": TOKENIZER, "quantization_config": QUANTIZED}
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    lowpeak.SFTTrainer(str(tmp_path / "base"), args, **parts, peft_config=lora)
+    assert args.model_init_kwargs is None
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "SFT", "Reward"])
