@@ -6,7 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
+from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, MistralForCausalLM, TrainerCallback
 
 import lowpeak
 from preferences import tiny_classifier
@@ -16,8 +18,10 @@ TOKENIZER = char_tokenizer()
 PARTS = (
     *("reward_funcs", "peft_config", "eval_dataset", "rollout_func", "callbacks", "optimizers", "ref_model", "judge"),
     *("value_model", "reward_model", "reward_processing_classes", "compute_metrics", "preprocess_logits_for_metrics"),
-    "formatting_func",
+    *("formatting_func", "quantization_config", "optimizer_cls_and_kwargs", "compute_loss_func", "data_collator"),
+    *("tools", "environment_factory"),
 )
+KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward")
 COMMON = {
     "per_device_train_batch_size": 8,
     "max_steps": 2,
@@ -31,6 +35,8 @@ COMMON = {
 }
 ONLINE = {"max_completion_length": 5, "logprob_chunk_size": 64}
 GROUPS = {"GRPO": 4, "RLOO": 4, "OnlineDPO": 4}
+SAVED = {"save_strategy": "steps", "save_steps": 1}
+LAYOUTS = {"shared": {"share_prompt": True}, "rows": {"share_prompt": False}, "padded": {"padding_free": False}}
 SGD = {"optim": "sgd", "learning_rate": 0.1}  # AdamW makes whole steps of gradients that are rounding alone
 
 
@@ -65,6 +71,43 @@ def spread(completions: list[str], **columns: Any) -> list[float]:
     return [sum(ord(letter) * (i + 1) for i, letter in enumerate(text)) % 7 / 7 for text in completions]
 
 
+def digits(completions: list[str], **columns: Any) -> list[float]:
+    """The sum of each completion's digits."""
+    return [sum(int(letter) for letter in text if letter.isdigit()) / 9 for text in completions]
+
+
+class StopAfter(TrainerCallback):
+    """Ends a run early."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.steps
+
+
+def saved(folder: Path, model: Any, tokenizer: Any = TOKENIZER) -> str:
+    """A folder with this model and its tokenizer."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def granite() -> GraniteForCausalLM:
+    """A model of a family without a sequence classifier in transformers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = GraniteConfig(vocab_size=13, intermediate_size=64, max_position_embeddings=128, pad_token_id=0, **sizes)
+    return GraniteForCausalLM(config)
+
+
+def sliding_model() -> MistralForCausalLM:
+    """A model whose attention looks back six tokens, which cannot keep rows of one sequence apart."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ends = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
+    return MistralForCausalLM(MistralConfig(vocab_size=13, intermediate_size=64, sliding_window=6, **sizes, **ends))
+
+
 def make(
     kind: str, folder: Path | str, model: Any = None, data: Any = ..., tokenizer: Any = None, **changes: Any
 ) -> Any:
@@ -87,10 +130,10 @@ def make(
     )
 
 
-def trained(*args: Any, **changes: Any) -> Any:
-    """A trainer of `make` that has trained."""
+def trained(*args: Any, resume: Path | bool | None = None, **changes: Any) -> Any:
+    """A trainer of `make` that has trained, from the start or from the checkpoint `resume`."""
     run = make(*args, **changes)
-    run.train()
+    run.train(resume_from_checkpoint=str(resume) if isinstance(resume, Path) else resume)
     return run
 
 
@@ -102,6 +145,11 @@ def weights(run: Any) -> dict[str, Any]:
 def column(run: Any, name: str) -> list[Any]:
     """What the log has of one metric, step by step."""
     return [row[name] for row in run.state.log_history if name in row]
+
+
+def steps(run: Any) -> list[dict[str, Any]]:
+    """The entries of the log that are of steps."""
+    return [row for row in run.state.log_history if "loss" in row]
 
 
 def journal(folder: Path, name: str = "steps") -> list[dict[str, Any]]:

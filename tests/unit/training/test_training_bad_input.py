@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import os
 import re
+import signal
 import sys
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
+import pandas as pd
 import pytest
 from datasets import Dataset, IterableDataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import TrainingArguments
 
-from lowpeak.errors import ArgumentError, DataError, EngineError, LowpeakError, ModelError, RewardError
-from lowpeak.rewards.load import load_reward
-from small_runs import make, pair_rows, supervised_rows
+from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, SFTTrainer
+from lowpeak.errors import ArgumentError, CheckpointError, DataError, EngineError, LowpeakError, ModelError, RewardError
+from lowpeak.training import step_trainer
+from small_runs import TOKENIZER, make, ones, pair_rows, supervised_rows, trained
 from tiny import char_tokenizer, tiny_model
 
 INF, NAN = math.inf, math.nan
@@ -67,12 +75,6 @@ def test_supervised_rows_that_cannot_be_used_are_named(tmp_path, data, pattern):
         sft(tmp_path, data=Dataset.from_list(data))
 
 
-def test_prompts_of_both_formats_are_refused(tmp_path):
-    mixed = [{"prompt": [USER]}, {"prompt": "1="}]  # a table could not hold both
-    with names(DataError, "row 1"):
-        grpo(tmp_path, tiny_model(19), data=mixed, tokenizer=char_tokenizer(chat=True))
-
-
 @pytest.mark.parametrize("kind", [Dataset.from_list, list])
 def test_a_prompt_that_is_too_long_may_be_dropped_and_is_counted(tmp_path, caplog, kind):
     run = grpo(tmp_path, data=kind([{"prompt": "1" * 124}, *ROWS]), overlong_prompts="drop")
@@ -118,13 +120,6 @@ def test_a_tokenizer_or_a_model_that_is_nowhere_is_refused(tmp_path):
 # rewards
 
 
-def test_a_reward_file_that_does_not_import_is_named_with_its_line(tmp_path):
-    file = tmp_path / "rewards.py"
-    file.write_text("import re\nimport no_such_module\n\ndef good(completions, **columns):\n    return [1.0]\n")
-    with names(ArgumentError, "line 2: ModuleNotFoundError.*'no_such_module'"):
-        load_reward(f"{file}:good")
-
-
 @pytest.mark.parametrize(("rewards", "pattern"), [(None, "reward_funcs"), ([], "reward_funcs"), (3, " 3")])
 def test_a_reward_that_is_none_is_refused(tmp_path, rewards, pattern):
     with names(ArgumentError, pattern):
@@ -151,6 +146,27 @@ def failing(completions, **columns):
 def test_a_reward_that_fails_is_named(tmp_path, reward, pattern):
     with names(RewardError, pattern):
         grpo(tmp_path, reward_funcs=reward).train()
+
+
+def test_a_sigterm_that_comes_while_a_failure_is_explained_does_not_cut_the_explanation(tmp_path, monkeypatch):
+    explained = []
+
+    @contextmanager
+    def explaining(ranks, where):
+        try:
+            yield
+        except RewardError:
+            os.kill(os.getpid(), signal.SIGTERM)
+            explained.append("said")
+            raise
+
+    monkeypatch.setattr(step_trainer, "watched", explaining)
+    before = signal.getsignal(signal.SIGTERM)
+    run = grpo(tmp_path, reward_funcs=failing)
+    with names(RewardError, "'failing'"):
+        run.train()
+    assert explained == ["said"]
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 # arguments
@@ -201,13 +217,21 @@ def test_an_argument_of_transformers_out_of_its_range_is_named_by_every_trainer(
             make(kind, tmp_path, data=data, eval_dataset=data, **{**acts, name: value})
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value"),
+    [
+        *(("PPO", "kl_horizon", 5), ("OnlineDPO", "epsilon_high", 0.3), ("SFT", "packing_strategy", "wrapped")),
+        ("OnlineDPO", "vllm_importance_sampling_correction", True),
+        *(("Reward", "logprob_chunk_size", 8), ("Reward", "per_device_eval_batch_size", 4)),
+    ],
+)
+def test_an_argument_without_effect_is_named_before_a_model_is_loaded(tmp_path, kind, name, value):
+    with names(ArgumentError, f"{name}={value!r} "):
+        make(kind, tmp_path, "a model that is nowhere", tokenizer=False, strict_arguments=True, **{name: value})
+
+
 def leave(*args, **columns):
     sys.exit(0)
-
-
-def supervised(tmp_path, **functions):
-    likeliest = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    return sft(tmp_path, max_length=8, **{**likeliest, **functions})
 
 
 def test_user_code_that_exits_ends_the_run_with_an_error_that_names_it(tmp_path):
@@ -224,7 +248,11 @@ def test_user_code_that_exits_ends_the_run_with_an_error_that_names_it(tmp_path)
 )
 def test_functions_of_an_evaluation_that_fail_are_named(tmp_path, function, answer):
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        trainer = supervised(tmp_path, **{"compute_metrics": lambda found: {}, name: function})
+        working = {
+            "compute_metrics": lambda found: {},
+            "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1),
+        }
+        trainer = sft(tmp_path, max_length=8, **{**working, name: function})
         with names(LowpeakError, f"{name} .*{answer}"):
             trainer.evaluate(trainer.train_dataset)
 
@@ -251,3 +279,91 @@ def test_an_output_folder_below_a_file_is_refused(tmp_path):
     for trainer, folder in ((grpo, tmp_path / "run"), (sft, tmp_path / "run/below")):
         with names(ArgumentError, f"output_dir '{folder}'"):
             trainer(folder)
+
+
+# things of the wrong kind, which would fail far away or do nothing
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "SFT"])
+def test_a_model_without_a_trainable_weight_is_told(tmp_path, kind):
+    with pytest.raises(ModelError, match=r"trainable.*requires_grad_\(True\)"):
+        make(kind, tmp_path, tiny_model().requires_grad_(False))
+
+
+def test_an_adapter_loaded_for_inference_is_told(tmp_path):
+    get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=r"is_trainable=True"):
+        grpo(tmp_path, PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter"))
+    grpo(tmp_path, PeftModel.from_pretrained(tiny_model(), tmp_path / "adapter", is_trainable=True))
+
+
+@pytest.mark.parametrize("model", [5, Path("some/folder")])
+def test_a_model_of_another_kind_is_told(tmp_path, model):
+    with pytest.raises(ModelError):
+        grpo(tmp_path, model)
+
+
+def test_a_tokenizer_by_name_is_told(tmp_path):
+    with pytest.raises(ModelError, match=r"processing_class .*'some/name'"):
+        grpo(tmp_path, tokenizer="some/name")
+
+
+@pytest.mark.parametrize(
+    ("data", "names"),
+    [
+        ("rows.jsonl", r" str; .*datasets\.load_dataset"),
+        ({"prompt": ["1="]}, r" dict; .*datasets\.Dataset\.from_dict\("),
+        (pd.DataFrame({"prompt": ["1="]}), r" DataFrame; .*datasets\.Dataset\.from_pandas"),
+    ],
+)
+def test_a_data_set_of_another_kind_is_told(tmp_path, data, names):
+    with pytest.raises(DataError, match=names):
+        grpo(tmp_path, data=data)
+
+
+def test_a_token_that_the_model_does_not_embed_is_told_with_its_row(tmp_path):
+    wide = char_tokenizer("0123456789=ab")
+    with pytest.raises(DataError, match=r"row 1 .* 14, .* 13"):
+        grpo(tmp_path, data=Dataset.from_list([{"prompt": "1="}, {"prompt": "b="}]), tokenizer=wide)
+    with pytest.raises(DataError, match=r"row 1 .* 13, .* 13 "):
+        sft(tmp_path, data=Dataset.from_list([{"text": "1"}, {"text": "a"}]), tokenizer=wide)
+    grpo(tmp_path, tokenizer=wide)  # a tokenizer may know more than the model, as Gemma's does
+
+
+@pytest.mark.parametrize("args", [RLOOConfig, TrainingArguments])
+def test_arguments_of_another_trainer_are_told(tmp_path, args):
+    with pytest.raises(ArgumentError, match=rf"{args.__name__}; .* lowpeak.GRPOConfig"):
+        GRPOTrainer(tiny_model(), ones, args(output_dir=str(tmp_path), use_cpu=True))
+    with pytest.raises(ArgumentError, match=r"\.SFTConfig"):
+        SFTTrainer(tiny_model(), {"output_dir": "x"})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("num_generations", "4"), ("num_generations", 4.0), ("micro_batch_tokens", 512.5), ("learning_rate", "1e-3")),
+        *(("max_completion_length", None), ("log_completions", "no"), ("learning_rate", float("nan"))),
+        *(("gradient_accumulation_steps", 0), ("seed", -1), ("reward_weights", "12")),
+    ],
+)
+def test_a_value_of_another_type_or_out_of_range_is_told(tmp_path, name, value):
+    with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r} ")):
+        grpo(tmp_path, **{name: value})
+
+
+def test_arguments_may_be_copied_with_a_change(tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none", max_completion_length=5)
+    changed = dataclasses.replace(args, learning_rate=1e-4)
+    run = GRPOTrainer(tiny_model(), ones, changed, TABLE, processing_class=TOKENIZER)
+    assert run.args.learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [({"beta": 0.1}, "checkpoint-2.*reference"), ({"num_generations": 8}, "num_generations .*4 .*8")],
+)
+def test_a_rollout_in_use_that_other_arguments_made_is_told(tmp_path, changes, names):
+    reused = {"steps_per_generation": 4, "max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trained("GRPO", tmp_path, **reused)
+    with pytest.raises(CheckpointError, match=names):
+        trained("GRPO", tmp_path, **reused, **changes, resume=tmp_path / "checkpoint-2")

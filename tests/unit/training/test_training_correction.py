@@ -12,30 +12,22 @@ from lowpeak.algorithms.rloo import make_rloo
 from lowpeak.config.correction import Correction
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.rloo import resolve_rloo
-from small_runs import SGD, make, same, weights
+from small_runs import SGD, make, same, spread, weights
 
-DATA = [{"prompt": f"{i}="} for i in range(16)]
 MODES = {
     "token_truncate": Correction(False, False, 0.9, 1.1),
     "token_mask": Correction(False, True, 0.9, 1.1),
     "sequence_truncate": Correction(True, False, 0.9, 1.1),
     "sequence_mask": Correction(True, True, 0.9, 1.1),
 }
-KINDS = {
-    "GRPO": (resolve_grpo, make_grpo),
-    "RLOO": (resolve_rloo, make_rloo),
-}
+KINDS = {"GRPO": (resolve_grpo, make_grpo), "RLOO": (resolve_rloo, make_rloo)}
 RATIO = "sampling/importance_sampling_ratio"
-
-
-def spread(completions, **columns):
-    return [len(set(text)) / 5 + len(text) / 50 for text in completions]
 
 
 def trained(folder, correction, kind="GRPO", drift=0.0, **changes):
     """A run of the native engine whose log-probs are off by `drift` nats a token."""
     resolve, make_algorithm = KINDS[kind]
-    settings = {"data": DATA, "reward_funcs": spread, "beta": 0.0, "max_completion_length": 6, **changes}
+    settings = {"reward_funcs": spread, "beta": 0.0, "max_completion_length": 6, **changes}
     run = make(kind, folder, **settings)
     algorithm = make_algorithm(replace(resolve(run.user_args, run.maker.settings), correction=correction))
     run.run.algorithm = run.maker.algorithm = algorithm

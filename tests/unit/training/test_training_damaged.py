@@ -1,20 +1,25 @@
-"""A damaged file of a model's folder, or of the best checkpoint, is one sentence that names the file and the remedy."""
+"""A damaged file of a model's folder, or of the best checkpoint, is one sentence that names the file and the remedy.
+
+A best checkpoint that was removed is a warning: the run keeps its last weights.
+"""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from lowpeak.critic import critics_model
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.training.models import load_policy, load_reference
-from small_runs import make, rows
-from tiny import char_tokenizer, tiny_model
+from preferences import tiny_classifier
+from small_runs import SAVED, make, rows, saved, supervised_rows, trained
+from tiny import tiny_model
 
 MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_iterations": 2}
 
@@ -22,6 +27,10 @@ MOVING = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 1, "num_i
 def build(kind, folder):
     """A trainer of the model in a folder, with the tokenizer beside it."""
     return make(kind, folder / "run", str(folder / "model"), tokenizer=False)
+
+
+def load(folder, loading=None):
+    return load_policy(str(folder), loading, trust_remote_code=False)
 
 
 def truncate(file):
@@ -32,29 +41,45 @@ def empty(file):
     file.write_bytes(b"")
 
 
-def test_the_damaged_checkpoint_of_the_best_model_is_named_when_it_is_loaded_at_the_end(tmp_path):
-    class Damaging(TrainerCallback):
-        def on_save(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                truncate(Path(state.best_model_checkpoint) / "model.safetensors")
+class AtBest(TrainerCallback):
+    """Do something with the folder of the best checkpoint."""
 
-    best = {
-        "load_best_model_at_end": True,
-        "metric_for_best_model": "reward",
-        "eval_strategy": "steps",
-        "eval_steps": 1,
-    }
-    saving = {"save_strategy": "steps", "save_steps": 1, "callbacks": [Damaging()], "eval_dataset": rows(8)}
+    def __init__(self, act):
+        self.act = act
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.act(Path(state.best_model_checkpoint))
+
+
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, **SAVED}
+
+
+def test_the_damaged_checkpoint_of_the_best_model_is_named_when_it_is_loaded_at_the_end(tmp_path):
+    damaging = AtBest(lambda folder: truncate(folder / "model.safetensors"))
+    best = {**BEST, "metric_for_best_model": "reward", "callbacks": [damaging], "eval_dataset": rows(8)}
     with pytest.raises(CheckpointError, match=r"checkpoint-\d/model.safetensors"):
-        make("GRPO", tmp_path, **MOVING, **best, **saving).train()
+        trained("GRPO", tmp_path, **MOVING, **best)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "metric", "changes"),
+    [("SFT", supervised_rows(), "loss", {}), ("PPO", rows(), "reward", {"num_generations": 2})],
+    ids=["SFT", "PPO"],
+)
+def test_a_best_checkpoint_that_was_removed_is_told_and_the_last_weights_stay(
+    tmp_path, caplog, kind, data, metric, changes
+):
+    best = {**BEST, "metric_for_best_model": metric, "callbacks": [AtBest(shutil.rmtree)], "eval_dataset": data}
+    trained(kind, tmp_path, save_total_limit=1, **best, **changes)
+    (told,) = [record.message for record in caplog.records if "load_best_model_at_end" in record.message]
+    assert f"{tmp_path}/checkpoint-" in told
 
 
 @pytest.fixture
 def folder(tmp_path):
     """A folder with a model and its tokenizer."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    char_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return Path(saved(tmp_path / "model", tiny_model()))
 
 
 @pytest.mark.parametrize("damage", [truncate, empty])
@@ -75,21 +100,18 @@ def test_damaged_weights_of_torch_s_own_format_are_named(folder, tmp_path):
 
 
 def test_a_damaged_file_of_a_reward_model_is_named(tmp_path):
-    config = Qwen2Config(**{**tiny_model().config.to_dict(), "num_labels": 1, "architectures": None})
-    Qwen2ForSequenceClassification(config).save_pretrained(tmp_path / "judge")
-    char_tokenizer().save_pretrained(tmp_path / "judge")
+    judge = saved(tmp_path / "judge", tiny_classifier())
     truncate(tmp_path / "judge" / "model.safetensors")
     with pytest.raises(ModelError, match=r"judge/model.safetensors"):
-        make("GRPO", tmp_path, reward_funcs=str(tmp_path / "judge"))
+        make("GRPO", tmp_path, reward_funcs=judge)
 
 
 # a checkpoint that is not all of the model
 
 
-def without(folder, tensor):
-    """Take a tensor out of the folder's weights."""
+def change_weights(folder, change):
     weights = load_file(folder / "model.safetensors")
-    del weights[tensor]
+    change(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
 
 
@@ -103,7 +125,7 @@ LACKS = f"model' .*{UP}"
 
 
 def test_a_tensor_that_the_checkpoint_lacks_is_named(folder, tmp_path):
-    without(folder, UP)
+    change_weights(folder, lambda weights: weights.pop(UP))
     for kind in ("GRPO", "SFT", "Reward"):
         with pytest.raises(ModelError, match=LACKS):
             build(kind, tmp_path)
@@ -111,13 +133,13 @@ def test_a_tensor_that_the_checkpoint_lacks_is_named(folder, tmp_path):
         load_reference(tiny_model(), tiny_model(), None, str(folder), trust_remote_code=False)
     loading = {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
     with pytest.raises(ModelError, match=LACKS):
-        load_policy(str(folder), loading, trust_remote_code=False)
+        load(folder, loading)
 
 
 def test_a_head_that_is_not_tied_and_not_there_is_named(folder):
     configure(folder, tie_word_embeddings=False)
     with pytest.raises(ModelError, match=r"model' .*lm_head\.weight"):
-        load_policy(str(folder), None, trust_remote_code=False)
+        load(folder)
 
 
 def test_the_critic_starts_from_the_policy_s_backbone_and_a_head_of_its_own(folder, tmp_path):
@@ -128,11 +150,11 @@ def test_the_critic_starts_from_the_policy_s_backbone_and_a_head_of_its_own(fold
 def test_a_mismatch_of_shapes_names_the_tensor(folder):
     configure(folder, vocab_size=20)
     with pytest.raises(ModelError, match=r"model.embed_tokens.weight .*13x32.*20x32"):
-        load_policy(str(folder), None, trust_remote_code=False)
+        load(folder)
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "names"),
     [
         ({"num_hidden_layers": 3}, r"`num_hidden_layers` \(3\)"),
         ({"hidden_size": None}, "'hidden_size'"),
@@ -140,23 +162,24 @@ def test_a_mismatch_of_shapes_names_the_tensor(folder):
         ({"num_attention_heads": 0}, "ZeroDivisionError"),
     ],
 )
-def test_a_number_of_the_config_that_makes_no_model_is_one_sentence(folder, changes, words):
+def test_a_number_of_the_config_that_makes_no_model_is_one_sentence(folder, changes, names):
     configure(folder, **changes)
-    with pytest.raises(ModelError, match=rf"'.*model' \(.*{words}.*\).*config.json"):
-        load_policy(str(folder), None, trust_remote_code=False)
+    with pytest.raises(ModelError, match=rf"'.*model' \(.*{names}.*\).*config.json"):
+        load(folder)
 
 
-@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_a_config_that_is_no_object_is_named(folder, tmp_path, file):
-    (folder / file).write_text("null")
-    with pytest.raises(ModelError, match=rf"{folder / file}"):
-        build("GRPO", tmp_path)
-
-
-def test_a_changed_byte_of_the_tokenizer_names_its_file(folder, tmp_path):
-    text = (folder / "tokenizer.json").read_text()
-    (folder / "tokenizer.json").write_text(text.replace('"WordLevel"', '"WordLevek"'))
-    with pytest.raises(ModelError, match=rf"{folder / 'tokenizer.json'}"):
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("config.json", lambda text: "null"),
+        ("tokenizer_config.json", lambda text: "null"),
+        ("tokenizer.json", lambda text: text.replace('"WordLevel"', '"WordLevek"')),
+    ],
+    ids=["config is no object", "tokenizer's config is no object", "a changed byte of the tokenizer"],
+)
+def test_a_file_that_is_read_and_makes_no_sense_is_named(folder, tmp_path, file, change):
+    (folder / file).write_text(change((folder / file).read_text()))
+    with pytest.raises(ModelError, match=str(folder / file)):
         build("GRPO", tmp_path)
 
 
@@ -168,21 +191,19 @@ def test_ends_that_the_model_does_not_embed_are_told(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("loading", "error", "words"),
+    ("loading", "error", "names"),
     [
         ({"foo": 4}, ModelError, "'foo'.*model_init_kwargs"),
         ({"dtype": "foo"}, ArgumentError, "dtype='foo'"),
-        ({"attn_implementation": "foo"}, ModelError, r"cannot load .*\(Specified `attn_implementation=\"foo\"`"),
+        ({"attn_implementation": "foo"}, ModelError, 'model.*attn_implementation="foo"'),
     ],
 )
-def test_arguments_of_loading_that_fail_are_one_sentence(folder, loading, error, words):
-    with pytest.raises(error, match=words):
-        load_policy(str(folder), loading, trust_remote_code=False)
+def test_arguments_of_loading_that_fail_are_one_sentence(folder, loading, error, names):
+    with pytest.raises(error, match=names):
+        load(folder, loading)
 
 
 def test_weights_that_are_not_finite_are_named(folder, tmp_path):
-    weights = load_file(folder / "model.safetensors")
-    weights[UP][0, 0] = float("nan")
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    change_weights(folder, lambda weights: weights[UP].fill_(float("nan")))
     with pytest.raises(ModelError, match=rf"{UP} .*NaN"):
         build("GRPO", tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from lowpeak import GRPOConfig
 from lowpeak.config.grpo import EntropyBonus, resolve_grpo
 from lowpeak.config.online import resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
-from small_runs import TOKENIZER, column, make, ones, rows, same, spread, trained, weights
+from small_runs import column, make, ones, rows, same, saved, spread, steps, trained, weights
 from tiny import char_tokenizer, tiny_model
 
 grpo = partial(make, "GRPO")
@@ -45,6 +46,12 @@ def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, w
     assert where(run) == value
 
 
+STEERED = {
+    **{"entropy_coef": 0.2, "entropy_target": 1.5, "entropy_coef_delta": 0.01},
+    **{"entropy_coef_min": 0.1, "entropy_coef_max": 0.3},
+}
+
+
 @pytest.mark.parametrize(
     ("changes", "name", "value"),
     [
@@ -55,17 +62,10 @@ def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, w
         ({"beta": 0.1, "use_bias_correction_kl": False}, "bias_corrected_kl", False),
         ({"top_entropy_quantile": 0.2}, "top_entropy_quantile", 0.2),
         ({"entropy_coef": 0.01}, "entropy_bonus", EntropyBonus(0.01)),
+        ({"use_adaptive_entropy": True, **STEERED}, "entropy_bonus", EntropyBonus(0.2, 1.5, 0.01, 0.1, 0.3)),
         (
-            {
-                "use_adaptive_entropy": True,
-                "entropy_coef_min": 0.1,
-                "entropy_coef": 0.2,
-                "entropy_coef_max": 0.3,
-                "entropy_coef_delta": 0.01,
-                "entropy_target": 1.5,
-            },
-            "entropy_bonus",
-            EntropyBonus(0.2, 1.5, 0.01, 0.1, 0.3),
+            {"num_rewards": 2, "multi_objective_aggregation": "normalize_then_sum"},
+            *("aggregation", "normalize_then_sum"),
         ),
     ],
 )
@@ -73,16 +73,7 @@ def test_each_algorithm_argument_reaches_the_settings(tmp_path, changes, name, v
     assert getattr(settings(tmp_path, **changes), name) == value
 
 
-def test_several_rewards_can_be_normalised_before_they_are_summed(tmp_path):
-    changed = settings(tmp_path, num_rewards=2, multi_objective_aggregation="normalize_then_sum")
-    assert changed.aggregation == "normalize_then_sum"
-
-
-BASES = {
-    "on-policy": {},
-    "reused": {"num_iterations": 2},
-    "with a KL": {"beta": 0.5, "num_iterations": 2},
-}
+BASES = {"on-policy": {}, "reused": {"num_iterations": 2}, "with a KL": {"beta": 0.5, "num_iterations": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +133,7 @@ def test_losses_that_are_equal_on_policy_train_the_same_weights(weights_after, p
 
 def test_the_log_comes_every_logging_steps(tmp_path):
     run = trained("GRPO", tmp_path, logging_steps=2, max_steps=4)
-    assert [row["step"] for row in run.state.log_history if "loss" in row] == [2, 4]
+    assert [row["step"] for row in steps(run)] == [2, 4]
 
 
 def test_entropy_is_logged_unless_turned_off(tmp_path):
@@ -156,13 +147,10 @@ ADAPTIVE = {"use_adaptive_entropy": True, "entropy_target": 9.0, "entropy_coef_d
 @pytest.mark.parametrize(("changes", "acted"), [({"entropy_coef": 0.5}, [0.5, 0.5, 0.5]), (ADAPTIVE, [0.0, 0.75, 1.0])])
 @pytest.mark.parametrize("loss_type", ["dapo", "dr_grpo"])
 def test_an_entropy_bonus_logs_the_loss_without_it_and_the_coefficient_that_acted(tmp_path, loss_type, changes, acted):
-    run = grpo(
-        tmp_path, logging_steps=1, max_steps=3, loss_type=loss_type, optim="sgd", micro_batch_tokens=20, **changes
-    )
-    run.train()
-    logs = [row for row in run.state.log_history if "loss" in row]
-    assert [row["entropy_coef"] for row in logs] == acted
-    for row in logs:
+    small = {"max_steps": 3, "optim": "sgd", "micro_batch_tokens": 20}
+    run = trained("GRPO", tmp_path, loss_type=loss_type, **small, **changes)
+    assert column(run, "entropy_coef") == acted
+    for row in steps(run):
         bonus = row["entropy_coef"] * row["entropy"]  # the mean over the step's tokens, all of which are trained on
         assert row["loss"] == pytest.approx(row["policy_loss"] - bonus, abs=1e-6)
     assert "policy_loss" not in grpo(tmp_path).run.metrics
@@ -220,15 +208,6 @@ def test_padding_to_a_multiple_reaches_the_micro_batches(tmp_path):
     assert {batch.input_ids_BL.shape[1] % 16 for batch in work.micro_batches} == {0}
 
 
-def test_prompts_that_do_not_fit_are_an_error_or_a_counted_drop(tmp_path, caplog):
-    data = Dataset.from_list([{"prompt": "1="}, {"prompt": "2" * 200}, {"prompt": "3="}] * 2)
-    with pytest.raises(DataError, match="200 tokens"):
-        grpo(tmp_path, data=data)
-    run = grpo(tmp_path, data=data, overlong_prompts="drop")
-    assert run.maker.cursor.prompts_per_epoch == 4
-    assert "2 of 6" in caplog.text
-
-
 def test_a_slow_reward_stops_the_run_or_counts_as_none(tmp_path):
     def slow(completions, **columns):
         time.sleep(2)
@@ -236,17 +215,12 @@ def test_a_slow_reward_stops_the_run_or_counts_as_none(tmp_path):
 
     with pytest.raises(RewardTimeoutError, match="slow"):
         grpo(tmp_path / "a", reward_funcs=slow, reward_timeout=0.1).train()
-    run = grpo(
-        tmp_path / "b", reward_funcs=slow, reward_timeout=0.1, reward_failures="none", max_steps=1, logging_steps=1
-    )
-    run.train()
-    assert run.state.log_history[0]["rewards/slow/failed"] == 8.0
+    late = {"reward_funcs": slow, "reward_timeout": 0.1, "reward_failures": "none"}
+    assert column(trained("GRPO", tmp_path / "b", **late, max_steps=1), "rewards/slow/failed") == [8.0]
 
 
 def test_a_model_whose_code_is_its_own_needs_trust(tmp_path):
-    folder = tmp_path / "model"
-    tiny_model().save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
+    folder = Path(saved(tmp_path / "model", tiny_model()))
     (folder / "own.py").write_text(
         "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
         "class OwnConfig(Qwen2Config):\n    model_type = 'own'\n"

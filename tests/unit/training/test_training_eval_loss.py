@@ -11,33 +11,28 @@ from datasets import Dataset
 from lowpeak.training.rollouts import with_advantages
 from lowpeak.training.step import measure_step
 from lowpeak.training.work import step_batches
-from small_runs import TOKENIZER, make, same, weights
+from small_runs import TOKENIZER, make, same, spread, weights
 from tiny import tiny_model
 
 HELD_OUT = Dataset.from_list([{"prompt": f"{i}{i + 1}="} for i in range(3)])
 
 
-def spread(completions, **columns):
-    return [float(sum(map(ord, text)) % 7) for text in completions]
-
-
 def trainer_of(tmp_path, kind="GRPO", reward=spread, **changes):
-    data = Dataset.from_list([{"prompt": f"{i}="} for i in range(8)])
-    return make(
-        kind, tmp_path, data=data, eval_dataset=HELD_OUT, reward_funcs=reward,
-        **{"num_generations": 4, "micro_batch_tokens": 48, **changes},
-    )  # fmt: skip
+    settings = {"num_generations": 4, "micro_batch_tokens": 48, **changes}
+    return make(kind, tmp_path, eval_dataset=HELD_OUT, reward_funcs=reward, **settings)
+
+
+# Two rows of different lengths; the environment wrote the second row's second token.
+WRITTEN = [([4, 7, 1], [1, 1, 1]), ([5, 9, 2, 6, 1], [1, 0, 1, 1, 1])]
 
 
 def written(prompts, trainer):
-    """Two rows of different lengths and rewards in turn; the environment wrote the second row's second token."""
-    ids = [[4, 7, 1], [5, 9, 2, 6, 1]]
-    masks = [[1, 1, 1], [1, 0, 1, 1, 1]]
+    """The two rows in turn, the second of which is better."""
     return {
         "prompt_ids": [TOKENIZER(prompt)["input_ids"] for prompt in prompts],
-        "completion_ids": [ids[i % 2] for i, _ in enumerate(prompts)],
+        "completion_ids": [WRITTEN[i % 2][0] for i, _ in enumerate(prompts)],
         "logprobs": None,
-        "env_mask": [masks[i % 2] for i, _ in enumerate(prompts)],
+        "env_mask": [WRITTEN[i % 2][1] for i, _ in enumerate(prompts)],
         "score": [float(i % 2) for i, _ in enumerate(prompts)],
     }
 
@@ -49,7 +44,7 @@ def by_score(completions, score, **columns):
 def tokens_of(model, prompt):
     """Log-probs and entropies of the two rows' own tokens, by full logits without padding."""
     found = []
-    for ids, mask in (([4, 7, 1], [1, 1, 1]), ([5, 9, 2, 6, 1], [1, 0, 1, 1, 1])):
+    for ids, mask in WRITTEN:
         start = TOKENIZER(prompt)["input_ids"]
         with torch.no_grad():
             logprobs = model(torch.tensor([[*start, *ids]])).logits[0, len(start) - 1 : -1].log_softmax(-1)
@@ -152,11 +147,8 @@ def test_held_out_ties_have_no_pair_and_no_loss(tmp_path):
     run = trainer_of(tmp_path, "OnlineDPO", lambda completions, **columns: [1.0] * len(completions))
     metrics = run.evaluate()
     assert "eval_loss" not in metrics
-    assert (metrics["eval_num_pairs"], metrics["eval_num_ties"], metrics["eval_frac_reward_zero_std"]) == (
-        0.0,
-        3.0,
-        1.0,
-    )
+    names = ("eval_num_pairs", "eval_num_ties", "eval_frac_reward_zero_std")
+    assert [metrics[name] for name in names] == [0.0, 3.0, 1.0]
 
 
 def test_without_log_entropy_none_is_measured(tmp_path):

@@ -5,12 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-from transformers import TrainerCallback
 
-from small_runs import journal, make, trained
+from small_runs import StopAfter, journal, trained
 
 UNLOGGED = {"logging_steps": 500}
-grpo, trained_grpo = partial(make, "GRPO", **UNLOGGED), partial(trained, "GRPO", **UNLOGGED)
+trained_grpo = partial(trained, "GRPO", **UNLOGGED)
 
 
 @pytest.mark.parametrize(
@@ -39,29 +38,15 @@ def test_where_all_steps_were_logged_the_last_entry_is_transformers_own(tmp_path
     assert "train_loss" in entry
 
 
-class Stop(TrainerCallback):
-    """Ask to stop after so many steps."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = state.global_step == self.steps
-
-
 def test_a_run_that_stops_early_and_one_that_goes_on_log_their_own_journal(tmp_path):
     changes = {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
-    stopped = grpo(tmp_path, **changes)
-    stopped.add_callback(Stop(3))
-    stopped.train()
+    stopped = trained_grpo(tmp_path, **changes, callbacks=[StopAfter(3)])
     mean = sum(row["reward"] for row in journal(tmp_path)) / 3
     assert stopped.state.log_history[-1]["reward"] == pytest.approx(mean)
-    resumed = grpo(tmp_path, **changes)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained_grpo(tmp_path, **changes, resume=True)
     mean = sum(row["reward"] for row in journal(tmp_path)[2:]) / 3
     assert resumed.state.log_history[-1]["reward"] == pytest.approx(mean)
-    finished = grpo(tmp_path, **changes)
-    finished.train(resume_from_checkpoint=True)
+    finished = trained_grpo(tmp_path, **changes, resume=True)
     assert "reward" not in finished.state.log_history[-1]
 
 

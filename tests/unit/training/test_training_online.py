@@ -17,7 +17,7 @@ from lowpeak import GRPOConfig
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.training.arguments import use_one_device
 from preferences import tiny_classifier
-from small_runs import SGD, TOKENIZER, column, journal, make, ones, rows, same, trained, weights
+from small_runs import SAVED, SGD, TOKENIZER, column, journal, make, ones, rows, same, saved, trained, weights
 from tiny import char_tokenizer, tiny_model
 
 grpo, trained_grpo = partial(make, "GRPO"), partial(trained, "GRPO")
@@ -40,24 +40,23 @@ def test_training_raises_the_reward_it_is_given(tmp_path, kind, beta):
     assert ("kl" in run.state.log_history[0]) == (beta > 0)
 
 
-def test_micro_batches_and_chunks_change_no_weight(tmp_path):
-    one, many = (
-        grpo(tmp_path / name, micro_batch_tokens=budget, logprob_chunk_size=chunk, beta=0.1, **SGD)
-        for name, budget, chunk in (("a", 4096, 512), ("b", 20, 3))
-    )
-    one.train()
-    many.train()
-    assert len(many.next_step().micro_batches) > len(one.next_step().micro_batches)
+@pytest.mark.parametrize(
+    ("wide", "narrow"),
+    [
+        (
+            {"micro_batch_tokens": 4096, "logprob_chunk_size": 512, "beta": 0.1},
+            {"micro_batch_tokens": 20, "logprob_chunk_size": 3, "beta": 0.1},
+        ),
+        ({"per_device_train_batch_size": 16}, {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}),
+    ],
+    ids=["micro-batches and chunks", "gradient accumulation"],
+)
+def test_how_a_step_is_cut_changes_no_weight(tmp_path, wide, narrow):
+    one, many = (trained_grpo(tmp_path / name, **changes, **SGD) for name, changes in (("a", wide), ("b", narrow)))
+    assert one.state.global_step == many.state.global_step == 2
+    if "micro_batch_tokens" in narrow:
+        assert len(many.next_step().micro_batches) > len(one.next_step().micro_batches)
     assert_each_close_to_largest(weights(many), weights(one), 4e-6)
-
-
-def test_gradient_accumulation_is_only_a_larger_step(tmp_path):
-    wide = grpo(tmp_path / "a", per_device_train_batch_size=16, **SGD)
-    accumulated = grpo(tmp_path / "b", per_device_train_batch_size=4, gradient_accumulation_steps=4, **SGD)
-    wide.train()
-    accumulated.train()
-    assert wide.state.global_step == accumulated.state.global_step == 2
-    assert_each_close_to_largest(weights(accumulated), weights(wide), 4e-6)
 
 
 def test_an_epoch_asks_each_prompt_once(tmp_path):
@@ -95,19 +94,12 @@ def test_columns_and_state_reach_the_rewards(tmp_path):
     grpo(tmp_path, reward_funcs=reward).train()
 
 
-def test_an_iterable_data_set_trains_to_max_steps(tmp_path):
-    data = IterableDataset.from_generator(lambda: ({"prompt": f"{i % 10}="} for i in range(5)))
-    run = grpo(tmp_path, data=data, max_steps=4)
-    run.train()
-    assert run.state.global_step == 4
-
-
-def test_prompts_of_a_stream_that_are_too_long_are_counted_in_the_log(tmp_path):
+def test_a_stream_trains_to_max_steps_and_counts_prompts_that_are_too_long(tmp_path):
     lengths = (1, 600, 2, 600, 3)
     data = IterableDataset.from_generator(lambda: ({"prompt": "1" * length} for length in lengths))
-    run = grpo(tmp_path, data=data, max_steps=2, overlong_prompts="drop", logging_steps=1)
-    run.train()
-    told = [entry["num_overlong_prompts"] for entry in run.state.log_history if "num_overlong_prompts" in entry]
+    run = trained_grpo(tmp_path, data=data, max_steps=4, overlong_prompts="drop")
+    assert run.state.global_step == 4
+    told = column(run, "num_overlong_prompts")
     assert told == sorted(told)
     assert told[-1] >= 2
 
@@ -115,19 +107,15 @@ def test_prompts_of_a_stream_that_are_too_long_are_counted_in_the_log(tmp_path):
 @pytest.mark.parametrize("by", ["instance", "path"])
 def test_a_reward_model_judges_beside_a_function(tmp_path, by):
     judge = tiny_classifier()
-    judge.save_pretrained(tmp_path / "judge")
-    TOKENIZER.save_pretrained(tmp_path / "judge")
+    folder = saved(tmp_path / "judge", judge)
     beside = {"reward_processing_classes": [None, TOKENIZER]} if by == "instance" else {}
-    both = [ones, judge if by == "instance" else str(tmp_path / "judge")]
+    both = [ones, judge if by == "instance" else folder]
     run = trained_grpo(tmp_path, reward_funcs=both, reward_weights=[1.0, 0.5], **beside)
     record = run.rollout.records[0]
-    ids = torch.tensor([[*record.prompt_ids, *TOKENIZER(completion_text(record)).input_ids]])
+    text = TOKENIZER.decode(record.completion.ids.tolist(), skip_special_tokens=True)
+    ids = torch.tensor([[*record.prompt_ids, *TOKENIZER(text).input_ids]])
     assert record.rewards[1] == pytest.approx(judge(input_ids=ids).logits.item(), abs=1e-5)
     assert record.reward == pytest.approx(record.rewards[0] + 0.5 * record.rewards[1])
-
-
-def completion_text(record):
-    return TOKENIZER.decode(record.completion.ids.tolist(), skip_special_tokens=True)
 
 
 def test_several_evaluation_sets_are_reported_under_their_names(tmp_path):
@@ -213,17 +201,13 @@ def test_save_model_writes_what_from_pretrained_reads(finished):
     assert same(dict(type(run.model).from_pretrained(folder / "final").named_parameters()), weights(run))
 
 
-def test_completions_are_printed_when_asked_for(tmp_path, capsys):
-    grpo(tmp_path, log_completions=True, num_completions_to_print=2, log_unique_prompts=True, max_steps=1).train()
-    printed = capsys.readouterr().out
-    assert "completion" in printed
-    assert "advantage" in printed
-
-
-def test_completions_are_printed_once_in_so_many_steps(tmp_path, capsys):
-    grpo(tmp_path, log_completions=True, log_completions_steps=3, logging_steps=1, max_steps=4).train()
+def test_completions_are_printed_when_asked_for_and_once_in_so_many_steps(tmp_path, capsys):
+    shown = {"num_completions_to_print": 2, "log_unique_prompts": True, "log_completions_steps": 3}
+    trained_grpo(tmp_path, log_completions=True, max_steps=4, **shown)
     printed = capsys.readouterr().out
     assert [f"step {step}" in printed for step in (1, 2, 3, 4)] == [True, False, True, False]
+    assert "completion" in printed
+    assert "advantage" in printed
 
 
 def test_groups_with_equal_rewards_are_asked_again_under_dynamic_sampling(tmp_path):
@@ -234,8 +218,8 @@ def test_groups_with_equal_rewards_are_asked_again_under_dynamic_sampling(tmp_pa
         odd = [int(prompt[0]) % 2 for prompt in prompts]
         return [float(i % 2) if o else 1.0 for i, o in enumerate(odd)]
 
-    run = grpo(tmp_path, reward_funcs=reward, dynamic_sampling_rounds=6, max_steps=1, shuffle_dataset=False)
-    run.train()
+    asking = {"dynamic_sampling_rounds": 6, "max_steps": 1, "shuffle_dataset": False}
+    run = trained_grpo(tmp_path, reward_funcs=reward, **asking)
     assert calls == [8, 4, 4]
     assert len(run.rollout.records) == 8
     assert run.state.log_history[0]["frac_reward_zero_std"] == 0.0
@@ -270,28 +254,21 @@ def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
     assert not any(completion.loss_mask.any() for completion in cut)
 
 
-def unscored(caplog):
-    return [record.message for record in caplog.records if "no reward" in record.message]
-
-
 def test_completions_without_a_score_are_counted_in_one_message_a_rollout(tmp_path, caplog):
+    def warned(**changes):
+        caplog.clear()
+        run = trained_grpo(tmp_path, **changes)
+        return run, [record.message for record in caplog.records if record.funcName == "warn_of_unscored"]
+
     nothing = [lambda completions, **c: [None] * len(completions), lambda prompts, **c: [None] * len(prompts)]
-    trained_grpo(tmp_path, reward_funcs=nothing, dynamic_sampling_rounds=1)
-    messages = unscored(caplog)
+    _, messages = warned(reward_funcs=nothing, dynamic_sampling_rounds=1)
     assert len(messages) == 2
     assert {"16", "<lambda>,", "<lambda>_2,"} <= set(messages[0].split())
-    caplog.clear()
-
-    def reward(completions, **columns):
-        return [None if i in (3, 5) else float(i) for i, _ in enumerate(completions)]
-
-    row = trained_grpo(tmp_path, reward_funcs=reward, max_steps=1).rollout.rows[3]
-    (message,) = unscored(caplog)
+    two = lambda completions, **c: [None if i in (3, 5) else float(i) for i, _ in enumerate(completions)]  # noqa: E731
+    run, (message,) = warned(reward_funcs=two, max_steps=1)
     assert message.startswith("2 of 8 ")
-    assert f"{row['completion']!r} to {row['prompt']!r}" in message
-    caplog.clear()
-    trained_grpo(tmp_path, max_steps=1)
-    assert unscored(caplog) == []
+    assert f"{run.rollout.rows[3]['completion']!r} to {run.rollout.rows[3]['prompt']!r}" in message
+    assert warned(max_steps=1)[1] == []
 
 
 def test_a_dry_run_says_what_was_resolved_and_trains_nothing(tmp_path):
@@ -324,26 +301,14 @@ def test_bf16_compute_trains_fp32_weights_and_an_unmoved_policy_has_its_referenc
 
 
 def test_the_best_checkpoint_by_reward_is_loaded_at_the_end(tmp_path):
-    run = grpo(
-        tmp_path,
-        eval_dataset=rows(6),
-        max_steps=3,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        save_total_limit=1,
-        load_best_model_at_end=True,
-        metric_for_best_model="eval_reward",
-        greater_is_better=True,
-    )
-    run.train()
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "greater_is_better": True}
+    evaluated = {"eval_dataset": rows(6), "eval_strategy": "steps", "eval_steps": 1}
+    run = trained_grpo(tmp_path, max_steps=3, **SAVED, save_total_limit=1, **best, **evaluated)
     scores = {row["step"]: row["eval_reward"] for row in run.state.log_history if "eval_reward" in row}
     best = max(scores, key=scores.get)
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
     assert run.maker.weights_changed, "an engine with a copy of the weights has to get them again"
-    saved = type(run.model).from_pretrained(run.state.best_model_checkpoint)
-    assert all(torch.equal(weight, weights(run)[name]) for name, weight in saved.named_parameters())
+    assert same(dict(type(run.model).from_pretrained(run.state.best_model_checkpoint).named_parameters()), weights(run))
 
 
 def test_messages_are_asked_through_the_chat_template(tmp_path):
@@ -371,8 +336,9 @@ def test_autocast_keeps_no_copies_of_weights_until_a_forward_ends(tmp_path):
     run = grpo(tmp_path, max_steps=1, bf16=True)
     found = set()
     layer = run.model.model.layers[0].self_attn.q_proj
-    kept = lambda *args: found.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))  # noqa: E731
-    layer.register_forward_hook(kept)
+    layer.register_forward_hook(
+        lambda *args: found.add((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+    )
     run.train()
     assert found == {(True, False)}
 

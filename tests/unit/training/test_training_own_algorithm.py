@@ -13,12 +13,8 @@ from peft import LoraConfig
 import lowpeak
 from closeness import assert_each_close_to_largest
 from lowpeak.errors import ArgumentError
-from small_runs import COMMON, PARTS, TOKENIZER, column, journal, same, weights
+from small_runs import COMMON, PARTS, TOKENIZER, column, digits, journal, same, weights
 from tiny import tiny_model
-
-
-def digits(completions, **columns):
-    return [sum(int(c) for c in text if c.isdigit()) / 9 for text in completions]
 
 
 def reinforce(folder, **changes):

@@ -5,52 +5,32 @@ from __future__ import annotations
 import copy
 import itertools
 import json
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    GraniteConfig,
-    GraniteForCausalLM,
-    TrainerCallback,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
 
 from damage import sign_again
 from lowpeak import PPOConfig
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
 from lowpeak.memory.phases import Phase
 from preferences import tiny_classifier
-from small_runs import TOKENIZER, column, make, same, trained, weights
-from tiny import char_tokenizer, tiny_model
+from small_runs import SGD, TOKENIZER, StopAfter, column, digits, granite, make, same, saved, trained, weights
+from tiny import char_tokenizer, tiny_model, trained_adapter
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
 CRITICS = [("head", None), ("model", None), ("head", LORA), ("adapter", LORA), ("model", LORA)]
 SAVED = {"save_strategy": "steps", "save_steps": 2}
 
 
-def digits(completions, **columns):
-    return [sum(int(c) for c in text if c.isdigit()) / 9 for text in completions]
-
-
 SMALL = {"reward_funcs": digits, "max_steps": 4, "num_iterations": 2}
 ppo = partial(make, "PPO", **SMALL)
 trained_ppo = partial(trained, "PPO", **SMALL)
 classifier = partial(tiny_classifier, seed=3)
-
-
-class StopAfter(TrainerCallback):
-    """Ends a run early."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def on_step_end(self, args, state, control, **more):
-        control.should_training_stop = state.global_step >= self.steps
 
 
 @pytest.fixture(scope="module", params=CRITICS, ids=lambda pair: f"{pair[0]}{' with lora' if pair[1] else ''}")
@@ -64,8 +44,7 @@ def with_critic(request, tmp_path_factory):
 
 def test_a_run_cut_in_the_middle_of_a_rollout_goes_on_to_the_same_bits(tmp_path, with_critic):
     whole, folder, changes = with_critic
-    again = ppo(tmp_path, **changes)
-    again.train(resume_from_checkpoint=str(folder / "checkpoint-3"))
+    again = trained_ppo(tmp_path, **changes, resume=folder / "checkpoint-3")
     assert same(weights(again), weights(whole))
     assert column(again, "loss")[-1] == column(whole, "loss")[-1]
 
@@ -74,9 +53,8 @@ def test_a_saved_model_is_the_policy_alone_and_its_separate_critic_beside_it(tmp
     run, _, changes = with_critic
     critic, peft = changes["critic"], changes["peft_config"]
     run.save_model(str(tmp_path))
-    saved = load_file(tmp_path / ("adapter_model.safetensors" if peft else "model.safetensors"))
-    assert saved
-    assert not [name for name in saved if "critic" in name]
+    names = load_file(tmp_path / ("adapter_model.safetensors" if peft else "model.safetensors")).keys()
+    assert {"critic" in name for name in names} == {False}
     if not peft:
         own = {name: p for name, p in run.model.named_parameters() if not name.startswith("critic.")}
         for name, parameter in AutoModelForCausalLM.from_pretrained(tmp_path).named_parameters():
@@ -100,12 +78,6 @@ def test_a_policy_that_ppo_trained_starts_other_runs_without_the_old_critic(tmp_
         assert weights(again).keys() == weights(fresh).keys()
 
 
-def saved(folder, model):
-    model.save_pretrained(folder)
-    TOKENIZER.save_pretrained(folder)
-    return str(folder)
-
-
 def test_a_reward_models_checkpoint_can_start_the_critic(tmp_path):
     path = saved(tmp_path / "judge", classifier())
     for given in ({"value_model_path": path}, {"value_model": classifier()}):
@@ -126,8 +98,7 @@ def test_a_separate_critic_starts_on_the_policys_backbone_with_values_of_zero(tm
 
 @pytest.mark.parametrize(("critic", "peft"), CRITICS)
 def test_values_warm_up_while_the_policy_stays_where_it_is(tmp_path, critic, peft):
-    stop = {"callbacks": [StopAfter(1)]}
-    run = ppo(tmp_path, critic=critic, peft_config=peft, value_warmup_steps=2, **stop)
+    run = ppo(tmp_path, critic=critic, peft_config=peft, value_warmup_steps=2, callbacks=[StopAfter(1)])
     before = weights(run)
     run.train()
     moved = {name for name, after in weights(run).items() if not torch.equal(after, before[name])}
@@ -164,8 +135,7 @@ def test_the_steered_coefficient_is_logged_and_survives_a_resume(tmp_path):
     changes = {"kl_target": 0.01, "kl_horizon": 40, **SAVED}
     run = trained_ppo(tmp_path / "a", **changes)
     assert len(set(column(run, "kl_coef"))) > 1
-    again = ppo(tmp_path / "b", **changes)
-    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    again = trained_ppo(tmp_path / "b", **changes, resume=tmp_path / "a" / "checkpoint-2")
     assert again.coefficients() == run.coefficients()
 
 
@@ -194,24 +164,10 @@ def test_trls_names_say_the_same(tmp_path):
     shared = {"output_dir": str(tmp_path), "use_cpu": True, "gradient_accumulation_steps": 2}
     ours = PPOConfig(**shared, beta=0.1, num_iterations=3, epsilon=0.1, steps_per_generation=4)
     trls = PPOConfig(**shared, kl_coef=0.1, num_ppo_epochs=3, cliprange=0.1, num_mini_batches=2)
-    for name in ("beta", "num_iterations", "epsilon", "steps_per_generation"):
-        assert getattr(trls, name) == getattr(ours, name)
-    with pytest.raises(ArgumentError, match=r"kl_coef=0.1 and beta=0.2"):
+    names = ("beta", "num_iterations", "epsilon", "steps_per_generation")
+    assert [getattr(trls, name) for name in names] == [getattr(ours, name) for name in names]
+    with pytest.raises(ArgumentError, match=r"kl_coef=0.1 .*beta=0.2"):
         PPOConfig(**shared, kl_coef=0.1, beta=0.2)
-
-
-@pytest.mark.parametrize(
-    ("changes", "names"),
-    [
-        ({"cliprange": -0.1}, r"cliprange=-0\.1"),
-        ({"num_mini_batches": 0}, "num_mini_batches=0"),
-        ({"num_mini_batches": 2.0}, r"num_mini_batches=2\.0"),
-        ({"num_mini_batches": 2, "generation_batch_size": 8}, "generation_batch_size=8 and num_mini_batches"),
-    ],
-)
-def test_an_error_names_what_was_written(tmp_path, changes, names):
-    with pytest.raises(ArgumentError, match=names):
-        ppo(tmp_path, **changes)
 
 
 def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
@@ -223,9 +179,12 @@ def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
+        ({"cliprange": -0.1}, r"cliprange=-0\.1"),
+        ({"num_mini_batches": 0}, "num_mini_batches=0"),
+        ({"num_mini_batches": 2.0}, r"num_mini_batches=2\.0"),
+        ({"num_mini_batches": 2, "generation_batch_size": 8}, "generation_batch_size=8 .*num_mini_batches"),
         ({"critic": "adapter"}, "critic='adapter'.*LoRA"),
         ({"critic": "none"}, "critic='none'"),
-        ({"value_model_path": "x"}, "value_model_path='x'"),
         ({"value_model": tiny_model()}, "value_model.*critic='head'"),
         ({"critic": "model", "value_model": tiny_model()}, "value_model.*Qwen2ForCausalLM"),
         ({"beta": 0.0, "ref_model": tiny_model()}, "ref_model.*beta"),
@@ -236,7 +195,7 @@ def test_a_reward_model_and_a_reference_are_taken_by_trls_names(tmp_path):
         ({"value_warmup_steps": 2, "weight_decay": 0.1}, "weight_decay=0.1"),
     ],
 )
-def test_arguments_that_contradict_each_other_are_named(tmp_path, changes, names):
+def test_what_is_out_of_range_or_contradicts_another_argument_is_named_as_it_was_written(tmp_path, changes, names):
     with pytest.raises((ArgumentError, ModelError), match=names):
         ppo(tmp_path, **changes)
 
@@ -249,13 +208,9 @@ def test_a_wrong_argument_of_the_algorithm_costs_no_loading(tmp_path):
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        *(
-            ("total_episodes", "max_steps"),
-            ("response_length", "max_completion_length"),
-            ("num_total_batches", "rollouts"),
-        ),
+        *(("total_episodes", "max_steps"), ("response_length", "max_completion_length")),
+        *(("num_total_batches", "rollouts"), ("mini_batch_size", "per_device_train_batch_size")),
         *(("reward_model_path", "reward_funcs"), ("stop_token_id", "generation_kwargs"), ("world_size", "launcher")),
-        ("mini_batch_size", "per_device_train_batch_size"),
     ],
 )
 def test_an_argument_of_trls_former_trainer_names_its_remedy(name, remedy):
@@ -269,7 +224,7 @@ def test_a_checkpoint_without_a_critic_is_refused(tmp_path):
     critic.rename(tmp_path / "elsewhere")
     sign_again(critic.parent)
     with pytest.raises(CheckpointError, match=str(critic)):
-        ppo(tmp_path / "again").train(resume_from_checkpoint=str(critic.parent))
+        trained_ppo(tmp_path / "again", resume=critic.parent)
 
 
 def test_rewards_of_single_tokens_reach_their_tokens(tmp_path):
@@ -277,8 +232,7 @@ def test_rewards_of_single_tokens_reach_their_tokens(tmp_path):
         return [[1.0] + [0.0] * (len(ids) - 1) for ids in completion_ids]
 
     run = ppo(tmp_path, reward_funcs=early, lam=1.0, whiten_advantages=False, beta=0.0)
-    made = run.maker.make(0, 0, None)
-    for record in made.records:
+    for record in run.maker.make(0, 0, None).records:
         assert record.reward == 1.0
         assert record.returns.tolist() == [1.0] + [0.0] * (len(record.completion) - 1)
 
@@ -301,21 +255,16 @@ def test_the_critic_learns_the_exact_values_of_a_small_chain(tmp_path):
     exact = exact_values(policy, tokenizer.encode(prompt), letters, tokenizer)
     ids = tokenizer.encode(prompt)
     run.train()
-    rollout = run.maker.make(99, 99, None)
     found: dict[tuple[int, ...], float] = {}
-    for record in rollout.records:
+    for record in run.maker.make(99, 99, None).records:
         for t, value in enumerate(record.values.tolist()):
             found[tuple(record.completion.ids[:t].tolist())] = value
     spread = torch.tensor([exact[prefix] for prefix in found]).std()
-    errors = torch.tensor([abs(value - exact[prefix]) * weight(policy, ids, prefix) for prefix, value in found.items()])
+    # A rare prefix is learned from few samples.
+    often = {prefix for prefix in found if sequence_logprob(policy, ids, prefix).exp() > 0.05}
     assert len(found) > 8
     assert float(spread) > 0.5
-    assert float(errors.max()) < 0.1, {prefix: (value, exact[prefix]) for prefix, value in found.items()}
-
-
-def weight(policy, prompt, prefix):
-    """1 for what is often seen: a rare prefix is learned from few samples."""
-    return float(torch.exp(sequence_logprob(policy, prompt, prefix)) > 0.05)
+    assert max(abs(found[prefix] - exact[prefix]) for prefix in often) < 0.1
 
 
 @torch.no_grad()
@@ -324,23 +273,20 @@ def sequence_logprob(policy, prompt, ids):
     return sum((logits[len(prompt) - 1 + t, token] for t, token in enumerate(ids)), torch.zeros(()))
 
 
+@torch.no_grad()
+@torch.no_grad()
 def exact_values(policy, prompt, reward, tokenizer):
     """V of every prefix by enumeration: what ends at <eos> or at three tokens is paid."""
-    values: dict[tuple[int, ...], float] = {}
 
+    @cache
     def value(prefix):
         if len(prefix) == 3 or prefix[-1:] == (1,):
             return reward([tokenizer.decode(list(prefix), skip_special_tokens=True)])[0]
-        if prefix not in values:
-            with torch.no_grad():
-                p = policy(torch.tensor([[*prompt, *prefix]])).logits[0, -1].softmax(-1).tolist()
-            values[prefix] = sum(p[token] * value((*prefix, token)) for token in range(len(p)))
-        return values[prefix]
+        p = policy(torch.tensor([[*prompt, *prefix]])).logits[0, -1].softmax(-1).tolist()
+        return sum(p[token] * value((*prefix, token)) for token in range(len(p)))
 
-    for length in range(4):
-        for prefix in itertools.product(range(len(tokenizer)), repeat=length):
-            value(prefix)
-    return values
+    prefixes = (prefix for length in range(4) for prefix in itertools.product(range(len(tokenizer)), repeat=length))
+    return {prefix: value(prefix) for prefix in prefixes}
 
 
 @pytest.mark.parametrize(
@@ -359,18 +305,9 @@ def test_the_head_runs_in_scoring_only_where_old_log_probs_are_needed(tmp_path, 
         assert torch.equal(again.values, record.values)
 
 
-def trained_adapter():
-    model = get_peft_model(tiny_model(), LORA)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.05)
-    return model
-
-
 @pytest.mark.parametrize("critic", ["head", "adapter", "model"])
 def test_an_adapter_that_came_in_trained_is_its_own_reference_beside_every_critic(tmp_path, critic):
-    run = ppo(tmp_path, trained_adapter(), critic=critic, beta=0.1, max_steps=3)
+    run = ppo(tmp_path, trained_adapter(tiny_model(), LORA), critic=critic, beta=0.1, max_steps=3)
     assert not [name for name, _ in run.model.named_parameters() if "critic.classifier" in name and "lora_" in name]
     run.train()
     kl = column(run, "kl")
@@ -379,7 +316,7 @@ def test_an_adapter_that_came_in_trained_is_its_own_reference_beside_every_criti
 
 
 def test_a_reference_adapter_of_an_earlier_run_makes_room_for_the_next_ones(tmp_path):
-    model = trained_adapter()
+    model = trained_adapter(tiny_model(), LORA)
     for run in range(2):
         ppo(tmp_path / str(run), model=model, beta=0.1)
     assert sorted(model.peft_config) == ["default", "reference"]
@@ -397,7 +334,7 @@ def test_a_critic_of_another_vocabulary_or_tokenizer_is_refused(tmp_path):
     vocabulary = words["model"]["vocab"]
     vocabulary["7"], vocabulary["8"] = vocabulary["8"], vocabulary["7"]
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(ArgumentError, match=r"'7' as token 10 .* 9"):
+    with pytest.raises(ArgumentError, match=r"'7' .* 10 .* 9"):
         ppo(tmp_path / "other", **beside)
 
 
@@ -420,7 +357,7 @@ def test_an_optimizer_of_the_users_trains_policy_and_critic_or_is_refused(tmp_pa
 def halfway(tmp_path_factory):
     """The checkpoint of a run's second step, each of which had a rollout; SGD has no momentum of the steps before."""
     folder = tmp_path_factory.mktemp("halfway")
-    trained_ppo(folder, num_iterations=1, beta=0.05, max_steps=2, optim="sgd", learning_rate=0.1, **SAVED)
+    trained_ppo(folder, num_iterations=1, beta=0.05, max_steps=2, **SGD, **SAVED)
     return folder / "checkpoint-2"
 
 
@@ -429,15 +366,13 @@ def halfway(tmp_path_factory):
     [({"beta": 0.5}, [0.5, 0.5]), ({"kl_target": 0.01, "kl_horizon": 40, "beta": 0.2}, [0.2])],
 )
 def test_a_resumed_run_trains_with_its_own_beta_and_steers_from_there(tmp_path, halfway, changes, coefficients):
-    run = ppo(tmp_path, num_iterations=1, optim="sgd", learning_rate=0.1, **changes)
-    run.train(resume_from_checkpoint=str(halfway))
-    found = column(run, "kl_coef")
+    found = column(trained_ppo(tmp_path, num_iterations=1, **SGD, **changes, resume=halfway), "kl_coef")
     assert found[:2] == [0.05, 0.05]
     assert found[2 : 2 + len(coefficients)] == pytest.approx(coefficients)
 
 
 def test_a_run_resumed_with_a_longer_warm_up_holds_the_policy_still_at_once(tmp_path, halfway):
-    run = ppo(tmp_path, value_warmup_steps=3, num_iterations=1, optim="sgd", learning_rate=0.1)
+    run = ppo(tmp_path, value_warmup_steps=3, num_iterations=1, **SGD)
     kept = {}
 
     class Keep(TrainerCallback):
@@ -456,17 +391,10 @@ def test_an_adapter_under_the_critics_name_is_refused(tmp_path):
         ppo(tmp_path, get_peft_model(tiny_model(), LORA, adapter_name="critic"))
 
 
-def granite():
-    """A family without a sequence classifier in transformers."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = GraniteConfig(vocab_size=13, intermediate_size=64, max_position_embeddings=128, pad_token_id=0, **sizes)
-    return GraniteForCausalLM(config)
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_a_family_without_a_classifier_is_told_which_critics_it_can_have(tmp_path, named):
     model = saved(tmp_path / "policy", granite()) if named else granite()
-    with pytest.raises(ArgumentError, match=r"granite.*critic='head' or 'adapter'"):
+    with pytest.raises(ArgumentError, match=r"granite.*critic='head'.*'adapter'"):
         ppo(tmp_path / "run", model, critic="model")
     ppo(tmp_path / "run", model, critic="model", value_model=classifier())
     ppo(tmp_path / "run", model, critic="head")

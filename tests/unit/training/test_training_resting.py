@@ -13,13 +13,7 @@ from lowpeak.strategies.strategy import Frozen
 from lowpeak.training.models import Reference
 from lowpeak.training.resting import make_rest, resting
 from movers import CopyingMover
-from small_runs import make, same, weights
-
-DATA = [{"prompt": f"{i}="} for i in range(16)]
-
-
-def spread(completions, **columns):
-    return [len(set(text)) / 5 + len(text) / 50 for text in completions]
+from small_runs import column, make, same, spread, steps, weights
 
 
 def watched(trainer, seen):
@@ -37,7 +31,7 @@ def watched(trainer, seen):
 
 def trained(folder, rests):
     settings = {"max_completion_length": 6, "max_steps": 3, "beta": 0.1}
-    trainer = make("GRPO", folder, data=DATA, reward_funcs=spread, **settings)
+    trainer = make("GRPO", folder, reward_funcs=spread, **settings)
     seen: list[tuple[int, int]] = []
     if rests:
         strategy, reference = trainer.run.strategy, trainer.maker.reference
@@ -56,10 +50,9 @@ def test_states_and_the_reference_are_away_while_completions_are_written_and_not
     assert all(reference > 0 for _, reference in there)
     assert away == [(0, 0)] * 3
     assert same(weights(plain), weights(rested))
-    rows = [row for row in rested.state.log_history if "loss" in row]
     reference = there[0][1]
-    assert [row["offload/bytes"] for row in rows] == [reference, *(reference + there[1][0],) * 2]
-    assert all(row["time/offload"] > 0 for row in rows)
+    assert column(rested, "offload/bytes") == [reference, *(reference + there[1][0],) * 2]
+    assert all(row["time/offload"] > 0 for row in steps(rested))
     assert "offload/bytes" not in plain.state.log_history[0]
 
 

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from closeness import assert_each_close_to_largest
 from lowpeak.errors import EngineError
-from small_runs import TOKENIZER, journal, trained
+from small_runs import SAVED, TOKENIZER, journal, trained
 from tiny import char_tokenizer, tiny_model
 
 PROMPT = TOKENIZER("12=")["input_ids"]
@@ -70,11 +70,16 @@ def gradients_by_hand(model, rows, advantages):
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def test_masked_tokens_have_no_gradient_of_their_own_and_are_context_for_the_others(tmp_path):
+UNWRITTEN = [ROWS[0], {**ROWS[1], "mask": [0] * 5}]
+
+
+@pytest.mark.parametrize("rows", [ROWS, UNWRITTEN], ids=["some masked", "all of one masked"])
+def test_masked_tokens_have_no_gradient_of_their_own_are_context_and_count_in_their_group(tmp_path, rows):
     model = tiny_model()
     std = torch.tensor([1.0, 0.0]).std() + 1e-4
-    expected = gradients_by_hand(model, ROWS, [0.5 / std, -0.5 / std])
-    _, (gradients,) = train(tmp_path, lambda prompts, trainer: answer(), model=model)
+    written = [row for row in rows if any(row["mask"])]
+    expected = gradients_by_hand(model, written, [0.5 / std, -0.5 / std][: len(written)])
+    _, (gradients,) = train(tmp_path, lambda prompts, trainer: answer(rows), model=model)
     assert_each_close_to_largest(gradients, expected, 2e-5)
 
 
@@ -90,15 +95,6 @@ def test_what_a_sampler_says_of_masked_tokens_changes_nothing(tmp_path):
     for pair in zip(*(journal(tmp_path / str(x)) for x in (-1.0, -50.0)), strict=True):
         one, other = ({name: value for name, value in row.items() if not name.startswith(timed)} for row in pair)
         assert one == other
-
-
-def test_a_completion_that_the_policy_wrote_nothing_of_trains_nothing_and_counts_in_its_group(tmp_path):
-    rows = [ROWS[0], {**ROWS[1], "mask": [0] * 5}]
-    model = tiny_model()
-    std = torch.tensor([1.0, 0.0]).std() + 1e-4
-    expected = gradients_by_hand(model, rows[:1], [0.5 / std])
-    _, (gradients,) = train(tmp_path, lambda prompts, trainer: answer(rows), model=model)
-    assert_each_close_to_largest(gradients, expected, 2e-5)
 
 
 def test_without_a_mask_all_tokens_count_and_nested_logprobs_are_taken(tmp_path):
@@ -124,18 +120,6 @@ def test_the_function_gets_each_prompt_once_per_completion_and_a_model_ready_to_
     assert all(module.training for module in run.model.modules())
 
 
-def test_the_models_own_flag_tells_a_rollout_from_an_evaluation_as_in_trl(tmp_path):
-    flags = []
-
-    def generate(prompts, trainer):
-        flags.append(trainer.model.training)
-        return answer([ROWS[i % 2] for i in range(len(prompts))])
-
-    run, _ = train(tmp_path, generate)
-    run.evaluate(Dataset.from_list([{"prompt": "12="}]))
-    assert flags == [True, False, False]
-
-
 def test_entries_of_one_prompt_are_copies_of_their_own(tmp_path):
     seen = []
 
@@ -149,14 +133,8 @@ def test_entries_of_one_prompt_are_copies_of_their_own(tmp_path):
         return score
 
     asked = [{"role": "user", "content": "12="}]
-    train(
-        tmp_path,
-        generate,
-        reward,
-        data=[{"prompt": asked}] * 4,
-        tokenizer=char_tokenizer(chat=True),
-        model=tiny_model(16),
-    )
+    chat = {"data": [{"prompt": asked}] * 4, "tokenizer": char_tokenizer(chat=True), "model": tiny_model(16)}
+    train(tmp_path, generate, reward, **chat)
     assert seen == [asked, asked]
 
 
@@ -168,9 +146,7 @@ def test_other_fields_reach_the_rewards_also_where_a_checkpoint_cannot_hold_them
         return score
 
     fields = answer(image=[np.zeros(2), torch.ones(2)])
-    run, _ = train(
-        tmp_path, lambda prompts, trainer: fields, reward, num_iterations=2, save_strategy="steps", save_steps=1
-    )
+    run, _ = train(tmp_path, lambda prompts, trainer: fields, reward, num_iterations=2, **SAVED)
     assert [type(x).__name__ for x in seen[0]] == ["ndarray", "Tensor"]
     assert (tmp_path / "checkpoint-1").is_dir()
     assert run.state.global_step == 1
@@ -215,10 +191,19 @@ def usual_gradients(tmp_path_factory):
     return train(tmp_path_factory.mktemp("usual"), lambda prompts, trainer: answer())[1]
 
 
-@pytest.mark.parametrize("logprobs", [None, [None, None], [[None] * 4, [None] * 5]])
-def test_a_function_may_not_know_its_log_probs(tmp_path, usual_gradients, logprobs):
-    """TRL's own generation says None, and its vLLM says None for a token that it could not score."""
-    _, gradients = train(tmp_path, lambda prompts, trainer: answer(logprobs=logprobs))
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # TRL's own generation says None, and its vLLM says None for a token that it could not score.
+        *({"logprobs": logprobs} for logprobs in (None, [None, None], [[None] * 4, [None] * 5])),
+        {
+            "completion_ids": [torch.tensor(ROWS[0]["ids"]), np.array(ROWS[1]["ids"])],
+            "prompt_ids": [np.array(PROMPT), [np.int64(x) for x in OTHER_PROMPT]],
+        },
+    ],
+)
+def test_log_probs_may_be_unknown_and_ids_arrays_and_tensors(tmp_path, usual_gradients, fields):
+    _, gradients = train(tmp_path, lambda prompts, trainer: answer(**fields))
     torch.testing.assert_close(gradients, usual_gradients, rtol=0, atol=0)
 
 
@@ -233,21 +218,21 @@ def test_a_field_that_is_no_list_is_every_rows(tmp_path):
     assert seen == [(["sort", "sort"], [3, 3])]
 
 
-def test_lengths_and_tokens_are_of_what_the_policy_wrote(tmp_path):
+CUT = [ROWS[0], {**ROWS[1], "ids": [5, 9, 2, 6, 7]}]
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [(ROWS, {}), (CUT, {"mask_truncated_completions": True, "max_completion_length": 5})],
+    ids=["whole", "cut and left out of the loss"],
+)
+def test_lengths_and_tokens_are_of_what_the_policy_wrote(tmp_path, rows, changes):
     """TRL 1.16 gives the same numbers for the same completions and masks."""
-    run, _ = train(tmp_path, lambda prompts, trainer: answer())
+    run, _ = train(tmp_path, lambda prompts, trainer: answer(rows), **changes)
     log = run.state.log_history[0]
     assert [log[f"completions/{name}_length"] for name in ("mean", "min", "max")] == [3.0, 3.0, 3.0]
     assert [log[f"completions/{name}_terminated_length"] for name in ("mean", "min", "max")] == [3.0, 3.0, 3.0]
     assert log["num_tokens"] == len(PROMPT) + len(OTHER_PROMPT) + 6
-    assert [row["num_tokens"] for row in run.rollout.rows] == [3, 3]
-
-
-def test_a_cut_completion_that_is_left_out_of_the_loss_counts_what_the_policy_wrote(tmp_path):
-    rows = [ROWS[0], {**ROWS[1], "ids": [5, 9, 2, 6, 7]}]
-    changes = {"mask_truncated_completions": True, "max_completion_length": 5}
-    run, _ = train(tmp_path, lambda prompts, trainer: answer(rows), **changes)
-    assert run.state.log_history[0]["num_tokens"] == len(PROMPT) + len(OTHER_PROMPT) + 6
     assert [row["num_tokens"] for row in run.rollout.rows] == [3, 3]
 
 
@@ -261,24 +246,18 @@ def test_a_completion_of_full_length_ends_at_any_token_that_ends_one(tmp_path):
     assert run.state.log_history[0]["completions/clipped_ratio"] == 0.5
 
 
-def test_ids_may_be_arrays_and_tensors(tmp_path, usual_gradients):
-    arrays = answer(
-        completion_ids=[torch.tensor(ROWS[0]["ids"]), np.array(ROWS[1]["ids"])],
-        prompt_ids=[np.array(PROMPT), [np.int64(x) for x in OTHER_PROMPT]],
-    )
-    _, gradients = train(tmp_path, lambda prompts, trainer: arrays)
-    torch.testing.assert_close(gradients, usual_gradients, rtol=0, atol=0)
-
-
-def test_evaluation_tells_the_function_how_many_completions_it_asks_for(tmp_path):
-    asked = []
+def test_the_function_is_told_whether_it_is_an_evaluation_and_how_many_completions_it_asks_for(tmp_path):
+    """The model's own flag tells a rollout from an evaluation, as in TRL."""
+    asked, flags = [], []
 
     def counted(prompts, trainer):
         asked.append((len(prompts), trainer.num_generations, trainer.num_generations_eval, trainer.asked.temperature))
+        flags.append(trainer.model.training)
         return answer([ROWS[i % 2] for i in range(len(prompts))])
 
     run, _ = train(tmp_path, counted, num_generations_eval=3)
     metrics = run.evaluate(Dataset.from_list([{"prompt": "12="}] * 2))
     assert asked == [(2, 2, 3, 1.0), (2, 1, 1, 0.0), (6, 3, 3, 1.0)]
+    assert flags == [True, False, False]
     assert metrics["eval_reward"] == 0.5
     assert (run.num_generations, run.num_generations_eval, run.asked) == (2, 3, None)

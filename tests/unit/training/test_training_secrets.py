@@ -13,16 +13,15 @@ import lowpeak
 from lowpeak.config.online import resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.training.constructor import base_arguments
+from small_runs import KINDS
 
-KINDS = ("GRPO", "RLOO", "PPO", "OnlineDPO", "SFT", "Reward")
+SERVED = {"use_vllm": True, "vllm_mode": "server"}
 
 
 def config(kind, folder):
-    more = {} if kind in ("SFT", "Reward") else {"use_vllm": True, "vllm_mode": "server", "vllm_server_token": "S3CRET"}
-    loading = {"token": "S3CRET", "revision": "main"}
-    return getattr(lowpeak, f"{kind}Config")(
-        output_dir=str(folder), use_cpu=True, hub_token="S3CRET", model_init_kwargs=loading, **more
-    )
+    more = {} if kind in ("SFT", "Reward") else {**SERVED, "vllm_server_token": "S3CRET"}
+    told = {"hub_token": "S3CRET", "model_init_kwargs": {"token": "S3CRET", "revision": "main"}}
+    return getattr(lowpeak, f"{kind}Config")(output_dir=str(folder), use_cpu=True, **told, **more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -42,38 +41,28 @@ def test_the_saved_arguments_hold_no_token_and_the_runs_do(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_text_of_the_arguments_shows_a_token(kind, tmp_path):
+def test_no_text_of_the_arguments_and_settings_shows_a_token(kind, tmp_path):
     args = config(kind, tmp_path)
-    texts = (repr(args), str(args), str(args.to_dict()), args.to_json_string(), str(args.to_sanitized_dict()))
+    texts = [repr(args), str(args), str(args.to_dict()), args.to_json_string(), str(args.to_sanitized_dict())]
+    if kind == "GRPO":
+        texts.append(repr(resolve_online(args, 1, 1)))
     assert not [text for text in texts if "S3CRET" in text]
 
 
-def test_no_text_of_the_settings_shows_a_token(tmp_path):
-    assert "S3CRET" not in repr(resolve_online(config("GRPO", tmp_path), 1, 1))
+ADDRESS = {"vllm_server_base_url": "http://user:S3CRET@host:1"}
 
 
-def test_a_server_s_address_with_a_password_is_refused_without_it(tmp_path):
-    for mode, words in (({"use_vllm": True, "vllm_mode": "server"}, "vllm_server_base_url"), ({}, "<hidden>@host")):
-        args = lowpeak.GRPOConfig(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            vllm_server_base_url="http://user:S3CRET@host:1",
-            strict_arguments=True,
-            **mode,
-        )
-        with pytest.raises(ArgumentError, match=words) as refused:
-            resolve_online(args, 1, 1)
-        assert "S3CRET" not in str(refused.value) + repr(args)
-
-
-def test_a_refused_token_is_not_repeated(tmp_path):
-    for given in ("S3CRET", ["S3CRET"]):
-        with pytest.raises(ArgumentError, match="vllm_server_token=<hidden>") as refused:
-            resolve_online(
-                lowpeak.GRPOConfig(
-                    output_dir=str(tmp_path), use_cpu=True, vllm_server_token=given, strict_arguments=True
-                ),
-                1,
-                1,
-            )
-        assert "S3CRET" not in str(refused.value)
+@pytest.mark.parametrize(
+    ("told", "shown"),
+    [
+        ({**ADDRESS, **SERVED}, "vllm_server_base_url"),
+        (ADDRESS, "<hidden>@host"),
+        ({"vllm_server_token": "S3CRET"}, "vllm_server_token=<hidden>"),
+        ({"vllm_server_token": ["S3CRET"]}, "vllm_server_token=<hidden>"),
+    ],
+)
+def test_an_address_with_a_password_or_a_token_that_is_refused_is_not_repeated(tmp_path, told, shown):
+    args = lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, strict_arguments=True, **told)
+    with pytest.raises(ArgumentError, match=shown) as refused:
+        resolve_online(args, 1, 1)
+    assert "S3CRET" not in str(refused.value) + repr(args)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 
@@ -18,10 +19,8 @@ ZERO = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage":
 @pytest.fixture(autouse=True)
 def environment():
     """An environment that is put back."""
-    before = dict(os.environ)
-    yield
-    os.environ.clear()
-    os.environ.update(before)
+    with patch.dict(os.environ):
+        yield
 
 
 def config(folder, kind=GRPOConfig, **arguments):
@@ -33,13 +32,12 @@ def make(folder, **arguments):
 
 
 def test_half_precision_of_an_accelerate_config_is_refused_as_the_argument_is(tmp_path):
-    for asked, taken in (("fp16", False), ("fp8", False), ("no", True)):
+    for asked in ("fp16", "fp8"):
         os.environ["ACCELERATE_MIXED_PRECISION"] = asked
-        if taken:
-            assert config(tmp_path).mixed_precision == "no"
-        else:
-            with pytest.raises(ArgumentError, match=f"mixed_precision: {asked}"):
-                config(tmp_path)
+        with pytest.raises(ArgumentError, match=f"mixed_precision: {asked}"):
+            config(tmp_path)
+    os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+    assert config(tmp_path).mixed_precision == "no"
 
 
 FSDP = "FSDP .*NO .* 1 .*cpu"
@@ -57,7 +55,7 @@ def test_fsdp_that_would_be_something_else_is_an_error_before_the_model_loads(tm
 
 def test_ranks_that_would_each_train_by_themselves_are_an_error(tmp_path):
     os.environ["WORLD_SIZE"] = "2"
-    with pytest.raises(ArgumentError, match="2 processes"):
+    with pytest.raises(ArgumentError, match=r"^2 .*use_cpu=True"):
         make(tmp_path, use_cpu=False, per_device_train_batch_size=8)
 
 
@@ -103,11 +101,6 @@ def test_a_deepspeed_config_that_does_not_clip_gets_the_run_s_own_norm(where, tm
     assert "gradient_clipping" not in ZERO
 
 
-def test_a_deepspeed_config_that_clips_otherwise_is_an_error(tmp_path):
-    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 .*max_grad_norm=0.3"):
-        config(tmp_path, deepspeed={**ZERO, "gradient_clipping": 1.0}, max_grad_norm=0.3)
-
-
 @pytest.mark.parametrize("rate", [None, 1e-2])
 def test_a_critics_own_rate_needs_an_optimizer_that_is_not_deepspeeds(tmp_path, rate):
     own = {**ZERO, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
@@ -120,9 +113,10 @@ def test_a_critics_own_rate_needs_an_optimizer_that_is_not_deepspeeds(tmp_path, 
 def test_other_parallelism_is_refused_where_it_is_asked_for(tmp_path):
     from accelerate.parallelism_config import ParallelismConfig
 
-    with pytest.raises(ArgumentError, match=r"cp_size=2 .*parallelism_config"):
-        config(tmp_path, parallelism_config=ParallelismConfig(cp_size=2))
-    with pytest.raises(ArgumentError, match=r"tp_size=2 .*dp_shard_size=1 .*parallelism_config"):
-        config(tmp_path, parallelism_config=ParallelismConfig(tp_size=2))
-    with pytest.raises(ArgumentError, match=r"model_init_kwargs .*tp_plan"):
-        config(tmp_path, model_init_kwargs='{"tp_plan": "auto"}')
+    for asked, names in (
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, "cp_size=2 .*parallelism_config"),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, "tp_size=2 .*dp_shard_size=1 .*parallelism_config"),
+        ({"model_init_kwargs": '{"tp_plan": "auto"}'}, "model_init_kwargs .*tp_plan"),
+    ):
+        with pytest.raises(ArgumentError, match=names):
+            config(tmp_path, **asked)

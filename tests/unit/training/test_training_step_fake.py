@@ -1,4 +1,7 @@
-"""The step's own functions on fake tensors: a phase never waits for the device, whatever the model's size."""
+"""The step's own functions on fake tensors: a phase never waits for the device, whatever the model's size.
+
+The same with activation offload: what leaves the device, and that nothing waits for it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -19,6 +23,7 @@ from lowpeak.config.grpo import EntropyBonus
 from lowpeak.config.online_dpo import OnlineDPOSettings
 from lowpeak.config.rloo import RLOOSettings
 from lowpeak.logprobs.head import install_head
+from lowpeak.memory.offload import ActivationOffload
 from lowpeak.records import Completion, Record
 from lowpeak.training.step import Core, run_step, score
 from steps import GRPO as BASE
@@ -41,23 +46,17 @@ GRPO = replace(
 )
 MASKED = replace(GRPO, score_old=False, correction=Correction(True, True, 0.5, 3.0))
 RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
-
-
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)
+
+
+CORE = Core(1.0, 256, torch.device("cpu"))
 
 
 def micro_batches(length=512, rows=8, layout="padded", unit="token"):
     values = torch.zeros(length)
-    record = Record(
-        0,
-        tuple(range(64)),
-        Completion(torch.ones(length, dtype=torch.int32), values, torch.ones(length, dtype=torch.bool), "stop"),
-        (1.0,),
-        1.0,
-        old=values,
-        reference=values,
-        advantages=values,
-    )
+    completion = Completion(torch.ones(length, dtype=torch.int32), values, torch.ones(length, dtype=torch.bool), "stop")
+    known = {"old": values, "reference": values, "advantages": values}
+    record = Record(0, tuple(range(64)), completion, (1.0,), 1.0, **known)
     budget = Budget(4 * (length + 64), layout=layout)
     records = [replace(record, group=i // 2) for i in range(rows)]
     return pack(records, range(rows), budget, lambda num_tokens: 1.0 / num_tokens, unit=unit)
@@ -78,11 +77,10 @@ def fake_model():
 )
 def test_a_step_of_7b_shapes_is_scored_and_trained_on_fake_tensors(algorithm, layout):
     batches = micro_batches(layout=layout, unit=algorithm.unit)
-    core = Core(1.0, 256, torch.device("cpu"))
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = fake_model()
-        scored = score(model, batches, core, entropy=True)
-        loss, metrics = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())
+        scored = score(model, batches, CORE, entropy=True)
+        loss, metrics = run_step(model, batches, algorithm, CORE, LocalStrategy(), algorithm.coefficients())
         gradient = model.lm_head.weight.grad
     assert [result.logprobs_T.shape for result in scored] == [(4 * 512,), (4 * 512,)]
     assert loss.shape == ()
@@ -97,12 +95,43 @@ def test_a_loss_that_reads_the_device_fails_here():
         loss_U = algorithm.loss(logprobs_T, tokens)
         return loss_U * loss_U.sum().item()
 
+    told = replace(algorithm, loss=reading)
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(DataDependentOutputException):
-        run_step(
-            fake_model(),
-            batches,
-            replace(algorithm, loss=reading),
-            Core(1.0, 256, torch.device("cpu")),
-            LocalStrategy(),
-            algorithm.coefficients(),
-        )
+        run_step(fake_model(), batches, told, CORE, LocalStrategy(), algorithm.coefficients())
+
+
+class FakeMover:
+    """Copies of fake tensors: torch without CUDA computes on no fake CUDA device, so both places are the CPU's."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.went = 0
+        self.came = 0
+
+    def away(self, flat: Tensor) -> Tensor:
+        self.went += 1
+        return flat.clone()
+
+    def back(self, host: Tensor) -> Tensor:
+        self.came += 1
+        return host.clone()
+
+    def wait(self, flat: Tensor) -> None:
+        pass
+
+
+def test_a_step_of_7b_shapes_keeps_the_inputs_of_its_layers_in_host_memory():
+    batches, algorithm, mover = micro_batches(), make_grpo(GRPO), FakeMover()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = fake_model()
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)()
+        offload = ActivationOffload(model, mover)
+        core = replace(CORE, saving=offload.saving)
+        score(model, batches, core)
+        assert offload.bytes_away == 0, "a pass without gradients saves nothing"
+        run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())
+    num_layers = SEVEN_B.num_hidden_layers
+    last_norm = sum(batch.input_ids_BL.numel() for batch in batches) * 3584 * 4  # is not recomputed
+    assert num_layers * last_norm <= offload.bytes_away <= (num_layers + 3) * last_norm
+    assert mover.came == mover.went > 2 * num_layers

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from transformers import MistralConfig, MistralForCausalLM
 
 from lowpeak.errors import ArgumentError
-from small_runs import TOKENIZER, make
+from small_runs import TOKENIZER, make, same, sliding_model, steps, weights
 from tiny import tiny_model
 
 
@@ -60,13 +59,13 @@ def test_evaluation_and_training_tell_trls_metrics_of_the_counted_tokens(tmp_pat
     for name, value in expected.items():
         assert found[f"eval_{name}"] == pytest.approx(value, rel=1e-5)
     run.train()
-    logged = next(row for row in run.state.log_history if "mean_token_accuracy" in row)
+    (logged,) = steps(run)
     for name, value in {**expected, "num_tokens": num_tokens}.items():
         assert logged[name] == pytest.approx(value, rel=1e-5)
     assert run.evaluate()["eval_num_tokens"] == num_tokens
 
 
-def test_labels_of_token_ids_give_the_loss_that_transformers_gives(tmp_path):
+def test_labels_of_token_ids_give_the_loss_that_transformers_gives_and_entropy_may_be_left_out(tmp_path):
     model = tiny_model()
     data = [
         {"input_ids": [3, 4, 5, 6, 7, 1], "labels": [-100, -100, 5, -100, 7, 1]},
@@ -74,33 +73,18 @@ def test_labels_of_token_ids_give_the_loss_that_transformers_gives(tmp_path):
     ]
     with torch.no_grad():
         losses = [model(**{name: torch.tensor([ids]) for name, ids in row.items()}).loss.item() for row in data]
-    assert sft(tmp_path, data, model).evaluate()["eval_loss"] == pytest.approx(
-        (3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5
-    )
-
-
-def test_the_entropy_can_be_left_out_of_an_evaluation(tmp_path):
-    model = tiny_model()
-    assert "eval_entropy" not in sft(tmp_path, rows(model), model, log_entropy=False).evaluate()
-
-
-def sliding_model():
-    """A model whose attention looks back four tokens, which cannot keep rows of one sequence apart."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = MistralConfig(**sizes, vocab_size=13, intermediate_size=32, sliding_window=4, max_position_embeddings=64)
-    return MistralForCausalLM(config).eval()
+    found = sft(tmp_path, data, model, log_entropy=False).evaluate()
+    assert found["eval_loss"] == pytest.approx((3 * losses[0] + 2 * losses[1]) / 5, rel=1e-5)
+    assert "eval_entropy" not in found
 
 
 def test_packing_is_the_layout_without_padding_or_an_error(tmp_path, caplog):
     data = rows(tiny_model())
-    found = {}
-    for packing in (False, True):
-        run = sft(tmp_path / str(packing), data, packing=packing, learning_rate=1e-2)
+    plain, packed = (sft(tmp_path / str(on), data, packing=on, learning_rate=1e-2) for on in (False, True))
+    for run in (plain, packed):
         assert all(batch.forest is not None for batch in run.next_step().micro_batches)
         run.train()
-        found[packing] = run.model.state_dict()
-    assert all(torch.equal(found[True][name], weight) for name, weight in found[False].items())
+    assert same(weights(plain), weights(packed))
     (line,) = [record.message for record in caplog.records if "packing" in record.message]
     assert "per_device_train_batch_size x gradient_accumulation_steps" in line
     with pytest.raises(ArgumentError, match=r"packing=True .*sliding"):
@@ -117,8 +101,6 @@ def test_a_packing_that_would_change_what_is_learned_is_refused(tmp_path, strate
 
 def test_eval_packing_changes_nothing_and_says_so(tmp_path, caplog):
     data = rows(tiny_model())
-    losses = {
-        packing: sft(tmp_path, data, eval_packing=packing).evaluate()["eval_loss"] for packing in (None, False, True)
-    }
-    assert len(set(losses.values())) == 1
+    losses = {sft(tmp_path, data, eval_packing=on).evaluate()["eval_loss"] for on in (None, False, True)}
+    assert len(losses) == 1
     assert sum("eval_packing=" in record.message for record in caplog.records) == 2

@@ -57,14 +57,13 @@ def reward_from_env(completions, **kwargs):
 
 @pytest.mark.parametrize("data", [TEXTS, CHATS], ids=["text", "messages"])
 def test_an_environment_rewards_what_the_engine_wrote(tmp_path, data):
-    run = trainer_of(tmp_path / "a", echo, reward_from_env, data)
+    run, again = (trainer_of(tmp_path / name, echo, reward_from_env, data) for name in "ab")
     run.train()
+    again.train()
     rows = run.rollout.rows
     assert [row["reward"] for row in rows] == pytest.approx([len(row["completion"]) / 8 for row in rows])
     assert len({row["completion"] for row in rows if row["group"] == 0}) > 1
     assert max(column(run, "sampling/sampling_logp_difference/max")) < 1e-4
-    again = trainer_of(tmp_path / "b", echo, reward_from_env, data)
-    again.train()
     assert again.rollout.rows == rows
 
 
@@ -72,18 +71,13 @@ def test_the_engine_is_asked_as_the_run_or_the_function_says(tmp_path):
     seen = []
 
     def rollout_func(prompts, trainer):
-        short = generate_rollout_completions(
-            trainer, prompts, generation_overrides={"max_tokens": 3, "top_k": -1, "n": 1}
-        )
-        greedy = generate_rollout_completions(trainer, prompts, generation_overrides={"temperature": 0.0})
-        stopped = generate_rollout_completions(
-            trainer, prompts, generation_overrides={"stop": ["0", "1", "2", "3", "4"]}
-        )
-        seen.append((short, greedy, stopped, generate_rollout_completions(trainer, [])))
+        for asked in ({"max_tokens": 3, "top_k": -1, "n": 1}, {"temperature": 0.0}, {"stop": list("01234")}):
+            seen.append(generate_rollout_completions(trainer, prompts, generation_overrides=asked))
+        seen.append(generate_rollout_completions(trainer, []))
         return echo(prompts, trainer)
 
     trainer_of(tmp_path, rollout_func, reward_from_env, max_steps=1).train()
-    ((short, greedy, stopped, nothing),) = seen
+    short, greedy, stopped, nothing = seen
     assert max(len(out["completion_ids"]) for out in short) == 3
     assert len({tuple(out["completion_ids"]) for out in greedy[:4]}) == 1
     assert all(len(out["text"]) < 8 or not set(out["text"][:-1]) & set("01234") for out in stopped)

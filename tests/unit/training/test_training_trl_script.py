@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 from datasets import Dataset
 
+from small_runs import journal, same, saved, weights
 from tiny import char_tokenizer, tiny_model
 
 SCRIPT = """
@@ -66,8 +65,7 @@ second.train(resume_from_checkpoint=FOLDER + "/out/checkpoint-2")
 
 def test_a_trl_users_script_runs_with_its_import_changed(tmp_path):
     tokenizer = char_tokenizer(chat=True)
-    tokenizer.save_pretrained(tmp_path / "model")
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    saved(tmp_path / "model", tiny_model(len(tokenizer)), tokenizer)
     for name, count in (("train", 32), ("test", 6)):
         rows = [{"prompt": [{"role": "user", "content": f"{i % 10}="}], "answer": str(i % 10)} for i in range(count)]
         Dataset.from_list(rows).to_json(tmp_path / f"{name}.jsonl")
@@ -79,8 +77,7 @@ def test_a_trl_users_script_runs_with_its_import_changed(tmp_path):
     assert {"rewards/correct/mean", "rewards/short/std", "kl", "completions/clipped_ratio", "longest"} <= logs[0].keys()
     assert {"eval_reward", "eval_rewards/correct/mean", "eval_pass@4", "eval_greedy_reward"} <= names["metrics"].keys()
     assert (tmp_path / "final" / "adapter_config.json").is_file()
-    rollouts = [json.loads(line) for line in (tmp_path / "out" / "journal" / "rollouts.jsonl").read_text().splitlines()]
+    rollouts = journal(tmp_path / "out", "rollouts")
     assert len(rollouts) == 4 * 16
     assert {"prompt", "completion", "correct", "short", "reward", "advantage", "length"} <= rollouts[0].keys()
-    for first, second in zip(names["first"].model.parameters(), names["second"].model.parameters(), strict=True):
-        assert first.equal(second)
+    assert same(weights(names["first"]), weights(names["second"]))

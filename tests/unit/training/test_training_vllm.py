@@ -1,24 +1,31 @@
-"""A run whose engine is over (scripted) vLLMs: weights follow the policy, and an engine that is lost loses nothing."""
+"""A run whose engine is over (scripted) vLLMs: weights follow the policy, and an engine that is lost loses nothing.
+
+And what a run asks of servers before it trusts them with its weights.
+"""
 
 from __future__ import annotations
 
+import logging
 import re
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
+from fake_server import FakeServer, serving
+from longrope import FIRST, longrope_model
 from lowpeak import GRPOConfig
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
-from lowpeak.errors import LostEngineError, MissingPackageError
-from lowpeak.training.engines import adapters_idle
+from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
+from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
+from lowpeak.rollout.vllm.facts import fingerprint
+from lowpeak.training.describe import describe_vllm
+from lowpeak.training.engines import adapters_idle, served, within_rotations
 from lowpeak.training.rollouts import MOST_RETURNS
-from small_runs import journal, make, same, weights
-from tiny import tiny_model
+from small_runs import column, journal, make, rows, same, weights
+from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, said, scripted
 
-DATA = Dataset.from_list([{"prompt": f"{i}{i * 7 % 10}="} for i in range(10)])
+DATA = rows(10)
 
 
 class Reward:
@@ -34,10 +41,10 @@ class Reward:
         return [float(sum(ids) % 5) for ids in completion_ids]
 
 
-def grpo(folder, *vllms, reward=None, **changes):
+def run_over(folder, *vllms, kind="GRPO", reward=None, **changes):
     evaluation = DATA if "eval_strategy" in changes else None
     settings = {"max_completion_length": 3, "max_steps": 3, "reward_funcs": reward or Reward(), **changes}
-    run = make("GRPO", folder, data=DATA, eval_dataset=evaluation, **settings)
+    run = make(kind, folder, data=DATA, eval_dataset=evaluation, **settings)
     if vllms:
         run.maker.engine = engine_over(*vllms, batch_size=4)
         run.maker.engine.close()
@@ -63,15 +70,16 @@ class Watching:
 def test_every_rollout_is_written_by_the_policys_own_weights(tmp_path):
     watching = Watching()
     watching.vllm = scripted(watching)
-    watching.run = grpo(tmp_path, watching.vllm)
+    watching.run = run_over(tmp_path, watching.vllm)
     watching.run.train()
     assert watching.versions == [0] * 8 + [1] * 8 + [2] * 8
 
 
-def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judged_twice(tmp_path):
+@pytest.mark.parametrize("kind", ["GRPO", "OnlineDPO"])
+def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judged_twice(tmp_path, kind):
     calm, shaken, rewards = scripted(), scripted(), [Reward(), Reward()]
-    undisturbed = grpo(tmp_path / "a", calm, reward=rewards[0])
-    disturbed = grpo(tmp_path / "b", shaken, reward=rewards[1])
+    undisturbed = run_over(tmp_path / "a", calm, kind=kind, reward=rewards[0])
+    disturbed = run_over(tmp_path / "b", shaken, kind=kind, reward=rewards[1])
     undisturbed.train()
     shaken.dies_after = 8 + 6  # in the second wave of the second rollout
     disturbed.train()
@@ -82,7 +90,7 @@ def test_a_vllm_that_dies_in_a_rollout_changes_nothing_and_no_completion_is_judg
 
 def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, steps_per_generation=2, max_steps=4)
+    run = run_over(tmp_path, vllm, steps_per_generation=2, max_steps=4)
     seen = []
 
     def reward(completions, **columns):
@@ -106,7 +114,7 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
 
     doomed = Doomed()
     doomed.vllm = scripted(doomed)
-    run = grpo(tmp_path, doomed.vllm, per_device_train_batch_size=16)
+    run = run_over(tmp_path, doomed.vllm, per_device_train_batch_size=16)
     with pytest.raises(LostEngineError, match="died"):
         run.train()
     assert doomed.vllm.events.count("pause") == 1 + 1 + MOST_RETURNS  # the first load is the test's own
@@ -115,44 +123,37 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
 
 def test_evaluation_asks_the_engine_too(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)
+    run = run_over(tmp_path, vllm, eval_strategy="steps", eval_steps=1, max_steps=1)
     run.train()
     greedy = [request for wave in vllm.waves for request in wave if request.params["temperature"] == 0]
     assert len(greedy) == len(DATA)
-    assert any("eval_reward" in row for row in run.state.log_history)
+    assert column(run, "eval_reward")
 
 
 def test_after_training_the_engine_is_let_go_of_and_comes_back_when_asked(tmp_path):
     vllm = scripted()
-    run = grpo(tmp_path, vllm, max_steps=1)
+    run = run_over(tmp_path, vllm, max_steps=2)
     run.train()
     assert vllm.events[-1] == "close"
-    run.evaluate(DATA)
-    assert vllm.policy_version == 1
-
-
-def test_the_journal_has_the_time_of_each_load(tmp_path):
-    grpo(tmp_path, scripted(), max_steps=2).train()
     assert all(row["time/sync"] > 0 for row in journal(tmp_path))
+    run.evaluate(DATA)
+    assert vllm.policy_version == 2
 
 
 def test_without_vllm_installed_use_vllm_says_what_to_install(tmp_path):
     with pytest.raises(MissingPackageError, match=r"vLLM >=0\.31,<0\.34.*'lowpeak\[vllm\]'"):
-        grpo(tmp_path, use_vllm=True)
+        run_over(tmp_path, use_vllm=True)
 
 
 def test_what_vllm_was_told_is_described_without_its_token(tmp_path):
-    from lowpeak.config.vllm import resolve_vllm
-    from lowpeak.training.describe import describe_vllm
+    def described(**said):
+        args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **said)
+        return describe_vllm(resolve_vllm(args, 1, {}))
 
-    args = GRPOConfig(
-        output_dir=str(tmp_path), use_cpu=True, use_vllm=True, vllm_mode="server", vllm_server_token="secret"
-    )
-    told = describe_vllm(resolve_vllm(args, 1, {}))
+    told = described(vllm_mode="server", vllm_server_token="secret")
     assert (told["mode"], told["base_urls"], told["token"]) == ("server", ("http://127.0.0.1:8000",), "given")
     assert "secret" not in str(told)
-    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True)
-    assert "token" not in describe_vllm(resolve_vllm(args, 1, {}))
+    assert "token" not in described()
 
 
 LORA = {"r": 2, "target_modules": ["q_proj"]}
@@ -176,3 +177,37 @@ def test_why_adapters_are_merged_anyway_is_told(where, lora, num_ranks, because)
     assert adapters_idle(VllmSettings(where), policy, num_ranks) == ""
     found = adapters_idle(VllmSettings(where, adapters=False), policy, num_ranks)
     assert found == "" if because is None else re.search(because, found)
+
+
+# what is asked of servers
+
+
+def of_model(policy, **facts):
+    """A fake server that has this model."""
+    return serving(FakeServer(fingerprint=fingerprint(policy.config, char_tokenizer().get_vocab()), **facts))
+
+
+@pytest.mark.parametrize(("version", "num_warnings"), [("0.32.0", 0), ("0.30.1", 1)])
+def test_a_server_of_a_version_that_was_not_tried_is_warned_of(version, num_warnings, caplog):
+    policy = tiny_model()
+    with of_model(policy, version=version) as fake, caplog.at_level(logging.WARNING):
+        (vllm,) = served(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
+        assert vllm.url == fake.url
+        assert [path for path, body in fake.calls].count("/health") == 1  # it was waited for once
+    assert sum(version in record.getMessage() for record in caplog.records) == num_warnings
+
+
+def test_a_server_of_another_model_is_refused():
+    with serving(FakeServer()) as fake, pytest.raises(EngineError, match="sizes"):
+        served(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
+
+
+def test_a_context_beyond_the_first_rotations_of_a_longrope_model_is_refused():
+    policy = longrope_model()
+    with of_model(policy) as fake, pytest.raises(EngineError, match=r"--max_model_len` 16"):
+        served(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
+    assert within_rotations(ColocateSettings(), FIRST).max_model_length == FIRST
+    assert within_rotations(ColocateSettings(max_model_length=8), FIRST).max_model_length == 8
+    assert within_rotations(ColocateSettings(), None).max_model_length is None
+    with pytest.raises(ArgumentError, match=r"vllm_max_model_length=32 .* 16"):
+        within_rotations(ColocateSettings(max_model_length=32), FIRST)
