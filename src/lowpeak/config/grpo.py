@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, in_algorithm, one_of, redeclared, require
+from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, if_on, in_algorithm, one_of, redeclared, require
 from lowpeak.config.online import (
     HAS_KL,
     REUSES_ROLLOUTS,
@@ -35,10 +35,7 @@ _REUSED_OR_CISPO = ActsWhen(
 _LEVELS_DIFFER = ActsWhen(
     lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.because
 )
-_STEERED = ActsWhen(
-    lambda args, facts: args.use_adaptive_entropy,
-    "use_adaptive_entropy is off; set use_adaptive_entropy=True or remove it",
-)
+_STEERED = if_on("use_adaptive_entropy")
 
 
 @dataclass(repr=False)

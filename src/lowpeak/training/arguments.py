@@ -22,7 +22,6 @@ from lowpeak.config.asked import (
     Cut,
     is_on,
     refuse_fsdp1,
-    refuse_half_precision,
     refuse_other_parallelism,
     require_deepspeed,
     settle_deepspeed,
@@ -157,7 +156,6 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
         refuse_other_parallelism(os.environ, loading)
-        refuse_half_precision(os.environ)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
         beside = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
         if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:
