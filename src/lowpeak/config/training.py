@@ -43,7 +43,9 @@ _CHANGES_LEARNING: dict[str, str] = {
     "train_sampling_strategy": "use shuffle_dataset; remove it",
 }
 _CHANGES_NOTHING: dict[str, str] = {
-    **dict.fromkeys(("fp16_full_eval", "bf16_full_eval", "prediction_loss_only", "eval_do_concat_batches"), _EVALUATION),
+    **dict.fromkeys(
+        ("fp16_full_eval", "bf16_full_eval", "prediction_loss_only", "eval_do_concat_batches"), _EVALUATION
+    ),
     **dict.fromkeys(("include_for_metrics", "eval_accumulation_steps", "eval_use_gather_object"), _EVALUATION),
     "batch_eval_metrics": _EVALUATION,
     **dict.fromkeys(("dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers"), _NO_LOADER),
@@ -68,7 +70,12 @@ IDLE_INHERITED: dict[str, ActsWhen] = {
     "dataloader_pin_memory": ActsWhen(lambda args, facts: args.use_cpu, _NO_LOADER),
 }
 # Fields of accelerator_config, and the value that asks for nothing; so does None.
-_IDLE_OF_ACCELERATE = {"split_batches": False, "dispatch_batches": False, "even_batches": True, "use_seedable_sampler": True}
+_IDLE_OF_ACCELERATE = {
+    "split_batches": False,
+    "dispatch_batches": False,
+    "even_batches": True,
+    "use_seedable_sampler": True,
+}
 
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
 INHERITED_CHECKS: dict[str, Check] = {
