@@ -63,7 +63,8 @@ def parse(
     check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], parser.hints, refused)
     if rest:
         raise ArgumentError(f"{_stray(rest[0], argv)} belongs to no argument; values follow their --argument.")
-    given, settings = vars(namespace), {}
+    given = vars(namespace)
+    settings: dict[str, Any] = {}
     for path in given.pop("config", ()):
         try:
             settings |= parser.read_file(path, refused)
@@ -146,9 +147,9 @@ class TypedParser(Parser, HfArgumentParser):
         direct = {
             name for name, value in settings.items() if {type(value)} & {type(None), dict} & _kinds(self.hints[name])
         }
-        tokens = [token for name in settings.keys() - direct for token in self._tokens(name, settings[name])]
+        tokens = [token for name in settings if name not in direct for token in self._tokens(name, settings[name])]
         found = self.unwrapped(vars(self.parse_args(tokens)))
-        return {name: value if name in direct else found[name] for name, value in settings.items()}
+        return {name: value if name in direct else found.get(name) for name, value in settings.items()}
 
     def _tokens(self, name: str, value: Any) -> list[str]:
         action = self._option_string_actions[f"--{name}"]
