@@ -20,7 +20,7 @@ def test_only_the_columns_that_were_named_are_renamed():
     dataset = Dataset.from_dict({"question": ["1+1?"], "answer": ["2"]})
     assert shape(dataset, QUESTION)[0] == {"prompt": "1+1?", "answer": "2"}
     assert shape(dataset, QUESTION, ["completion"])[0] == {"prompt": "1+1?", "completion": "2"}
-    with pytest.raises(DataError, match="'query' .*prompt; .* question, answer"):
+    with pytest.raises(DataError, match=r"'query' .*prompt; .* question, answer"):
         shape(dataset, DataArguments(prompt_column="query"))
 
 
