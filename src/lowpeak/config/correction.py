@@ -58,7 +58,7 @@ class Correction:
 
 
 def resolve_correction(args: Any) -> Correction | None:
-    """The correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
+    """Return the correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return None
     mode, most, least = (getattr(args, name) for name in CORRECTION[1:])

@@ -139,7 +139,7 @@ class OnlineSettings:
 
 
 def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
-    """The settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
+    """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
     check_values(args)
     require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
     rollout = resolve_rollout(args, world_size)

@@ -150,7 +150,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return hide_secrets(super().to_dict())
 
     def _settle_sharding(self) -> None:
-        """ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
+        """Raise ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
         refuse_other_parallelism(os.environ, loading)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
@@ -223,10 +223,7 @@ class PPOConfig(PPOArguments, OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_mini_batches is not None:
-            require(
-                type(self.num_mini_batches) is int and self.num_mini_batches >= 1,
-                f"num_mini_batches={self.num_mini_batches!r} must be a whole number of at least 1.",
-            )
+            check_range(self, "num_mini_batches")  # used at once
             steps = self.num_mini_batches * self.gradient_accumulation_steps
             self._set_by("num_mini_batches", "steps_per_generation", steps)
         zero = getattr(self, "deepspeed_plugin", None)
