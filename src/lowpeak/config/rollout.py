@@ -279,10 +279,10 @@ def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int,
         isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
         f"generation_kwargs has stop strings {stop!r}: they must be a string, or a list of strings, none of them empty.",
     )
-    for name, ids in (("stop_token_ids", stop_ids), ("eos_token_id", ends)):
+    for name, ids, words in (("stop_token_ids", stop_ids, ""), ("eos_token_id", ends, "a token id, or ")):
         require(
             isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
-            f"generation_kwargs has {name}={more.get(name)!r}: it must be a list of token ids.",
+            f"generation_kwargs has {name}={more.get(name)!r}: it must be {words}a list of token ids.",
         )
     return tuple(strings), (*stop_ids, *ends)
 

@@ -263,9 +263,7 @@ def refuse_expandable(environ: Mapping[str, str]) -> None:
 def _base_urls(args: Any) -> tuple[str, ...]:
     given, host = args.vllm_server_base_url, args.vllm_server_host
     if given is None:
-        host = (
-            "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
-        )  # where a server listens that is reached by another name
+        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host  # a server listens there, and is reached here
         url = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
         require(
             _is_url(url),
