@@ -86,7 +86,7 @@ def is_set(args: Any, name: str) -> bool:
 
 def _idle(args: Any, facts: Facts) -> Iterator[tuple[str, ActsWhen]]:
     """Names of the arguments that were set and do not act, each with the first of its conditions that does not hold."""
-    never_act = ChainMap(*(vars(owner).get("never_act", {}) for owner in type(args).__mro__))
+    never_act: Mapping[str, ActsWhen] = ChainMap(*(vars(owner).get("never_act", {}) for owner in type(args).__mro__))
     for field in fields(args):
         own = [never_act[field.name]] if field.name in never_act else []
         conditions = [*own, *field.metadata.get("acts", ())]

@@ -59,7 +59,8 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
 
 def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
     """Raise one ArgumentError for all names that are not known: with the remedy that `rejected` has, or the closest name."""
-    names, told = sorted(known), []
+    names = sorted(known)
+    told: list[str] = []
     for name in given:
         if name in names:
             continue
