@@ -64,7 +64,7 @@ def read(path: Path) -> Any:
 
 
 def _check_values(config: Any, path: Path) -> None:
-    """ArgumentError for a value of the wrong type, and for a name inside a group that accelerate would leave unread."""
+    """Raise ArgumentError for a value of the wrong type, and for a name inside a group that accelerate would leave unread."""
     from accelerate.commands.launch import launch_command_parser
 
     for name in _NUMBERS:

@@ -90,7 +90,7 @@ def handed_over(given: Mapping[str, Any], environ: Mapping[str, str]) -> dict[st
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
-    """ArgumentError for arguments that do not go together with --vllm_devices."""
+    """Raise ArgumentError for arguments that do not go together with --vllm_devices."""
     remedies = {
         "vllm_mode": "it runs vLLM on the training devices: leave one of the two out",
         "vllm_server_base_url": "it names a server that runs: leave one of the two out",

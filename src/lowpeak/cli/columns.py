@@ -15,41 +15,34 @@ Row = dict[str, Any]
 
 
 def shape(dataset: Any, arguments: DataArguments, answers: Sequence[str] = ()) -> Any:
-    """The data set with `prompt` and `answers` (completion; chosen, rejected) as columns, in chat form where told so."""
+    """Return the data set with `prompt` and `answers` (completion; chosen, rejected) as columns, in chat form where told so."""
     for name in ("prompt", *answers):
-        column = getattr(arguments, f"{name}_column")
-        if column != name:
-            dataset = _rename(dataset, column, name)
+        column, columns = getattr(arguments, f"{name}_column"), dataset.column_names
+        if column == name:
+            continue
+        if columns is not None and column not in columns:
+            raise DataError(
+                f"the data set has no column {column!r} for the {name}; its columns are {', '.join(columns)}"
+            )
+        if columns is not None and name in columns:
+            dataset = dataset.remove_columns(name)
+        dataset = dataset.rename_column(column, name)
     if not arguments.conversational and arguments.system_prompt is None:
         return dataset
     return dataset.map(lambda row: in_chat_form(row, arguments.system_prompt, answers))
 
 
-def _rename(dataset: Any, column: str, name: str) -> Any:
-    columns = dataset.column_names
-    if columns is not None and column not in columns:
-        raise DataError(f"the data set has no column {column!r} for the {name}; its columns are {', '.join(columns)}")
-    if columns is not None and name in columns:
-        dataset = dataset.remove_columns(name)
-    return dataset.rename_column(column, name)
-
-
 def in_chat_form(row: Row, system_prompt: str | None, answers: Sequence[str] = ()) -> Row:
-    """The row's prompt as messages, opened by the system's message when there is one.
+    """Return the row's prompt as messages, opened by the system's message when there is one, and its answers as messages.
 
-    `{"prompt": "2+3"}` becomes `{"prompt": [{"role": "user", "content": "2+3"}]}`; each of `answers` that is a string becomes
-    the assistant's message.
+    `{"prompt": "2+3"}` becomes `{"prompt": [{"role": "user", "content": "2+3"}]}`; an answer becomes the assistant's message.
     """
-    if "prompt" not in row:
-        raise DataError("a chat is made of the column 'prompt', which the data set has not; set prompt_column.")
+    for name in ("prompt", *answers):
+        if name not in row:
+            raise DataError(f"a chat is made of the column {name!r}, which the data set has not; set {name}_column.")
     messages = _messages(row["prompt"], "user")
     if system_prompt is not None and messages[0].get("role") != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    missing = [name for name in answers if name not in row]
-    if missing:
-        raise DataError(
-            f"a chat is made of the column {missing[0]!r} too, which the data set has not; set {missing[0]}_column."
-        )
     return {"prompt": messages, **{name: _messages(row[name], "assistant") for name in answers}}
 
 

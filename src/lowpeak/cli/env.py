@@ -9,20 +9,18 @@ from importlib import metadata
 import lowpeak
 
 PACKAGES = (
-    "torch",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "tokenizers",
-    "huggingface_hub",
-    "numpy",
-    "peft",
-    "bitsandbytes",
-    "vllm",
-    "deepspeed",
-    "ninja",
-    "triton",
-    "psutil",
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "tokenizers",
+        "huggingface_hub",
+        "numpy",
+        "peft",
+        "bitsandbytes",
+    ),
+    *("vllm", "deepspeed", "ninja", "triton", "psutil"),
 )
 
 
@@ -32,7 +30,12 @@ def report() -> str:
     facts |= {name: version(name) for name in PACKAGES} | _accelerators()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
-    facts["memory"] = _memory()
+    try:
+        import psutil  # type: ignore[import-untyped]
+
+        facts["memory"] = _gibibytes(psutil.virtual_memory().total)
+    except ImportError:
+        facts["memory"] = "unknown: psutil is not installed"
     return "".join(f"{name}: {value}\n" for name, value in facts.items())
 
 
@@ -63,14 +66,6 @@ def _accelerators() -> dict[str, str]:
         capability = f"compute capability {device.major}.{device.minor}"
         facts[f"device {index}"] = f"{device.name}, {_gibibytes(device.total_memory)}, {capability}"
     return facts
-
-
-def _memory() -> str:
-    try:
-        import psutil  # type: ignore[import-untyped]
-    except ImportError:
-        return "unknown: psutil is not installed"
-    return _gibibytes(psutil.virtual_memory().total)
 
 
 def _gibibytes(number: int) -> str:

@@ -52,7 +52,7 @@ _METAVARS = {bool: "BOOL", int: "INT", float: "NUMBER"}
 def parse(
     kinds: Sequence[type], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What the user gave, by name and converted: the YAML files of `--config` in their order, then the command line over them.
+    """Return what the user gave, converted: the YAML files of `--config` in their order, then the command line over them.
 
     `kinds` are dataclasses whose fields are the arguments. `rejected` are names that the command does not take, each with what to
     do instead, beside those that no command takes. `--help` prints the arguments in groups and exits.
@@ -80,13 +80,13 @@ def names_of(kind: type) -> set[str]:
 
 
 def _stray(word: str, argv: Sequence[str]) -> str:
-    """A word that follows no argument, as an error shows it: what stands behind an access token may be the rest of it."""
+    """Return a word that follows no argument, as an error shows it: behind an access token it may be the rest of that."""
     before = [_with_underscores(each)[2:].split("=")[0] for each in argv[: argv.index(word)] if each.startswith("--")]
     return f"A word behind --{before[-1]}" if before and is_secret(before[-1]) else repr(word)
 
 
 def _with_underscores(token: str) -> str:
-    """`--learning-rate=1e-6` as `--learning_rate=1e-6`; values are left alone."""
+    """Return `--learning-rate=1e-6` as `--learning_rate=1e-6`; values are left alone."""
     name, equals, value = token.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value if token.startswith("--") else token
 
@@ -129,10 +129,8 @@ class TypedParser(Parser, HfArgumentParser):
         field.name, field.type = name, simple
         self._parse_dataclass_field(self.groups[_group_of(declared)], field)
         action = self._option_string_actions[f"--{name}"]
-        action.option_strings, action.default = (
-            [f"--{name}"],
-            argparse.SUPPRESS,
-        )  # --with-dashes is taken, and not listed
+        action.option_strings = [f"--{name}"]  # --with-dashes is taken, and not listed
+        action.default = argparse.SUPPRESS
         action.type = _reader(action.type, simple, hint)
         action.metavar = _metavar(action, simple)
         if simple is bool:
@@ -140,20 +138,18 @@ class TypedParser(Parser, HfArgumentParser):
         self.hints[name] = hint
 
     def read_file(self, path: str, rejected: Mapping[str, str]) -> dict[str, Any]:
-        """The settings of a YAML file, each read as its text on the command line would be."""
+        """Return the settings of a YAML file, each read as its text on the command line would be.
+
+        None and mappings stand as they are where the argument takes them.
+        """
         settings = drop_trl_defaults(load_yaml(path), self.hints)
         check_names(settings, self.hints, rejected)
-        direct = {name: value for name, value in settings.items() if self._stands(name, value)}
-        tokens = [
-            token for name, value in settings.items() if name not in direct for token in self._tokens(name, value)
-        ]
+        direct = {
+            name for name, value in settings.items() if {type(value)} & {type(None), dict} & _kinds(self.hints[name])
+        }
+        tokens = [token for name in settings if name not in direct for token in self._tokens(name, settings[name])]
         found = self.unwrapped(vars(self.parse_args(tokens)))
-        return {name: direct.get(name, found.get(name)) for name in settings}
-
-    def _stands(self, name: str, value: Any) -> bool:
-        """Whether a value of a file needs no reading: None and mappings, where the argument takes them."""
-        kinds = _kinds(self.hints[name])
-        return (value is None and type(None) in kinds) or (isinstance(value, dict) and dict in kinds)
+        return {name: value if name in direct else found.get(name) for name, value in settings.items()}
 
     def _tokens(self, name: str, value: Any) -> list[str]:
         action = self._option_string_actions[f"--{name}"]
@@ -166,7 +162,7 @@ class TypedParser(Parser, HfArgumentParser):
         return [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
 
     def unwrapped(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What was given, a list of one as its item where the argument may be a plain string, too (`--report_to none`)."""
+        """Return what was given, a list of one as its item where the argument may be a plain string, too (`--report_to none`)."""
         return {
             name: value[0] if isinstance(value, list) and len(value) == 1 and str in _kinds(self.hints[name]) else value
             for name, value in given.items()
@@ -174,17 +170,17 @@ class TypedParser(Parser, HfArgumentParser):
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a union; of any other hint, itself."""
+    """Return the alternatives of a union; of any other hint, itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
 def _kinds(hint: Any) -> set[Any]:
-    """The alternatives of a hint, without what they hold."""
+    """Return the alternatives of a hint, without what they hold."""
     return {get_origin(each) or each for each in _members(hint)}
 
 
 def _simple(hint: Any) -> Any:
-    """The one type as which HfArgumentParser can declare an argument; `_reader` takes the others of its hint."""
+    """Return the one type as which HfArgumentParser can declare an argument; `_reader` takes the others of its hint."""
     members = [each for each in _members(hint) if each is not type(None)]
     listed = next((each for each in members if (get_origin(each) or each) in (list, tuple)), None)
     if listed is not None:
@@ -196,7 +192,7 @@ def _simple(hint: Any) -> Any:
 
 
 def _reader(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
-    """What reads a word of an argument: `base`, which the simple type has, and before it what else the hint allows."""
+    """Return what reads a word of an argument: `base`, which the simple type has, and before it what else the hint allows."""
     kinds = _kinds(hint)
     if dict in kinds:
         base = _json_or_text if str in kinds else _json
@@ -233,7 +229,6 @@ def whole_number(text: str) -> int:  # argparse says its name of a value that it
 
 
 def _json_or_text(text: str) -> Any:
-    """A JSON object, or the name of a file; text that begins as JSON must be an object."""
     return _json(text) if text.lstrip()[:1] in ("{", "[") else text
 
 
@@ -257,7 +252,7 @@ def _metavar(action: argparse.Action, simple: Any) -> str:
 
 
 def _group_of(declared: dataclasses.Field[Any]) -> str:
-    """What the declaration says, else by the name; transformers' other fields come last."""
+    """Return what the declaration says, else by the name; transformers' other fields come last."""
     title = declared.metadata.get("group") or next(
         (title for title, prefixes in _PREFIXES.items() if declared.name.startswith(prefixes)), "training"
     )

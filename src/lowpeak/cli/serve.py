@@ -80,7 +80,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
 
 
 def check_port(server: Server) -> None:
-    """ArgumentError if the server cannot listen: its port is taken, or its host is not this one."""
+    """Raise ArgumentError if the server cannot listen: its port is taken, or its host is not this one."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         socket.create_server((server.host, server.port), family=family).close()

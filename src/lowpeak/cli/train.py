@@ -95,7 +95,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
 
 def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
-    """What was told, without the trainer's configuration: making that one takes the devices."""
+    """Return what was told, without the trainer's configuration: making that one takes the devices."""
     from lowpeak.cli.parse import names_of, parse
 
     config_class = getattr(library, f"{NAMES[kind]}Config")
@@ -115,11 +115,21 @@ def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
 
 
 def configured(job: Job, library: Any = lowpeak) -> Job:
-    """The job with its trainer's configuration; what that refuses is an error with its own words."""
+    """Return the job with its trainer's configuration; what that refuses is an error with its own words."""
     config_class = getattr(library, f"{NAMES[job.kind]}Config")
     known = {field.name for field in dataclasses.fields(config_class) if field.init}
     settings = {name: value for name, value in handed_over(job.given, os.environ).items() if name in known}
-    return dataclasses.replace(job, config=make_config(config_class, settings, job.model))
+    if job.model.load_in_4bit:
+        quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+        require("bitsandbytes", "--load_in_4bit", extra="quantization")
+        options = {**(settings.get("model_init_kwargs") or {}), "quantization_config": quantization}
+        settings = {**settings, "model_init_kwargs": options}
+    try:
+        return dataclasses.replace(job, config=config_class(**settings))
+    except LowpeakError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(str(error)) from error
 
 
 def check(job: Job) -> None:
@@ -141,23 +151,8 @@ def check(job: Job) -> None:
             raise ArgumentError(f"--{name} has no effect without --use_peft; add --use_peft, or leave it out.")
 
 
-def make_config(config_class: type, settings: Mapping[str, Any], model: ModelArguments) -> Any:
-    """The trainer's configuration from what was given; what it refuses is an error with its own words."""
-    if model.load_in_4bit:
-        quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        require("bitsandbytes", "--load_in_4bit", extra="quantization")
-        options = {**(settings.get("model_init_kwargs") or {}), "quantization_config": quantization}
-        settings = {**settings, "model_init_kwargs": options}
-    try:
-        return config_class(**settings)
-    except LowpeakError:
-        raise
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(str(error)) from error
-
-
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
-    """The trainer with its model, data, rewards and adapters; the same constructor that a script would call."""
+    """Return the trainer with its model, data, rewards and adapters; the same constructor that a script would call."""
     from lowpeak.rewards.load import load_judge, load_reward
 
     train_dataset, eval_dataset = load_data(job)
@@ -176,7 +171,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
 
 
 def load_data(job: Job) -> tuple[Any, Any]:
-    """The data set to train on and, where one was asked for, the one to evaluate on."""
+    """Return the data set to train on and, where one was asked for, the one to evaluate on."""
     from lowpeak.data.open import open_dataset
 
     data = job.data
@@ -206,14 +201,14 @@ def _warn_idle(source: str, split: str | None, config: str | None) -> None:
 
 
 def local_split(source: Path, split: str | None) -> str | None:
-    """A file is one split whatever its name: `test[:64]` of it is its first 64 rows. Folders have splits by name."""
+    """Return a file's own split, of any name: `test[:64]` of it is its first 64 rows. Folders have splits by name."""
     if split is None or source.is_dir():
         return split
     return "train" + split[split.index("[") :] if "[" in split else None
 
 
 def lora(model: ModelArguments, task: str) -> Any:
-    """The adapters' configuration for peft, which also trains the whole head of a classifier."""
+    """Return the adapters' configuration for peft, which also trains the whole head of a classifier."""
     require("peft", "--use_peft", extra="peft")
     from peft import LoraConfig
 
@@ -234,20 +229,19 @@ def require(package: str, what: str, extra: str) -> None:
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:
-    """`true` is the newest checkpoint of the output folder, a path is that checkpoint, nothing starts afresh."""
-    text = str(value).lower()
-    return {"true": True, "false": None, "none": None}.get(text, value)
+    """Return True for `true`, the newest checkpoint of the output folder; a path as it is; None to start afresh."""
+    return {"true": True, "false": None, "none": None}.get(str(value).lower(), value)
 
 
 def dump(resolved: Any) -> str:
-    """What a dry run resolved, as YAML without access tokens; values that YAML has no word for are shown as text."""
+    """Return what a dry run resolved, as YAML without access tokens; values that YAML has no word for are shown as text."""
     import yaml
 
     return yaml.safe_dump(hide_secrets(plain(resolved)), sort_keys=False, allow_unicode=True, width=110)
 
 
 def plain(value: Any) -> Any:
-    """Mappings, sequences and scalars as YAML knows them, anything else as its text."""
+    """Return mappings, sequences and scalars as YAML knows them, anything else as its text."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

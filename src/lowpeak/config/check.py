@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import types
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from numbers import Integral, Real
@@ -85,12 +86,10 @@ def is_set(args: Any, name: str) -> bool:
 
 def _idle(args: Any, facts: Facts) -> Iterator[tuple[str, ActsWhen]]:
     """Names of the arguments that were set and do not act, each with the first of its conditions that does not hold."""
-    never_act: dict[str, ActsWhen] = {}
-    for owner in reversed(type(args).__mro__):
-        never_act |= vars(owner).get("never_act", {})
+    never_act: Mapping[str, ActsWhen] = ChainMap(*(vars(owner).get("never_act", {}) for owner in type(args).__mro__))
     for field in fields(args):
-        own = never_act.get(field.name)
-        conditions = (*((own,) if own else ()), *field.metadata.get("acts", ()))
+        own = [never_act[field.name]] if field.name in never_act else []
+        conditions = [*own, *field.metadata.get("acts", ())]
         failed = next((each for each in conditions if not each.holds(args, facts)), None)
         if failed is not None and is_set(args, field.name):
             yield field.name, failed

@@ -5,18 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, above_zero, in_vllm, one_of, require
+from lowpeak.config.declare import NOT_NEGATIVE, above_zero, if_on, in_vllm, one_of, require
 from lowpeak.config.vllm import USES_VLLM
 
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-_CORRECTED = (
-    USES_VLLM,
-    ActsWhen(
-        lambda args, facts: args.vllm_importance_sampling_correction,
-        "vllm_importance_sampling_correction is off; turn it on or remove it",
-    ),
-)
+_CORRECTED = (USES_VLLM, if_on("vllm_importance_sampling_correction"))
 CORRECTION = (
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
@@ -64,7 +58,7 @@ class Correction:
 
 
 def resolve_correction(args: Any) -> Correction | None:
-    """The correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
+    """Return the correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return None
     mode, most, least = (getattr(args, name) for name in CORRECTION[1:])

@@ -60,6 +60,11 @@ def never(because: str, raises: bool = False) -> ActsWhen:
     return ActsWhen(lambda args, facts: False, because, raises)
 
 
+def if_on(switch: str) -> ActsWhen:
+    """Return the condition of an argument that acts where another one, a switch, is on."""
+    return ActsWhen(lambda args, facts: getattr(args, switch), f"{switch} is off; set {switch}=True or remove it")
+
+
 def argument(
     default: Any,
     text: str,
@@ -93,40 +98,34 @@ in_training = partial(argument, group="training")
 
 def redeclared(family: Any, name: str, default: Any = MISSING, also: ActsWhen | None = None, **changes: Any) -> Any:
     """Return the field of another family with another default, one more condition (the first to be asked), or other metadata."""
-    was = _field(family, name)
+    was: Field[Any] = family.__dataclass_fields__[name]
     metadata = {**was.metadata, **changes}
     if also is not None:
         metadata["acts"] = (also, *metadata["acts"])
     return field(default=was.default if default is MISSING else default, metadata=metadata)
 
 
-def fill(record: Callable[..., Record], args: Any, **computed: Any) -> Record:
-    """Make a settings record: what is not `computed` is the argument of the same name, or the record's default."""
-    same = {f.name for f in fields(record) if hasattr(args, f.name)} - computed.keys()  # type: ignore[arg-type]
-    return record(**{name: getattr(args, name) for name in same}, **computed)
+def fill(record: Callable[..., Record], args: Any, prefix: str = "", **computed: Any) -> Record:
+    """Make a settings record: what is not `computed` is the argument of the same name behind `prefix`, or the record's default."""
+    names = {f.name for f in fields(record) if hasattr(args, prefix + f.name)} - computed.keys()  # type: ignore[arg-type]
+    return record(**{name: getattr(args, prefix + name) for name in names}, **computed)
 
 
 def default_of(args: Any, name: str) -> Any:
     """Return the default that an argument's own class declares."""
-    found = _field(args, name)
+    found: Field[Any] = args.__dataclass_fields__[name]
     return found.default if found.default_factory is MISSING else found.default_factory()
 
 
 def said_as(args: Any, name: str) -> str:
     """Return the name by which the user said an argument: its own, or another library's for the same."""
-    names: dict[str, str] = getattr(args, "said_as", {})
-    return names.get(name, name)
+    return str(getattr(args, "said_as", {}).get(name, name))
 
 
 def require(condition: bool, message: str) -> None:
     """Raise ArgumentError with `message` unless the condition holds."""
     if not condition:
         raise ArgumentError(message)
-
-
-def _field(owner: Any, name: str) -> Field[Any]:
-    found: Field[Any] = owner.__dataclass_fields__[name]
-    return found
 
 
 # Ranges that several arguments have.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, in_algorithm, one_of, redeclared, require
+from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, if_on, in_algorithm, one_of, redeclared, require
 from lowpeak.config.online import (
     HAS_KL,
     REUSES_ROLLOUTS,
@@ -18,7 +18,6 @@ from lowpeak.config.online import (
     clip_high,
     require_groups,
 )
-from lowpeak.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +34,7 @@ _REUSED_OR_CISPO = ActsWhen(
 _LEVELS_DIFFER = ActsWhen(
     lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.because
 )
-_STEERED = ActsWhen(
-    lambda args, facts: args.use_adaptive_entropy,
-    "use_adaptive_entropy is off; set use_adaptive_entropy=True or remove it",
-)
+_STEERED = if_on("use_adaptive_entropy")
 
 
 @dataclass(repr=False)
@@ -135,16 +131,15 @@ class GRPOSettings:
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
-    """GRPO's settings; ArgumentError for bounds that contradict the loss."""
+    """Return GRPO's settings; ArgumentError for bounds that contradict the loss."""
     args = acting(args, online.facts)
     require_groups(args)
     cispo = args.loss_type == "cispo"
-    if cispo:
-        require(
-            args.epsilon_high is not None,
-            "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
-            "type, so TRL's epsilon_high=5.0 is 4.0 here).",
-        )
+    require(
+        not cispo or args.epsilon_high is not None,
+        "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
+        "type, so TRL's epsilon_high=5.0 is 4.0 here).",
+    )
     if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
         logger.warning(
             "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so a completion weighs as much as "
@@ -152,11 +147,11 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
             args.loss_type,
         )
     high = clip_high(args)
-    if args.delta is not None and args.delta <= 1 + high:
-        raise ArgumentError(
-            f"delta={args.delta} must be above the clip's ceiling 1 + epsilon_high = {1 + high}: it bounds the "
-            "ratio where clipping does not."
-        )
+    require(
+        args.delta is None or args.delta > 1 + high,
+        f"delta={args.delta} must be above the clip's ceiling 1 + epsilon_high = {1 + high}: it bounds the ratio where "
+        "clipping does not.",
+    )
     return fill(
         GRPOSettings,
         args,
@@ -176,7 +171,7 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
 
 
 def _levels_differ(args: Any) -> bool:
-    """Whether the ratio's unit matters where all ratios are 1: if a row's tokens have different factors.
+    """Return whether the ratio's unit matters where all ratios are 1: if a row's tokens have different factors.
 
     The factors are advantages under the top-entropy mask, weights of a correction per token, and a bias-corrected KL.
     """

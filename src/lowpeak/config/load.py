@@ -22,14 +22,10 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                continue
-            if key_node.value in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"the key {key_node.value!r} stands twice", problem_mark=key_node.start_mark
-                )
-            seen.add(key_node.value)
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if key.value in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+            seen.add(key.value)
         return super().construct_mapping(node, deep)
 
 
@@ -39,10 +35,7 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """The settings in a YAML file; an empty file has none.
-
-    Raises ArgumentError where the file is missing, unreadable, not YAML (with the line) or not `name: value` lines.
-    """
+    """Return the settings in a YAML file; ArgumentError where it is missing, not YAML (with the line) or not `name: value`."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -54,7 +47,9 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     except RecursionError:
         raise ArgumentError(f"The config file {path} nests lists or mappings too deeply; correct it.") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date with a 13th month
-        raise ArgumentError(f"The config file {path} is not valid YAML: {_reason(error)}; correct it.") from error
+        mark = getattr(error, "problem_mark", None)
+        reason = f"line {mark.line + 1}, {getattr(error, 'problem', '')}" if mark else first_line(error)
+        raise ArgumentError(f"The config file {path} is not valid YAML: {reason}; correct it.") from error
     if settings is None:
         return {}
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
@@ -62,26 +57,18 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     return settings
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
-        return f"line {error.problem_mark.line + 1}, {error.problem}"
-    return first_line(error)
-
-
-def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str] | None = None) -> None:
-    """Raise one ArgumentError that names every argument that is not known, each with what to do.
-
-    `rejected` maps a name that TRL has and lowpeak has not to what to do instead; others get the closest known name.
-    """
+def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
+    """Raise one ArgumentError for all names that are not known: with the remedy that `rejected` has, or the closest name."""
     names = sorted(known)
-    wrong = [name for name in given if name not in set(names)]
-    if wrong:
-        raise ArgumentError(" ".join(_remedy(name, names, rejected or {}) for name in wrong))
-
-
-def _remedy(name: str, known: list[str], rejected: Mapping[str, str]) -> str:
-    if name in rejected:
-        return f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name].rstrip('.')}."
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {close[0]!r}?" if close else "see --help for those there are."
-    return f"Unknown argument {name!r}; {hint}"
+    told: list[str] = []
+    for name in given:
+        if name in names:
+            continue
+        if name in rejected:
+            told.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
+            continue
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see --help for those there are."
+        told.append(f"Unknown argument {name!r}; {hint}")
+    if told:
+        raise ArgumentError(" ".join(told))

@@ -16,6 +16,7 @@ from lowpeak.config.declare import (
     Facts,
     above_zero,
     at_least,
+    if_on,
     in_algorithm,
     in_evaluation,
     in_logging,
@@ -48,12 +49,10 @@ REUSES_ROLLOUTS = ActsWhen(
     "steps_per_generation, or remove it",
 )
 _MOVES_REFERENCE = (
-    ActsWhen(lambda args, facts: args.sync_ref_model, "sync_ref_model is off; set sync_ref_model=True or remove it"),
+    if_on("sync_ref_model"),
     HAS_REFERENCE,
 )
-_PRINTS_COMPLETIONS = ActsWhen(
-    lambda args, facts: args.log_completions, "log_completions is off; set log_completions=True or remove it"
-)
+_PRINTS_COMPLETIONS = if_on("log_completions")
 
 
 @dataclass(repr=False)
@@ -140,7 +139,7 @@ class OnlineSettings:
 
 
 def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
-    """The settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
+    """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
     check_values(args)
     require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
     rollout = resolve_rollout(args, world_size)

@@ -99,7 +99,7 @@ class OnlineDPOSettings:
 
 
 def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
-    """Online DPO's settings; ArgumentError for betas of epochs that the run does not have."""
+    """Return Online DPO's settings; ArgumentError for betas of epochs that the run does not have."""
     args = acting(args, online.facts)
     require_groups(args)
     betas = _betas(args.beta)
@@ -118,7 +118,7 @@ def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
 
 
 def check_betas(args: Any, steps_per_epoch: int | None) -> None:
-    """ArgumentError for betas of epochs that `max_steps` does not reach; None where epochs have no end."""
+    """Raise ArgumentError for betas of epochs that `max_steps` does not reach; None where epochs have no end."""
     if args.max_steps <= 0 or steps_per_epoch is None:
         return
     betas, epochs = _betas(args.beta), -(-args.max_steps // steps_per_epoch)

@@ -80,7 +80,9 @@ class PPOArguments(OnlineArguments):
     num_ppo_epochs: int | None = in_algorithm(None, "TRL's name of num_iterations.", means="num_iterations")
     cliprange: float | None = in_algorithm(None, "TRL's name of epsilon.", means="epsilon")
     num_mini_batches: int | None = in_algorithm(
-        None, "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way."
+        None,
+        "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way.",
+        Check(lambda x: x is None or (type(x) is int and x >= 1), "must be a whole number of at least 1"),
     )
     kl_target: float | None = in_algorithm(
         None,
@@ -191,7 +193,7 @@ class PPOSettings:
 
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
-    """PPO's settings; ArgumentError for a critic that could not be trained as asked."""
+    """Return PPO's settings; ArgumentError for a critic that could not be trained as asked."""
     args = acting(args, online.facts)
     _check_critic(args)
     correction = resolve_correction(args)

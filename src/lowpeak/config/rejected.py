@@ -11,53 +11,48 @@ from typing import Any
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
-
+_REUSE = (
+    "rollouts come from the policy itself, reused for at most num_iterations passes that clipping bounds; remove it"
+)
+# A name, TRL 1.16's default of it, and what to do instead.
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("vllm_importance_sampling_cap", None, "its name is vllm_importance_sampling_clip_max, as in TRL; use that"),
+    ("cache_implementation", None, _NATIVE),
+    ("use_transformers_continuous_batching", False, _NATIVE),
+    ("transformers_continuous_batching_config", None, _NATIVE),
+    ("use_transformers_paged", False, _NATIVE),
+    ("sapo_temperature_neg", 1.05, _LOSS),
+    ("sapo_temperature_pos", 1.0, _LOSS),
+    ("vespo_k_pos", 2.0, _LOSS),
+    ("vespo_lambda_pos", 3.0, _LOSS),
+    ("vespo_k_neg", 3.0, _LOSS),
+    ("vespo_lambda_neg", 2.0, _LOSS),
+    ("off_policy_mask_threshold", None, _REUSE),
+    ("max_tool_calling_iterations", None, "run tools in a rollout_func of your own; remove it"),
+    ("log_multimodal", True, "lowpeak trains text models; remove it"),
+    (
+        "log_completions_hub_repo",
+        None,
+        "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",
+    ),
+    ("dataset_num_proc", None, "rows are tokenised as they are needed; remove it"),
+    (
+        "dataset_kwargs",
+        None,
+        "prepare the data set before it is passed in (rows with input_ids are taken as they are); remove it",
+    ),
+    ("truncation_mode", "keep_start", "rows longer than max_length are cut at their end; remove it"),
+)
 REJECTED: dict[str, str] = {
-    "vllm_importance_sampling_cap": "its name is vllm_importance_sampling_clip_max, as in TRL; use that",
-    "cache_implementation": _NATIVE,
-    "use_transformers_continuous_batching": _NATIVE,
-    "transformers_continuous_batching_config": _NATIVE,
-    "use_transformers_paged": _NATIVE,
-    "sapo_temperature_neg": _LOSS,
-    "sapo_temperature_pos": _LOSS,
-    "vespo_k_pos": _LOSS,
-    "vespo_lambda_pos": _LOSS,
-    "vespo_k_neg": _LOSS,
-    "vespo_lambda_neg": _LOSS,
-    "off_policy_mask_threshold": "rollouts come from the policy itself, reused for at most num_iterations passes that "
-    "clipping bounds; remove it",
-    "max_tool_calling_iterations": "run tools in a rollout_func of your own; remove it",
-    "log_multimodal": "lowpeak trains text models; remove it",
-    "log_completions_hub_repo": "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",
+    **{name: remedy for name, _, remedy in _REFUSED},
     "max_prompt_length": "prompts are never cut; set overlong_prompts='drop' to leave out those that do not fit",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
-    "dataset_num_proc": "rows are tokenised as they are needed; remove it",
-    "dataset_kwargs": "prepare the data set before it is passed in (rows with input_ids are taken as they are); remove it",
-    "truncation_mode": "rows longer than max_length are cut at their end; remove it",
 }
-
-# TRL 1.16's defaults of these names, and of arguments whose default is another one here.
+# TRL's defaults of these names, and of arguments whose default is another one here.
 TRL_DEFAULTS: dict[str, Any] = {
-    "vllm_importance_sampling_cap": None,
-    "cache_implementation": None,
-    "use_transformers_continuous_batching": False,
-    "transformers_continuous_batching_config": None,
-    "use_transformers_paged": False,
-    "sapo_temperature_neg": 1.05,
-    "sapo_temperature_pos": 1.0,
-    "vespo_k_pos": 2.0,
-    "vespo_lambda_pos": 3.0,
-    "vespo_k_neg": 3.0,
-    "vespo_lambda_neg": 2.0,
-    "off_policy_mask_threshold": None,
-    "max_tool_calling_iterations": None,
-    "log_multimodal": True,
-    "log_completions_hub_repo": None,
+    **{name: default for name, default, _ in _REFUSED},
     "reward_model_path": None,
-    "dataset_num_proc": None,
-    "dataset_kwargs": None,
-    "truncation_mode": "keep_start",
     "per_device_eval_batch_size": 8,
     "ds3_gather_for_generation": True,
     "vllm_group_port": 51216,

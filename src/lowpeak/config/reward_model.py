@@ -46,5 +46,5 @@ class RewardModelSettings:
 
 
 def resolve_reward_model(args: Any) -> RewardModelSettings:
-    """The loss's settings."""
+    """Return the loss's settings."""
     return RewardModelSettings(center=args.center_rewards_coefficient or 0.0)

@@ -56,7 +56,7 @@ class RLOOSettings:
 
 
 def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
-    """RLOO's settings; ArgumentError for a correction of tokens, and a range that is none."""
+    """Return RLOO's settings; ArgumentError for a correction of tokens, and a range that is none."""
     args = acting(args, online.facts)
     require_groups(args)
     clip, correction = args.reward_clip_range, resolve_correction(args)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from lowpeak.config.declare import (
@@ -20,10 +21,9 @@ from lowpeak.config.declare import (
     one_of,
     require,
     said_as,
+    within,
 )
-from lowpeak.config.sizes import parse_bytes
 from lowpeak.config.training import OWN_MEMORY
-from lowpeak.errors import ArgumentError
 
 ALL = 1 << 62  # a gather budget that holds any model
 
@@ -44,10 +44,10 @@ _NO_SERVER = ActsWhen(
     lambda args, facts: not (args.use_vllm and args.vllm_mode == "server"),
     "servers generate on devices of their own; remove it",
 )
-_OWN_CACHE = ActsWhen(
-    lambda args, facts: not (args.use_vllm and args.vllm_mode == "server"),
-    "a server has a KV cache of its own; give `lowpeak serve` its size (kv_cache_memory_bytes, or gpu_memory_utilization), here "
-    "remove it",
+_OWN_CACHE = replace(
+    _NO_SERVER,
+    because="a server has a KV cache of its own; give `lowpeak serve` its size (kv_cache_memory_bytes, or gpu_memory_utilization), "
+    "here remove it",
 )
 _GATHERED = (
     ActsWhen(
@@ -103,7 +103,7 @@ class RolloutArguments:
     min_p: float | None = in_generation(
         None,
         "Least probability, as a share of the likeliest token's.",
-        Check(lambda x: x is None or 0 <= x <= 1, "must be in [0, 1]"),
+        within(0, 1),
     )
     repetition_penalty: float = in_generation(1.0, "Above 1 makes tokens that were seen less likely.", above_zero())
     generation_kwargs: dict | str | None = in_generation(
@@ -177,7 +177,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How many prompts a rollout asks and how many steps it serves (DESIGN: a rollout and its steps).
+    """How many prompts a rollout asks and how many steps it serves.
 
     A rollout has `num_prompts x num_generations` rows; each pass over it makes `steps_per_pass` steps of
     `rows_per_step` rows, and there are `num_iterations` passes. `max_refills` is how often dynamic sampling asks again (0: never).
@@ -202,7 +202,7 @@ class RolloutSettings:
 
 
 def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
-    """The sizes of a rollout; ArgumentError where it does not hold whole groups, or does not serve whole steps."""
+    """Return the sizes of a rollout; ArgumentError where it does not hold whole groups, or does not serve whole steps."""
     batch, accumulation = args.per_device_train_batch_size * world_size, args.gradient_accumulation_steps
     per_generation = _steps_per_generation(args, batch)
     rows = batch * per_generation
@@ -242,7 +242,7 @@ def _steps_per_generation(args: Any, batch: int) -> int:
 
 
 def resolve_sampling(args: Any) -> Sampling:
-    """How completions are drawn, from the arguments and what of generation_kwargs every engine takes."""
+    """Return how completions are drawn, from the arguments and what of generation_kwargs every engine takes."""
     more = dict(args.generation_kwargs or {})
     unknown = sorted(set(more) - set(EVERY_ENGINE))
     require(
@@ -276,43 +276,40 @@ def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int,
     ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
     strings = (stop,) if isinstance(stop, str) else stop
     require(
-        _is_list(strings, lambda text: isinstance(text, str) and text),
+        isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
         f"generation_kwargs has stop strings {stop!r}: they must be a string, or a list of strings, none of them empty.",
     )
-    require(
-        _is_list(stop_ids, lambda number: isinstance(number, int) and number >= 0),
-        f"generation_kwargs has stop_token_ids={stop_ids!r}: it must be a list of token ids.",
-    )
-    require(
-        _is_list(ends, lambda number: isinstance(number, int) and number >= 0),
-        f"generation_kwargs has eos_token_id={more.get('eos_token_id')!r}: it must be a token id, or a list of token ids.",
-    )
+    for name, ids, words in (("stop_token_ids", stop_ids, ""), ("eos_token_id", ends, "a token id, or ")):
+        require(
+            isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
+            f"generation_kwargs has {name}={more.get(name)!r}: it must be {words}a list of token ids.",
+        )
     return tuple(strings), (*stop_ids, *ends)
 
 
-def _is_list(values: Any, fits: Callable[[Any], Any]) -> bool:
-    return isinstance(values, list | tuple) and all(map(fits, values))
-
-
 def resolve_gather_budget(args: Any) -> int | None:
-    """Bytes, `ALL`, or None: from free memory. ArgumentError where two of the three names contradict each other."""
-    budget, gathers, unwraps_not = (
-        args.gather_budget,
-        args.ds3_gather_for_generation,
-        args.disable_unwrapping_for_generation,
+    """Return bytes, `ALL`, or None: from free memory. ArgumentError where two of the three names contradict each other."""
+    budget = args.gather_budget
+    size = None if budget in (None, "auto") else parse_bytes(budget)
+    require(
+        budget in (None, "auto") or size is not None,
+        f"gather_budget={budget!r} must be 'auto', a number of bytes, or a size such as '8GiB' or '500MB'.",
     )
-    said: dict[str, tuple[Any, int | None]] = {}
-    if budget is not None:
-        said["gather_budget"] = budget, None if budget == "auto" else parse_bytes(budget)
-        if budget != "auto" and said["gather_budget"][1] is None:
-            raise ArgumentError(
-                f"gather_budget={budget!r} must be 'auto', a number of bytes, or a size such as '8GiB' or '500MB'."
-            )
-    if gathers is not None:
-        said["ds3_gather_for_generation"] = gathers, ALL if gathers else 0
-    if unwraps_not is not None:
-        said["disable_unwrapping_for_generation"] = unwraps_not, 0 if unwraps_not else ALL
-    if len({size for _, size in said.values()}) > 1:
-        told = " and ".join(f"{name}={value!r}" for name, (value, _) in said.items())
-        raise ArgumentError(f"{told} contradict each other: keep gather_budget, and remove the others.")
-    return next((size for _, size in said.values()), None)
+    meanings = {
+        "gather_budget": size,
+        "ds3_gather_for_generation": ALL if args.ds3_gather_for_generation else 0,
+        "disable_unwrapping_for_generation": 0 if args.disable_unwrapping_for_generation else ALL,
+    }
+    said = {name: meaning for name, meaning in meanings.items() if getattr(args, name) is not None}
+    told = " and ".join(f"{name}={getattr(args, name)!r}" for name in said)
+    require(len(set(said.values())) <= 1, f"{told} contradict each other: keep gather_budget, and remove the others.")
+    return next(iter(said.values()), None)
+
+
+def parse_bytes(text: int | str) -> int | None:
+    """Return the number of bytes of `8GiB`, `500MB`, `4096`: 1024 to a KiB and 1000 to a KB; None for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

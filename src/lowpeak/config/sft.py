@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from lowpeak.config.declare import (
     ActsWhen,
     at_least,
+    if_on,
     in_algorithm,
     in_data,
     in_model,
@@ -69,7 +70,7 @@ class SFTArguments(OfflineArguments):
     packing_strategy: str = in_data(
         "bfd",
         "With packing: 'bfd', which cuts rows longer than max_length at their end.",
-        acts=ActsWhen(lambda args, facts: args.packing, "packing is off; remove it"),
+        acts=if_on("packing"),
     )
     eval_packing: bool | None = in_data(None, "Changes nothing: evaluation lays rows as training does.")
 

@@ -44,14 +44,14 @@ _CHANGES_LEARNING: dict[str, str] = {
 }
 _CHANGES_NOTHING: dict[str, str] = {
     **dict.fromkeys(
-        ("fp16_full_eval", "bf16_full_eval", "prediction_loss_only", "eval_do_concat_batches", "include_for_metrics"),
-        _EVALUATION,
+        ("fp16_full_eval", "bf16_full_eval", "prediction_loss_only", "eval_do_concat_batches"), _EVALUATION
     ),
-    **dict.fromkeys(("eval_accumulation_steps", "eval_use_gather_object", "batch_eval_metrics"), _EVALUATION),
+    **dict.fromkeys(("include_for_metrics", "eval_accumulation_steps", "eval_use_gather_object"), _EVALUATION),
+    "batch_eval_metrics": _EVALUATION,
     **dict.fromkeys(("dataloader_drop_last", "dataloader_num_workers", "dataloader_persistent_workers"), _NO_LOADER),
     **dict.fromkeys(("dataloader_prefetch_factor", "dataloader_multiprocessing_context"), _NO_LOADER),
-    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
     "dataloader_in_order": _NO_LOADER,
+    **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED),
     "auto_find_batch_size": "it would change the rollout's size; set micro_batch_tokens, which changes memory alone",
     "label_names": _NO_LABELS,
     "liger_kernel_config": "there is no liger kernel to configure; remove it",
@@ -69,12 +69,12 @@ IDLE_INHERITED: dict[str, ActsWhen] = {
     # transformers turns it off itself on CPUs, and a copy by dataclasses.replace() gives it on
     "dataloader_pin_memory": ActsWhen(lambda args, facts: args.use_cpu, _NO_LOADER),
 }
-# Fields of accelerator_config, and the values that ask for nothing.
-_IDLE_OF_ACCELERATE: dict[str, tuple[Any, ...]] = {
-    "split_batches": (False,),
-    "dispatch_batches": (None, False),
-    "even_batches": (True,),
-    "use_seedable_sampler": (True,),
+# Fields of accelerator_config, and the value that asks for nothing; so does None.
+_IDLE_OF_ACCELERATE = {
+    "split_batches": False,
+    "dispatch_batches": False,
+    "even_batches": True,
+    "use_seedable_sampler": True,
 }
 
 _FRACTION = Check(lambda x: 0 <= x < 1, "must be in [0, 1)")
@@ -172,11 +172,9 @@ class CommonArguments:
 class MemorySettings:
     """Sizes that bound memory, and how rows are laid out; None is `auto`, resolved once and then checkpointed.
 
-    Bounds: tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache; and where activations wait.
     `gather_budget` is how many bytes of a sharded model stay gathered while it generates. `frozen_on_host` keeps frozen
-    models in host memory; `idle_on_host` sends what generating does not need there while a rollout is made. `padding_free`
-    False pads rows side by side, and `packing` asks for rows without padding, as True does; `share_prompt` True forwards a
-    prompt once wherever rows have the same.
+    models in host memory; `idle_on_host` sends what generating does not need there while a rollout is made. `packing` asks
+    for rows without padding, as `padding_free` True does.
     """
 
     micro_batch_tokens: int | None = None
@@ -193,17 +191,17 @@ class MemorySettings:
 
 
 def resolve_common(args: Any) -> MemorySettings:
-    """What a trainer without rollouts checks and takes."""
+    """Return what a trainer without rollouts takes, checked."""
     check_values(args)
     return resolve_memory(acting(args, facts_of(args)))
 
 
 def facts_of(args: Any, **known: Any) -> Facts:
-    """What is known before anything loads: beside what the caller knows, the device and what accelerate was configured with."""
+    """Return what is `known` before anything loads, with the device and what accelerate was configured with."""
     idle = {
         f"accelerator_config['{name}']={getattr(args.accelerator_config, name)!r}": _NO_LOADER
-        for name, allowed in _IDLE_OF_ACCELERATE.items()
-        if getattr(args.accelerator_config, name) not in allowed
+        for name, default in _IDLE_OF_ACCELERATE.items()
+        if getattr(args.accelerator_config, name) not in (None, default)
     }
     kwargs = args.accelerator_config.gradient_accumulation_kwargs
     require(
@@ -215,7 +213,7 @@ def facts_of(args: Any, **known: Any) -> Facts:
 
 
 def resolve_memory(args: Any, **computed: Any) -> MemorySettings:
-    """Sizes and layout as the arguments have them; ArgumentError for layouts that contradict each other."""
+    """Return sizes and layout as the arguments have them; ArgumentError for layouts that contradict each other."""
     share_prompt = getattr(args, "share_prompt", False)  # supervised rows have prompts of their own
     require(
         not (share_prompt and args.padding_free is False),

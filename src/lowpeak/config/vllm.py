@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, at_least, in_vllm, one_of, require
-from lowpeak.config.sizes import parse_bytes
+from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, at_least, fill, if_on, in_vllm, one_of, require
+from lowpeak.config.rollout import parse_bytes
 from lowpeak.config.vllm_kwargs import engine_kwargs, sampling_kwargs
 
 SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # in the environment: what a server demands, and what the run gives it
@@ -17,12 +17,10 @@ SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # in the environment: what a server deman
 VllmMode = Literal["colocate", "server"]
 ModelImpl = Literal["vllm", "transformers", "auto"]
 Transport = Literal["auto", "process", "nccl", "tcp"]
-_ANY_ADDRESS = ("0.0.0.0", "::", "")  # a server listens on these; it is reached by another name
-_ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
-USES_VLLM = ActsWhen(lambda args, facts: args.use_vllm, "use_vllm is off; set use_vllm=True or remove it")
-_BOUNDS_COMPLETIONS = ActsWhen(
-    USES_VLLM.holds, "the native engine bounds no completions; set use_vllm=True or remove it", raises=True
+USES_VLLM = if_on("use_vllm")
+_BOUNDS_COMPLETIONS = replace(
+    USES_VLLM, because="the native engine bounds no completions; set use_vllm=True or remove it", raises=True
 )
 _IS_COLOCATED = ActsWhen(
     lambda args, facts: args.vllm_mode == "colocate",
@@ -43,7 +41,6 @@ _NO_URL = ActsWhen(
     "vllm_server_base_url says where it is; remove it",
     raises=True,
 )
-_ASKED = ActsWhen(_IS_SERVED.holds, _IS_SERVED.because, raises=True)
 _PORT = Check(lambda x: x is None or 0 < x < 1 << 16, "must be a port, from 1 to 65535")
 
 
@@ -80,7 +77,9 @@ class VllmArguments:
         None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", acts=_COLOCATED
     )
     vllm_server_base_url: str | list[str] | None = in_vllm(
-        None, "Server: its URL; several, in a list or with commas between, share the prompts.", acts=(USES_VLLM, _ASKED)
+        None,
+        "Server: its URL; several, in a list or with commas between, share the prompts.",
+        acts=(USES_VLLM, replace(_IS_SERVED, raises=True)),
     )
     vllm_server_host: str = in_vllm("0.0.0.0", "Server: its host, where no URL is given.", acts=(*_SERVED, _NO_URL))
     vllm_server_port: int = in_vllm(8000, "Server: its port, where no URL is given.", _PORT, (*_SERVED, _NO_URL))
@@ -196,7 +195,7 @@ class VllmSettings:
 
 
 def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.environ) -> VllmSettings | None:
-    """The settings of vLLM on `world_size` ranks, None for a run without it; ArgumentError for what contradicts itself."""
+    """Return the settings of vLLM on `world_size` ranks, None for a run without it; ArgumentError for what contradicts itself."""
     if not args.use_vllm:
         return None
     colocated = args.vllm_mode == "colocate"
@@ -213,14 +212,18 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
         args.vllm_transport == "auto" or (args.vllm_transport == "process") == colocated,
         f"vllm_transport={args.vllm_transport!r} cannot act with vllm_mode={args.vllm_mode!r}: {remedy}.",
     )
-    return VllmSettings(
-        where=_colocate(args, world_size, environ) if colocated else _server(args, environ),
-        batch_size=args.vllm_batch_size,
-        wave_timeout=args.vllm_wave_timeout,
+    if colocated:
+        where: ColocateSettings | ServerSettings = _colocate(args, world_size, environ)
+    else:
+        token = args.vllm_server_token or environ.get(SERVER_TOKEN) or None
+        where = ServerSettings(_base_urls(args), args.vllm_server_timeout, token, args.vllm_group_port)
+    return fill(
+        VllmSettings,
+        args,
+        "vllm_",
+        where=where,
         bucket_bytes=parse_bytes(args.vllm_bucket_size) or 0,
-        transport=args.vllm_transport,
         verify=args.vllm_verify_weights,
-        adapters=args.vllm_adapters,
         structured_regex=args.vllm_structured_outputs_regex,
         sampling_kwargs=sampling_kwargs(args.generation_kwargs or {}),
     )
@@ -236,11 +239,10 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
     )
     if args.vllm_enable_sleep_mode:
         refuse_expandable(environ)
-    return ColocateSettings(
-        tensor_parallel_size=size,
-        gpu_memory_utilization=args.vllm_gpu_memory_utilization,
-        max_model_length=args.vllm_max_model_length,
-        model_impl=args.vllm_model_impl,
+    return fill(
+        ColocateSettings,
+        args,
+        "vllm_",
         sleeps=args.vllm_enable_sleep_mode,
         kv_cache_bytes=args.kv_cache_bytes,
         engine_kwargs=engine_kwargs(args.vllm_engine_kwargs),
@@ -248,8 +250,8 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
 
 
 def refuse_expandable(environ: Mapping[str, str]) -> None:
-    """ArgumentError where torch's allocator has expandable segments, in which vLLM's pool of sleeping memory cannot be."""
-    for name in _ALLOCATOR:
+    """Raise ArgumentError where torch's allocator has expandable segments, in which vLLM's pool of sleeping memory cannot be."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         words = [word.replace(" ", "").lower() for word in environ.get(name, "").split(",")]
         require(
             "expandable_segments:true" not in words,
@@ -258,19 +260,10 @@ def refuse_expandable(environ: Mapping[str, str]) -> None:
         )
 
 
-def _server(args: Any, environ: Mapping[str, str]) -> ServerSettings:
-    return ServerSettings(
-        base_urls=_base_urls(args),
-        timeout=args.vllm_server_timeout,
-        token=args.vllm_server_token or environ.get(SERVER_TOKEN) or None,
-        group_port=args.vllm_group_port,
-    )
-
-
 def _base_urls(args: Any) -> tuple[str, ...]:
-    given = args.vllm_server_base_url
+    given, host = args.vllm_server_base_url, args.vllm_server_host
     if given is None:
-        host = "127.0.0.1" if args.vllm_server_host in _ANY_ADDRESS else args.vllm_server_host
+        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host  # a server listens there, and is reached here
         url = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
         require(
             _is_url(url),
@@ -296,7 +289,6 @@ def _base_urls(args: Any) -> tuple[str, ...]:
 
 
 def _is_url(url: str) -> bool:
-    """Whether a client can connect to it: http or https, a host without blanks, and a port that is one."""
     try:
         parts = urlsplit(url)
         port = parts.port

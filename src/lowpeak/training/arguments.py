@@ -22,7 +22,6 @@ from lowpeak.config.asked import (
     Cut,
     is_on,
     refuse_fsdp1,
-    refuse_half_precision,
     refuse_other_parallelism,
     require_deepspeed,
     settle_deepspeed,
@@ -56,13 +55,10 @@ _RENAMED = (
 
 
 def refuses_unknown(config: Any) -> Any:
-    """Class decorator: a name that the config does not have is an ArgumentError with the remedy, not a TypeError.
-
-    A config's own `rejected` says it for names that other configs have.
-    """
+    """Decorate a class: a name that the config does not have is an ArgumentError with the remedy, not a TypeError."""
     made = config.__init__
     known = {f.name for f in fields(config) if f.init}
-    rejected = REJECTED | getattr(config, "rejected", {})
+    rejected = REJECTED | getattr(config, "rejected", {})  # names that other configs may have
 
     @functools.wraps(made)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -76,7 +72,7 @@ def refuses_unknown(config: Any) -> Any:
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:
-    """The mapping that the text of an argument is; ArgumentError where it is none."""
+    """Return the mapping that the text of an argument is; ArgumentError where it is none."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:
@@ -89,12 +85,12 @@ def _json_object(name: str, text: str) -> dict[str, Any]:
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Keep transformers from asking accelerate to compile: torch_compile does not act."""
-    before = {name: os.environ.get(name) for name in ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")}
+    names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
+    before = {name: os.environ[name] for name in names if name in os.environ}
     yield
-    for name, value in before.items():
+    for name in names:
         os.environ.pop(name, None)
-        if value is not None:
-            os.environ[name] = value
+    os.environ.update(before)
 
 
 @dataclass(repr=False)
@@ -127,7 +123,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
     @property
     def eval_batch_size(self) -> int:
-        """Rows that transformers reports of an evaluation's batch: a training batch's, unless they are set."""
+        """The rows that transformers reports of an evaluation's batch."""
         return (self.per_device_eval_batch_size or self.per_device_train_batch_size) * max(1, self.n_gpu)
 
     @property
@@ -154,10 +150,9 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return hide_secrets(super().to_dict())
 
     def _settle_sharding(self) -> None:
-        """ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
+        """Raise ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
         loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
         refuse_other_parallelism(os.environ, loading)
-        refuse_half_precision(os.environ)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
         beside = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
         if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:
@@ -172,15 +167,14 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
     def _default_checkpointing(self) -> None:
         """Activation checkpointing on by default, under the name that the installed transformers has for it."""
-        if any(f.name == "activation_checkpointing" for f in fields(TrainingArguments)):
-            for old, new in _RENAMED:
-                if getattr(self, new) is None:
-                    setattr(self, new, getattr(self, old))
-                setattr(self, old, None)
-            if getattr(self, "activation_checkpointing") is None:  # noqa: B009
-                setattr(self, "activation_checkpointing", True)  # noqa: B010
-        elif self.gradient_checkpointing is None:
-            self.gradient_checkpointing = True
+        newer = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
+        for old, new in _RENAMED if newer else ():
+            if getattr(self, new) is None:
+                setattr(self, new, getattr(self, old))
+            setattr(self, old, None)
+        name = "activation_checkpointing" if newer else "gradient_checkpointing"
+        if getattr(self, name) is None:
+            setattr(self, name, True)
 
 
 @dataclass(repr=False)
@@ -229,10 +223,7 @@ class PPOConfig(PPOArguments, OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_mini_batches is not None:
-            require(
-                type(self.num_mini_batches) is int and self.num_mini_batches >= 1,
-                f"num_mini_batches={self.num_mini_batches!r} must be a whole number of at least 1.",
-            )
+            check_range(self, "num_mini_batches")  # used at once
             steps = self.num_mini_batches * self.gradient_accumulation_steps
             self._set_by("num_mini_batches", "steps_per_generation", steps)
         zero = getattr(self, "deepspeed_plugin", None)

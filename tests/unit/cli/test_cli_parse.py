@@ -26,70 +26,47 @@ def write(folder, text):
     return str(path)
 
 
-def test_only_what_was_given_is_passed_on():
-    assert given() == {}
-    assert given("--learning_rate", "1e-6", "--model", "m") == {"learning_rate": 1e-6, "model": "m"}
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", {}),
+        ("--learning_rate 1e-6 --model m", {"learning_rate": 1e-6, "model": "m"}),
+        ("--learning-rate=1e-6 --model a-model-b", {"learning_rate": 1e-6, "model": "a-model-b"}),
+        ("--log_completions --use_peft false", {"log_completions": True, "use_peft": False}),
+        ("--lora_target_modules a b", {"lora_target_modules": ["a", "b"]}),
+        ("--lora_target_modules a --lora_target_modules b", {"lora_target_modules": ["a", "b"]}),
+        ("--seed -1", {"seed": -1}),
+        ("--report_to none --logging_steps 0.5 --warmup_steps 3",
+         {"report_to": "none", "logging_steps": 0.5, "warmup_steps": 3}),
+    ],
+)  # fmt: skip
+def test_only_what_was_given_is_passed_on_with_its_type(words, expected):
+    assert given(*words.split()) == expected
 
 
-def test_the_command_line_overrides_the_file(tmp_path):
-    path = write(tmp_path, "learning_rate: 1e-5\nnum_generations: 4\n")
-    assert given("--config", path, "--learning_rate", "2e-5") == {"learning_rate": 2e-5, "num_generations": 4}
-
-
-def test_of_several_files_a_later_one_overrides_those_before(tmp_path):
+def test_a_later_file_overrides_those_before_and_the_command_line_all(tmp_path):
     first, second = tmp_path / "first.yaml", tmp_path / "second.yaml"
-    first.write_text("learning_rate: 1e-5\nnum_generations: 4\n")
-    second.write_text("learning_rate: 2e-5\nbeta: 0\n")
-    files = given("--config", str(first), "--config", str(second))
-    assert files == {"learning_rate": 2e-5, "num_generations": 4, "beta": 0}
+    first.write_text("learning_rate: 1e-5\nnum_generations: 4\nseed: 1\n")
+    second.write_text("learning_rate: 2e-5\nbeta: 0\nseed: 2\n")
+    files = given("--config", str(first), "--config", str(second), "--seed", "3")
+    assert files == {"learning_rate": 2e-5, "num_generations": 4, "beta": 0, "seed": 3}
 
 
-@pytest.mark.parametrize("argv", [("--hub_token", "X", "S3CRET"), ("--hub-token=X", "S3CRET")])
-def test_a_word_behind_a_token_is_not_repeated(argv):
-    with pytest.raises(ArgumentError, match="--hub_token") as refused:
+@pytest.mark.parametrize(
+    "argv", [("--hub_token", "X", "S3CRET"), ("--hub-token=X", "S3CRET"), ("--config", "run.yaml")]
+)
+def test_a_token_is_not_repeated(argv, tmp_path, monkeypatch):
+    write(tmp_path, "hub_token: {a: S3CRET}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArgumentError, match="hub_token") as refused:
         given(*argv)
     assert "S3CRET" not in str(refused.value)
 
 
-def test_a_token_of_the_wrong_kind_is_not_repeated(tmp_path):
-    with pytest.raises(ArgumentError, match="hub_token") as refused:
-        given("--config", write(tmp_path, "hub_token: {a: S3CRET}"))
-    assert "S3CRET" not in str(refused.value)
-
-
-def test_a_number_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
+def test_a_value_means_the_same_in_the_file_and_on_the_command_line(tmp_path):
     path = write(tmp_path, "learning_rate: 1e-6\neval_strategy: no\nreward_weights: [1, 0.5]\nbeta: 0\n")
     line = given("--learning_rate", "1e-6", "--eval_strategy", "no", "--reward_weights", "1", "0.5", "--beta", "0")
     assert given("--config", path) == line
-
-
-def test_a_value_that_nests_too_deeply_is_an_error():
-    with pytest.raises(ArgumentError, match="--model_init_kwargs"):
-        given("--model_init_kwargs", '{"a": ' + "[" * 100_000)
-
-
-def test_dashes_are_underscores_in_names_and_stay_in_values():
-    assert given("--learning-rate=1e-6", "--model", "a-model-b") == {"learning_rate": 1e-6, "model": "a-model-b"}
-
-
-def test_a_switch_is_on_by_its_name_alone():
-    assert given("--log_completions", "--use_peft", "false") == {"log_completions": True, "use_peft": False}
-
-
-def test_a_list_is_given_at_once_or_one_by_one():
-    assert given("--lora_target_modules", "a", "b") == given("--lora_target_modules", "a", "--lora_target_modules", "b")
-
-
-def test_a_negative_number_is_a_value():
-    assert given("--seed", "-1") == {"seed": -1}
-
-
-def test_the_rest_of_transformers_arguments_are_there():
-    assert given("--report_to", "none", "--logging_steps", "0.5", "--warmup_steps", "3") == {
-        "report_to": "none",
-        "logging_steps": 0.5,
-        "warmup_steps": 3,
-    }
 
 
 @pytest.mark.parametrize(
@@ -97,12 +74,13 @@ def test_the_rest_of_transformers_arguments_are_there():
     [
         (["--learning_rte", "1"], "'learning_rte'.*'learning_rate'"),
         (["--use_liger_loss", "true"], "'use_liger_loss'"),
-        (["--model_name_or_path", "m"], "model_name_or_path.* model"),
+        (["--model_name_or_path", "m"], "'model_name_or_path'.* model"),
         (["--num_generations", "many"], "--num_generations.*'many'"),
         (["--loss_type"], "--loss_type"),
         (["gpt2"], "'gpt2'"),
         (["--config", "nowhere.yaml"], r"nowhere\.yaml"),
         (["--learning", "1"], "'learning'"),
+        (["--model_init_kwargs", '{"a": ' + "[" * 100_000], "--model_init_kwargs"),
     ],
 )
 def test_what_cannot_be_meant_is_one_clear_error(argv, message):
@@ -111,15 +89,15 @@ def test_what_cannot_be_meant_is_one_clear_error(argv, message):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "told"),
     [
-        ("learning_rte: 1", r"run\.yaml.*'learning_rte'.*'learning_rate'"),
-        ("num_generations: 2.5", r"run\.yaml.*num_generations.*2\.5"),
-        ("num_generations: [2]", r"run\.yaml.*num_generations"),
+        ("learning_rte: 1", "'learning_rte'.*'learning_rate'"),
+        ("num_generations: 2.5", r"num_generations.*2\.5"),
+        ("num_generations: [2]", "num_generations"),
     ],
 )
-def test_an_error_in_the_file_names_the_file(tmp_path, text, message):
-    with pytest.raises(ArgumentError, match=message):
+def test_an_error_in_the_file_names_the_file(tmp_path, text, told):
+    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{told}"):
         given("--config", write(tmp_path, text))
 
 

@@ -46,17 +46,15 @@ def test_vllm_gets_what_weight_updates_need():
     command = said()
     assert command[:3] == [sys.executable, "-m", "lowpeak.rollout.vllm.launched"]
     wanted = {
-        "model": "m",
-        "host": "127.0.0.1",
-        "port": "8000",
-        "tensor-parallel-size": "1",
-        "worker-extension-cls": EXTENSION,
-        "logprobs-mode": "raw_logprobs",
-        "generation-config": "vllm",
-    }
+        "model": "m", "host": "127.0.0.1", "port": "8000", "tensor-parallel-size": "1", "worker-extension-cls": EXTENSION,
+        "logprobs-mode": "raw_logprobs", "generation-config": "vllm",
+    }  # fmt: skip
     assert {name: value_of(command, name) for name in wanted} == wanted
     assert {"--enable-prefix-caching", "--enable-scale-out", ADAPTERS} <= set(command)
     assert not {"--dtype", "--kv-cache-memory-bytes"} & set(command)
+    command = said("--tensor-parallel-size", "2", "--dtype=float32", "--devices", "cuda:2,3")
+    assert (value_of(command, "tensor-parallel-size"), value_of(command, "dtype")) == ("2", "float32")
+    assert "--devices" not in command
 
 
 @pytest.mark.parametrize(
@@ -72,12 +70,6 @@ def test_vllms_own_options_pass_through_and_replace_ours(option, ours):
     command = said(*option.split())
     assert option in " ".join(command)
     assert f"--{ours}" not in command
-
-
-def test_ours_are_read_with_dashes_too():
-    command = said("--tensor-parallel-size", "2", "--dtype=float32", "--devices", "cuda:2,3")
-    assert (value_of(command, "tensor-parallel-size"), value_of(command, "dtype")) == ("2", "float32")
-    assert "--devices" not in command
 
 
 def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
@@ -96,11 +88,22 @@ def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     assert "secret" not in " ".join(words(server))
     given = environment(server, environ)
     assert (given[TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
+    with pytest.raises(ArgumentError, match=r"VLLM_API_KEY .*LOWPEAK_SERVER_TOKEN"):  # which guards too little
+        said(environ={"VLLM_API_KEY": "secret"})
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "10.0.0.7", "::"])
-def test_a_server_that_is_given_no_token_makes_one(host):
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8000"),
+        ("0.0.0.0", "http://127.0.0.1:8000"),
+        ("::1", "http://[::1]:8000"),
+        ("box", "http://box:8000"),
+    ],
+)
+def test_a_server_has_an_address_and_a_token_that_it_makes_if_none_is_given(host, url):
     first, second = (read(["--model", "m", "--host", host], {}) for _ in range(2))
+    assert first.url == url
     assert words(first)[-2:] == ["--middleware", GUARD]
     assert environment(first, {})[TOKEN] == first.token
     assert len(first.token) >= 32
@@ -117,44 +120,28 @@ def test_only_the_user_finds_the_servers_token_in_a_file(cache):
                 assert ServerVllm(url).facts() == fake.facts
             with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
                 ServerVllm(fake.url, "another").facts()
+            with pytest.raises(ArgumentError, match=f"--port {fake.port}"):
+                check_port(Server("m", port=fake.port))  # it is taken
         assert not path.exists()
         with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
             ServerVllm(fake.url).facts()
 
 
-def test_a_token_is_given_to_no_other_host(cache):
-    with saved_token(8000, "made"):
-        found = [find_token(host, 8000) for host in ("127.0.0.1", "::1", "box", "10.0.0.7")]
-        assert found == ["made", "made", None, None]
-        assert find_token("127.0.0.1", 8001) is None
-
-
-def test_a_token_is_written_to_a_new_file_alone(cache):
+def test_a_token_is_written_to_a_new_file_alone_for_this_host(cache, monkeypatch):
     """Through no link, not over the token of a server that runs, and nowhere else if the folder is none."""
     with saved_token(8000, "first") as path:
         with pytest.raises(ArgumentError, match=r"8000.*--port"), saved_token(8000, "second"):
             pass
-        assert find_token("127.0.0.1", 8000) == "first"
+        found = [find_token(host, 8000) for host in ("127.0.0.1", "::1", "box", "10.0.0.7")]
+        assert found == ["first", "first", None, None]
+        assert find_token("127.0.0.1", 8001) is None
     (cache / "mine").write_text("precious")
     path.symlink_to(cache / "mine")
-    with pytest.raises(ArgumentError, match="LOWPEAK_SERVER_TOKEN"), saved_token(8000, "second"):
-        pass
+    for folder in (cache, cache / "mine"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+        with pytest.raises(ArgumentError, match="LOWPEAK_SERVER_TOKEN"), saved_token(8000, "second"):
+            pass
     assert (cache / "mine").read_text() == "precious"
-
-
-def test_a_token_that_cannot_be_saved_is_told(cache, monkeypatch):
-    (cache / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "file"))
-    with pytest.raises(ArgumentError, match="LOWPEAK_SERVER_TOKEN"), saved_token(8000, "made"):
-        pass
-
-
-def test_a_port_that_is_taken_is_refused():
-    with (
-        fake_server.serving(fake_server.FakeServer()) as fake,
-        pytest.raises(ArgumentError, match=f"--port {fake.port}"),
-    ):
-        check_port(Server("m", port=fake.port))
 
 
 @pytest.mark.parametrize(
@@ -176,12 +163,7 @@ def test_a_server_that_cannot_start_is_refused_with_its_argument(argv, message):
         said(*argv)
 
 
-def test_vllms_own_key_is_not_taken_for_a_guard():
-    with pytest.raises(ArgumentError, match=r"VLLM_API_KEY .*LOWPEAK_SERVER_TOKEN"):
-        said(environ={"VLLM_API_KEY": "secret"})
-
-
-def test_the_environment_turns_the_routes_on_and_names_the_parent():
+def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
     given = environment(Server("m", devices=("2", "0")), {"CUDA_VISIBLE_DEVICES": "5,6,7", "RANK": "1", "HOME": "h"})
     assert len(given.pop(TOKEN)) == 32
     assert given == {
@@ -192,28 +174,10 @@ def test_the_environment_turns_the_routes_on_and_names_the_parent():
         "VLLM_SERVER_DEV_MODE": "1",
     }
 
-
-def test_what_the_user_set_for_cpus_stands_and_no_device_is_visible_there():
     given = environment(Server("m", devices=("cpu",)), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
     assert (given["VLLM_CPU_OMP_THREADS_BIND"], given["CUDA_VISIBLE_DEVICES"]) == ("0-3", "")
-
-
-def test_a_device_that_is_not_visible_is_refused():
     with pytest.raises(ArgumentError, match=r"CUDA_VISIBLE_DEVICES .*1"):
         environment(Server("m", devices=("1",)), {"CUDA_VISIBLE_DEVICES": "5"})
-
-
-@pytest.mark.parametrize(
-    ("host", "url"),
-    [
-        ("127.0.0.1", "http://127.0.0.1:8000"),
-        ("0.0.0.0", "http://127.0.0.1:8000"),
-        ("::1", "http://[::1]:8000"),
-        ("box", "http://box:8000"),
-    ],
-)
-def test_a_client_on_this_host_finds_it(host, url):
-    assert Server("m", host=host).url == url
 
 
 def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
@@ -285,6 +249,6 @@ def test_a_server_that_ends_by_itself_leaves_no_child_and_is_told(tmp_path):
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
     assert err.startswith("lowpeak: error: ")
-    assert "http://127.0.0.1:1 ended with status 0" in err
+    assert all(each in err for each in ("http://127.0.0.1:1 ", "status 0"))
     assert err.count("\n") == 1
     assert are_gone(pids(tmp_path), 5)

@@ -58,15 +58,19 @@ def argv(folder, *more, reward=True):
     return [*start, "--output_dir", f"{folder}/out", *rewards, *more]
 
 
+def trainer_of(kind, words, library):
+    """The trainer that a command has made and trained."""
+    assert run(kind, words, library) == 0
+    return library.made[-1]
+
+
 @pytest.mark.parametrize("kind", ["grpo", "rloo", "online-dpo"])
 def test_the_trainer_gets_what_a_script_would_give_it(kind, library, folder):
-    assert run(kind, argv(folder, "--learning_rate", "1e-5"), library) == 0
-    (trainer,) = library.made
+    trainer = trainer_of(kind, argv(folder, "--learning_rate", "1e-5"), library)
     assert trainer.keywords["model"] == "m"
     assert trainer.keywords["args"].learning_rate == 1e-5
     assert trainer.keywords["train_dataset"][0] == {"prompt": "0+1?", "answer": "1"}
-    assert trainer.keywords["eval_dataset"] is None
-    assert trainer.keywords["peft_config"] is None
+    assert trainer.keywords["eval_dataset"] is trainer.keywords["peft_config"] is None
     (reward,) = trainer.keywords["reward_funcs"]
     assert reward(completions=["a", "b"]) == [1.0, 1.0]
     assert trainer.asked == [("train", None), "save_model"]
@@ -76,10 +80,9 @@ def test_reward_models_take_two_answers_and_no_reward(library, folder):
     rows = [{"question": f"{i}+1?", "better": str(i + 1), "worse": str(i)} for i in range(10)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     columns = ["--chosen_column", "better", "--rejected_column", "worse"]
-    adapters = ["--use_peft", "--lora_r", "4"]
-    run("reward", argv(folder, *columns, *adapters, "--center_rewards_coefficient", "0.01", reward=False), library)
-    run("reward", argv(folder, *columns, "--conversational", reward=False), library)
-    plain, chat = library.made
+    more = ["--use_peft", "--center_rewards_coefficient", "0.01"]
+    plain = trainer_of("reward", argv(folder, *columns, *more, reward=False), library)
+    chat = trainer_of("reward", argv(folder, *columns, "--conversational", reward=False), library)
     assert plain.keywords["train_dataset"][0] == {"prompt": "0+1?", "chosen": "1", "rejected": "0"}
     assert plain.keywords["args"].center_rewards_coefficient == 0.01
     assert plain.keywords["peft_config"].task_type == "SEQ_CLS"
@@ -94,24 +97,21 @@ def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
     (folder / "pairs.py").write_text(
         "class Judge:\n    def judge(self, prompts, completions):\n        return [0 for _ in prompts]\n\n\nfirst = Judge()\n"
     )
-    run("online-dpo", argv(folder, "--judge", f"{folder}/pairs.py:first", reward=False), library)
-    (trainer,) = library.made
+    trainer = trainer_of("online-dpo", argv(folder, "--judge", f"{folder}/pairs.py:first", reward=False), library)
     assert trainer.keywords["judge"].judge(["p"], [["a", "b"]]) == [0]
     assert trainer.keywords["reward_funcs"] == []
-    with pytest.raises(ArgumentError, match=r"'second'.*pairs\.py"):
-        run("online-dpo", argv(folder, "--judge", f"{folder}/pairs.py:second", reward=False), library)
-    with pytest.raises(ArgumentError, match="'pairs'"):
-        run("online-dpo", argv(folder, "--judge", "pairs", reward=False), library)
+    for judge, told in ((f"{folder}/pairs.py:second", r"'second'.*pairs\.py"), ("pairs", "'pairs'")):
+        with pytest.raises(ArgumentError, match=told):
+            run("online-dpo", argv(folder, "--judge", judge, reward=False), library)
     with pytest.raises(ArgumentError, match="'judge'"):
         run("grpo", argv(folder, "--judge", "pairs"), library)
 
 
 def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):
-    run("online-dpo", argv(folder, "--beta", "0.1", "0.2", "--num_train_epochs", "2"), library)
-    run("online-dpo", argv(folder, "--beta", "0.3"), library)
     (folder / "betas.yaml").write_text("beta: [0.1, 0.4]\n")
-    run("online-dpo", argv(folder, "--config", f"{folder}/betas.yaml"), library)
-    assert [trainer.keywords["args"].beta for trainer in library.made] == [[0.1, 0.2], [0.3], [0.1, 0.4]]
+    given = (["--beta", "0.1", "0.2"], ["--beta", "0.3"], ["--config", f"{folder}/betas.yaml"])
+    found = [trainer_of("online-dpo", argv(folder, *words), library).keywords["args"].beta for words in given]
+    assert found == [[0.1, 0.2], [0.3], [0.1, 0.4]]
 
 
 @pytest.mark.parametrize("name", ["max_length", "reward_model_path"])
@@ -124,36 +124,28 @@ def test_names_of_trls_online_dpo_say_what_to_use_instead(name, library, folder)
 
 
 def test_supervised_training_takes_completions_and_no_reward(library, folder):
-    run("sft", argv(folder, "--completion_column", "answer", reward=False), library)
-    (trainer,) = library.made
+    trainer = trainer_of("sft", argv(folder, "--completion_column", "answer", reward=False), library)
     assert trainer.keywords["train_dataset"][0] == {"prompt": "0+1?", "completion": "1"}
     assert "reward_funcs" not in trainer.keywords
     with pytest.raises(ArgumentError, match="'reward'"):
         run("sft", argv(folder), library)
 
 
-def test_the_evaluation_set_has_its_own_file_and_slice(library, folder):
-    run("grpo", argv(folder, "--eval_dataset", f"{folder}/rows.jsonl", "--eval_split", "test[:3]"), library)
-    assert library.made[0].keywords["eval_dataset"]["prompt"] == ["0+1?", "1+1?", "2+1?"]
+def test_the_evaluation_set_has_its_own_file_and_slice_or_is_a_slice_of_the_training_one(library, folder):
+    own = ["--eval_dataset", f"{folder}/rows.jsonl", "--eval_split", "test[:3]"]
+    for words, prompts in ((own, ["0+1?", "1+1?", "2+1?"]), (["--eval_split", "train[8:]"], ["8+1?", "9+1?"])):
+        trainer = trainer_of("grpo", argv(folder, *words), library)
+        assert trainer.keywords["eval_dataset"]["prompt"] == prompts
 
 
 def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library, folder, caplog):
-    run("grpo", argv(folder, "--dataset_split", "nope", "--dataset_config", "main"), library)
+    trainer = trainer_of("grpo", argv(folder, "--dataset_split", "nope", "--dataset_config", "main"), library)
+    assert len(trainer.keywords["train_dataset"]) == 10
     assert "'nope'" in caplog.text
     assert "dataset_config 'main'" in caplog.text
     caplog.clear()
-    run("grpo", argv(folder, "--dataset_split", "train[:8]"), library)
+    assert len(trainer_of("grpo", argv(folder, "--dataset_split", "train[:8]"), library).keywords["train_dataset"]) == 8
     assert "dataset_config" not in caplog.text
-
-
-def test_a_split_alone_evaluates_on_the_training_data_set_s_own(library, folder):
-    run("grpo", argv(folder, "--eval_split", "train[8:]"), library)
-    assert library.made[0].keywords["eval_dataset"]["prompt"] == ["8+1?", "9+1?"]
-
-
-def test_a_hub_configuration_is_not_asked_of_local_files(library, folder):
-    run("grpo", argv(folder, "--dataset_config", "main"), library)
-    assert len(library.made[0].keywords["train_dataset"]) == 10
 
 
 def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):
@@ -167,41 +159,31 @@ def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, 
     assert library.made[0].asked == []
 
 
-def test_adapters_are_described_for_peft(library, folder):
-    run("grpo", argv(folder, "--use_peft", "--lora_r", "4", "--lora_target_modules", "all-linear"), library)
-    adapters = library.made[0].keywords["peft_config"]
+def test_adapters_are_described_for_peft_and_four_bits_for_from_pretrained(library, folder):
+    more = ["--lora_r", "4", "--lora_target_modules", "all-linear", "--model_init_kwargs", '{"revision": "r"}']
+    keywords = trainer_of("grpo", argv(folder, "--use_peft", "--load_in_4bit", *more), library).keywords
+    adapters, options = keywords["peft_config"], keywords["args"].model_init_kwargs
     assert (adapters.r, adapters.target_modules, adapters.task_type) == (4, "all-linear", "CAUSAL_LM")
-
-
-def test_four_bits_are_asked_of_from_pretrained(library, folder):
-    more = ["--use_peft", "--load_in_4bit", "--model_init_kwargs", '{"revision": "r"}']
-    run("grpo", argv(folder, *more), library)
-    options = library.made[0].keywords["args"].model_init_kwargs
     assert options["revision"] == "r"
     assert options["quantization_config"]["load_in_4bit"] is True
 
 
-def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one(library, folder):
+def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one_and_pushed_on_request(library, folder):
     checkpoint = folder / "out" / "checkpoint-5"
     checkpoint.mkdir(parents=True)
     (checkpoint / "lowpeak_state.json").write_text("{}")
-    run("grpo", argv(folder, "--resume_from_checkpoint", "true"), library)
-    run("grpo", argv(folder, "--resume_from_checkpoint", f"{checkpoint}"), library)
-    assert [trainer.asked[0] for trainer in library.made] == [("train", True), ("train", f"{checkpoint}")]
+    for word, resumed in (("true", True), (f"{checkpoint}", f"{checkpoint}")):
+        trainer = trainer_of("grpo", argv(folder, "--resume_from_checkpoint", word, "--push_to_hub"), library)
+        assert trainer.asked == [("train", resumed), "save_model", ("push_to_hub", None)]  # the hub knows no local file
     assert checkpoint_to_resume("false") is None
-
-
-def test_the_model_is_pushed_when_that_was_asked_for(library, folder):
-    run("grpo", argv(folder, "--push_to_hub"), library)
-    assert library.made[0].asked[-1] == ("push_to_hub", None)  # a local file has no name on the hub
 
 
 @pytest.mark.parametrize(
     ("kind", "words", "message"),
     [
         ("grpo", ["--model", "m"], "--dataset .*--reward"),
-        ("online-dpo", ["--model", "m", "--dataset", "d"], "--reward or --judge"),
-        ("sft", [], "--model and --dataset"),
+        ("online-dpo", ["--model", "m", "--dataset", "d"], "--reward .*--judge"),
+        ("sft", [], "--model .*--dataset"),
         ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--lora_r", "4"], "--lora_r"),
         ("grpo", ["--model", "m", "--dataset", "d", "--reward", "r", "--load_in_4bit"], "--load_in_4bit"),
     ],

@@ -16,6 +16,7 @@ COMMON = ["--use_cpu", "--max_steps", "2", "--per_device_train_batch_size", "8",
 
 @pytest.fixture
 def folder(tmp_path):
+    """A model, rows, a reward, and a place for what is trained."""
     tiny_model().save_pretrained(tmp_path / "model")
     char_tokenizer().save_pretrained(tmp_path / "model")
     rows = [{"prompt": f"{i % 10}+", "completion": f"{i % 10}"} for i in range(16)]
@@ -35,6 +36,13 @@ def rewarded(folder, *more):
     return words(folder, "--reward", f"{folder}/judge.py:short", "--max_completion_length", "4", *more)
 
 
+def planned(command, argv, folder, capsys):
+    """What a dry run prints; it writes no model."""
+    assert main([command, *argv, "--dry-run"]) == 0
+    assert not (folder / "out/model.safetensors").exists()
+    return yaml.safe_load(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("command", ["grpo", "rloo", "online-dpo"])
 def test_a_model_is_trained_and_saved(command, folder):
     assert main([command, *rewarded(folder, "--num_generations", "4")]) == 0
@@ -51,8 +59,8 @@ def test_supervised_training_saves_a_model(folder):
 def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
     rows = [{"prompt": f"{i % 10}+", "chosen": f"{i % 10}", "rejected": "77"} for i in range(16)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    assert main(["reward", *words(folder, "--micro_batch_tokens", "64", "--max_length", "16", "--dry-run")]) == 0
-    plan = yaml.safe_load(capsys.readouterr().out)["micro_batches"]
+    sizes = ["--micro_batch_tokens", "64", "--max_length", "16"]
+    plan = planned("reward", words(folder, *sizes), folder, capsys)["micro_batches"]
     assert (plan["rows_per_step"], plan["micro_batches_at_most"]) == (8, 4)
     assert main(["reward", *words(folder, "--eval_dataset", f"{folder}/rows.jsonl", "--eval_strategy", "epoch")]) == 0
     model, report = AutoModelForSequenceClassification.from_pretrained(folder / "out", output_loading_info=True)
@@ -63,41 +71,37 @@ def test_preferences_make_a_causal_model_a_reward_model(folder, capsys):
 def test_a_dry_run_shows_no_token(folder, capsys):
     more = ["--hub_token", "S3CRET", "--eos_token", "9"]
     more += ["--model_init_kwargs", '{"token": "S3CRET", "revision": "main"}']
-    assert main(["sft", *words(folder, *more, "--dry-run")]) == 0
-    text = capsys.readouterr().out
-    shown = yaml.safe_load(text)["arguments"]
+    resolved = planned("sft", words(folder, *more), folder, capsys)
+    shown = resolved["arguments"]
     assert (shown["hub_token"], shown["eos_token"]) == ("<hidden>", "9")
     assert shown["model_init_kwargs"] == {"token": "<hidden>", "revision": "main"}
-    assert "S3CRET" not in text
+    assert "S3CRET" not in str(resolved)
 
 
 @pytest.mark.parametrize("command", ["grpo", "rloo", "ppo", "online-dpo"])
 def test_a_dry_run_resolves_everything_and_writes_no_model(command, folder, capsys):
-    assert main([command, *rewarded(folder, "--num_generations", "4", "--dry-run")]) == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
+    shown = planned(command, rewarded(folder, "--num_generations", "4"), folder, capsys)
     of_critic = 32 if command == "ppo" else 0  # a head
     assert shown["model"]["parameters"] == of_critic + sum(p.numel() for p in tiny_model().parameters())
     assert shown["arguments"]["max_steps"] == 2
     assert shown["micro_batches"]["rows_per_step"] == (4 if command == "online-dpo" else 8)  # two of each group of four
-    assert not (folder / "out/model.safetensors").exists()
 
 
 def test_a_dry_run_of_pairs_plans_pairs(folder, capsys):
     """A pair is not cut, though one of its rows would fit."""
     more = "--num_generations 2 --micro_batch_tokens 8 --padding_free false --share_prompt false"
-    both = rewarded(folder, *more.split())
-    assert main(["online-dpo", *both, "--dry-run"]) == 0
-    plan = yaml.safe_load(capsys.readouterr().out)["micro_batches"]
+    plan = planned("online-dpo", rewarded(folder, *more.split()), folder, capsys)["micro_batches"]
     assert (plan["rows_per_step"], plan["micro_batches_at_most"], plan["rows_per_micro_batch_at_least"]) == (8, 4, 2)
 
 
 def test_a_dry_run_of_supervised_training_resolves_everything_too(folder, capsys):
-    assert main(["sft", *words(folder, "--max_length", "16", "--micro_batch_tokens", "32", "--dry-run")]) == 0
-    shown = yaml.safe_load(capsys.readouterr().out)
-    assert shown["data"]["usable_rows"] == 16
-    assert shown["micro_batches"]["longest_row"] == 16
-    assert shown["micro_batches"]["micro_batches_at_most"] == 8 // (32 // 16)
-    assert not (folder / "out/model.safetensors").exists()
+    shown = planned("sft", words(folder, "--max_length", "16", "--micro_batch_tokens", "32"), folder, capsys)
+    plan = shown["micro_batches"]
+    assert (shown["data"]["usable_rows"], plan["longest_row"], plan["micro_batches_at_most"]) == (
+        16,
+        16,
+        8 // (32 // 16),
+    )
 
 
 @pytest.mark.parametrize(

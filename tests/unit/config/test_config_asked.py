@@ -11,7 +11,6 @@ from lowpeak.config.asked import (
     Cut,
     refuse_axes,
     refuse_other_parallelism,
-    settle_clipping,
     settle_deepspeed,
     settled_cut,
     take_fsdp_over,
@@ -39,16 +38,25 @@ def test_hybrid_sharding_cuts_no_tensors():
     refuse_other_parallelism({}, {"dtype": "auto", "tp_plan": None})
 
 
-def test_tensor_parallelism_is_asked_of_accelerate_and_fills_the_processes():
-    environ = {**ON, "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4"}
-    assert settled_cut({**environ, "WORLD_SIZE": "8"}, None) == Cut(2, 4)
+TENSORS = {**ON, "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "WORLD_SIZE": "8"}
+
+
+def test_tensor_parallelism_is_asked_of_accelerate():
+    assert settled_cut(TENSORS, None) == Cut(2, 4)
     assert settled_cut({"WORLD_SIZE": "2"}, SimpleNamespace(tp_size=2, dp_shard_size=1)) == Cut(2, 1)
-    with pytest.raises(ArgumentError, match=r"tp_size=2 and dp_shard_size=4 in .* 4 processes"):
-        settled_cut({**environ, "WORLD_SIZE": "4"}, None)
-    with pytest.raises(ArgumentError, match=r"DeepSpeed"):
-        settled_cut({**environ, "WORLD_SIZE": "8"}, None, "DeepSpeed")
-    with pytest.raises(ArgumentError, match=r"dp_replicate_size"):
-        settled_cut({**environ, "WORLD_SIZE": "8", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "beside", "told"),
+    [
+        ({"WORLD_SIZE": "4"}, "", "tp_size=2.* dp_shard_size=4 .* 4 "),
+        ({}, "DeepSpeed", "DeepSpeed"),
+        ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "", "dp_replicate_size"),
+    ],
+)
+def test_tensor_parallelism_fills_the_processes_with_fsdp2_alone(changes, beside, told):
+    with pytest.raises(ArgumentError, match=told):
+        settled_cut(TENSORS | changes, None, beside)
 
 
 def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
@@ -59,50 +67,40 @@ def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
         take_fsdp_over({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"})
 
 
-def test_megatron_and_a_model_that_is_cut_where_it_loads_are_refused():
-    with pytest.raises(ArgumentError, match="Megatron-LM"):
-        refuse_other_parallelism({"ACCELERATE_USE_MEGATRON_LM": "true"}, {})
-    with pytest.raises(ArgumentError, match="model_init_kwargs has tp_plan"):
-        refuse_other_parallelism({}, {"tp_plan": "auto"})
-
-
-@pytest.mark.parametrize("config", [{}, {"gradient_clipping": "auto"}, {"gradient_clipping": 0.25}])
-def test_the_run_s_own_gradient_norm_clips_under_deepspeed(config):
-    settled = dict(config)
-    settle_clipping(settled, 0.25)
-    assert settled == {"gradient_clipping": 0.25}
-
-
-def test_a_clipping_of_the_config_s_own_is_an_error_where_it_differs():
-    with pytest.raises(ArgumentError, match=r"gradient_clipping=1.0 .* max_grad_norm=0.25"):
-        settle_clipping({"gradient_clipping": 1.0}, 0.25)
+@pytest.mark.parametrize(
+    ("environ", "loading", "told"),
+    [
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, {}, "Megatron-LM"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8"}, {}, "mixed_precision: fp8"),
+        ({}, {"tp_plan": "auto"}, "model_init_kwargs .*tp_plan"),
+    ],
+)
+def test_what_of_accelerate_or_of_loading_lowpeak_does_not_run_is_refused(environ, loading, told):
+    with pytest.raises(ArgumentError, match=told):
+        refuse_other_parallelism(environ, loading)
 
 
 RUN = SimpleNamespace(
-    max_grad_norm=0.25,
-    per_device_train_batch_size=8,
-    gradient_accumulation_steps=4,
-    world_size=2,
-    hf_deepspeed_config=None,
-)
+    max_grad_norm=0.25, per_device_train_batch_size=8, gradient_accumulation_steps=4, world_size=2, hf_deepspeed_config=None
+)  # fmt: skip
+SAME = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "train_batch_size": 64}
 
 
-@pytest.mark.parametrize(
-    "batches", [{}, {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "train_batch_size": 64}]
-)
-def test_batches_of_deepspeed_s_config_may_say_what_the_arguments_do(batches):
-    settled = {"zero_optimization": {"stage": 2}, **batches}
+@pytest.mark.parametrize("own", [{}, {"gradient_clipping": "auto"}, {"gradient_clipping": 0.25}, SAME], ids=str)
+def test_deepspeeds_config_may_say_what_the_run_does(own):
+    settled = {"zero_optimization": {"stage": 2}, **own}
     settle_deepspeed(settled, RUN)
-    assert settled == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25, **dict.fromkeys(batches, "auto")}
+    batches = dict.fromkeys(own.keys() & SAME.keys(), "auto")
+    assert settled == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25, **batches}
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"gradient_clipping": 1.0}, "gradient_clipping=1.0 .* max_grad_norm=0.25"),
         ({"train_batch_size": 16}, "train_batch_size=16, .* 64"),
         ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps=1, .* 4"),
-        ({"zero_optimization": {"stage": 0}}, "stage 0: "),
-        ({"zero_optimization": {"stage": 7}}, "stage 7: "),
+        *(({"zero_optimization": {"stage": stage}}, f"stage {stage}: ") for stage in (0, 7)),
         ({"zero_optimization": None}, "stage 0: "),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import idle_arguments
+from lowpeak.config.check import idle_arguments, tell_idle
 from lowpeak.config.correction import CORRECTION
 from lowpeak.config.declare import Facts
 from lowpeak.config.grpo import resolve_grpo
@@ -65,38 +65,30 @@ def resolved(folder, config=GRPOConfig, **said):
         (GRPOConfig, SERVED, {"offload_during_rollout": True}, "servers"),
         (GRPOConfig, {**VLLM, "vllm_importance_sampling_correction": False},
          {"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_correction"),
-        (GRPOConfig, {}, {"epsilon": 0.1}, "num_iterations"),
-        (GRPOConfig, {}, {"epsilon_high": 0.28}, "num_iterations"),
-        (GRPOConfig, {}, {"delta": 0.5}, "num_iterations"),
-        (GRPOConfig, {}, {"importance_sampling_level": "sequence"}, "num_iterations"),
+        *((GRPOConfig, {}, {name: value}, "num_iterations") for name, value in (
+            ("epsilon", 0.1), ("epsilon_high", 0.28), ("delta", 0.5), ("importance_sampling_level", "sequence"))),
         (GRPOConfig, VLLM, {"importance_sampling_level": "sequence"}, "num_iterations"),
         (GRPOConfig, {"beta": 0.1, "use_bias_correction_kl": False}, {"importance_sampling_level": "sequence"}, "num_iterations"),
         (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 4.0}, {"epsilon": 0.1}, "epsilon_high"),
-        (GRPOConfig, {}, {"kl_estimator": "k1"}, "beta"),
-        (GRPOConfig, {}, {"sync_ref_model": True}, "beta"),
-        (GRPOConfig, {}, {"use_bias_correction_kl": False}, "beta"),
+        *((GRPOConfig, {}, {name: value}, "beta") for name, value in (
+            ("kl_estimator", "k1"), ("sync_ref_model", True), ("use_bias_correction_kl", False))),
         (GRPOConfig, {"beta": 0.1}, {"ref_model_sync_steps": 3}, "sync_ref_model"),
         (GRPOConfig, {}, {"entropy_target": 0.5}, "use_adaptive_entropy"),
         (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
         (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
         (GRPOConfig, {}, {"remove_unused_columns": True}, "columns"),
         (GRPOConfig, {}, {"cast_lm_head_to_fp32": True}, "fp32"),
-        (GRPOConfig, {}, {"activation_offloading": True}, "memory"),
-        (GRPOConfig, {}, {"offload_during_rollout": True}, "memory"),
+        *((GRPOConfig, {}, {name: True}, "memory") for name in ("activation_offloading", "offload_during_rollout")),
         (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
         *((GRPOConfig, {}, {name: value}, reason) for name, value, reason in (
             ("dataloader_num_workers", 4, "cursor"), ("torch_compile", True, "recompile"), ("save_on_each_node", True, "folder"),
             ("auto_find_batch_size", True, "micro_batch_tokens"), ("eval_accumulation_steps", 2, "evaluation"))),
-        (GRPOConfig, {}, {"accelerator_config": {"split_batches": True}}, "cursor"),
-        (GRPOConfig, {}, {"accelerator_config": {"dispatch_batches": True}}, "cursor"),
-        (GRPOConfig, {}, {"accelerator_config": {"even_batches": False}}, "cursor"),
-        (GRPOConfig, {}, {"accelerator_config": {"use_seedable_sampler": False}}, "cursor"),
+        *((GRPOConfig, {}, {"accelerator_config": {name: value}}, "cursor") for name, value in (
+            ("split_batches", True), ("dispatch_batches", True), ("even_batches", False), ("use_seedable_sampler", False))),
         (RLOOConfig, {}, {"epsilon": 0.1}, "num_iterations"),
-        (PPOConfig, {"num_iterations": 1}, {"cliprange": 0.1}, "num_iterations"),
-        (PPOConfig, {"num_iterations": 1}, {"cliprange_value": 0.5}, "num_iterations"),
-        (PPOConfig, {"num_iterations": 1}, {"early_stop_kl": 0.5}, "num_iterations"),
-        (PPOConfig, {"vf_coef": 0.0}, {"cliprange_value": 0.5}, "vf_coef"),
-        (PPOConfig, {"vf_coef": 0.0}, {"value_learning_rate": 0.5}, "vf_coef"),
+        *((PPOConfig, {"num_iterations": 1}, {name: 0.1}, "num_iterations") for name in (
+            "cliprange", "cliprange_value", "early_stop_kl")),
+        *((PPOConfig, {"vf_coef": 0.0}, {name: 0.5}, "vf_coef") for name in ("cliprange_value", "value_learning_rate")),
         (PPOConfig, {"beta": 0.0}, {"kl_target": 1.0}, "beta"),
         (PPOConfig, {}, {"kl_horizon": 5}, "kl_target"),
         (OnlineDPOConfig, {}, {"epsilon": 0.1}, "ratio"),
@@ -147,14 +139,11 @@ def test_an_argument_without_which_a_run_would_mislead_raises(tmp_path, config, 
         resolved(tmp_path, config, **said)
 
 
-def test_each_argument_of_vllm_is_in_the_table_of_those_that_need_it():
-    declared = {f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("vllm_")}
-    assert declared == OTHERWISE.keys() | {"vllm_structured_outputs_regex", "vllm_server_token"}
-
-
-def test_a_token_without_effect_is_not_shown(tmp_path):
+def test_each_argument_of_vllm_is_in_the_table_of_those_that_need_it_or_hidden(tmp_path):
     _, found = resolved(tmp_path, vllm_server_token="S3CRET")
     assert list(found) == ["vllm_server_token=<hidden>"]
+    declared = {f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("vllm_")}
+    assert declared == OTHERWISE.keys() | {"vllm_structured_outputs_regex", "vllm_server_token"}
 
 
 THREE = {"epsilon": 0.1, "kl_estimator": "k1", "dataloader_num_workers": 4}
@@ -162,14 +151,8 @@ THREE = {"epsilon": 0.1, "kl_estimator": "k1", "dataloader_num_workers": 4}
 
 def train(folder, **said):
     tokenizer = char_tokenizer()
-    args = GRPOConfig(
-        output_dir=str(folder),
-        use_cpu=True,
-        report_to="none",
-        per_device_train_batch_size=8,
-        max_completion_length=4,
-        **said,
-    )
+    sizes = {"per_device_train_batch_size": 8, "max_completion_length": 4}
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **sizes, **said)
     return GRPOTrainer(
         model=tiny_model(len(tokenizer)),
         reward_funcs=lambda completions, **columns: [0.0] * len(completions),
@@ -208,8 +191,6 @@ def test_what_models_and_devices_leave_idle_is_named_too(tmp_path, caplog, said)
 
 
 def test_another_rank_than_the_first_says_nothing(tmp_path, caplog):
-    from lowpeak.config.check import tell_idle
-
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1)
     other = dataclasses.make_dataclass("Other", [], bases=(GRPOConfig,), namespace={"process_index": 1})
     tell_idle(other(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1), Facts(num_steps=1))

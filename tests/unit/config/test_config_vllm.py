@@ -29,27 +29,17 @@ def test_without_vllm_there_are_no_settings_and_with_it_trls_defaults(tmp_path):
     assert settings(tmp_path, use_vllm=True) == VllmSettings(ColocateSettings(), wave_timeout=3600.0)
     served = settings(tmp_path, **SERVER)
     assert served == VllmSettings(ServerSettings(("http://127.0.0.1:8000",)), wave_timeout=3600.0)
+    assert served.adapters
     assert (served.mode, settings(tmp_path, use_vllm=True).mode) == ("server", "colocate")
 
 
 def test_a_colocated_engine_takes_its_share_its_lengths_and_its_ranks(tmp_path):
-    found = settings(
-        tmp_path,
-        4,
-        use_vllm=True,
-        vllm_gpu_memory_utilization=0.5,
-        vllm_max_model_length=4096,
-        vllm_tensor_parallel_size=2,
-        vllm_model_impl="transformers",
-        vllm_enable_sleep_mode=True,
-        vllm_engine_kwargs='{"enforce_eager": true}',
-        vllm_adapters=False,
-    )
-    assert not found.adapters
-    assert found.where == ColocateSettings(2, 0.5, 4096, "transformers", True, None, {"enforce_eager": True})
-
-
-def test_a_colocated_engine_has_a_cache_of_so_many_bytes_or_a_share_of_its_device(tmp_path):
+    said = {
+        "vllm_gpu_memory_utilization": 0.5, "vllm_max_model_length": 4096, "vllm_tensor_parallel_size": 2,
+        "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True, "vllm_engine_kwargs": '{"enforce_eager": true}',
+    }  # fmt: skip
+    found = settings(tmp_path, 4, use_vllm=True, **said).where
+    assert found == ColocateSettings(2, 0.5, 4096, "transformers", True, None, {"enforce_eager": True})
     assert settings(tmp_path, use_vllm=True, kv_cache_bytes=1 << 20).where == ColocateSettings(kv_cache_bytes=1 << 20)
 
 
@@ -76,30 +66,16 @@ def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
     assert "secret" not in str(config(tmp_path, **SERVER, vllm_server_token="secret").to_dict())
 
 
-def test_adapters_can_be_turned_off_for_servers_too(tmp_path):
-    assert settings(tmp_path, **SERVER).adapters
-    assert not settings(tmp_path, **SERVER, vllm_adapters=False).adapters
-
-
 def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
     said = {
-        "vllm_batch_size": 7,
-        "vllm_wave_timeout": 9.0,
-        "vllm_bucket_size": "2MiB",
-        "vllm_verify_weights": False,
-        "vllm_adapters": False,
-    }
-    more = {"vllm_structured_outputs_regex": "[0-9]+", "generation_kwargs": {"seed": 3, "min_tokens": 2}}
+        "vllm_batch_size": 7, "vllm_wave_timeout": 9.0, "vllm_bucket_size": "2MiB", "vllm_verify_weights": False,
+        "vllm_adapters": False, "vllm_structured_outputs_regex": "[0-9]+",
+        "generation_kwargs": {"seed": 3, "min_tokens": 2, "logit_bias": {"7": 1}},
+    }  # fmt: skip
     for mode, transport in (("colocate", "process"), ("server", "tcp")):
-        found = settings(tmp_path, use_vllm=True, vllm_mode=mode, vllm_transport=transport, **said, **more)
-        assert (found.batch_size, found.wave_timeout, found.bucket_bytes, found.transport) == (
-            7,
-            9.0,
-            2 << 20,
-            transport,
-        )
-        assert (found.verify, found.adapters, found.structured_regex) == (False, False, "[0-9]+")
-        assert found.sampling_kwargs == {"min_tokens": 2}
+        found = settings(tmp_path, use_vllm=True, vllm_mode=mode, vllm_transport=transport, **said)
+        more = {"min_tokens": 2, "logit_bias": {7: 1.0}}
+        assert found == VllmSettings(found.where, 7, 9.0, 2 << 20, transport, False, False, "[0-9]+", more)
 
 
 @pytest.mark.parametrize(
@@ -114,19 +90,15 @@ def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
             ("a:1", "'a:1'"), ("http://a:1,http://a:1/", "http://a:1"), ([], ""), ("http://a:banana", "banana"),
             ("http://a:99999", "99999"), ("http://a b:1", "a b"))),
         *(({"vllm_server_host": host, "vllm_mode": "server"}, f"vllm_server_host='{host}'") for host in ("http://a", "a b")),
-        ({"vllm_bucket_size": "64 sheep"}, "vllm_bucket_size='64 sheep'"),
-        ({"vllm_bucket_size": 0}, "vllm_bucket_size=0"),
-        ({"generation_kwargs": {"banana": 4}}, "generation_kwargs.*banana"),
-        ({"generation_kwargs": {"ignore_eos": True}}, "generation_kwargs.*ignore_eos"),
-        ({"generation_kwargs": {"repetition_detection": {}}}, "generation_kwargs.*repetition_detection"),
+        *(({"vllm_bucket_size": size}, f"vllm_bucket_size={size!r}") for size in ("64 sheep", 0)),
+        *(({"generation_kwargs": {name: 4}}, f"generation_kwargs.*{told}") for name, told in (
+            ("banana", "banana.*min_tokens"), ("ignore_eos", "max_completion_length"), ("n", "num_generations"),
+            ("repetition_detection", "repetition_detection"), ("logprobs", "logprobs"))),
         *(({"generation_kwargs": {"logit_bias": bias}}, "generation_kwargs.*logit_bias=") for bias in (
             {"a": 1}, {"1": "x"}, {"1": None})),
-        ({"generation_kwargs": {"n": 4}}, "generation_kwargs.*num_generations"),
-        ({"generation_kwargs": {"logprobs": 4}}, "generation_kwargs.*logprobs"),
-        ({"vllm_engine_kwargs": {"tensor_parallel_size": 2}}, "vllm_engine_kwargs.*vllm_tensor_parallel_size"),
-        ({"vllm_engine_kwargs": {"load_format": "auto"}}, "vllm_engine_kwargs.*load_format"),
-        ({"vllm_engine_kwargs": "banana"}, "vllm_engine_kwargs"),
-        ({"vllm_engine_kwargs": "[1]"}, "vllm_engine_kwargs"),
+        *(({"vllm_engine_kwargs": said}, f"vllm_engine_kwargs.*{told}") for said, told in (
+            ({"tensor_parallel_size": 2}, "vllm_tensor_parallel_size"), ({"load_format": "auto"}, "load_format"), ("banana", ""),
+            ("[1]", ""))),
         ({"vllm_mode": "sever"}, "vllm_mode='sever'.*'colocate', 'server'"),
         ({"vllm_structured_outputs_regex": ""}, "vllm_structured_outputs_regex=''"),
         ({"vllm_server_port": 70000}, "vllm_server_port=70000"),
@@ -155,46 +127,32 @@ def correction(tmp_path, kind=GRPOConfig, resolve=resolve_grpo, **changes):
     return resolve(args, resolve_online(args, 1, 1)).correction
 
 
-def test_the_correction_is_trls_with_vllm_and_none_without(tmp_path):
-    assert correction(tmp_path) is None
-    assert correction(tmp_path, use_vllm=True) == Correction(True, True, None, 3.0)
-    assert correction(tmp_path, RLOOConfig, resolve_rloo, use_vllm=True) == Correction(True, True, None, 3.0)
-    assert correction(tmp_path, use_vllm=True, vllm_importance_sampling_correction=False) is None
+RLOO = (RLOOConfig, resolve_rloo)
+BOUNDS = {"clip_max": 2.0, "clip_min": 0.5}
 
 
 @pytest.mark.parametrize(
-    ("mode", "per_sequence", "masks"),
+    ("kind", "changes", "expected"),
     [
-        ("token_truncate", False, False),
-        ("token_mask", False, True),
-        ("sequence_truncate", True, False),
-        ("sequence_mask", True, True),
+        ((), {}, Correction(True, True, None, 3.0)),
+        (RLOO, {}, Correction(True, True, None, 3.0)),
+        ((), {"correction": False}, None),
+        ((), {"mode": "token_truncate", **BOUNDS}, Correction(False, False, 0.5, 2.0)),
+        ((), {"mode": "token_mask", **BOUNDS}, Correction(False, True, 0.5, 2.0)),
+        ((), {"mode": "sequence_truncate", **BOUNDS}, Correction(True, False, 0.5, 2.0)),
+        ((), {"mode": "sequence_mask", **BOUNDS}, Correction(True, True, 0.5, 2.0)),
+        ((), {"clip_min": 3.0}, r"clip_min=3\.0 .*clip_max=3\.0"),
+        ((), {"mode": "token_truncate", "clip_max": None}, "mode='token_truncate'.*clip_max"),
+        (RLOO, {"mode": "token_mask"}, "vllm_importance_sampling_mode='token_mask'.*sequence_mask"),
+        ((), {"cap": 2.0}, "vllm_importance_sampling_cap.*vllm_importance_sampling_clip_max"),  # TRL's older name
     ],
+    ids=str,
 )
-def test_the_correction_has_four_modes_and_two_bounds(tmp_path, mode, per_sequence, masks):
-    bounds = {"vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5}
-    found = correction(tmp_path, use_vllm=True, vllm_importance_sampling_mode=mode, **bounds)
-    assert found == Correction(per_sequence, masks, 0.5, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"clip_min": 3.0}, r"clip_min=3\.0 .*clip_max=3\.0"),
-        ({"mode": "token_truncate", "clip_max": None}, "mode='token_truncate'.*clip_max"),
-    ],
-)
-def test_a_correction_that_corrects_nothing_raises(tmp_path, changes, words):
+def test_the_correction_is_trls_in_four_modes_with_bounds_that_bind(tmp_path, kind, changes, expected):
     named = {f"vllm_importance_sampling_{name}": value for name, value in changes.items()}
-    with pytest.raises(ArgumentError, match=words):
-        correction(tmp_path, use_vllm=True, **named)
-
-
-def test_rloo_is_corrected_by_the_completion(tmp_path):
-    with pytest.raises(ArgumentError, match=r"vllm_importance_sampling_mode='token_mask'.*sequence_mask"):
-        correction(tmp_path, RLOOConfig, resolve_rloo, use_vllm=True, vllm_importance_sampling_mode="token_mask")
-
-
-def test_trls_older_name_of_the_bound_is_told_the_newer_one(tmp_path):
-    with pytest.raises(ArgumentError, match=r"vllm_importance_sampling_cap.*vllm_importance_sampling_clip_max"):
-        config(tmp_path, vllm_importance_sampling_cap=2.0)
+    if not isinstance(expected, str):
+        assert correction(tmp_path, *kind, use_vllm=True, **named) == expected
+        assert correction(tmp_path, *kind) is None
+        return
+    with pytest.raises(ArgumentError, match=expected):
+        correction(tmp_path, *kind, use_vllm=True, **named)
