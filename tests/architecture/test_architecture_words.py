@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from architecture.sources import ROOT, tree_of
 
 ENGLISH = re.compile(r"\b[a-z]{2,} [a-z]{2,}\b")  # two neighbouring plain words
-# Folders whose patterns are not free of it yet; a folder goes from here with its last one.
-NOT_YET = ("unit", "with_vllm")
 
 
 def english(tree: ast.AST) -> Iterator[str]:
@@ -27,7 +25,7 @@ def test_no_pattern_of_an_error_holds_english():
     found = [
         f"{path.relative_to(tests)}:{text}"
         for path in sorted(tests.rglob("*.py"))
-        if path.relative_to(tests).parts[0] not in ("architecture", *NOT_YET)
+        if path.relative_to(tests).parts[0] != "architecture"
         for text in english(tree_of(path))
     ]
     assert found == []

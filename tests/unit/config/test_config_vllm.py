@@ -146,7 +146,7 @@ BOUNDS = {"clip_max": 2.0, "clip_min": 0.5}
         (RLOO, {"mode": "token_mask"}, "vllm_importance_sampling_mode='token_mask'.*sequence_mask"),
         ((), {"cap": 2.0}, "vllm_importance_sampling_cap.*vllm_importance_sampling_clip_max"),  # TRL's older name
     ],
-    ids=str,
+    ids=lambda part: part[0].__name__ if isinstance(part, tuple) and part else str(part),
 )
 def test_the_correction_is_trls_in_four_modes_with_bounds_that_bind(tmp_path, kind, changes, expected):
     named = {f"vllm_importance_sampling_{name}": value for name, value in changes.items()}
