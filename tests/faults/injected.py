@@ -1,0 +1,255 @@
+"""Break the source in 41 ways, one at a time, and name the test that notices: `python tests/faults/injected.py [part of a name]`.
+
+Run it in a clean checkout, before and after tests are rewritten: a fault that passes is a hole. It takes about an hour.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+ALGORITHMS, BATCHING, ROLLOUT = "tests/unit/algorithms", "tests/unit/batching", "tests/unit/rollout"
+CORE = "tests/unit/logprobs tests/parity"
+REWARDS, DATA, TRAINING = "tests/unit/rewards", "tests/unit/data", "tests/unit/training"
+CHECKPOINTS = (
+    "tests/unit/checkpoint tests/faults/test_faults_damage.py tests/distributed/test_distributed_checkpoints.py"
+)
+SHARDS = "tests/unit/strategies tests/distributed/test_distributed_generation.py tests/distributed/test_distributed_checkpoints.py"
+ARGUMENTS = (
+    "tests/unit/config tests/unit/training/test_training_arguments.py tests/unit/training/test_training_bad_input.py"
+)
+
+# What is wrong, the text that is replaced wherever it stands, by what, and the tests in the order of their speed.
+FAULTS = [
+    (
+        "surrogate takes the maximum",
+        "-torch.minimum(bounded * advantages, clipped * advantages)",
+        "-torch.maximum(bounded * advantages, clipped * advantages)",
+        ALGORITHMS,
+    ),
+    (
+        "the lower clip is the upper one",
+        "ratio.clamp(1.0 - clip_low, 1.0 + clip_high)",
+        "ratio.clamp(1.0 - clip_high, 1.0 + clip_high)",
+        ALGORITHMS,
+    ),
+    (
+        "CISPO's weight keeps a gradient",
+        "-ratio.detach().clamp(max=1.0 + clip_high)",
+        "-ratio.clamp(max=1.0 + clip_high)",
+        ALGORITHMS,
+    ),
+    ("k3 with a wrong sign", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(-log_ratio) - log_ratio", ALGORITHMS),
+    ("GAE forgets gamma in its recursion", "+ gamma * gae_lambda * running_N", "+ gae_lambda * running_N", ALGORITHMS),
+    (
+        "dr_grpo divides by the row's length",
+        "1.0 / (max_length * counts.num_rows)",
+        "1.0 / (length * counts.num_rows)",
+        ALGORITHMS,
+    ),
+    ("leave-one-out without n / (n - 1)", "num_scored / (num_scored - 1) if", "num_scored / num_scored if", ALGORITHMS),
+    (
+        "the bias-corrected KL lacks its ratio",
+        "kl_T * ratio_T if settings.bias_corrected_kl",
+        "kl_T if settings.bias_corrected_kl",
+        ALGORITHMS,
+    ),
+    (
+        "PPO penalises completions that ended",
+        'settings.missing_eos_penalty if record.completion.finish_reason != "stop"',
+        'settings.missing_eos_penalty if record.completion.finish_reason == "stop"',
+        ALGORITHMS,
+    ),
+    (
+        "the clipped value loss takes the minimum",
+        "torch.maximum(loss_T, (_clipped(",
+        "torch.minimum(loss_T, (_clipped(",
+        ALGORITHMS,
+    ),
+    (
+        "the adaptive KL is steered the wrong way",
+        'metrics["objective/kl"] / adaptive.target - 1.0',
+        '1.0 - metrics["objective/kl"] / adaptive.target',
+        ALGORITHMS,
+    ),
+    ("DPO's logit without beta", "-logsigmoid(beta * logit_U)", "-logsigmoid(logit_U)", ALGORITHMS),
+    (
+        "a masked correction weighs 1",
+        "weight > correction.maximum, 0.0, weight",
+        "weight > correction.maximum, 1.0, weight",
+        ALGORITHMS,
+    ),
+    (
+        "old log-probs are not used",
+        "logprobs_T.detach() if tokens.old_T is None else tokens.old_T",
+        "logprobs_T.detach()",
+        ALGORITHMS,
+    ),
+    ("ranks are balanced by count, not tokens", "(load + costs[index], rank)", "(load + 1, rank)", BATCHING),
+    (
+        "a filling micro-batch weighs 1",
+        "TokenBatch(one, 1, zero, zero,",
+        "TokenBatch(one, 1, zero + 1, zero,",
+        BATCHING,
+    ),
+    (
+        "a step counts a row too many",
+        "StepCounts(len(rows), sum(",
+        "StepCounts(len(rows) + 1, sum(",
+        f"{BATCHING} {TRAINING}",
+    ),
+    ("soft-cap's slope with a wrong sign", "slope_RV.square_().neg_().add_(1.0)", "slope_RV.square_().add_(1.0)", CORE),
+    (
+        "the entropy's sum is off by a thousandth",
+        "shifted_RV.mul_(exp_RV).sum(-1)",
+        "shifted_RV.mul_(exp_RV).sum(-1) * 1.001",
+        CORE,
+    ),
+    (
+        "a completion's draws depend on its wave",
+        "self._sampling.first_completion + completion for",
+        "completion for",
+        ROLLOUT,
+    ),
+    (
+        "the repetition penalty favours seen tokens",
+        "torch.where(seen_NL < 0, seen_NL * penalty",
+        "torch.where(seen_NL > 0, seen_NL * penalty",
+        ROLLOUT,
+    ),
+    (
+        "top-p keeps what it should drop",
+        "(values_NR.softmax(dim=-1)) <= 1 - top_p",
+        "(values_NR.softmax(dim=-1)) <= (1 - top_p) / 2",
+        ROLLOUT,
+    ),
+    (
+        "cut completions are said to have stopped",
+        '"stop" if ended else "length"',
+        '"length" if ended else "stop"',
+        ROLLOUT,
+    ),
+    (
+        "slots forget the completion's tokens",
+        "self.max_tokens // (longest + self._max_new_tokens)",
+        "self.max_tokens // longest",
+        ROLLOUT,
+    ),
+    (
+        "the checksum forgets a row's sum",
+        "self._rows[first // ROW_BYTES] += words.sum()",
+        "self._rows[first // ROW_BYTES] += 0",
+        ROLLOUT,
+    ),
+    (
+        "a tensor that did not arrive whole passes",
+        "if lost and not shared:",
+        "if False and lost and not shared:",
+        ROLLOUT,
+    ),
+    (
+        "one wave too many",
+        "num_waves = -(-len(ordered) // capacity)",
+        "num_waves = len(ordered) // capacity + 1",
+        ROLLOUT,
+    ),
+    (
+        "any token opens the server",
+        "len(given) == 1 and hmac.compare_digest(given[0], self._expected)",
+        "len(given) == 1",
+        ROLLOUT,
+    ),
+    ("a minus after a currency sign is lost", 'number["minus"] or number["minus_2"]', 'number["minus"]', REWARDS),
+    (
+        "the overlong punishment is too small",
+        "(self.max_length - self.cache - length) / self.cache",
+        "(self.max_length - self.cache - length) / self.max_length",
+        REWARDS,
+    ),
+    (
+        "failed rewards raise where they should not",
+        'if self.settings.on_failure == "raise":',
+        'if self.settings.on_failure != "raise":',
+        REWARDS,
+    ),
+    (
+        "a resumed cursor miscounts its epoch",
+        'self._epoch_serial = state["epoch_serial"]',
+        "self._epoch_serial = self._serial",
+        DATA,
+    ),
+    ("dropped prompts are not counted", "self.num_dropped += 1", "self.num_dropped += 0", DATA),
+    (
+        "the journal loses the step it resumes at",
+        'row["step"] <= step',
+        'row["step"] < step',
+        "tests/unit/test_journal.py tests/unit/checkpoint",
+    ),
+    (
+        "changed bytes of a checkpoint pass",
+        "if _digest(file) != digest:",
+        "if False and _digest(file) != digest:",
+        CHECKPOINTS,
+    ),
+    ("every rollout is shuffled alike", "(seed * 1_000_003 + rollout.number)", "(seed * 1_000_003)", TRAINING),
+    (
+        "gradients are not scaled by the ranks",
+        "strategy.backward(loss * strategy.ranks.world_size, last)",
+        "strategy.backward(loss, last)",
+        "tests/distributed/test_distributed_numbers.py",
+    ),
+    (
+        "a broadcast range begins one value late",
+        "self.local[first - owner * self.chunk : last - owner * self.chunk]",
+        "self.local[first - owner * self.chunk + (owner > 0) : last - owner * self.chunk + (owner > 0)]",
+        SHARDS,
+    ),
+    (
+        "ZeRO's fp32 weights are not loaded into the model",
+        "local[: master.count].copy_(master.cut(master.flat).values)",
+        "local[: master.count]",
+        CHECKPOINTS,
+    ),
+    (
+        "top_p=0 is taken",
+        'lambda x: 0 < x <= 1, "must be in (0, 1]"',
+        'lambda x: 0 <= x <= 1, "must be in (0, 1]"',
+        ARGUMENTS,
+    ),
+    ("a rollout may split a group", "rows % args.num_generations == 0", "True", ARGUMENTS),
+]
+
+
+def caught_by(old: str, new: str, tests: str) -> str | None:
+    """The first test that fails with the fault in, None if all pass."""
+    texts = {file: text for file in ROOT.glob("src/lowpeak/**/*.py") if old in (text := file.read_text())}
+    assert texts, f"the source no longer has {old!r}: say the fault in its present words"
+    try:
+        for file, text in texts.items():
+            file.write_text(text.replace(old, new))
+        for part in tests.split():
+            command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", part]
+            run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+            failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            if failed:
+                return failed[0]
+    finally:
+        for file, text in texts.items():
+            file.write_text(text)
+    return None
+
+
+def main() -> None:
+    missed = []
+    for name, old, new, tests in FAULTS:
+        if all(part in name for part in sys.argv[1:]):
+            found = caught_by(old, new, tests)
+            missed += [] if found else [name]
+            print(f"{name}: {found or 'MISSED'}", flush=True)
+    sys.exit(f"not caught: {', '.join(missed)}" if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
