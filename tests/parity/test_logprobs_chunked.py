@@ -196,7 +196,7 @@ def test_half_precision_is_no_further_from_the_exact_values_than_naive_half_prec
     loss, logprobs, _ = way(leaves, targets, weights, SETTINGS[name])
     assert logprobs.dtype == torch.float32
     assert_close_to_largest(logprobs.double(), true_logprobs, 2e-6)
-    assert (naive_values - true_logprobs).abs().max() > 1e-3  # what rounding logits would cost
+    assert (naive_values - true_logprobs).abs().max() > 2e-4  # what rounding logits costs, in fp16 least
     truth = gradients(true_loss, exact)
     for ours, theirs, true in zip(gradients(loss, leaves), gradients(naive, leaves), truth, strict=True):
         assert ours.dtype == dtype
