@@ -74,7 +74,7 @@ def plain_rloo(s: RLOOSettings, rows: Sequence[Row], *, weighed: bool = False) -
     for row in rows:
         if not len(row.logprobs):
             continue
-        ratio = (row.logprobs.sum() - row.old.sum()).exp()
+        ratio = (row.logprobs.double().sum() - row.old.double().sum()).exp()
         bound = torch.tensor(1 + s.clip_high if row.advantage >= 0 else 1 - s.clip_low, dtype=torch.float64)
         weight = row.mask[0] if weighed else 1.0
         total = total - weight * (min(ratio, bound) if row.advantage >= 0 else max(ratio, bound)) * row.advantage
