@@ -66,7 +66,7 @@ quickstart:
 	$(BIN)/python examples/quickstart.py --algorithm $(ALGORITHM) --seed $(SEED)
 
 check:
-	@echo "make check: about 2 minutes on two cores"
+	@echo "make check: about 90 seconds on two cores"
 	@$(MAKE) --no-print-directory lint types
 	$(PYTEST) $(BY_FILE) -m "not processes" tests/architecture tests/unit
 
@@ -83,12 +83,12 @@ types: $(READY)
 	$(BIN)/mypy
 
 test-kernels:
-	@echo "make test-kernels: about 2 minutes on two cores"
+	@echo "make test-kernels: about a minute on two cores"
 	@$(MAKE) --no-print-directory $(READY)
 	$(KERNELS) $(PYTEST) --dist worksteal $(NUMBERS)
 
 test-vllm:
-	@echo "make test-vllm: about 8 minutes on two cores"
+	@echo "make test-vllm: about 5 minutes on two cores, and 3 to install"
 	@$(MAKE) --no-print-directory $(VLLM_READY)
 	TORCH_EXTENSIONS_DIR="$(CURDIR)/$(VLLM)/extensions" PATH="$(CURDIR)/$(VLLM)/bin:$$PATH" OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind VLLM_LOGGING_LEVEL=ERROR \
 		$(VLLM)/bin/python -m pytest -n $(WORKERS) --dist loadfile tests/with_vllm

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +26,7 @@ Item = TypeVar("Item")
 
 # What gloo, NCCL and c10d's store say when a peer is gone or late; they raise plain RuntimeErrors.
 _SIGNS = ("gloo", "nccl", "c10d", "tcpstore", "by peer", "broken pipe", "timed out waiting", "collective")
+_DRAIN_SECONDS = 0.2
 
 
 class Failure(NamedTuple):
@@ -192,7 +194,7 @@ def has_group() -> bool:
 
 
 def leave_at_exit() -> None:
-    """Have the process group ended at exit: its threads, alive when Python exits, may abort a run that has succeeded."""
+    """Destroy the process group at exit: a thread of Gloo's that frees a tensor while Python ends aborts the process."""
     atexit.unregister(_leave)
     atexit.register(_leave)
 
@@ -200,6 +202,8 @@ def leave_at_exit() -> None:
 def _leave() -> None:
     if has_group():
         dist.destroy_process_group()
+        # Where something still refers to the group, its threads live on: let them finish the last collective.
+        time.sleep(_DRAIN_SECONDS)
 
 
 def is_lost_connection(error: BaseException) -> bool:
