@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from lowpeak.exports import exported_names
+
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "lowpeak"
 
@@ -44,13 +46,23 @@ def modules() -> frozenset[str]:
 
 
 @cache
+def exports() -> dict[str, str]:
+    """The module that defines each public name of a package, by the name's full path: the packages' stubs say it."""
+    found = {}
+    for stub in PACKAGE.rglob("__init__.pyi"):
+        package = module_of(stub)
+        found |= {f"{package}.{name}": f"{package}.{module}" for name, module in exported_names(stub).items()}
+    return found
+
+
+@cache
 def all_imports() -> tuple[Import, ...]:
     return tuple(found for path in files() for found in imports_in(module_of(path), tree_of(path), modules()))
 
 
 def imports_in(module: str, tree: ast.AST, known: frozenset[str]) -> Iterator[Import]:
     """Every import in a tree. `from a import b` is an import of a.b where that is a module of lowpeak, or a name of
-    another package; else of a."""
+    another package; of the module that defines b where a is a package that exports it; else of a."""
     for node, when in _walk(tree, "start"):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -61,7 +73,8 @@ def imports_in(module: str, tree: ast.AST, known: frozenset[str]) -> Iterator[Im
             for alias in node.names:
                 full = f"{node.module}.{alias.name}"
                 inside = node.module.split(".")[0] == "lowpeak"
-                yield Import(module, node.module if inside and full not in known else full, when)
+                target = exports().get(full, node.module) if inside and full not in known else full
+                yield Import(module, target, when)
 
 
 def _walk(node: ast.AST, when: When) -> Iterator[tuple[ast.AST, When]]:
