@@ -73,6 +73,7 @@ class FusedVllm:
         self.workers = [FusedWorker(model) for model in models or (FusedModel(),)]
         self.in_process = in_process
         self.calls: list[str] = []
+        self.transport = ""
         self.before: Callable[[str, Mapping[str, Any]], None] = lambda method, arguments: None
 
     @property
@@ -84,6 +85,7 @@ class FusedVllm:
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         self.calls.append(method)
+        self.transport = arguments.get("invitation", {}).get("transport", self.transport)
         self.before(method, arguments)
         given = arguments if self.in_process else json.loads(json.dumps(arguments))
         return [getattr(worker, method)(**given) for worker in self.workers]

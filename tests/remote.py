@@ -23,11 +23,13 @@ class RemoteVllm:
         self.process.start()
         theirs.close()
         self.in_process = False
+        self.transport = ""
 
     def facts(self) -> Facts:
         return Facts("0", "fused", "", "float32", 64, 4, 64, 1)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        self.transport = arguments.get("invitation", {}).get("transport", self.transport)
         try:
             self._pipe.send((method, dict(arguments)))
             if not self._pipe.poll(timeout):

@@ -58,7 +58,7 @@ def read(path: Path) -> Any:
         version = config.fsdp_config.get("fsdp_version", config.fsdp_config.get("version", 1))
         refuse_fsdp1(version, str(path))
     elif kind == "DEEPSPEED":
-        require_deepspeed(f"accelerate_config {path} needs")
+        require_deepspeed(f"accelerate_config {path}")
         _find_deepspeed_file(config.deepspeed_config, path)
     return config
 

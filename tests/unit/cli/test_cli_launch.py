@@ -222,7 +222,7 @@ def test_names_of_older_configs_are_known(tmp_path):
 
 
 def test_a_missing_deepspeed_is_reported_before_anything_starts(monkeypatch, capsys):
-    monkeypatch.setattr("lowpeak.config.asked.find_spec", lambda name: None)
+    monkeypatch.setattr("lowpeak.errors.find_spec", lambda name: None)
     words = [*COMMAND, "--dataset", "d", "--reward", "r", "--use_cpu", "--num_processes", "2"]
     assert main([*words, "--accelerate_config", "zero2"]) == 2
     assert "pip install 'lowpeak[deepspeed]'" in capsys.readouterr().err
