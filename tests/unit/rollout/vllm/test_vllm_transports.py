@@ -112,7 +112,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
 
 
 def test_a_transport_that_does_not_reach_the_workers_is_refused_before_anything_waits(remote):
-    with pytest.raises(EngineError, match="vllm_transport='nccl'.*'auto'"):
+    with pytest.raises(EngineError, match=r"vllm_transport='nccl'.*'auto'"):
         open_sender("nccl", [remote()], 512, CPU, 5)
 
 
