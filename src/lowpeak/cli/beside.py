@@ -109,21 +109,11 @@ def _check_given(given: Mapping[str, Any]) -> None:
 
 
 def _training_devices(given: Mapping[str, Any], num_devices: int, serving: Sequence[str]) -> tuple[str, ...]:
-    """Return the devices that were named, or those that are left: all of them for a run of several processes, else the first.
-
-    Empty on a machine without devices, where it makes no difference.
-    """
-    several = bool(given.get("accelerate_config"))
+    """Return the devices that were named, or those that are left: all of them for a run of several processes, else the first."""
     text = given.get("train_devices")
     if text is None:
-        if any(each != CPU and not each.isdigit() for each in serving):
-            raise ArgumentError(
-                "--vllm_devices has GPUs' UUIDs, so the remaining devices cannot be inferred: pass --train_devices too."
-            )
-        left = tuple(str(each) for each in range(num_devices) if str(each) not in serving)
-        if num_devices and not left:
-            raise ArgumentError("--vllm_devices names all devices of this machine, and none is left to train on.")
-        return left if several else left[:1]
+        left = _left_devices(num_devices, serving)
+        return left if given.get("accelerate_config") else left[:1]
     devices = read_devices(text, "--train_devices", num_devices)
     gpus = [each for each in (*devices, *serving) if each != CPU]
     if len({each.isdigit() for each in gpus}) > 1:
@@ -138,6 +128,18 @@ def _training_devices(given: Mapping[str, Any], num_devices: int, serving: Seque
     if given.get("gpu_ids"):
         raise ArgumentError("--train_devices and --gpu_ids say the same; leave --gpu_ids out.")
     return devices
+
+
+def _left_devices(num_devices: int, serving: Sequence[str]) -> tuple[str, ...]:
+    """Return the devices that do not serve; none on a machine without devices, where it makes no difference."""
+    if any(each != CPU and not each.isdigit() for each in serving):
+        raise ArgumentError(
+            "--vllm_devices has GPUs' UUIDs, so the remaining devices cannot be inferred: pass --train_devices too."
+        )
+    left = tuple(str(each) for each in range(num_devices) if str(each) not in serving)
+    if num_devices and not left:
+        raise ArgumentError("--vllm_devices names all devices of this machine, and none is left to train on.")
+    return left
 
 
 def _shares(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:

@@ -24,7 +24,7 @@ from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
 from lowpeak.cli.launch import is_first, launch_or_join
 from lowpeak.config.secrets import hide_secrets
-from lowpeak.errors import ArgumentError, LowpeakError, require_package
+from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +77,10 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     except LowpeakError:
         raise
     except (ImportError, RuntimeError, ValueError) as error:  # transformers' or peft's own words about an argument
-        raise ArgumentError(f"the run cannot be set up: {error}") from error
+        raise ArgumentError(
+            f"the run cannot be set up: {first_line(error)}. Correct the argument that this is about; with LOWPEAK_TRACEBACK=1 in "
+            "the environment its origin is shown."
+        ) from error
     if job.run.dry_run:
         resolved = trainer.dry_run()
         if is_first(os.environ):

@@ -18,6 +18,7 @@ from lowpeak.cli.serve import check_port, read
 from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
+from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.server import ServerVllm
 from lowpeak.rollout.vllm.token import find_token, saved_token
 from lowpeak.watch.orphans import PARENT
@@ -187,6 +188,15 @@ def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
     shown = capsys.readouterr().out
     assert all(f"--{name}" in shown for name in ("model", "host", "port", "token", "tensor_parallel_size", "devices"))
     assert "vLLM's own options" in shown
+
+
+@pytest.mark.parametrize(("status", "shown"), [(1, True), (-9, True), (2, False)])
+def test_the_end_of_a_server_shows_its_log_and_what_sizes_it_unless_it_was_an_option(tmp_path, status, shown):
+    process = ServerProcess(Server("m"), os.environ, tmp_path / "log")
+    process.log.write_text("no such --option\n")
+    said = process.describe_end(status)
+    assert "no such --option" in said
+    assert ("vllm_gpu_memory_utilization" in said) == shown
 
 
 def test_a_missing_vllm_is_reported_at_once(monkeypatch, capsys):

@@ -183,7 +183,7 @@ class ColocatedVllm(Vllm):
             raise self._explained("vLLM could not be built in this process", error) from error
 
     def _explained(self, what: str, error: Exception) -> LowpeakError:
-        """Return vLLM's own words, and what to change if they are about memory."""
+        """Return vLLM's own words, and what to change if memory or the context was too small."""
         kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         words = " ".join(lines[:3]) or type(error).__name__
