@@ -221,6 +221,13 @@ def test_what_vllm_does_not_take_is_one_sentence(tmp_path, trainer, changes, err
     assert trainer.maker.engine.policy_version == 0
 
 
+def test_a_type_error_of_vllms_own_is_not_blamed_on_engine_kwargs_that_nobody_gave(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: len(7))
+    with pytest.raises(EngineError, match=r"'int'.*vllm_gpu_memory_utilization") as caught:
+        trainer_in(tmp_path).maker.engine.wake()
+    assert "vllm_engine_kwargs" not in str(caught.value)
+
+
 def test_the_installed_vllm_is_in_the_supported_range(caplog):
     import vllm
 
