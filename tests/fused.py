@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Facts
 from lowpeak.rollout.vllm.weights.extension import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
@@ -79,9 +78,6 @@ class FusedVllm:
     @property
     def model(self) -> FusedModel:
         return self.workers[0].model
-
-    def facts(self) -> Facts:
-        return Facts("0", "fused", "", "float32", 64, 4, 64, len(self.workers))
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         self.calls.append(method)

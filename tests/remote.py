@@ -10,7 +10,6 @@ from typing import Any
 
 from fused import FusedModel, FusedWorker
 from lowpeak.errors import LostEngineError
-from lowpeak.rollout.vllm.vllm import Facts
 
 
 class RemoteVllm:
@@ -24,9 +23,6 @@ class RemoteVllm:
         theirs.close()
         self.in_process = False
         self.transport = ""
-
-    def facts(self) -> Facts:
-        return Facts("0", "fused", "", "float32", 64, 4, 64, 1)
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         self.transport = arguments.get("invitation", {}).get("transport", self.transport)

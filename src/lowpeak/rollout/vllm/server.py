@@ -72,7 +72,11 @@ class ServerVllm(Vllm):
 
     def asked_incarnation(self) -> str:
         """Which life of which server its workers say that it is."""
-        return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
+        told = self.call("lowpeak_identity", {}, _ASK_SECONDS)
+        for each in told:
+            if not isinstance(each, dict) or "error" in each:
+                raise EngineError(f"a worker of the server at {self.url} does not answer lowpeak_identity: {str(each)[:500]}")
+        return "/".join(str(each.get("incarnation")) for each in told)
 
     def facts(self) -> Facts:
         self._route = self._adapter = None
@@ -165,14 +169,6 @@ class ServerVllm(Vllm):
         if adapter is not None and adapter != self._adapter:
             self._http.post(ADAPTER_ROUTE, asdict(adapter), _ASK_SECONDS)
             self._adapter = adapter
-
-    def _ask(self, method: str) -> list[dict[str, Any]]:
-        """What the workers answer to a question without arguments, their complaint as an error."""
-        told = self.call(method, {}, _ASK_SECONDS)
-        for each in told:
-            if not isinstance(each, dict) or "error" in each:
-                raise EngineError(f"a worker of the server at {self.url} does not answer {method}: {str(each)[:500]}")
-        return told
 
     def _check_incarnation(self) -> None:
         """LostEngineError where it was restarted since its facts were asked."""
