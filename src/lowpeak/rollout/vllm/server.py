@@ -75,7 +75,9 @@ class ServerVllm(Vllm):
         told = self.call("lowpeak_identity", {}, _ASK_SECONDS)
         for each in told:
             if not isinstance(each, dict) or "error" in each:
-                raise EngineError(f"a worker of the server at {self.url} does not answer lowpeak_identity: {str(each)[:500]}")
+                raise EngineError(
+                    f"a worker of the server at {self.url} does not answer lowpeak_identity: {str(each)[:500]}"
+                )
         return "/".join(str(each.get("incarnation")) for each in told)
 
     def facts(self) -> Facts:
