@@ -9,17 +9,9 @@ from lowpeak.config.declare import require
 from lowpeak.config.rollout import EVERY_ENGINE
 
 # vLLM's sampling parameters beyond EVERY_ENGINE that a run takes: a server does not tell of a name that it does not know.
-_PASSED_ON = tuple(
-    [
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "thinking_token_budget",
-        "skip_reading_prefix_cache",
-    ]
+_PASSED_ON = (
+    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("thinking_token_budget", "skip_reading_prefix_cache"),
 )
 _ENDS = (
     "a completion ends with the tokenizer's end of sequence, a stop string or a stop token, or at max_completion_length; "

@@ -158,7 +158,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
         if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:
             take_fsdp_over(os.environ)
         if deepspeed:
-            require_deepspeed("a run under DeepSpeed needs")
+            require_deepspeed("a run under DeepSpeed")
         if is_on(os.environ, "ACCELERATE_USE_FSDP"):
             refuse_fsdp1(os.environ.get("FSDP_VERSION", "1"), "the environment (accelerate's config, or FSDP_VERSION)")
         given: Any = self  # transformers' own types are those of its command line

@@ -14,10 +14,9 @@ from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
 from lowpeak.config.online import resolve_online
 from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.errors import ArgumentError, CheckpointError
-from lowpeak.rewards.judge import ScriptedJudge
 from lowpeak.rewards.model import ModelReward
 from lowpeak.training.step import run_step
-from preferences import tiny_classifier
+from preferences import ScriptedJudge, tiny_classifier
 from small_runs import (
     COMMON,
     LAYOUTS,
