@@ -176,10 +176,11 @@ def test_idle_arguments_are_named_in_one_warning_with_their_reasons(tmp_path, ca
     assert "strict_arguments" not in caplog.text
 
 
-def test_strict_arguments_raises_for_all_of_them_at_once(tmp_path):
+def test_strict_arguments_raises_for_all_of_them_at_once_those_too_that_models_and_devices_leave_idle(tmp_path):
+    late = {"gather_budget": "8GiB", "offload_frozen_models": True}
     with pytest.raises(ArgumentError, match=r"epsilon=0\.1") as refused:
-        train(tmp_path, **THREE, strict_arguments=True)
-    assert all(name in str(refused.value) for name in THREE)
+        train(tmp_path, **THREE, **late, strict_arguments=True)
+    assert all(f"{name}={value!r} (" in str(refused.value) for name, value in {**THREE, **late}.items())
 
 
 @pytest.mark.parametrize("said", [{"cast_lm_head_to_fp32": True}, {"gather_budget": "1GiB"}], ids=str)
