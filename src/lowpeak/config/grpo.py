@@ -6,7 +6,6 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
 from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, if_on, in_algorithm, one_of, redeclared, require
 from lowpeak.config.online import (
@@ -132,7 +131,6 @@ class GRPOSettings:
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     """Return GRPO's settings; ArgumentError for bounds that contradict the loss."""
-    args = acting(args, online.facts)
     require_groups(args)
     cispo = args.loss_type == "cispo"
     require(

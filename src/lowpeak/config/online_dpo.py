@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import CORRECTION
 from lowpeak.config.declare import ActsWhen, Check, fill, in_algorithm, in_rewards, never, one_of, redeclared, require
 from lowpeak.config.online import OnlineArguments, OnlineSettings, require_groups
@@ -100,7 +99,6 @@ class OnlineDPOSettings:
 
 def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
     """Return Online DPO's settings; ArgumentError for betas of epochs that the run does not have."""
-    args = acting(args, online.facts)
     require_groups(args)
     betas = _betas(args.beta)
     require(

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
 from lowpeak.config.declare import (
     FINITE,
@@ -194,7 +193,6 @@ class PPOSettings:
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """Return PPO's settings; ArgumentError for a critic that could not be trained as asked."""
-    args = acting(args, online.facts)
     _check_critic(args)
     correction = resolve_correction(args)
     steered = args.kl_target is not None

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
 from lowpeak.config.declare import fill, in_algorithm, redeclared, require
 from lowpeak.config.online import KLEstimator, OnlineArguments, OnlineSettings, clip_high, require_groups
@@ -57,7 +56,6 @@ class RLOOSettings:
 
 def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
     """Return RLOO's settings; ArgumentError for a correction of tokens, and a range that is none."""
-    args = acting(args, online.facts)
     require_groups(args)
     clip, correction = args.reward_clip_range, resolve_correction(args)
     require(

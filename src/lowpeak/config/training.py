@@ -190,10 +190,10 @@ class MemorySettings:
     idle_on_host: bool = False
 
 
-def resolve_common(args: Any) -> MemorySettings:
-    """Return what a trainer without rollouts takes, checked."""
+def acting_common(args: Any) -> Any:
+    """Return the checked arguments of a trainer without rollouts; those that have no effect have their defaults."""
     check_values(args)
-    return resolve_memory(acting(args, facts_of(args)))
+    return acting(args, facts_of(args))
 
 
 def facts_of(args: Any, **known: Any) -> Facts:

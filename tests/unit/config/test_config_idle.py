@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import idle_arguments, tell_idle
+from lowpeak.config.check import acting, idle_arguments, tell_idle
 from lowpeak.config.correction import CORRECTION
 from lowpeak.config.declare import Facts
 from lowpeak.config.grpo import resolve_grpo
@@ -16,7 +16,7 @@ from lowpeak.config.online import resolve_online
 from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import facts_of, resolve_common
+from lowpeak.config.training import acting_common, facts_of, resolve_memory
 from lowpeak.errors import ArgumentError
 from tiny import char_tokenizer, tiny_model
 
@@ -45,9 +45,9 @@ def resolved(folder, config=GRPOConfig, **said):
     if config in RESOLVE:
         online = resolve_online(args, 1, 1)
         facts = online.facts
-        settings = (dataclasses.replace(online, facts=Facts()), RESOLVE[config](args, online))
+        settings = (dataclasses.replace(online, facts=Facts()), RESOLVE[config](acting(args, facts), online))
     else:
-        facts, settings = facts_of(args), resolve_common(args)
+        facts, settings = facts_of(args), resolve_memory(acting_common(args))
     late = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
     return settings, idle_arguments(args, late)
 

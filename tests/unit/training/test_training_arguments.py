@@ -7,16 +7,18 @@ import dataclasses
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
+from lowpeak.config.check import acting
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.online import resolve_online
 from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import resolve_common
+from lowpeak.config.training import acting_common
 from lowpeak.errors import ArgumentError
 
 
 def grpo(tmp_path, num_rewards=1, world_size=1, **changes):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
-    return resolve_grpo(args, resolve_online(args, world_size, num_rewards))
+    settings = resolve_online(args, world_size, num_rewards)
+    return resolve_grpo(acting(args, settings.facts), settings)
 
 
 def online(tmp_path, world_size=1, **changes):
@@ -189,5 +191,5 @@ def test_json_on_the_command_line_becomes_a_mapping(tmp_path):
 def test_the_users_arguments_are_not_modified(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), gradient_accumulation_steps=4)
     before = args.to_dict()
-    resolve_common(args)
+    acting_common(args)
     assert args.to_dict() == before
