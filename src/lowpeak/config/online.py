@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lowpeak.config.check import acting, check_values
 from lowpeak.config.correction import CorrectionArguments
@@ -21,7 +21,6 @@ from lowpeak.config.declare import (
     in_evaluation,
     in_logging,
     in_rewards,
-    never,
     one_of,
     require,
     within,
@@ -58,10 +57,6 @@ _PRINTS_COMPLETIONS = if_on("log_completions")
 @dataclass(repr=False)
 class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
     """What all online trainers take."""
-
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
-        "remove_unused_columns": never("columns go to the rewards; remove it")
-    }
 
     num_generations_eval: int | None = in_evaluation(
         None, "Sampled completions of each prompt in evaluation.", at_least(1)

@@ -126,7 +126,11 @@ class CommonArguments:
     gradient_checkpointing: bool | None = in_memory(
         None, "Recompute activations in the backward pass (None: yes); newer name: activation_checkpointing."
     )
-    remove_unused_columns: bool = in_data(False, "Always False: columns go to the rewards.")
+    remove_unused_columns: bool = in_data(
+        False,
+        "Always False: rows are read with all of their columns.",
+        acts=never("rows are read with all of their columns; remove it"),
+    )
     per_device_eval_batch_size: int | None = in_evaluation(
         None, "Rows generated together in evaluation (None: as many as the KV cache budget allows).", at_least(1)
     )

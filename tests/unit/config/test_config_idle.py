@@ -76,7 +76,7 @@ def resolved(folder, config=GRPOConfig, **said):
         (GRPOConfig, {}, {"entropy_target": 0.5}, "use_adaptive_entropy"),
         (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
         (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
-        (GRPOConfig, {}, {"remove_unused_columns": True}, "columns"),
+        *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),
         (GRPOConfig, {}, {"cast_lm_head_to_fp32": True}, "fp32"),
         *((GRPOConfig, {}, {name: True}, "memory") for name in ("activation_offloading", "offload_during_rollout")),
         (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
