@@ -6,9 +6,11 @@ makes one of the other. `check.py` holds a run to what is declared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
+from numbers import Real
 from typing import Any, TypeVar, get_args
 
 from lowpeak.errors import ArgumentError
@@ -129,6 +131,13 @@ def require(condition: bool, message: str) -> None:
 
 
 # Ranges that several arguments have.
+
+
+def are_finite(numbers: Any) -> bool:
+    """Return whether something is a list or a tuple of finite numbers."""
+    return isinstance(numbers, list | tuple) and all(
+        isinstance(each, Real) and not isinstance(each, bool) and math.isfinite(each) for each in numbers
+    )
 
 
 def one_of(literal: Any, *unsaid: Any) -> Check:

@@ -116,7 +116,7 @@ class PPOArguments(OnlineArguments):
         Check(lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
         ActsWhen(
             lambda args, facts: not args.mask_truncated_completions,
-            "mask_truncated_completions lets completions that did not end by themselves count no token; remove one of the two",
+            "mask_truncated_completions leaves completions that did not end by themselves out of the loss; remove one of the two",
             raises=True,
         ),
     )

@@ -78,7 +78,9 @@ class RolloutArguments:
         None, "Other name of max_completion_length.", means="max_completion_length"
     )
     generation_batch_size: int | None = in_generation(
-        None, "Completions of a rollout, over all ranks (in place of steps_per_generation)."
+        None,
+        "Completions of a rollout, over all ranks (in place of steps_per_generation).",
+        above_zero("a number of completions"),
     )
     steps_per_generation: int | None = in_generation(
         None, "Batches of per_device_train_batch_size that a rollout holds (None: one step's).", at_least(1)
@@ -235,7 +237,7 @@ def _steps_per_generation(args: Any, batch: int) -> int:
         f"generation_batch_size={size} and {said_as(args, 'steps_per_generation')} say the same thing; give one.",
     )
     require(
-        size > 0 and size % batch == 0,
+        size % batch == 0,
         f"generation_batch_size={size} is not a multiple of per_device_train_batch_size x ranks = {batch}.",
     )
     return size // batch

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
 import pytest
 
-from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import acting
+from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
+from lowpeak.config.check import acting, check_values
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.online import resolve_online
 from lowpeak.config.rloo import resolve_rloo
@@ -25,6 +27,7 @@ def online(tmp_path, world_size=1, **changes):
     return resolve_online(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes), world_size, 1)
 
 
+INF = math.inf
 CISPO = {"loss_type": "cispo", "epsilon_high": 4.0}
 
 
@@ -46,7 +49,8 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation=3 .*_steps=2"),
         ({"generation_batch_size": 12}, "generation_batch_size=12 .*per_device_train_batch_size"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "generation_batch_size=16 .*steps_per_generation"),
-        ({"num_generations": 1, "per_device_train_batch_size": 1}, "num_generations=1"),
+        ({"generation_batch_size": 0}, "generation_batch_size=0 "),
+        ({"num_generations": 1, "per_device_train_batch_size": 1}, "num_generations=1 .* 2"),
         ({"loss_type": "ppo"}, "loss_type='ppo' .*'grpo', 'bnpo'"),
         ({"loss_type": "cispo"}, "epsilon_high"),
         ({**CISPO, "importance_sampling_level": "sequence"}, "importance_sampling_level"),
@@ -64,6 +68,10 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"share_prompt": 1}, "share_prompt=1 .*True.*False.*None"),
         ({"share_prompt": True, "padding_free": False}, "share_prompt=True .*padding_free=False"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights .*2 .* 1 "),
+        *(
+            ({"reward_weights": weights}, f"reward_weights={re.escape(repr(weights))} ")
+            for weights in ([None], [INF], "1")
+        ),
         ({"pad_to_multiple_of": "many"}, "pad_to_multiple_of='many'"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, "gradient_accumulation_steps"),
@@ -164,6 +172,20 @@ def test_unknown_names_are_refused_with_what_to_do_instead(tmp_path, name, words
 )
 def test_arguments_become_settings_of_grpo(tmp_path, changes, name, value):
     assert getattr(grpo(tmp_path, **changes), name) == value
+
+
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (SFTConfig, "packing_strategy", "nonsense"),
+        *((RLOOConfig, "reward_clip_range", clip) for clip in (5, (1.0, -1.0), (None, 1.0), (0.0, 1.0, 2.0))),
+        *((config, "missing_eos_penalty", -1.0) for config in (PPOConfig, OnlineDPOConfig)),
+        *((config, "num_generations", 1) for config in (RLOOConfig, OnlineDPOConfig)),
+    ],
+)
+def test_a_value_out_of_its_declared_range_raises_whatever_the_others_say(tmp_path, config, name, value):
+    with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r} ")):
+        check_values(config(output_dir=str(tmp_path), use_cpu=True, **{name: value}))
 
 
 def test_rloo_has_its_own_settings(tmp_path):

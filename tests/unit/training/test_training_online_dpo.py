@@ -187,10 +187,8 @@ def test_a_list_of_betas_is_checked(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"missing_eos_penalty": 0.0}, "missing_eos_penalty=0.0"),
         ({"beta": [0.1, 0.2, 0.3], "max_steps": 1}, "beta.* 3 .*max_steps=1"),
         ({"loss_type": "dapo"}, "loss_type='dapo'.*'sigmoid', 'ipo'"),
-        ({"num_generations": 1}, "num_generations=1.* 2"),
         ({"reward_funcs": None, "judge": judge(), "num_generations_eval": 1}, "num_generations_eval=1"),
     ],
 )
