@@ -46,7 +46,7 @@ def check_kinds(args: Any) -> None:
         if value is field.default or not set(allowed) <= _WORDS.keys() or _is_of(value, allowed):
             continue
         expected = " or ".join(words for kind, words in _WORDS.items() if kind in allowed)
-        raise ArgumentError(f"{field.name}={value!r} must be {expected}, not a {type(value).__name__}.")
+        raise ArgumentError(f"{said_as(args, field.name)}={value!r} must be {expected}, not a {type(value).__name__}.")
 
 
 def _is_of(value: Any, allowed: tuple[Any, ...]) -> bool:

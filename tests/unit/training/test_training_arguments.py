@@ -181,10 +181,12 @@ def test_arguments_become_settings_of_grpo(tmp_path, changes, name, value):
         *((RLOOConfig, "reward_clip_range", clip) for clip in (5, (1.0, -1.0), (None, 1.0), (0.0, 1.0, 2.0))),
         *((config, "missing_eos_penalty", -1.0) for config in (PPOConfig, OnlineDPOConfig)),
         *((config, "num_generations", 1) for config in (RLOOConfig, OnlineDPOConfig)),
+        (PPOConfig, "kl_coef", "a"),  # by the name that the user wrote
+        (GRPOConfig, "max_new_tokens", "9"),
     ],
 )
 def test_a_value_out_of_its_declared_range_raises_whatever_the_others_say(tmp_path, config, name, value):
-    with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r} ")):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(f'{name}={value!r} ')}"):
         check_values(config(output_dir=str(tmp_path), use_cpu=True, **{name: value}))
 
 
