@@ -45,9 +45,13 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"per_device_train_batch_size": 6}, "num_generations=8"),
-        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation=3 .*_steps=2"),
-        ({"generation_batch_size": 12}, "generation_batch_size=12 .*per_device_train_batch_size"),
+        ({"per_device_train_batch_size": 6}, "num_generations=8 .*steps_per_generation=4"),
+        (
+            {"per_device_train_batch_size": 6, "generation_batch_size": 6},
+            "num_generations=8 .*generation_batch_size=24",
+        ),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "n=3 .*_steps=2.* steps_per_generation=2"),
+        ({"generation_batch_size": 12}, "generation_batch_size=12 .*per_device_train_batch_size.* 8.* 16"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "generation_batch_size=16 .*steps_per_generation"),
         ({"generation_batch_size": 0}, "generation_batch_size=0 "),
         ({"num_generations": 1, "per_device_train_batch_size": 1}, "num_generations=1 .* 2"),
@@ -82,6 +86,16 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
 def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, told):
     with pytest.raises(ArgumentError, match=told):
         grpo(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_the_size_of_a_rollout_that_an_error_names_is_taken(tmp_path, batch, accumulation):
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    with pytest.raises(ArgumentError, match="steps_per_generation=") as refused:
+        online(tmp_path, **sizes, steps_per_generation=5, num_generations=9)
+    remedy = int(re.search(r"use steps_per_generation=(\d+)", str(refused.value))[1])
+    assert online(tmp_path, **sizes, steps_per_generation=remedy, num_generations=9).rollout.num_rows % 9 == 0
 
 
 def test_what_names_what_happens_anyway_is_taken(tmp_path):
