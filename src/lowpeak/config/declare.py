@@ -162,6 +162,9 @@ def within(low: float, high: float) -> Check:
     return Check(lambda x: x is None or low <= x <= high, f"must be in [{low}, {high}]")
 
 
+MAPPING = Check(
+    lambda x: x is None or isinstance(x, Mapping), "must be a mapping, or a JSON object such as '{\"name\": value}'"
+)
 SHARE = Check(lambda x: 0 < x <= 1, "must be in (0, 1]")
 NOT_NEGATIVE = Check(lambda x: x is None or x >= 0, "must be 0 or more")
 FINITE = Check(lambda x: x is None or 0 <= x < float("inf"), "must be a finite number of 0 or more")

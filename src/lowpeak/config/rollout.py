@@ -9,6 +9,7 @@ from math import ceil, gcd, lcm
 from typing import Any, Literal
 
 from lowpeak.config.declare import (
+    MAPPING,
     SHARE,
     ActsWhen,
     Check,
@@ -113,6 +114,7 @@ class RolloutArguments:
         None,
         "More of generation: stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling arguments; vLLM's "
         "own parameters (JSON).",
+        MAPPING,
     )
     overlong_prompts: str = in_data(
         "error",

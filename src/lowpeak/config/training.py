@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from lowpeak.config.check import acting, check_values
 from lowpeak.config.declare import (
     FINITE,
+    MAPPING,
     NOT_NEGATIVE,
     ActsWhen,
     Check,
@@ -141,7 +142,9 @@ class CommonArguments:
         False, "Keep what the backward pass needs in host memory until it is used (GPUs).", acts=OWN_MEMORY
     )
     model_init_kwargs: dict | str | None = in_model(
-        None, "Keywords for from_pretrained when the model is given by name or path (JSON on the command line)."
+        None,
+        "Keywords for from_pretrained when the model is given by name or path (JSON on the command line).",
+        MAPPING,
     )
     trust_remote_code: bool = in_model(False, "Allow code from the model's repository to run.")
     disable_dropout: bool = in_model(False, "Set every dropout probability to 0.")
@@ -150,7 +153,7 @@ class CommonArguments:
         "Run the head's product in fp32.",
         acts=ActsWhen(lambda args, facts: not facts.in_fp32, "the run computes in fp32 already; remove it"),
     )
-    chat_template_kwargs: dict | str | None = in_data(None, "Keywords for the chat template (JSON).")
+    chat_template_kwargs: dict | str | None = in_data(None, "Keywords for the chat template (JSON).", MAPPING)
     shuffle_dataset: bool = in_data(True, "Draw rows in a random order, new in each epoch.")
     micro_batch_tokens: int | None = in_memory(
         None, "Tokens, padding included, of one forward and backward (None: from free memory).", at_least(2, "tokens")

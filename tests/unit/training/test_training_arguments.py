@@ -226,6 +226,18 @@ def test_json_on_the_command_line_becomes_a_mapping(tmp_path):
     assert sampling.seed == 3
 
 
+@pytest.mark.parametrize(
+    "value", [["a"], 3, '{"token": "S3CRET", ', '"S3CRET"', "[1]", "[" * 100_000], ids=lambda v: repr(v)[:9]
+)
+@pytest.mark.parametrize(
+    "name", ["model_init_kwargs", "chat_template_kwargs", "generation_kwargs", "vllm_engine_kwargs"]
+)
+def test_an_argument_of_keywords_is_a_mapping_or_the_text_of_one(tmp_path, name, value):
+    with pytest.raises(ArgumentError, match=f"^{name}.*JSON") as refused:
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+    assert "S3CRET" not in str(refused.value)
+
+
 def test_the_users_arguments_are_not_modified(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), gradient_accumulation_steps=4)
     before = args.to_dict()
