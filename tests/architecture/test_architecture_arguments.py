@@ -21,7 +21,6 @@ from lowpeak.config.online import OnlineArguments, resolve_online
 from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.rejected import REJECTED
-from lowpeak.config.reward_model import resolve_reward_model
 from lowpeak.config.rloo import resolve_rloo
 from lowpeak.config.training import IDLE_INHERITED, acting_common, facts_of, resolve_memory
 from lowpeak.errors import ArgumentError
@@ -33,8 +32,7 @@ ONLINE = {
     PPOConfig: resolve_ppo,
     OnlineDPOConfig: resolve_online_dpo,
 }
-OFFLINE = {SFTConfig: lambda args: None, RewardConfig: resolve_reward_model}
-CONFIGS = (*ONLINE, *OFFLINE)
+CONFIGS = (*ONLINE, SFTConfig, RewardConfig)
 
 REUSED = {"num_iterations": 2}
 KL = {"beta": 0.1}
@@ -152,7 +150,7 @@ def outcome(config, folder, said):
             settings = (dataclasses.replace(online, facts=Facts()), ONLINE[config](acted, online))
         else:
             facts, acted = facts_of(args), acting_common(args)
-            settings = (resolve_memory(acted), OFFLINE[config](acted))
+            settings = resolve_memory(acted)
         facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
         tell_idle(args, facts)
     except ArgumentError as error:

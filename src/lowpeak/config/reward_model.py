@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, in_algorithm, never, redeclared
 from lowpeak.config.rollout import RolloutArguments
@@ -37,15 +37,3 @@ class RewardArguments(OfflineArguments):
     center_rewards_coefficient: float | None = in_algorithm(
         None, "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
     )
-
-
-@dataclass(frozen=True)
-class RewardModelSettings:
-    """`center` weighs the square of a pair's summed rewards in the loss; 0 leaves it out."""
-
-    center: float = 0.0
-
-
-def resolve_reward_model(args: Any) -> RewardModelSettings:
-    """Return the loss's settings."""
-    return RewardModelSettings(center=args.center_rewards_coefficient or 0.0)
