@@ -112,6 +112,7 @@ def make_engine(
 
     device = trainer.accelerator.device
     engine: RolloutEngine
+    held: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
         engine = NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, device)
         held = engine.held
