@@ -8,7 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, at_least, fill, if_on, in_vllm, one_of, require
+from lowpeak.config.declare import (
+    MAPPING,
+    SHARE,
+    ActsWhen,
+    Check,
+    above_zero,
+    at_least,
+    fill,
+    if_on,
+    in_vllm,
+    one_of,
+    require,
+)
 from lowpeak.config.rollout import parse_bytes
 from lowpeak.config.vllm_kwargs import engine_kwargs, sampling_kwargs
 
@@ -74,7 +86,7 @@ class VllmArguments:
         1, "Colocated: ranks that one engine is cut over.", at_least(1), _COLOCATED
     )
     vllm_engine_kwargs: dict | str | None = in_vllm(
-        None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", acts=_COLOCATED
+        None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", MAPPING, _COLOCATED
     )
     vllm_server_base_url: str | list[str] | None = in_vllm(
         None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig
+from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.online import resolve_online
@@ -126,7 +127,8 @@ def test_an_allocator_with_expandable_segments_does_not_go_with_sleeping_engines
 
 def correction(tmp_path, kind=GRPOConfig, resolve=resolve_grpo, **changes):
     args = config(tmp_path, kind, **changes)
-    return resolve(args, resolve_online(args, 1, 1)).correction
+    online = resolve_online(args, 1, 1)
+    return resolve(acting(args, online.facts), online).correction
 
 
 RLOO = (RLOOConfig, resolve_rloo)
