@@ -67,6 +67,7 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
         ({"generation_kwargs": {"eos_token_id": "<eos>"}}, "eos_token_id='<eos>'"),
         ({"generation_kwargs": {"top_p": 1.5}}, r"generation_kwargs\['top_p'\]=1.5 .*\(0, 1\]"),
+        ({"top_p": 0.0}, r"top_p=0.0 .*\(0, 1\]"),
         ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 .*1e-6"),
         ({"padding_free": 0}, "padding_free=0 .*True.*False.*None"),
         ({"share_prompt": 1}, "share_prompt=1 .*True.*False.*None"),
