@@ -12,7 +12,7 @@ TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
 LONG = ("training", "selftest", "watch", "benchmarks")  # folders of unit tests that train models or start processes
-STARTERS = {"subprocess", "multiprocessing"}
+STARTERS = {"subprocess", "multiprocessing", "RemoteVllm"}  # names that a module of tests has
 
 
 def pytest_collection_modifyitems(items):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Facts
 from lowpeak.rollout.vllm.weights.extension import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
@@ -73,17 +72,16 @@ class FusedVllm:
         self.workers = [FusedWorker(model) for model in models or (FusedModel(),)]
         self.in_process = in_process
         self.calls: list[str] = []
+        self.transport = ""
         self.before: Callable[[str, Mapping[str, Any]], None] = lambda method, arguments: None
 
     @property
     def model(self) -> FusedModel:
         return self.workers[0].model
 
-    def facts(self) -> Facts:
-        return Facts("0", "fused", "", "float32", 64, 4, 64, len(self.workers))
-
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
         self.calls.append(method)
+        self.transport = arguments.get("invitation", {}).get("transport", self.transport)
         self.before(method, arguments)
         given = arguments if self.in_process else json.loads(json.dumps(arguments))
         return [getattr(worker, method)(**given) for worker in self.workers]

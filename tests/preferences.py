@@ -1,4 +1,4 @@
-"""What tests of reward models start from: a tiny classifier, preferences over strings of digits, and their plain loss."""
+"""What tests of reward models and judges start from: a tiny classifier, preferences over digits, their plain loss, a judge."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from lowpeak.data.preference import flat, make_pair
+from lowpeak.rewards.judge import NO_PREFERENCE
 
 # Two answers to one question, one that begins the other, two texts with nothing in common, a long one beside a short one.
 PAIRS = [
@@ -52,3 +53,17 @@ def plain_loss(model, pairs=PAIRS, center=0.0):
     rejected = plain_scores(model, [pair[1] for pair in pairs])
     margins = torch.tensor([pair[2] for pair in pairs], dtype=chosen.dtype)
     return (-F.logsigmoid(chosen - rejected - margins) + center * (chosen + rejected) ** 2).mean()
+
+
+class ScriptedJudge:
+    """Prefers the completion of the higher `value(prompt, completion)`; `asked` keeps what it was asked."""
+
+    def __init__(self, value):
+        self.value = value
+        self.asked = []
+
+    def judge(self, prompts, completions):
+        asked = list(zip(prompts, completions, strict=True))
+        self.asked += asked
+        values = [[self.value(prompt, text) for text in pair] for prompt, pair in asked]
+        return [NO_PREFERENCE if first == second else int(second > first) for first, second in values]

@@ -10,7 +10,6 @@ from typing import Any
 
 from fused import FusedModel, FusedWorker
 from lowpeak.errors import LostEngineError
-from lowpeak.rollout.vllm.vllm import Facts
 
 
 class RemoteVllm:
@@ -23,11 +22,10 @@ class RemoteVllm:
         self.process.start()
         theirs.close()
         self.in_process = False
-
-    def facts(self) -> Facts:
-        return Facts("0", "fused", "", "float32", 64, 4, 64, 1)
+        self.transport = ""
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+        self.transport = arguments.get("invitation", {}).get("transport", self.transport)
         try:
             self._pipe.send((method, dict(arguments)))
             if not self._pipe.poll(timeout):

@@ -13,8 +13,8 @@ from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 from children import free_port
+from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.rollout.vllm.server import ServerVllm
-from lowpeak.rollout.vllm.token import TOKEN
 from tiny import char_tokenizer, tiny_model
 
 SECRET = "only for tests"
@@ -34,7 +34,7 @@ def model_in(folder, **changes):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), TOKEN: SECRET}
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "src"), SERVER_TOKEN: SECRET}
 
 
 class Serving:

@@ -112,7 +112,7 @@ def scripted_push(slices, vllms, settings, policy_version, *, unchanging=(), ada
         vllm.weights = {**vllm.weights, **weights} if adapter is not None else weights
         vllm.hold(policy_version)
     number_of = Adapter("scripted", policy_version + 1, "")
-    return PushReport(len(weights), adapters=tuple(number_of if adapter is not None else None for _ in vllms))
+    return PushReport(adapters=tuple(number_of if adapter is not None else None for _ in vllms))
 
 
 def scripted_prove(vllms):

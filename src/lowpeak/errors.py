@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
@@ -96,6 +97,20 @@ class MemoryExhaustedError(LowpeakError, MemoryError):
 
 class MissingPackageError(LowpeakError, ImportError):
     """An optional package is needed for what was asked."""
+
+
+def is_installed(package: str) -> bool:
+    """Return whether a package is installed, without importing it; a folder of that name on the path is none."""
+    found = find_spec(package)
+    return found is not None and found.origin is not None
+
+
+def require_package(package: str, what: str, extra: str, otherwise: str = "", named: str = "") -> None:
+    """Raise MissingPackageError where a package that `what` needs is not installed; `extra` is that of lowpeak that has it."""
+    if not is_installed(package):
+        raise MissingPackageError(
+            f"{what} needs {named or package}, which is not installed: pip install 'lowpeak[{extra}]'{otherwise}."
+        )
 
 
 @contextmanager

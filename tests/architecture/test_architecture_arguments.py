@@ -14,16 +14,15 @@ from transformers import TrainingArguments
 
 from architecture.sources import files, module_of, tree_of
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import idle_arguments
+from lowpeak.config.check import acting, idle_arguments, tell_idle
 from lowpeak.config.declare import Facts
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.online import OnlineArguments, resolve_online
 from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.rejected import REJECTED
-from lowpeak.config.reward_model import resolve_reward_model
 from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import IDLE_INHERITED, facts_of, resolve_common
+from lowpeak.config.training import IDLE_INHERITED, acting_common, facts_of, resolve_memory
 from lowpeak.errors import ArgumentError
 from lowpeak.training.constructor import base_arguments
 
@@ -33,8 +32,7 @@ ONLINE = {
     PPOConfig: resolve_ppo,
     OnlineDPOConfig: resolve_online_dpo,
 }
-OFFLINE = {SFTConfig: lambda args: None, RewardConfig: resolve_reward_model}
-CONFIGS = (*ONLINE, *OFFLINE)
+CONFIGS = (*ONLINE, SFTConfig, RewardConfig)
 
 REUSED = {"num_iterations": 2}
 KL = {"beta": 0.1}
@@ -124,13 +122,13 @@ def ours(config) -> set[str]:
 
 
 def read_beside_settings() -> set[str]:
-    """Arguments that code beyond the declarations reads as they are: `args.name`, `trainer.user_args.name`."""
+    """Arguments that code beyond the declarations reads as they are: `args.name`, `trainer.acting_args.name`."""
     read = set()
     for path in files():
         if module_of(path).startswith(("lowpeak.config", "lowpeak.cli")):
             continue
         for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("args", "user_args"):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("args", "acting_args"):
                 read.add(node.attr)
             elif isinstance(node, ast.FunctionDef) and "getattr(args, " in ast.unparse(
                 node
@@ -148,16 +146,17 @@ def outcome(config, folder, said):
     try:
         if config in ONLINE:
             online = resolve_online(args, 2, 2)
-            settings = (dataclasses.replace(online, facts=Facts()), ONLINE[config](args, online))
-            facts = online.facts
+            facts, acted = online.facts, acting(args, online.facts)
+            settings = (dataclasses.replace(online, facts=Facts()), ONLINE[config](acted, online))
         else:
-            settings = (resolve_common(args), OFFLINE[config](args))
-            facts = facts_of(args)
+            facts, acted = facts_of(args), acting_common(args)
+            settings = resolve_memory(acted)
+        facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
+        tell_idle(args, facts)
     except ArgumentError as error:
         return str(error)
-    inner = base_arguments(args)
+    inner = base_arguments(acted)
     of_transformers = {f.name: getattr(inner, f.name) for f in fields(TrainingArguments)}
-    facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
     return settings, of_transformers, idle_arguments(args, facts)
 
 

@@ -21,8 +21,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 import lowpeak
 from lowpeak.attention import support
-from lowpeak.rewards.judge import ScriptedJudge
-from preferences import tiny_classifier
+from preferences import ScriptedJudge, tiny_classifier
 from tiny import char_tokenizer, digest, tiny_model, trained_adapter
 
 TOKENIZER = char_tokenizer()

@@ -156,7 +156,7 @@ def test_scores_are_those_of_the_plain_padded_way(budget):
         for row, index in enumerate(batch.record_indices):
             mine = batch.tokens.rows_T == row
             where = records[index].completion.loss_mask
-            torch.testing.assert_close(scored.logprobs_T[mine], expected[index][where], rtol=0.0, atol=1e-5)
+            torch.testing.assert_close(scored["logprobs"][mine], expected[index][where], rtol=0.0, atol=1e-5)
             seen.append(index)
     assert sorted(seen) == list(range(len(records)))
 

@@ -10,7 +10,6 @@ from closeness import assert_each_close_to_largest
 from lowpeak.algorithms.reward_model import make_reward_model
 from lowpeak.attention.install import install_attention
 from lowpeak.batching.packing import Budget
-from lowpeak.config.reward_model import RewardModelSettings
 from lowpeak.logprobs.score_head import install_score_head
 from lowpeak.training.step import Core, measure_step, run_step
 from preferences import plain_loss, records_of, tiny_classifier
@@ -32,7 +31,7 @@ def test_a_step_of_pairs_equals_plain_forwards_row_by_row(center, max_tokens, la
     model.train()
     if checkpointing:
         model.gradient_checkpointing_enable()
-    algorithm, records = make_reward_model(RewardModelSettings(center)), records_of()
+    algorithm, records = make_reward_model(center), records_of()
     batches = micro_batches(algorithm, records, Budget(max_tokens, layout=layout))
     assert len(batches) == {1: 5, 1000: 1}.get(max_tokens, len(batches))
     loss, _ = run_step(model, batches, algorithm, CORE, LocalStrategy(), {})
@@ -45,7 +44,7 @@ def test_a_step_of_pairs_equals_plain_forwards_row_by_row(center, max_tokens, la
 def test_an_evaluation_measures_what_a_step_does_and_learns_nothing(layout):
     model = install_score_head(tiny_classifier())
     install_attention(model)
-    algorithm, records = make_reward_model(RewardModelSettings(0.1)), records_of()
+    algorithm, records = make_reward_model(0.1), records_of()
     batches = micro_batches(algorithm, records, Budget(24, layout=layout))
     loss, metrics = measure_step(model, batches, algorithm, CORE, LocalStrategy().ranks)
     assert all(parameter.grad is None for parameter in model.parameters())

@@ -165,7 +165,7 @@ def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget)
     expected = plain_values(model, layout, records)
     for batch, found in zip(batches, scored, strict=True):
         wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
-        assert_close_to_largest(found.values_T, wanted.detach(), 6e-6)
+        assert_close_to_largest(found["values"], wanted.detach(), 6e-6)
 
 
 def test_recomputed_activations_are_of_the_adapter_that_the_layer_ran_under():

@@ -65,7 +65,7 @@ def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
         prove([vllm])
         folders.append(Path(report.adapters[0].folder))
         assert [folder.exists() for folder in folders] == [False] * (len(folders) - 1) + [True]
-        assert vllm.call("list_loras", {}) == [{report.adapters[0].number}]
+        assert vllm.call("list_loras", {}, 60.0) == [{report.adapters[0].number}]
 
 
 def test_an_adapter_of_a_higher_rank_than_the_engine_serves_is_refused(vllm):

@@ -17,7 +17,7 @@ from lowpeak.records import Prompt
 from lowpeak.rollout.native.engine import NativeEngine
 from lowpeak.rollout.native.stop import end_token_ids
 from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.versions import import_vllm, warn_unsupported
+from lowpeak.rollout.vllm.versions import warn_unsupported
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)
@@ -221,6 +221,15 @@ def test_what_vllm_does_not_take_is_one_sentence(tmp_path, trainer, changes, err
     assert trainer.maker.engine.policy_version == 0
 
 
+def test_a_type_error_of_vllms_own_is_not_blamed_on_engine_kwargs_that_nobody_gave(tmp_path, monkeypatch):
+    monkeypatch.setattr("vllm.LLM", lambda **arguments: len(7))
+    with pytest.raises(EngineError, match=r"'int'.*vllm_gpu_memory_utilization") as caught:
+        trainer_in(tmp_path).maker.engine.wake()
+    assert "vllm_engine_kwargs" not in str(caught.value)
+
+
 def test_the_installed_vllm_is_in_the_supported_range(caplog):
-    warn_unsupported(import_vllm().__version__)
+    import vllm
+
+    warn_unsupported(vllm.__version__)
     assert not caplog.records

@@ -193,7 +193,7 @@ def test_token_ids_come_back_with_the_log_probs_of_transformers(vllm, route):
 
 
 def test_log_probs_are_at_the_sampling_temperature_once_it_was_told(vllm):
-    vllm.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {}, 60.0)
     requests = [request(2 + i % 8, seed=i, temperature=0.5, top_k=5) for i in range(8)]
     assert largest_error(model_of(), requests, vllm.complete(requests, 60), temperature=0.5) < 1e-4
 

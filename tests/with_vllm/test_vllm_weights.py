@@ -97,8 +97,8 @@ def _resident_bytes():
 def test_sampled_logprobs_are_of_the_full_softmax_at_the_temperature(pair):
     policy, vllm = pair
     push(slices(policy), [vllm], _settings(), 1)
-    vllm.call("lowpeak_score_at_temperature", {})
-    vllm.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {}, 60.0)
+    vllm.call("lowpeak_score_at_temperature", {}, 60.0)
     assert gap(vllm, policy) < TOLERANCE
     assert gap(vllm, policy, temperature=0.7, top_p=0.8, repetition_penalty=1.3, seed=1) < TOLERANCE
     assert gap(vllm, policy, temperature=1.3, top_k=3, seed=1) < TOLERANCE

@@ -23,12 +23,14 @@ from lowpeak.algorithms.measure import mean_of
 from lowpeak.algorithms.reduction import pair_mean
 from lowpeak.algorithms.rows import pair_sums, row_values
 from lowpeak.algorithms.select import select_all
-from lowpeak.config.reward_model import RewardModelSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
 
-def make_reward_model(settings: RewardModelSettings) -> Algorithm:
-    """Pairs, each weighing alike; nothing is scored beforehand, and no log-prob is formed."""
+def make_reward_model(center: float = 0.0) -> Algorithm:
+    """Return reward training: pairs, each weighing alike; nothing is scored beforehand, and no log-prob is formed.
+
+    `center` weighs the square of a pair's summed rewards in the loss; 0 leaves it out.
+    """
     return Algorithm(
         name="reward",
         unit="pair",
@@ -38,18 +40,18 @@ def make_reward_model(settings: RewardModelSettings) -> Algorithm:
         reduction=pair_mean,
         loss=None,
         measure=lambda logprobs_T, entropy_T, tokens: {},
-        values=ValueTerm(partial(preference_loss, settings), measure_preferences),
+        values=ValueTerm(partial(preference_loss, center), measure_preferences),
         idle=False,
     )
 
 
-def preference_loss(settings: RewardModelSettings, values_T: Tensor, tokens: TokenBatch) -> Tensor:
+def preference_loss(center: float, values_T: Tensor, tokens: TokenBatch) -> Tensor:
     """`-logsigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2` of each pair: [U]."""
     assert tokens.returns_T is not None, "a pair's margin is in its returns"
     beyond_U = _difference(values_T, tokens) - _difference(tokens.returns_T, tokens)
     loss_U = -F.logsigmoid(beyond_U)
-    if settings.center:
-        loss_U = loss_U + settings.center * pair_sums(row_values(values_T, tokens), tokens).square()
+    if center:
+        loss_U = loss_U + center * pair_sums(row_values(values_T, tokens), tokens).square()
     return loss_U
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ def read(path: Path) -> Any:
         version = config.fsdp_config.get("fsdp_version", config.fsdp_config.get("version", 1))
         refuse_fsdp1(version, str(path))
     elif kind == "DEEPSPEED":
-        require_deepspeed(f"accelerate_config {path} needs")
+        require_deepspeed(f"accelerate_config {path}")
         _find_deepspeed_file(config.deepspeed_config, path)
     return config
 
@@ -77,12 +77,16 @@ def _check_values(config: Any, path: Path) -> None:
         if settings is not None and not isinstance(settings, Mapping):
             raise ArgumentError(f"{path}: {group} must be a group of names and values, got {settings!r}.")
         setattr(config, group, dict(settings or {}))
-        for name in settings or ():
-            full = name if name.startswith(prefix) else prefix + name
-            if full not in known:
-                close = difflib.get_close_matches(full, known, n=1)
-                hint = f"did you mean {close[0]}?" if close else "leave it out."
-                raise ArgumentError(f"{group} of {path} has {full}, which accelerate does not know; {hint}")
+        names = [name if name.startswith(prefix) else prefix + name for name in settings or ()]
+        _check_names(names, known, f"{group} of {path}")
+
+
+def _check_names(names: Sequence[str], known: Collection[str], where: str) -> None:
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            raise ArgumentError(f"{where} has {name}, which accelerate does not know; {hint}")
 
 
 def _find_deepspeed_file(deepspeed: dict[str, Any], path: Path) -> None:

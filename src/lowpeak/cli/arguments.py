@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass
 from typing import NoReturn
 
+from lowpeak.cli.accelerate_config import ORDER
 from lowpeak.config.declare import in_data, in_devices, in_logging, in_model, in_rewards
 from lowpeak.errors import ArgumentError
 
@@ -83,8 +84,7 @@ class LaunchArguments:
 
     accelerate_config: str | None = in_devices(
         None,
-        "how the model lies on several devices: a config file of accelerate's, or one of single, ddp, fsdp2, "
-        "fsdp2-offload, hsdp, fsdp2-tp, zero1, zero2, zero3, zero3-offload",
+        f"how the model lies on several devices: a config file of accelerate's, or one of {', '.join(ORDER)}",
     )
     num_processes: int | None = in_devices(
         None, "processes over all hosts, one a device; by default this host's devices x hosts"

@@ -19,10 +19,10 @@ from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.launch import MARK, is_rank, num_devices
 from lowpeak.cli.supervisor import ServersAndTrainer, supervise
+from lowpeak.config.vllm import OWN_SHARE, SERVER_TOKEN, check_cut
 from lowpeak.config.vllm_kwargs import engine_kwargs
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import CPU, Server, free_ports, visible
-from lowpeak.rollout.vllm.token import TOKEN
 from lowpeak.rollout.vllm.versions import NO_SHARE, require_vllm
 from lowpeak.watch.orphans import end_training_with_parent
 
@@ -68,13 +68,13 @@ def plan(
         _check_given(given)
         serving = read_devices(given["vllm_devices"], "--vllm_devices", num_devices)
     training = _training_devices(given, num_devices, serving)
-    token = given.get("vllm_server_token") or environ.get(TOKEN) or secrets.token_hex(16)
+    token = given.get("vllm_server_token") or environ.get(SERVER_TOKEN) or secrets.token_hex(16)
     shares = _shares(serving, given.get("vllm_tensor_parallel_size", 1))
     ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))
     added = {BESIDE: "1"} | visible(training, environ)
     if servers:
-        added |= {URLS: ",".join(server.url for server in servers), TOKEN: token}
+        added |= {URLS: ",".join(server.url for server in servers), SERVER_TOKEN: token}
     command = [sys.executable, "-m", "lowpeak", kind, *argv]
     if len(training) > 1 and given.get("accelerate_config") is None:
         command += ["--accelerate_config", FOR_SEVERAL]
@@ -109,21 +109,11 @@ def _check_given(given: Mapping[str, Any]) -> None:
 
 
 def _training_devices(given: Mapping[str, Any], num_devices: int, serving: Sequence[str]) -> tuple[str, ...]:
-    """Return the devices that were named, or those that are left: all of them for a run of several processes, else the first.
-
-    Empty on a machine without devices, where it makes no difference.
-    """
-    several = bool(given.get("accelerate_config"))
+    """Return the devices that were named, or those that are left: all of them for a run of several processes, else the first."""
     text = given.get("train_devices")
     if text is None:
-        if any(each != CPU and not each.isdigit() for each in serving):
-            raise ArgumentError(
-                "--vllm_devices has GPUs' UUIDs, so the remaining devices cannot be inferred: pass --train_devices too."
-            )
-        left = tuple(str(each) for each in range(num_devices) if str(each) not in serving)
-        if num_devices and not left:
-            raise ArgumentError("--vllm_devices names all devices of this machine, and none is left to train on.")
-        return left if several else left[:1]
+        left = _left_devices(num_devices, serving)
+        return left if given.get("accelerate_config") else left[:1]
     devices = read_devices(text, "--train_devices", num_devices)
     gpus = [each for each in (*devices, *serving) if each != CPU]
     if len({each.isdigit() for each in gpus}) > 1:
@@ -140,14 +130,23 @@ def _training_devices(given: Mapping[str, Any], num_devices: int, serving: Seque
     return devices
 
 
+def _left_devices(num_devices: int, serving: Sequence[str]) -> tuple[str, ...]:
+    """Return the devices that do not serve; none on a machine without devices, where it makes no difference."""
+    if any(each != CPU and not each.isdigit() for each in serving):
+        raise ArgumentError(
+            "--vllm_devices has GPUs' UUIDs, so the remaining devices cannot be inferred: pass --train_devices too."
+        )
+    left = tuple(str(each) for each in range(num_devices) if str(each) not in serving)
+    if num_devices and not left:
+        raise ArgumentError("--vllm_devices names all devices of this machine, and none is left to train on.")
+    return left
+
+
 def _shares(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """Return each server's devices; on CPUs there is one server, of any size."""
     if not devices or tuple(devices) == (CPU,):
         return [(CPU,)] if devices else []
-    if size < 1 or len(devices) % size:
-        raise ArgumentError(
-            f"--vllm_tensor_parallel_size {size} does not divide the {len(devices)} devices of --vllm_devices into servers."
-        )
+    check_cut(size, len(devices), f"the {len(devices)} devices of --vllm_devices")
     return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
 
@@ -156,8 +155,7 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
     share, cache = given.get("vllm_gpu_memory_utilization"), given.get("kv_cache_bytes")
     if share is not None and cache is not None:
         raise ArgumentError(
-            f"--vllm_gpu_memory_utilization {share} has no effect: --kv_cache_bytes {cache} is the size of the cache; remove "
-            "either."
+            f"--vllm_gpu_memory_utilization {share} has no effect beside --kv_cache_bytes {cache}: {OWN_SHARE.because}."
         )
     settings = {
         "gpu_memory_utilization": share if cache is None else NO_SHARE,

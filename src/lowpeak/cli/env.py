@@ -6,21 +6,13 @@ import os
 import platform
 from importlib import metadata
 
+import psutil  # type: ignore[import-untyped]
+
 import lowpeak
 
 PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-        "huggingface_hub",
-        "numpy",
-        "peft",
-        "bitsandbytes",
-    ),
-    *("vllm", "deepspeed", "ninja", "triton", "psutil"),
+    *("torch", "transformers", "accelerate", "datasets", "tokenizers", "huggingface_hub", "numpy"),
+    *("peft", "bitsandbytes", "vllm", "deepspeed", "ninja", "triton", "psutil"),
 )
 
 
@@ -30,12 +22,7 @@ def report() -> str:
     facts |= {name: version(name) for name in PACKAGES} | _accelerators()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
-    try:
-        import psutil  # type: ignore[import-untyped]
-
-        facts["memory"] = _gibibytes(psutil.virtual_memory().total)
-    except ImportError:
-        facts["memory"] = "unknown: psutil is not installed"
+    facts["memory"] = _gibibytes(psutil.virtual_memory().total)
     return "".join(f"{name}: {value}\n" for name, value in facts.items())
 
 

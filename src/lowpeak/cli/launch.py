@@ -29,6 +29,7 @@ _COPIES, _SHARDS, _TENSORS = _SIZES = tuple(
     f"parallelism_config_{axis}_size" for axis in ("dp_replicate", "dp_shard", "tp")
 )
 _USER_ERROR = 2  # a rank's exit status after an error message to the user
+_NEXT_STEP = "Correct --accelerate_config, or the arguments of devices beside it; LOWPEAK_TRACEBACK=1 shows more."
 _LAUNCHER_ERRORS = (AssertionError, OSError, OverflowError, RuntimeError, TypeError, ValueError)
 
 
@@ -117,40 +118,47 @@ def _hosts(path: Path, config: Any, given: Mapping[str, Any]) -> int:
     host = given.get("machine_rank", config.machine_rank) or 0
     if not 0 <= host < hosts:
         raise ArgumentError(f"--machine_rank {host} names no host: they are numbered from 0 to {hosts - 1}.")
+    port = given.get("main_process_port", config.main_process_port)
+    if port is not None and not 0 <= port < 1 << 16:
+        raise ArgumentError(
+            f"--main_process_port {port} is no port: use one from 1 to 65535, or 0 for any that is free."
+        )
     return hosts
 
 
 def _sizes(path: Path, config: Any, given: Mapping[str, Any], hosts: int, per_host: int) -> dict[str, int]:
-    """Return the mesh's sizes as given or as the file has them; ArgumentError if they do not fill the processes.
-
-    A preset leaves them to the run: a copy a host (hsdp) or tensors over two devices (fsdp2-tp), and rows over the rest.
-    """
+    """Return the mesh's sizes as given or as the file has them; ArgumentError if they do not fill the processes."""
     own = config.parallelism_config
     if not own:
         others = {name: given[name] for name in _SIZES if name in given}
         _refuse(others, "the config has no parallelism_config, as --accelerate_config hsdp and fsdp2-tp have")
         return {}
     sizes = {name: int(given.get(name) or own.get(name, 1)) for name in _SIZES}
-    processes = hosts * per_host
     if path.parent == FOLDER:
-        if path.stem == "hsdp" and hosts == 1 and not {_COPIES, _SHARDS} & given.keys():
-            raise ArgumentError(
-                "hsdp keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
-                f"--{_COPIES}."
-            )
-        if per_host % sizes[_TENSORS]:
-            raise ArgumentError(
-                f"--{_TENSORS} {sizes[_TENSORS]} does not divide the {per_host} processes of a host: tensors are sharded over "
-                "devices of one host."
-            )
-        sizes[_COPIES] = given.get(_COPIES) or (hosts if path.stem == "hsdp" else 1)
-        sizes[_SHARDS] = given.get(_SHARDS) or processes // (sizes[_COPIES] * sizes[_TENSORS])
+        sizes |= _preset_sizes(path.stem, given, sizes[_TENSORS], hosts, per_host)
+    processes = hosts * per_host
     if math.prod(sizes.values()) != processes or (sizes[_COPIES] > 1 and sizes[_SHARDS] < 2):
         shape = " x ".join(f"{name.split('_', 2)[2]}={size}" for name, size in sizes.items())
         raise ArgumentError(
             f"{shape} does not fill {processes} processes, with several shards in each of several copies."
         )
     return sizes
+
+
+def _preset_sizes(preset: str, given: Mapping[str, Any], tensors: int, hosts: int, per_host: int) -> dict[str, int]:
+    """Return the sizes that a preset leaves to the run: copies (hsdp: one a host), and rows over the devices that are left."""
+    if preset == "hsdp" and hosts == 1 and not {_COPIES, _SHARDS} & given.keys():
+        raise ArgumentError(
+            "hsdp keeps a copy of the model on each host, and there is one host: use fsdp2, or say how many copies with "
+            f"--{_COPIES}."
+        )
+    if per_host % tensors:
+        raise ArgumentError(
+            f"--{_TENSORS} {tensors} does not divide the {per_host} processes of a host: tensors are sharded over devices of one "
+            "host."
+        )
+    copies = given.get(_COPIES) or (hosts if preset == "hsdp" else 1)
+    return {_COPIES: copies, _SHARDS: given.get(_SHARDS) or hosts * per_host // (copies * tensors)}
 
 
 def _as_words(path: Path, config: Any, settings: Mapping[str, Any]) -> list[str]:
@@ -195,7 +203,7 @@ def _join(path: Path, config: Any, given: dict[str, Any]) -> None:
         else:
             environ = prepare_simple_launcher_cmd_env(args)[1]
     except _LAUNCHER_ERRORS as error:
-        raise ArgumentError(f"accelerate does not take {path}: {first_line(error)}.") from error
+        raise ArgumentError(f"accelerate does not take {path}: {first_line(error)}. {_NEXT_STEP}") from error
     os.environ.update({name: value for name, value in environ.items() if name.startswith(_SETTINGS)})
 
 
@@ -221,7 +229,7 @@ def run_launcher(words: Sequence[str]) -> int:
         except SignalException as ended:
             return 128 + int(ended.sigval)
         except _LAUNCHER_ERRORS as error:
-            raise ArgumentError(f"the processes cannot be started: {first_line(error)}.") from error
+            raise ArgumentError(f"the processes cannot be started: {first_line(error)}. {_NEXT_STEP}") from error
     return 130 if presses else 0
 
 

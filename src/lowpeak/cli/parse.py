@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -17,7 +16,8 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from lowpeak.cli.arguments import Parser
-from lowpeak.config.load import check_names, load_yaml
+from lowpeak.config.declare import MAPPING
+from lowpeak.config.load import check_names, load_yaml, read_object
 from lowpeak.config.rejected import REJECTED, drop_trl_defaults
 from lowpeak.config.secrets import is_secret
 from lowpeak.errors import ArgumentError
@@ -234,14 +234,9 @@ def _json_or_text(text: str) -> Any:
 
 def _json(text: str) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except RecursionError:
-        raise argparse.ArgumentTypeError("nests lists or mappings too deeply; correct it") from None
+        return read_object(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expects a JSON object ({error})") from None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("expects a JSON object")
-    return found
+        raise argparse.ArgumentTypeError(f"{MAPPING.words} ({error})") from None
 
 
 def _metavar(action: argparse.Action, simple: Any) -> str:

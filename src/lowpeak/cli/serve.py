@@ -15,10 +15,11 @@ from types import FrameType
 from lowpeak.cli.arguments import Parser
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.tell import tell
+from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.command import LOOPBACK, Server
 from lowpeak.rollout.vllm.process import ServerProcess
-from lowpeak.rollout.vllm.token import TOKEN, saved_token
+from lowpeak.rollout.vllm.token import saved_token
 from lowpeak.rollout.vllm.versions import require_vllm
 
 _POLL_SECONDS = 0.2
@@ -31,12 +32,12 @@ def run(argv: Sequence[str]) -> int:
     require_vllm("lowpeak serve")
     check_port(server)
     process = ServerProcess(server, os.environ)
-    if server.token == os.environ.get(TOKEN):
+    if server.token == os.environ.get(SERVER_TOKEN):
         return wait_for(process)
     with saved_token(server.port, server.token) as path:
         tell(
-            f"lowpeak: the server demands the token in {path}; your runs on this host find it there, others need it as {TOKEN} "
-            "in their environment"
+            f"lowpeak: the server demands the token in {path}; your runs on this host find it there, others need it as "
+            f"{SERVER_TOKEN} in their environment"
         )
         return wait_for(process)
 
@@ -61,7 +62,7 @@ def wait_for(process: ServerProcess) -> int:
 def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
     """Return the server that the words ask for; ArgumentError if it cannot be started."""
     told, options = _parser().parse_known_args(argv)
-    token = told.token or environ.get(TOKEN)
+    token = told.token or environ.get(SERVER_TOKEN)
     server = Server(
         model=told.model,
         host=told.host,
@@ -74,7 +75,7 @@ def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
     )
     if not token and environ.get(_VLLM_TOKEN):
         raise ArgumentError(
-            f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {TOKEN} instead."
+            f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {SERVER_TOKEN} instead."
         )
     return server
 
@@ -100,7 +101,7 @@ def _parser() -> Parser:
     parser.add_argument("--model", default="", help="model to serve, the one that is trained: a folder or a hub name")
     parser.add_argument("--host", default=LOOPBACK, help="address to listen on (127.0.0.1: this machine alone)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
-    parser.add_argument("--token", help=f"demand this token (a new one); better in the environment, as {TOKEN}")
+    parser.add_argument("--token", help=f"demand this token (a new one); better in the environment, as {SERVER_TOKEN}")
     parallel = ("--tensor_parallel_size", "--tensor-parallel-size")
     parser.add_argument(*parallel, type=int, default=1, help="devices that a copy of the model is sharded over")
     parser.add_argument("--devices", help="devices to run on, as in 1,2 or cpu; by default those that vLLM takes")

@@ -7,7 +7,6 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +24,7 @@ from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
 from lowpeak.cli.launch import is_first, launch_or_join
 from lowpeak.config.secrets import hide_secrets
-from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError
+from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +77,10 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     except LowpeakError:
         raise
     except (ImportError, RuntimeError, ValueError) as error:  # transformers' or peft's own words about an argument
-        raise ArgumentError(f"the run cannot be set up: {error}") from error
+        raise ArgumentError(
+            f"the run cannot be set up: {first_line(error)}. Correct the argument that this is about; with LOWPEAK_TRACEBACK=1 in "
+            "the environment its origin is shown."
+        ) from error
     if job.run.dry_run:
         resolved = trainer.dry_run()
         if is_first(os.environ):
@@ -121,7 +123,7 @@ def configured(job: Job, library: Any = lowpeak) -> Job:
     settings = {name: value for name, value in handed_over(job.given, os.environ).items() if name in known}
     if job.model.load_in_4bit:
         quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-        require("bitsandbytes", "--load_in_4bit", extra="quantization")
+        require_package("bitsandbytes", "--load_in_4bit", "quantization")
         options = {**(settings.get("model_init_kwargs") or {}), "quantization_config": quantization}
         settings = {**settings, "model_init_kwargs": options}
     try:
@@ -209,7 +211,7 @@ def local_split(source: Path, split: str | None) -> str | None:
 
 def lora(model: ModelArguments, task: str) -> Any:
     """Return the adapters' configuration for peft, which also trains the whole head of a classifier."""
-    require("peft", "--use_peft", extra="peft")
+    require_package("peft", "--use_peft", "peft")
     from peft import LoraConfig
 
     targets: Any = model.lora_target_modules
@@ -220,12 +222,6 @@ def lora(model: ModelArguments, task: str) -> Any:
         lora_dropout=model.lora_dropout,
         target_modules="all-linear" if targets == ["all-linear"] else targets,
     )
-
-
-def require(package: str, what: str, extra: str) -> None:
-    """Say in one sentence which optional package is missing, before anything long is started."""
-    if find_spec(package) is None:
-        raise MissingPackageError(f"{what} needs {package}, which is not installed; pip install 'lowpeak[{extra}]'.")
 
 
 def checkpoint_to_resume(value: str | bool | None) -> str | bool | None:

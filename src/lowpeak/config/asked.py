@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from lowpeak.config.declare import require
-from lowpeak.errors import ArgumentError, MissingPackageError
+from lowpeak.errors import ArgumentError, require_package
 
 _UNSUPPORTED = {"cp_size": "context", "sp_size": "sequence", "pp_size": "pipeline"}
 _AXES = ("tp_size", "dp_shard_size", "dp_replicate_size", *_UNSUPPORTED)
@@ -74,8 +73,11 @@ def settled_cut(environ: Mapping[str, str], parallelism: Any, beside: str = "") 
         "dp_shard_size, cut a model over tensors and data ranks.",
     )
     world = int(environ.get("WORLD_SIZE") or 1)
+    fitting = "".join(f" or {n} x {world // n}" for n in range(2, world + 1) if world % n == 0)
     require(
-        tensor * data == world, f"tp_size={tensor} and dp_shard_size={data} in {where} do not fill {world} processes."
+        tensor * data == world,
+        f"tp_size={tensor} x dp_shard_size={data} in {where} do not fill {world} processes: start {tensor * data}{fitting and ','}"
+        f"{fitting}.",
     )
     return Cut(tensor, data)
 
@@ -113,12 +115,8 @@ def refuse_other_parallelism(environ: Mapping[str, str], loading: Mapping[str, A
 
 
 def require_deepspeed(what: str) -> None:
-    """Raise MissingPackageError unless DeepSpeed is installed; `what` ends in a verb: needs."""
-    if find_spec("deepspeed") is None:
-        raise MissingPackageError(
-            f"{what} deepspeed, which is not installed; pip install 'lowpeak[deepspeed]', or use fsdp2, which needs "
-            "nothing more."
-        )
+    """Raise MissingPackageError unless DeepSpeed, which `what` needs, is installed."""
+    require_package("deepspeed", what, "deepspeed", ", or use fsdp2, which needs nothing more")
 
 
 def settle_deepspeed(config: MutableMapping[str, Any], args: Any) -> None:

@@ -46,7 +46,7 @@ def check_kinds(args: Any) -> None:
         if value is field.default or not set(allowed) <= _WORDS.keys() or _is_of(value, allowed):
             continue
         expected = " or ".join(words for kind, words in _WORDS.items() if kind in allowed)
-        raise ArgumentError(f"{field.name}={value!r} must be {expected}, not a {type(value).__name__}.")
+        raise ArgumentError(f"{said_as(args, field.name)}={value!r} must be {expected}, not a {type(value).__name__}.")
 
 
 def _is_of(value: Any, allowed: tuple[Any, ...]) -> bool:
@@ -104,32 +104,24 @@ def idle_arguments(args: Any, facts: Facts) -> dict[str, str]:
 def acting(args: Any, facts: Facts) -> Any:
     """Return a copy of the arguments in which those that do not act have their defaults.
 
-    Raises ArgumentError for an idle argument where going on would mislead, and for any under `strict_arguments`.
+    Raises ArgumentError for an idle argument where going on would mislead; others are named by `tell_idle`, all at once.
     """
     changed = copy.copy(args)
     for name, when in _idle(args, facts):
         if when.raises:
             raise ArgumentError(f"{show(said_as(args, name), getattr(args, name))} has no effect: {when.because}.")
         setattr(changed, name, default_of(args, name))
-    if args.strict_arguments:
-        _refuse(idle_arguments(args, facts))
     return changed
 
 
 def tell_idle(args: Any, facts: Facts) -> None:
     """Name all arguments without effect in one warning, on the first rank; an ArgumentError under `strict_arguments`."""
     idle = idle_arguments(args, facts)
-    if args.strict_arguments:
-        _refuse(idle)
-    if idle and args.process_index == 0:
-        logger.warning("%s; strict_arguments=True makes this an error.", _sentence(idle))
-
-
-def _refuse(idle: Mapping[str, str]) -> None:
-    if idle:
-        raise ArgumentError(f"{_sentence(idle)}; strict_arguments=True allows none.")
-
-
-def _sentence(idle: Mapping[str, str]) -> str:
+    if not idle:
+        return
     count = "1 argument has" if len(idle) == 1 else f"{len(idle)} arguments have"
-    return f"{count} no effect in this run: " + "; ".join(f"{shown} ({because})" for shown, because in idle.items())
+    told = f"{count} no effect in this run: " + "; ".join(f"{shown} ({because})" for shown, because in idle.items())
+    if args.strict_arguments:
+        raise ArgumentError(f"{told}; strict_arguments=True allows none.")
+    if args.process_index == 0:
+        logger.warning("%s; strict_arguments=True makes this an error.", told)

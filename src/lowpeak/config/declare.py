@@ -6,9 +6,11 @@ makes one of the other. `check.py` holds a run to what is declared.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial
+from numbers import Real
 from typing import Any, TypeVar, get_args
 
 from lowpeak.errors import ArgumentError
@@ -131,6 +133,13 @@ def require(condition: bool, message: str) -> None:
 # Ranges that several arguments have.
 
 
+def are_finite(numbers: Any) -> bool:
+    """Return whether something is a list or a tuple of finite numbers."""
+    return isinstance(numbers, list | tuple) and all(
+        isinstance(each, Real) and not isinstance(each, bool) and math.isfinite(each) for each in numbers
+    )
+
+
 def one_of(literal: Any, *unsaid: Any) -> Check:
     """Return the check for values of a Literal; `unsaid` ones are taken too, for scripts that were written for TRL."""
     values = get_args(literal)
@@ -153,6 +162,9 @@ def within(low: float, high: float) -> Check:
     return Check(lambda x: x is None or low <= x <= high, f"must be in [{low}, {high}]")
 
 
+MAPPING = Check(
+    lambda x: x is None or isinstance(x, Mapping), "must be a mapping, or a JSON object such as '{\"name\": value}'"
+)
 SHARE = Check(lambda x: 0 < x <= 1, "must be in (0, 1]")
 NOT_NEGATIVE = Check(lambda x: x is None or x >= 0, "must be 0 or more")
 FINITE = Check(lambda x: x is None or 0 <= x < float("inf"), "must be a finite number of 0 or more")

@@ -6,17 +6,16 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
 from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, if_on, in_algorithm, one_of, redeclared, require
 from lowpeak.config.online import (
+    GROUPS,
     HAS_KL,
     REUSES_ROLLOUTS,
     KLEstimator,
     OnlineArguments,
     OnlineSettings,
     clip_high,
-    require_groups,
 )
 
 logger = logging.getLogger(__name__)
@@ -41,6 +40,7 @@ _STEERED = if_on("use_adaptive_entropy")
 class GRPOArguments(OnlineArguments):
     """What GRPO and its family take."""
 
+    num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUPS)
     epsilon: float = redeclared(OnlineArguments, "epsilon", also=_NOT_CISPO)
     epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
     loss_type: str = in_algorithm("dapo", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
@@ -132,8 +132,6 @@ class GRPOSettings:
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
     """Return GRPO's settings; ArgumentError for bounds that contradict the loss."""
-    args = acting(args, online.facts)
-    require_groups(args)
     cispo = args.loss_type == "cispo"
     require(
         not cispo or args.epsilon_high is not None,

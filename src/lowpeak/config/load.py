@@ -7,6 +7,7 @@ reads as text, are numbers as in YAML 1.2, and a key that stands twice is an err
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -55,6 +56,17 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
         raise ArgumentError(f"The config file {path} must hold lines `name: value`, not a {type(settings).__name__}.")
     return settings
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Return the mapping that a JSON text is; ValueError with the reason, and without the text, where it is none."""
+    try:
+        found = json.loads(text)
+    except RecursionError:
+        raise ValueError("it nests lists or mappings too deeply") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it is a {type(found).__name__}")
+    return found
 
 
 def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from lowpeak.config.check import acting, check_values
 from lowpeak.config.correction import CorrectionArguments
@@ -15,13 +13,13 @@ from lowpeak.config.declare import (
     Check,
     Facts,
     above_zero,
+    are_finite,
     at_least,
     if_on,
     in_algorithm,
     in_evaluation,
     in_logging,
     in_rewards,
-    never,
     one_of,
     require,
     within,
@@ -39,6 +37,7 @@ from lowpeak.config.vllm import VllmArguments, VllmSettings, resolve_vllm
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
+GROUPS = Check(lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group")
 HAS_REFERENCE = ActsWhen(
     lambda args, facts: args.beta != 0, "beta is 0, so there is no reference; set beta or remove it"
 )
@@ -59,10 +58,6 @@ _PRINTS_COMPLETIONS = if_on("log_completions")
 class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
     """What all online trainers take."""
 
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
-        "remove_unused_columns": never("columns go to the rewards; remove it")
-    }
-
     num_generations_eval: int | None = in_evaluation(
         None, "Sampled completions of each prompt in evaluation.", at_least(1)
     )
@@ -80,7 +75,11 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         Check(lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
         REUSES_ROLLOUTS,
     )
-    reward_weights: list[float] | None = in_rewards(None, "A weight for each reward (None: all 1).")
+    reward_weights: list[float] | None = in_rewards(
+        None,
+        "A weight for each reward (None: all 1).",
+        Check(lambda x: x is None or are_finite(x), "must be a list of finite numbers"),
+    )
     reward_timeout: float | None = in_rewards(
         None, "Seconds that one call of a reward may take.", above_zero("a number of seconds")
     )
@@ -181,14 +180,6 @@ def _check_online(args: Any, world_size: int) -> None:
     )
 
 
-def require_groups(args: Any) -> None:
-    """Raise ArgumentError unless a prompt has several completions."""
-    require(
-        args.num_generations >= 2,
-        f"num_generations={args.num_generations!r} must be at least 2: a completion is compared with the others of its group.",
-    )
-
-
 def clip_high(args: Any) -> float:
     """Return how far above 1 a ratio is clipped."""
     return float(args.epsilon if args.epsilon_high is None else args.epsilon_high)
@@ -198,13 +189,7 @@ def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
     if args.reward_weights is None:
         return (1.0,) * num_rewards
     require(
-        isinstance(args.reward_weights, Sequence) and not isinstance(args.reward_weights, str),
-        f"reward_weights={args.reward_weights!r} must be a list of numbers.",
-    )
-    require(
         len(args.reward_weights) == num_rewards,
         f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; give one for each.",
     )
-    weights = tuple(float(weight) for weight in args.reward_weights)
-    require(all(map(math.isfinite, weights)), f"reward_weights={args.reward_weights!r} must be finite numbers.")
-    return weights
+    return tuple(float(weight) for weight in args.reward_weights)

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import CORRECTION
-from lowpeak.config.declare import ActsWhen, Check, fill, in_algorithm, in_rewards, never, one_of, redeclared, require
-from lowpeak.config.online import OnlineArguments, OnlineSettings, require_groups
+from lowpeak.config.declare import ActsWhen, Check, are_finite, fill, in_algorithm, never, one_of, redeclared, require
+from lowpeak.config.online import GROUPS, OnlineArguments, OnlineSettings
+from lowpeak.config.ppo import PPOArguments
 from lowpeak.config.training import CommonArguments
 
 PairLossType = Literal["sigmoid", "ipo"]
@@ -30,8 +30,7 @@ def _betas(beta: Any) -> tuple[Any, ...]:
 
 def _are_positive(beta: Any) -> bool:
     betas = _betas(beta)
-    numbers = [each for each in betas if isinstance(each, int | float) and not isinstance(each, bool)]
-    return 0 < len(numbers) == len(betas) and all(0 < each < math.inf for each in numbers)
+    return are_finite(betas) and min(betas, default=0) > 0
 
 
 _NO_RATIO = never("Online DPO compares the two of a pair and clips no ratio; remove it")
@@ -56,7 +55,11 @@ class OnlineDPOArguments(OnlineArguments):
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 5e-7)
     disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
     num_generations: int = redeclared(
-        OnlineArguments, "num_generations", 2, help="Completions of each prompt (G): the best and the worst are a pair."
+        OnlineArguments,
+        "num_generations",
+        2,
+        check=GROUPS,
+        help="Completions of each prompt (G): the best and the worst are a pair.",
     )
     max_completion_length: int = redeclared(OnlineArguments, "max_completion_length", 64)
     beta: float | list[float] = in_algorithm(  # type: ignore[assignment]
@@ -65,17 +68,7 @@ class OnlineDPOArguments(OnlineArguments):
         Check(_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
     )
     loss_type: str = in_algorithm("sigmoid", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType))
-    missing_eos_penalty: float | None = in_rewards(
-        None,
-        "What a completion that did not end by itself loses of its reward.",
-        Check(lambda x: x is None or 0 < x < math.inf, "must be a number above 0, or None"),
-        ActsWhen(
-            lambda args, facts: not args.mask_truncated_completions,
-            "mask_truncated_completions leaves completions that did not end by themselves out of every pair; remove one of the "
-            "two",
-            raises=True,
-        ),
-    )
+    missing_eos_penalty: float | None = redeclared(PPOArguments, "missing_eos_penalty")
     vllm_gpu_memory_utilization: float = redeclared(OnlineArguments, "vllm_gpu_memory_utilization", 0.55)
     vllm_importance_sampling_correction: bool = redeclared(
         OnlineArguments,
@@ -100,8 +93,6 @@ class OnlineDPOSettings:
 
 def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
     """Return Online DPO's settings; ArgumentError for betas of epochs that the run does not have."""
-    args = acting(args, online.facts)
-    require_groups(args)
     betas = _betas(args.beta)
     require(
         args.max_steps > 0 or len(betas) <= max(1, math.ceil(args.num_train_epochs)),

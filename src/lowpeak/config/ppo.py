@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
 from lowpeak.config.declare import (
     FINITE,
@@ -117,7 +116,7 @@ class PPOArguments(OnlineArguments):
         Check(lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
         ActsWhen(
             lambda args, facts: not args.mask_truncated_completions,
-            "mask_truncated_completions lets completions that did not end by themselves count no token; remove one of the two",
+            "mask_truncated_completions leaves completions that did not end by themselves out of the loss; remove one of the two",
             raises=True,
         ),
     )
@@ -194,7 +193,6 @@ class PPOSettings:
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
     """Return PPO's settings; ArgumentError for a critic that could not be trained as asked."""
-    args = acting(args, online.facts)
     _check_critic(args)
     correction = resolve_correction(args)
     steered = args.kl_target is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, in_algorithm, in_memory, never, redeclared
+from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, in_algorithm, never, redeclared
+from lowpeak.config.rollout import RolloutArguments
 from lowpeak.config.sft import OfflineArguments
 from lowpeak.config.training import CommonArguments
 
@@ -30,21 +31,9 @@ class RewardArguments(OfflineArguments):
         "max_length",
         help="A pair of which one row has more tokens is left out (None: the model's context).",
     )
-    share_prompt: bool | None = in_memory(
-        None, "Forward what both rows of a pair begin with once (None: where it pays)."
+    share_prompt: bool | None = redeclared(
+        RolloutArguments, "share_prompt", help="Forward what both rows of a pair begin with once (None: where it pays)."
     )
     center_rewards_coefficient: float | None = in_algorithm(
         None, "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
     )
-
-
-@dataclass(frozen=True)
-class RewardModelSettings:
-    """`center` weighs the square of a pair's summed rewards in the loss; 0 leaves it out."""
-
-    center: float = 0.0
-
-
-def resolve_reward_model(args: Any) -> RewardModelSettings:
-    """Return the loss's settings."""
-    return RewardModelSettings(center=args.center_rewards_coefficient or 0.0)

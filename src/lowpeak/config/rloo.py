@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import fill, in_algorithm, redeclared, require
-from lowpeak.config.online import KLEstimator, OnlineArguments, OnlineSettings, clip_high, require_groups
+from lowpeak.config.declare import Check, are_finite, fill, in_algorithm, redeclared, require
+from lowpeak.config.online import GROUPS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
 
 KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
 
@@ -17,11 +16,15 @@ KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
 class RLOOArguments(OnlineArguments):
     """What RLOO takes."""
 
-    num_generations: int = redeclared(OnlineArguments, "num_generations", 2)
+    num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUPS)
     beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
     kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
     normalize_advantages: bool = in_algorithm(False, "Centre and scale advantages over the rollout.")
-    reward_clip_range: tuple[float, float] | None = in_algorithm(None, "Clip rewards to [low, high].")
+    reward_clip_range: tuple[float, float] | None = in_algorithm(
+        None,
+        "Clip rewards to [low, high].",
+        Check(lambda x: x is None or (are_finite(x) and len(x) == 2 and x[0] < x[1]), "must be (low, high)"),
+    )
 
 
 @dataclass(frozen=True)
@@ -56,22 +59,19 @@ class RLOOSettings:
 
 
 def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
-    """Return RLOO's settings; ArgumentError for a correction of tokens, and a range that is none."""
-    args = acting(args, online.facts)
-    require_groups(args)
-    clip, correction = args.reward_clip_range, resolve_correction(args)
+    """Return RLOO's settings; ArgumentError for a correction of tokens."""
+    correction = resolve_correction(args)
     require(
         correction is None or correction.per_sequence,
         f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} weighs tokens, and RLOO's ratio and loss are of "
         "whole completions; use sequence_mask or sequence_truncate.",
     )
-    require(clip is None or (len(clip) == 2 and clip[0] < clip[1]), f"reward_clip_range={clip!r} must be (low, high).")
     return fill(
         RLOOSettings,
         args,
         clip_low=args.epsilon,
         clip_high=clip_high(args),
-        reward_clip=tuple(clip) if clip else None,
+        reward_clip=tuple(args.reward_clip_range) if args.reward_clip_range else None,
         mask_truncated=args.mask_truncated_completions,
         drop_equal_groups=args.dynamic_sampling_rounds > 0,
         score_old=online.rollout.num_steps > 1,

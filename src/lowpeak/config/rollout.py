@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil, gcd, lcm
 from typing import Any, Literal
 
 from lowpeak.config.declare import (
+    MAPPING,
     SHARE,
     ActsWhen,
     Check,
@@ -78,7 +80,9 @@ class RolloutArguments:
         None, "Other name of max_completion_length.", means="max_completion_length"
     )
     generation_batch_size: int | None = in_generation(
-        None, "Completions of a rollout, over all ranks (in place of steps_per_generation)."
+        None,
+        "Completions of a rollout, over all ranks (in place of steps_per_generation).",
+        above_zero("a number of completions"),
     )
     steps_per_generation: int | None = in_generation(
         None, "Batches of per_device_train_batch_size that a rollout holds (None: one step's).", at_least(1)
@@ -110,6 +114,7 @@ class RolloutArguments:
         None,
         "More of generation: stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling arguments; vLLM's "
         "own parameters (JSON).",
+        MAPPING,
     )
     overlong_prompts: str = in_data(
         "error",
@@ -206,15 +211,22 @@ def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
     batch, accumulation = args.per_device_train_batch_size * world_size, args.gradient_accumulation_steps
     per_generation = _steps_per_generation(args, batch)
     rows = batch * per_generation
+    whole = lcm(
+        args.num_generations // gcd(args.num_generations, batch), accumulation
+    )  # batches: groups and steps are whole
+    remedy = f"steps_per_generation={whole}, or another multiple of {whole}"
+    if args.generation_batch_size is not None:
+        remedy = f"generation_batch_size={batch * whole}, or another multiple of {batch * whole}"
     require(
         rows % args.num_generations == 0,
         f"a rollout holds per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
-        f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} does not divide.",
+        f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} does not divide: use "
+        f"{remedy}.",
     )
     require(
         per_generation % accumulation == 0,
-        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}: a rollout "
-        "serves whole steps.",
+        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, and a rollout "
+        f"serves whole steps: use {remedy}.",
     )
     return fill(
         RolloutSettings,
@@ -235,8 +247,9 @@ def _steps_per_generation(args: Any, batch: int) -> int:
         f"generation_batch_size={size} and {said_as(args, 'steps_per_generation')} say the same thing; give one.",
     )
     require(
-        size > 0 and size % batch == 0,
-        f"generation_batch_size={size} is not a multiple of per_device_train_batch_size x ranks = {batch}.",
+        size % batch == 0,
+        f"generation_batch_size={size} is not a multiple of per_device_train_batch_size x ranks = {batch}: use "
+        f"{ceil(size / batch) * batch}, or another multiple.",
     )
     return size // batch
 

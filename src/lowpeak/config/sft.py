@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 SupervisedLossType = Literal["nll", "dft"]
 
-_STRATEGIES = {
+_STRATEGIES = {  # TRL's others
     "bfd_split": "a row's end would go on without what comes before it; split long rows beforehand, or raise max_length",
     "wrapped": "rows would be split anywhere and would see one another; join the texts beforehand",
 }
@@ -70,7 +70,8 @@ class SFTArguments(OfflineArguments):
     packing_strategy: str = in_data(
         "bfd",
         "With packing: 'bfd', which cuts rows longer than max_length at their end.",
-        acts=if_on("packing"),
+        one_of(Literal["bfd"], "bfd-requeue", *_STRATEGIES),
+        if_on("packing"),
     )
     eval_packing: bool | None = in_data(None, "Changes nothing: evaluation lays rows as training does.")
 
@@ -82,7 +83,7 @@ def check_packing(args: Any) -> None:
     strategy = {"bfd-requeue": "bfd_split"}.get(args.packing_strategy, args.packing_strategy)
     require(
         strategy == "bfd",
-        f"packing_strategy={strategy!r} is none of lowpeak's: {_STRATEGIES.get(strategy, 'it is unknown')}; use 'bfd'.",
+        f"packing_strategy={strategy!r} is none of lowpeak's: {_STRATEGIES.get(strategy)}; use 'bfd'.",
     )
     require(
         args.padding_free is not False,

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from lowpeak.config.check import acting, check_values
 from lowpeak.config.declare import (
     FINITE,
+    MAPPING,
     NOT_NEGATIVE,
     ActsWhen,
     Check,
@@ -126,7 +127,11 @@ class CommonArguments:
     gradient_checkpointing: bool | None = in_memory(
         None, "Recompute activations in the backward pass (None: yes); newer name: activation_checkpointing."
     )
-    remove_unused_columns: bool = in_data(False, "Always False: columns go to the rewards.")
+    remove_unused_columns: bool = in_data(
+        False,
+        "Always False: rows are read with all of their columns.",
+        acts=never("rows are read with all of their columns; remove it"),
+    )
     per_device_eval_batch_size: int | None = in_evaluation(
         None, "Rows generated together in evaluation (None: as many as the KV cache budget allows).", at_least(1)
     )
@@ -137,7 +142,9 @@ class CommonArguments:
         False, "Keep what the backward pass needs in host memory until it is used (GPUs).", acts=OWN_MEMORY
     )
     model_init_kwargs: dict | str | None = in_model(
-        None, "Keywords for from_pretrained when the model is given by name or path (JSON on the command line)."
+        None,
+        "Keywords for from_pretrained when the model is given by name or path (JSON on the command line).",
+        MAPPING,
     )
     trust_remote_code: bool = in_model(False, "Allow code from the model's repository to run.")
     disable_dropout: bool = in_model(False, "Set every dropout probability to 0.")
@@ -146,7 +153,7 @@ class CommonArguments:
         "Run the head's product in fp32.",
         acts=ActsWhen(lambda args, facts: not facts.in_fp32, "the run computes in fp32 already; remove it"),
     )
-    chat_template_kwargs: dict | str | None = in_data(None, "Keywords for the chat template (JSON).")
+    chat_template_kwargs: dict | str | None = in_data(None, "Keywords for the chat template (JSON).", MAPPING)
     shuffle_dataset: bool = in_data(True, "Draw rows in a random order, new in each epoch.")
     micro_batch_tokens: int | None = in_memory(
         None, "Tokens, padding included, of one forward and backward (None: from free memory).", at_least(2, "tokens")
@@ -190,10 +197,10 @@ class MemorySettings:
     idle_on_host: bool = False
 
 
-def resolve_common(args: Any) -> MemorySettings:
-    """Return what a trainer without rollouts takes, checked."""
+def acting_common(args: Any) -> Any:
+    """Return the checked arguments of a trainer without rollouts; those that have no effect have their defaults."""
     check_values(args)
-    return resolve_memory(acting(args, facts_of(args)))
+    return acting(args, facts_of(args))
 
 
 def facts_of(args: Any, **known: Any) -> Facts:

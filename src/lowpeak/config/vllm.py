@@ -8,7 +8,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from lowpeak.config.declare import SHARE, ActsWhen, Check, above_zero, at_least, fill, if_on, in_vllm, one_of, require
+from lowpeak.config.declare import (
+    MAPPING,
+    SHARE,
+    ActsWhen,
+    Check,
+    above_zero,
+    at_least,
+    fill,
+    if_on,
+    in_vllm,
+    one_of,
+    require,
+)
 from lowpeak.config.rollout import parse_bytes
 from lowpeak.config.vllm_kwargs import engine_kwargs, sampling_kwargs
 
@@ -31,7 +43,7 @@ _IS_SERVED = ActsWhen(
     "vllm_mode is 'colocate', there is no server; set vllm_mode='server' or remove it",
 )
 _COLOCATED, _SERVED = (USES_VLLM, _IS_COLOCATED), (USES_VLLM, _IS_SERVED)
-_OWN_SHARE = ActsWhen(
+OWN_SHARE = ActsWhen(
     lambda args, facts: args.kv_cache_bytes is None,
     "kv_cache_bytes is the size of vLLM's cache; remove one of the two",
     raises=True,
@@ -62,7 +74,7 @@ class VllmArguments:
         False, "Colocated: give the engine's memory back while training (GPUs).", acts=_COLOCATED
     )
     vllm_gpu_memory_utilization: float = in_vllm(
-        0.3, "Colocated: the engine's share of the device's memory.", SHARE, (*_COLOCATED, _OWN_SHARE)
+        0.3, "Colocated: the engine's share of the device's memory.", SHARE, (*_COLOCATED, OWN_SHARE)
     )
     vllm_max_model_length: int | None = in_vllm(
         None,
@@ -74,7 +86,7 @@ class VllmArguments:
         1, "Colocated: ranks that one engine is cut over.", at_least(1), _COLOCATED
     )
     vllm_engine_kwargs: dict | str | None = in_vllm(
-        None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", acts=_COLOCATED
+        None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", MAPPING, _COLOCATED
     )
     vllm_server_base_url: str | list[str] | None = in_vllm(
         None,
@@ -121,7 +133,9 @@ class VllmArguments:
     vllm_bucket_size: str | int = in_vllm(
         "64MiB",
         "Bytes of weights that travel to the engine together: 64MiB, or a number.",
-        Check(lambda x: (parse_bytes(x) or 0) > 0, "must be a number of bytes above 0, or a size such as '64MiB'"),
+        Check(
+            lambda x: (parse_bytes(x) or 0) >= 4096, "must be a number of bytes from 4096 on, or a size such as '64MiB'"
+        ),
         USES_VLLM,
     )
     vllm_transport: str = in_vllm(
@@ -231,12 +245,8 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
 
 def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:
     size = args.vllm_tensor_parallel_size
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
-    require(
-        size in divisors,
-        f"vllm_tensor_parallel_size={size} does not divide the run's {world_size} rank{'s' * (world_size > 1)}: a colocated "
-        f"engine is cut over whole groups of them; use {' or '.join(map(str, divisors))}, or vllm_mode='server'.",
-    )
+    ranks = f"the run's {world_size} rank{'s' * (world_size > 1)}"
+    check_cut(size, world_size, ranks, ", or vllm_mode='server'")
     if args.vllm_enable_sleep_mode:
         refuse_expandable(environ)
     return fill(
@@ -246,6 +256,16 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
         sleeps=args.vllm_enable_sleep_mode,
         kv_cache_bytes=args.kv_cache_bytes,
         engine_kwargs=engine_kwargs(args.vllm_engine_kwargs),
+    )
+
+
+def check_cut(size: int, count: int, of: str, otherwise: str = "") -> None:
+    """Raise ArgumentError unless engines over `size` each use all of `count` ranks or devices, which `of` names."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    require(
+        size in divisors,
+        f"vllm_tensor_parallel_size={size} does not divide {of}: an engine is cut over whole groups of them; use "
+        f"{' or '.join(map(str, divisors))}{otherwise}.",
     )
 
 
@@ -260,17 +280,22 @@ def refuse_expandable(environ: Mapping[str, str]) -> None:
         )
 
 
+def url_of(host: str, port: int) -> str:
+    """Return the URL of a server for clients; one that listens on all of its host's addresses is reached on this host."""
+    host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def _base_urls(args: Any) -> tuple[str, ...]:
     given, host = args.vllm_server_base_url, args.vllm_server_host
     if given is None:
-        host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host  # a server listens there, and is reached here
-        url = f"http://{f'[{host}]' if ':' in host else host}:{args.vllm_server_port}"
+        url = url_of(host, args.vllm_server_port)
         require(
             _is_url(url),
             f"vllm_server_host={host!r} is no name or address of a host: write it as 127.0.0.1, without http:// and port.",
         )
         return (url,)
-    listed = given.split(",") if isinstance(given, str) else given
+    listed = given if isinstance(given, list | tuple) else str(given).split(",")
     urls = tuple(str(url).strip().rstrip("/") for url in listed)
     for url in urls:
         require(
@@ -289,9 +314,10 @@ def _base_urls(args: Any) -> tuple[str, ...]:
 
 
 def _is_url(url: str) -> bool:
+    from httpx2 import URL, InvalidURL
+
     try:
-        parts = urlsplit(url)
-        port = parts.port
-    except ValueError:
+        parts, port = URL(url), urlsplit(url).port  # each refuses what the other takes
+    except (InvalidURL, ValueError):
         return False
-    return parts.scheme in ("http", "https") and bool(parts.hostname) and port != 0 and not any(map(str.isspace, url))
+    return parts.scheme in ("http", "https") and bool(parts.host) and port != 0 and not any(map(str.isspace, url))

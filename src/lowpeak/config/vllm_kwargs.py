@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lowpeak.config.declare import require
+from lowpeak.config.declare import MAPPING, require
 from lowpeak.config.rollout import EVERY_ENGINE
 
 # vLLM's sampling parameters beyond EVERY_ENGINE that a run takes: a server does not tell of a name that it does not know.
-_PASSED_ON = tuple(
-    [
-        "presence_penalty",
-        "frequency_penalty",
-        "min_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "thinking_token_budget",
-        "skip_reading_prefix_cache",
-    ]
+_PASSED_ON = (
+    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("thinking_token_budget", "skip_reading_prefix_cache"),
 )
 _ENDS = (
     "a completion ends with the tokenizer's end of sequence, a stop string or a stop token, or at max_completion_length; "
@@ -61,10 +53,7 @@ _NO_ENGINE = {
 
 def engine_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return what vllm_engine_kwargs hands to vLLM; ArgumentError for what another argument says, or lowpeak sets itself."""
-    require(
-        given is None or isinstance(given, Mapping),
-        "vllm_engine_kwargs is not a JSON object: write it as '{\"name\": value}'.",
-    )
+    require(MAPPING.fits(given), f"vllm_engine_kwargs {MAPPING.words}.")
     for name in given or {}:
         require(name not in _NO_ENGINE, f"vllm_engine_kwargs has {name}: {_NO_ENGINE.get(name)}.")
     return dict(given or {})

@@ -10,9 +10,9 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from lowpeak.errors import ArgumentError, RewardError
 from lowpeak.rewards.answers import text_of
@@ -22,35 +22,11 @@ from lowpeak.rewards.make import listed
 NO_PREFERENCE = -1
 
 
-@runtime_checkable
-class PairwiseJudge(Protocol):
-    """Compares completions two at a time; TRL's pairwise judges are such, and `judge` may be async."""
-
-    def judge(self, prompts: list[str], completions: list[list[str]]) -> list[int]:
-        """For each prompt and its pair of completions which one is better: 0, 1, or -1 where neither is.
-
-        A parameter `shuffle_order`, as TRL's judges have, gets False: the order is settled.
-        """
-        ...
-
-
-@dataclass
-class ScriptedJudge:
-    """The fake: prefers the completion of the higher `value(prompt, completion)`; `asked` keeps what it was asked."""
-
-    value: Callable[[str, str], float]
-    asked: list[tuple[str, list[str]]] = field(default_factory=list)
-
-    def judge(self, prompts: list[str], completions: list[list[str]]) -> list[int]:
-        self.asked += zip(prompts, completions, strict=True)
-        values = [
-            [self.value(prompt, text) for text in pair] for prompt, pair in zip(prompts, completions, strict=True)
-        ]
-        return [NO_PREFERENCE if first == second else int(second > first) for first, second in values]
-
-
 class JudgeReward(FunctionReward):
     """A judge as a reward: of all pairs of a group, the share that a row wins; half a win each where there is no preference.
+
+    Of each prompt and its pair of completions `judge(prompts, completions)` says which one is better: 0, 1, or -1 where neither
+    is. It may be async; a parameter `shuffle_order`, as TRL's judges have, gets False, since the order is settled.
 
     Equal texts are such without asking, and a row alone in its group has no reward. Limits of time and failures are those of
     functions. The judge sees texts: of messages `role: content`, one after another.

@@ -28,7 +28,10 @@ def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, context: int | 
     """EngineError for a prompt without tokens, or one whose completions exceed the context of `whose` (None: no limit)."""
     for prompt in prompts:
         if not prompt.ids:
-            raise EngineError(f"Prompt {prompt.serial} has no tokens: nothing to generate from.")
+            raise EngineError(
+                f"Prompt {prompt.serial}, {prompt.source!r:.60}, has no tokens, so there is nothing to generate from: drop such "
+                "rows from the data set."
+            )
         if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
             raise EngineError(
                 f"Prompt {prompt.serial} has {len(prompt.ids)} tokens; with {sampling.max_new_tokens} new tokens it "

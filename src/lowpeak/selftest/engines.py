@@ -83,7 +83,7 @@ def _vllm_model(bench: Bench) -> Any:
 
 def _try(model: Any, vllm: Vllm, bench: Bench) -> str:
     vllm.facts()
-    vllm.call("lowpeak_score_at_temperature", {})
+    vllm.call("lowpeak_score_at_temperature", {}, _SECONDS)
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device)
     return f"{pushed}; log-probs within {_logprobs_apart(model, vllm, bench):.0e} of the model's"
 

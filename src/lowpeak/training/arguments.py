@@ -6,7 +6,6 @@ Names are TRL's where the meaning is the same. What each argument is stands in `
 from __future__ import annotations
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Iterator
@@ -29,9 +28,9 @@ from lowpeak.config.asked import (
     take_fsdp_over,
 )
 from lowpeak.config.check import check_finite, check_range
-from lowpeak.config.declare import require
+from lowpeak.config.declare import MAPPING, require
 from lowpeak.config.grpo import GRPOArguments
-from lowpeak.config.load import check_names
+from lowpeak.config.load import check_names, read_object
 from lowpeak.config.online import OnlineArguments
 from lowpeak.config.online_dpo import OnlineDPOArguments
 from lowpeak.config.ppo import PPOArguments
@@ -47,7 +46,6 @@ from lowpeak.rendezvous import limit_collectives_on_cpu, meet_anew
 
 logger = logging.getLogger(__name__)
 
-_JSON_FIELDS = ("model_init_kwargs", "chat_template_kwargs", "generation_kwargs", "vllm_engine_kwargs")
 _RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
@@ -71,15 +69,15 @@ def refuses_unknown(config: Any) -> Any:
     return config
 
 
-def _json_object(name: str, text: str) -> dict[str, Any]:
-    """Return the mapping that the text of an argument is; ArgumentError where it is none."""
-    try:
-        found = json.loads(text)
-    except json.JSONDecodeError:
-        found = None
-    if not isinstance(found, dict):
-        raise ArgumentError(f"{name} is not a JSON object: write it as '{{\"name\": value}}'.")
-    return found
+def _read_mapping(args: Any, name: str) -> None:
+    """Have an argument hold the mapping that it was given, or the text of; ArgumentError where it is none."""
+    value = getattr(args, name)
+    if isinstance(value, str):
+        try:
+            setattr(args, name, read_object(value))
+        except ValueError as error:  # the text may hold a token
+            raise ArgumentError(f"{name} {MAPPING.words} ({error}).") from None
+    check_range(args, name)
 
 
 @contextmanager
@@ -100,10 +98,9 @@ class CommonConfig(CommonArguments, TrainingArguments):
     saves_no_tokens: ClassVar[bool] = False  # whether a pickle is without access tokens
 
     def __post_init__(self) -> None:
-        for name in _JSON_FIELDS:
-            value = getattr(self, name, None)
-            if isinstance(value, str):
-                setattr(self, name, _json_object(name, value))
+        for field in fields(self):
+            if field.metadata.get("check") is MAPPING:
+                _read_mapping(self, field.name)
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
@@ -151,14 +148,14 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
     def _settle_sharding(self) -> None:
         """Raise ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
-        loading = self.model_init_kwargs if isinstance(self.model_init_kwargs, dict) else {}
+        loading: Any = self.model_init_kwargs or {}
         refuse_other_parallelism(os.environ, loading)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
         beside = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
         if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:
             take_fsdp_over(os.environ)
         if deepspeed:
-            require_deepspeed("a run under DeepSpeed needs")
+            require_deepspeed("a run under DeepSpeed")
         if is_on(os.environ, "ACCELERATE_USE_FSDP"):
             refuse_fsdp1(os.environ.get("FSDP_VERSION", "1"), "the environment (accelerate's config, or FSDP_VERSION)")
         given: Any = self  # transformers' own types are those of its command line
@@ -187,7 +184,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
             if field.metadata.get("means"):
                 self._set_by(field.name, field.metadata["means"], getattr(self, field.name))
         super().__post_init__()
-        told = self.generation_kwargs if isinstance(self.generation_kwargs, dict) else {}
+        told: Any = self.generation_kwargs or {}
         for name, ours in SAID_BY_ARGUMENTS.items():
             self._set_by(f"generation_kwargs[{name!r}]", ours, told.get(name))
 

@@ -56,7 +56,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
             trainer._push_from_checkpoint(os.fspath(final))
         best = trainer.state.best_model_checkpoint
         if ranks.rank == 0:
-            prune(run_dir, trainer.user_args.save_total_limit, [Path(best)] if best else [])
+            prune(run_dir, trainer.acting_args.save_total_limit, [Path(best)] if best else [])
     return final
 
 
@@ -309,5 +309,5 @@ def _settings(trainer: Any) -> Settings:
 
 def _named(name: str, value: Any, trainer: Any) -> str:
     """Under PPO the critic's groups have a rate of their own, where one is given."""
-    critics = getattr(trainer.user_args, "value_learning_rate", None)
-    return "value_learning_rate" if name == _RATE and value == critics != trainer.user_args.learning_rate else name
+    critics = getattr(trainer.acting_args, "value_learning_rate", None)
+    return "value_learning_rate" if name == _RATE and value == critics != trainer.acting_args.learning_rate else name

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lowpeak.config.check import acting
-from lowpeak.config.training import facts_of
 from lowpeak.errors import ArgumentError
 
 # The reason and the remedy for each argument that TRL's trainers have and a trainer here cannot act on.
@@ -68,8 +66,8 @@ def make_arguments(config_class: Any, args: Any, model: Any, quantization_config
 
 
 def base_arguments(args: Any) -> Any:
-    """The copy of the acting arguments that the base class gets: it counts mappings, and a step is one mapping."""
-    inner = acting(args, facts_of(args))
+    """Return the copy of the acting arguments that the base class gets: it counts mappings, and a step is one mapping."""
+    inner = copy.copy(args)
     inner.gradient_accumulation_steps = 1
     inner.save_total_limit = None  # removing is ours: at the end the base deletes in place, and the last checkpoint too
     inner.logging_nan_inf_filter = False

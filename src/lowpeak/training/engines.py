@@ -83,20 +83,15 @@ def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) ->
     """Return why `vllm_adapters=False` changes nothing, since merged weights are sent in any case; nothing where it acts."""
     if settings is None or settings.adapters:
         return ""
-    because = _why_merged(settings.where, policy, num_ranks)
-    return because and f"{because}; remove it"
-
-
-def _why_merged(where: Any, policy: Any, num_ranks: int) -> str:
-    """Why an engine gets merged weights whatever is asked for; nothing where it could get an adapter."""
+    where = settings.where
     if not is_peft(policy):
-        return "the policy has no adapter"
+        return "the policy has no adapter; remove it"
     if _servable_adapter(policy) is None:
-        return "vLLM cannot serve this adapter, and merged weights are sent"
+        return "vLLM cannot serve this adapter, and merged weights are sent; remove it"
     if isinstance(where, ColocateSettings) and not where.engine_kwargs.get("enable_lora"):
-        return "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora"
+        return "a colocated engine gets merged weights unless vllm_engine_kwargs has enable_lora; remove it"
     if isinstance(where, ServerSettings) and num_ranks > 1:
-        return "servers that several ranks share get merged weights"
+        return "servers that several ranks share get merged weights; remove it"
     return ""
 
 
@@ -111,31 +106,23 @@ def make_engine(
     """The engine that the arguments ask for; vLLM's is connected, or built, when it is first needed."""
     budget = parts.settings.memory.gather_budget
 
-    def hold() -> AbstractContextManager[nn.Module]:
-        bytes_to_gather = _free_to_gather(trainer, strategy, run) if budget is None else budget
-        return strategy.hold(trainer.model_wrapped, bytes_to_gather)
+    def hold(num_bytes: int | None = budget) -> AbstractContextManager[nn.Module]:
+        gathered = _free_to_gather(trainer, strategy, run) if num_bytes is None else num_bytes
+        return strategy.hold(trainer.model_wrapped, gathered)
 
     device = trainer.accelerator.device
-    if parts.settings.vllm is not None:
-        vllm = vllm_engine(parts, strategy, run, device, tally)
-        if rollout_func is None:
-            return vllm
-        check_function(parts.settings.vllm)
-        return function_engine(trainer, parts, rollout_func, vllm, lambda: strategy.hold(trainer.model_wrapped, 0))
-    native = NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, device)
+    engine: RolloutEngine
+    held: Callable[[], AbstractContextManager[nn.Module]]
+    if parts.settings.vllm is None:
+        engine = NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, device)
+        held = engine.held
+    else:
+        if rollout_func is not None:
+            check_function(parts.settings.vllm)
+        engine = vllm_engine(parts, strategy, run, device, tally)
+        held = partial(hold, 0)
     if rollout_func is None:
-        return native
-    return function_engine(trainer, parts, rollout_func, native, native.held)
-
-
-def function_engine(
-    trainer: Any,
-    parts: OnlineParts,
-    rollout_func: Callable[..., Mapping[str, Any]],
-    engine: RolloutEngine,
-    hold: Callable[[], AbstractContextManager[nn.Module]],
-) -> FunctionEngine:
-    """The engine of a user's function, which may ask `engine` for completions while `hold` has the policy ready."""
+        return engine
     policy, tokenizer = causal_lm(parts.policy), parts.tokenizer
     new_reader = partial(
         PromptReader,
@@ -147,7 +134,7 @@ def function_engine(
         rollout_func,
         trainer,
         engine,
-        hold,
+        held,
         end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
         new_reader=new_reader,
     )

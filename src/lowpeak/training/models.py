@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowpeak.config.asked import WHOLE, Cut
 from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
 from lowpeak.data.prompts import check_tokenizer
-from lowpeak.errors import ArgumentError, MissingPackageError, ModelError, first_line
+from lowpeak.errors import ArgumentError, ModelError, first_line, require_package
 from lowpeak.loading import straight_to
 from lowpeak.logprobs.head import install_head
 from lowpeak.logprobs.score_head import install_score_head, verify_score_head
@@ -253,10 +253,9 @@ def _text_config(model: Any) -> Any:
 def _with_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
     if is_peft(policy):
         raise ArgumentError("the model already has an adapter and peft_config asks for another: pass one of the two.")
-    try:
-        from peft import prepare_model_for_kbit_training
-    except ImportError as error:
-        raise MissingPackageError("peft_config needs the package peft: pip install 'lowpeak[peft]'.") from error
+    require_package("peft", "peft_config", "peft")
+    from peft import prepare_model_for_kbit_training
+
     if getattr(policy, "is_quantized", False):
         policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
     return add_adapter(policy, peft_config)

@@ -19,7 +19,7 @@ from lowpeak.checkpoint.atomic import check_writable
 from lowpeak.checkpoint.resume import capture_random, keep_random
 from lowpeak.checkpoint.state import RunState
 from lowpeak.config.check import tell_idle
-from lowpeak.config.training import facts_of, resolve_common
+from lowpeak.config.training import acting_common, facts_of, resolve_memory
 from lowpeak.data.cursor import cursor_over
 from lowpeak.data.prompts import RowReader, check_embedded, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
@@ -118,11 +118,12 @@ class OfflineTrainer(StepTrainer):
         unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         reject_unsupported(self, {"data_collator": data_collator, **unsupported})
         refuse_virtual_tokens(model, peft_config)
-        args = make_arguments(self.config_class, args, model, quantization_config)
+        self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
         quiet_replicas(args)
         with Ranks(args.device).together():
-            self.memory = resolve_common(args)
+            self.acting_args = args = acting_common(args)
+            self.memory = resolve_memory(args)
             set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
             algorithm = self.make_algorithm(args)
             if args.process_index == 0:
@@ -143,8 +144,7 @@ class OfflineTrainer(StepTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        self.user_args = args
-        tell_idle(args, replace(facts_of(args), in_fp32=computes_in_fp32(args, policy)))
+        tell_idle(self.user_args, replace(facts_of(args), in_fp32=computes_in_fp32(args, policy)))
         strategy = detect_strategy(self.accelerator)
         self.run = make_run(self, args, algorithm, strategy, policy, self.memory, head=self.head)
         self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
@@ -167,7 +167,7 @@ class OfflineTrainer(StepTrainer):
     @property
     def rows_per_step(self) -> int:
         """Rows of the data set in an optimizer step, over all ranks."""
-        args = self.user_args
+        args = self.acting_args
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
 
     def num_steps_per_epoch(self) -> int | None:

@@ -71,7 +71,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             **others,
         )
-        check_betas(self.user_args, self.num_steps_per_epoch())
+        check_betas(self.acting_args, self.num_steps_per_epoch())
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:

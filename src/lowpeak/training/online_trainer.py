@@ -106,7 +106,7 @@ class OnlineTrainer(StepTrainer):
             parts = prepare_online(inputs, args, self.make_algorithm, self.complete)
         super().__init__(
             model=parts.policy,
-            args=base_arguments(args),
+            args=base_arguments(parts.args),
             data_collator=list,
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -114,12 +114,12 @@ class OnlineTrainer(StepTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
         )
-        self.user_args = args
+        self.user_args, self.acting_args = args, parts.args
         self.parts = parts
         self.run, self.maker = connect_online(self, parts, rollout_func)
         self.asked: Sampling | None = None  # of the rollout_func that runs
         for name in _READ_BY_FUNCTIONS:
-            setattr(self, name, getattr(args, name))
+            setattr(self, name, getattr(parts.args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
         self.printed_span: int | None = None  # of log_completions_steps
@@ -157,7 +157,7 @@ class OnlineTrainer(StepTrainer):
         """Stations 1 to 10: a new rollout when the last one has served its steps, and this step's micro-batches."""
         rollout, maker = self._current_rollout(), self.maker
         step, self.steps_used = self.steps_used, self.steps_used + 1
-        rows = rows_of_step(rollout, maker.settings.rollout, self.user_args.seed, step, self.run.algorithm.unit)
+        rows = rows_of_step(rollout, maker.settings.rollout, self.acting_args.seed, step, self.run.algorithm.unit)
         batches = step_batches(rollout.records, rows, self.run.algorithm, maker.budget, self.run.strategy.ranks)
         return StepWork(batches, rollout.num_tokens if step == 0 else 0)
 
@@ -195,14 +195,14 @@ class OnlineTrainer(StepTrainer):
             print_completions(
                 self.rollout.rows,
                 self.state.global_step,
-                most=self.user_args.num_completions_to_print,
-                unique=self.user_args.log_unique_prompts,
+                most=self.acting_args.num_completions_to_print,
+                unique=self.acting_args.log_unique_prompts,
             )
 
     def _table_is_due(self) -> bool:
         """Return whether a table is due: the first one, and then one in each span of `log_completions_steps`."""
-        span = self.state.global_step // self.user_args.log_completions_steps
-        due = self.user_args.log_completions and span != self.printed_span
+        span = self.state.global_step // self.acting_args.log_completions_steps
+        due = self.acting_args.log_completions and span != self.printed_span
         self.printed_span = span if due else self.printed_span
         return bool(due)
 

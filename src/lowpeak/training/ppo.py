@@ -64,7 +64,7 @@ class PPOTrainer(OnlineTrainer):
             self._check_optimizer(self.optimizer)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        if self.user_args.value_learning_rate is not None:
+        if self.acting_args.value_learning_rate is not None:
             raise ArgumentError(
                 "value_learning_rate has no effect on an optimizer that is passed in: give the critic a group of its own in it."
             )
@@ -75,7 +75,7 @@ class PPOTrainer(OnlineTrainer):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
-        rate = self.user_args.value_learning_rate
+        rate = self.acting_args.value_learning_rate
         if rate is not None:
             train_at_own_rate(optimizer, self.model, rate)
         return optimizer

@@ -15,7 +15,6 @@ from transformers import AutoModelForSequenceClassification, EvalPrediction
 from lowpeak.algorithms.algorithm import Algorithm
 from lowpeak.algorithms.reward_model import make_reward_model
 from lowpeak.config.asked import WHOLE
-from lowpeak.config.reward_model import resolve_reward_model
 from lowpeak.data.preference import PreferenceReader, check_columns, flat, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs.score_head import classifier_of
@@ -78,7 +77,7 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        return make_reward_model(resolve_reward_model(args))
+        return make_reward_model(args.center_rewards_coefficient or 0.0)
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """The base's way; tokenizer and model agree on what pads rows, because a classifier looks for the last token before it."""
@@ -116,8 +115,7 @@ class RewardTrainer(OfflineTrainer):
         scored = score(self.model_wrapped, work.micro_batches, self.run.core, values=True, logprobs=False)
         own: dict[int, float] = {}
         for batch, result in zip(work.micro_batches, scored, strict=True):
-            assert result.values_T is not None, "a classifier gives one score for each of a batch's rows"
-            own |= zip(batch.record_indices, result.values_T.tolist(), strict=False)  # a masked batch has no record
+            own |= zip(batch.record_indices, result["values"].tolist(), strict=False)  # a masked batch has no record
         found = reduce(lambda merged, part: {**merged, **part}, self.run.strategy.ranks.gather(own))
         scores = np.array([found[row] for row in range(len(records))], dtype=np.float32).reshape(-1, 2)
         return EvalPrediction(predictions=scores, label_ids=np.zeros(len(scores), dtype=np.int64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, reduce
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from lowpeak.rollout.vllm.weights.push import PushReport
 from lowpeak.strategies.strategy import Strategy
 from lowpeak.training.models import Reference
 from lowpeak.training.rollout_rows import describe, length_metrics
-from lowpeak.training.step import Core, Scored, score
+from lowpeak.training.step import Core, score
 from lowpeak.training.work import Rollout, matched
 
 logger = logging.getLogger(__name__)
@@ -205,7 +205,8 @@ class RolloutMaker:
         generated = cache(generate)
 
         def judge() -> tuple[Sequence[int], Judged]:
-            with self._before_meeting():
+            # Where rewards take all ranks, an engine that one of them has lost is everybody's before they meet there.
+            with ranks.together() if self.panel.asks_together else nullcontext():
                 groups = generated() if everybodys is None else [everybodys[i] for i in mine]
             with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
@@ -215,10 +216,6 @@ class RolloutMaker:
         once = cache(judge)
         shares = self._outlasting(lambda: ranks.gathered(once))
         return whole([in_order(shares, first_group)], self.panel.names)
-
-    def _before_meeting(self) -> AbstractContextManager[None]:
-        """Where rewards take all ranks, an engine that one of them has lost is everybody's before they meet there."""
-        return self.strategy.ranks.together() if self.panel.asks_together else nullcontext()
 
     def _generate_in_parts(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
         """All groups on every rank, of each of which several ranks have generated some completions."""
@@ -271,14 +268,11 @@ class RolloutMaker:
 
     def with_loss_masks(self, records: Sequence[Record]) -> tuple[Record, ...]:
         """The records with the masks that losses use, and without the fields of a `rollout_func` that rewards have read."""
-        return tuple(map(self._with_loss_mask, records))
-
-    def _with_loss_mask(self, record: Record) -> Record:
-        completion = record.completion
-        mask = loss_mask(completion, self.settings.mask_truncated)
-        if mask is completion.loss_mask and not completion.extra:
-            return record
-        return replace(record, completion=replace(completion, loss_mask=mask, extra={}))
+        completions = [
+            replace(record.completion, loss_mask=loss_mask(record.completion, self.settings.mask_truncated), extra={})
+            for record in records
+        ]
+        return tuple(replace(record, completion=each) for record, each in zip(records, completions, strict=True))
 
     def score(
         self, records: tuple[Record, ...], needs: frozenset[Need], phase: Phase
@@ -301,7 +295,7 @@ class RolloutMaker:
         return filled, reduce(merge_metrics, [useful for _, useful in shares])
 
     def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]) -> Scores:
-        passes: dict[str, list[Scored]] = {}
+        passes: dict[str, list[dict[str, Tensor]]] = {}
         if needs & {"old", "entropy", "values"}:
             wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
             wishes["logprobs"] = bool(needs & {"old", "entropy"})
@@ -330,7 +324,7 @@ def _filled(record: Record, found: Mapping[str, Tensor], needs: frozenset[Need])
 
 
 def _read_scores(
-    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Scored]]
+    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Mapping[str, Tensor]]]
 ) -> Scores:
     """Return what the passes gave, row by row, by one read of the device: log-probs by the pass's name, entropies, values."""
     found: Scores = {}
@@ -339,9 +333,9 @@ def _read_scores(
     columns: list[Tensor] = []
     for name, scored in passes.items():
         for batch, result in zip(batches, scored, strict=True):
-            given = {name: result.logprobs_T, "entropy": result.entropy_T, "values": result.values_T}
-            for column, values in given.items():
-                if values is not None and batch.record_indices:
+            for key, values in result.items():
+                column = name if key == "logprobs" else key
+                if batch.record_indices:
                     places += [(index, column) for index in batch.record_indices]
                     lengths += torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
                     columns.append(values.float())

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -38,27 +37,18 @@ class Core:
     load_balance: LoadBalance | None = None  # of a mixture of experts
 
 
-@dataclass(frozen=True)
-class Scored:
-    """What a no-grad pass gives for the counted tokens of one micro-batch."""
-
-    logprobs_T: Tensor | None
-    entropy_T: Tensor | None
-    values_T: Tensor | None
-
-
 def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     core: Core,
     **wishes: bool,
-) -> list[Scored]:
-    """Log-probs of the counted tokens, without gradients: station 8.
+) -> list[dict[str, Tensor]]:
+    """Return `logprobs`, and what else was wished, of each micro-batch's counted tokens, without gradients: station 8.
 
     `wishes` are HeadRequest's: `entropy`, a critic's `values`, or values without `logprobs`.
     """
     with torch.no_grad():
-        return [_scored(_forward(model, batch.to(core.device), core, **wishes)) for batch in micro_batches]
+        return [_forward(model, batch.to(core.device), core, **wishes) for batch in micro_batches]
 
 
 def run_step(
@@ -95,14 +85,12 @@ def measure_step(
     algorithm: Algorithm,
     core: Core,
     ranks: Ranks,
-    coefficients: Mapping[str, float] = MappingProxyType({}),
 ) -> tuple[Tensor, dict[str, Metric]]:
     """What `run_step` gives, without gradients: an evaluation's loss and metrics."""
     total, metrics = torch.zeros((), device=core.device), dict[str, Metric]()
     choices_E = _choices_of_step(model, micro_batches, core, ranks)
     with torch.no_grad():
         for batch in micro_batches:
-            batch = _with_coefficients(batch, coefficients)
             loss, measured = loss_of(model, batch, algorithm, core, choices_E=choices_E)
             total += loss
             metrics = merge_metrics(metrics, measured)
@@ -138,31 +126,23 @@ def loss_of(
         top1=algorithm.top1,
         routing=routing,
     )
-    terms = _terms(out, batch.tokens, algorithm)
+    balance = []
     if core.load_balance is not None:
-        terms.append(_balance_term(out["routing"], choices_E, batch.tokens, core.load_balance))
-    return _sum_of(terms)
+        balance = [_balance_term(out["routing"], choices_E, batch.tokens, core.load_balance)]
+    return loss_of_outputs(out, batch.tokens, algorithm, *balance)
 
 
 def loss_of_outputs(
-    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
+    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm, *more: tuple[Tensor, dict[str, Metric]]
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return the algorithm's weighted loss and its metrics from log-probs, entropies and values that a forward gave."""
-    return _sum_of(_terms(out, tokens, algorithm))
+    """Return the algorithm's weighted loss and its metrics from log-probs, entropies and values that a forward gave.
 
-
-def _terms(
-    out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
-) -> list[tuple[Tensor, dict[str, Metric]]]:
-    """The policy's term and that of values, each only where there is one."""
+    The policy's term and that of values, each only where there is one, and `more` terms.
+    """
     terms = [_policy_term(out, tokens, algorithm)] if algorithm.loss is not None else []
     if algorithm.values is not None:
         terms.append(_value_term(out["values"], tokens, algorithm.values))
-    return terms
-
-
-def _sum_of(terms: Sequence[tuple[Tensor, dict[str, Metric]]]) -> tuple[Tensor, dict[str, Metric]]:
-    losses, metrics = zip(*terms, strict=True)
+    losses, metrics = zip(*terms, *more, strict=True)
     return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
 
 
@@ -255,10 +235,6 @@ def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) 
         return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
     with padded_rows():
         return model(input_ids=batch.input_ids_BL, head_request=request)
-
-
-def _scored(out: Mapping[str, Tensor]) -> Scored:
-    return Scored(out.get("logprobs"), out.get("entropy"), out.get("values"))
 
 
 def _with_coefficients(batch: MicroBatch, coefficients: Mapping[str, float]) -> MicroBatch:

@@ -126,7 +126,7 @@ class Watch:
     def explain(self, error: Exception) -> RankError | None:
         """Return what a broken collective means; None for an error that has nothing to do with other ranks."""
         lost = is_lost_connection(error)
-        self._concluded.wait(0.8 * self._grace if lost else 0.0)
+        self._concluded.wait(2 * self._grace if lost else 0.0)
         verdict = next(iter(self._verdicts), None)
         if verdict is not None and verdict.rank != self._rank:
             found = RankError(verdict.sentence(self._rank, self._phase()))

@@ -11,7 +11,6 @@ from lowpeak.algorithms.algorithm import StepCounts
 from lowpeak.algorithms.reduction import pair_mean
 from lowpeak.algorithms.reward_model import make_reward_model, measure_preferences, preference_loss
 from lowpeak.batching.packing import Budget, masked, pack
-from lowpeak.config.reward_model import RewardModelSettings
 from preferences import PAIRS, records_of
 
 MARGINS = [margin for _, _, margin in PAIRS]
@@ -35,7 +34,7 @@ def test_a_pairs_loss_and_gradient_are_those_of_the_formula(center):
     scores = torch.randn(
         2 * len(PAIRS), dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     ).requires_grad_()
-    losses = preference_loss(RewardModelSettings(center), in_order(scores, indices), tokens)
+    losses = preference_loss(center, in_order(scores, indices), tokens)
     total = (tokens.weights_U * losses).sum()
     (gradient,) = torch.autograd.grad(total, scores)
     plain, slope = 0.0, []
@@ -65,7 +64,7 @@ def test_what_is_measured_is_over_all_pairs_and_rows():
 def test_a_masked_micro_batch_adds_nothing_and_is_in_no_metric():
     tokens = masked(Budget(8)).tokens
     score = torch.tensor([3.0], requires_grad=True)
-    loss = (tokens.weights_U * preference_loss(RewardModelSettings(0.5), score, tokens)).sum()
+    loss = (tokens.weights_U * preference_loss(0.5, score, tokens)).sum()
     assert loss.item() == 0.0
     assert torch.autograd.grad(loss, score)[0].item() == 0.0
     found = measure_preferences(score.detach(), tokens)
@@ -79,7 +78,7 @@ def test_each_pair_weighs_alike():
 
 
 def test_the_algorithm_trains_values_alone_on_pairs_as_they_were_read():
-    algorithm, records = make_reward_model(RewardModelSettings()), records_of()
+    algorithm, records = make_reward_model(), records_of()
     assert (algorithm.unit, algorithm.loss, algorithm.needs, algorithm.idle) == ("pair", None, frozenset(), False)
     assert algorithm.select(records).rows == tuple(range(len(records)))
     read = algorithm.advantages(records, {})

@@ -14,8 +14,8 @@ import pytest
 
 from lowpeak.cli.beside import BESIDE, FOR_SERVERS, URLS, handed_over, plan
 from lowpeak.cli.main import main
+from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.token import TOKEN
 from processes import are_gone
 from tiny import char_tokenizer, tiny_model
 
@@ -64,7 +64,7 @@ def test_each_list_names_what_its_processes_see(given, trainer, servers):
         ({"vllm_devices": "one"}, "--vllm_devices one: 'one'"),
         ({"vllm_devices": ""}, "--vllm_devices : ''"),
         ({"vllm_devices": "1,cpu"}, "--vllm_devices 1,cpu: cpu"),
-        ({"vllm_devices": "1,2,3", "vllm_tensor_parallel_size": 2}, "--vllm_tensor_parallel_size 2 .* 3 devices"),
+        ({"vllm_devices": "1,2,3", "vllm_tensor_parallel_size": 2}, "vllm_tensor_parallel_size=2 .* 3 devices.* 1 or 3"),
         ({"vllm_devices": "0,1,2,3"}, "--vllm_devices"),
         ({"vllm_devices": "GPU-2a"}, "--vllm_devices .*UUIDs.*--train_devices"),
         ({"train_devices": "0", "vllm_devices": "GPU-2a"}, "--train_devices .*--vllm_devices .*UUIDs"),
@@ -158,8 +158,8 @@ def test_several_devices_without_a_word_on_how_train_under_fsdp2():
 
 def test_servers_on_this_host_demand_a_token_that_nobody_else_knows():
     one, other = planned(vllm_devices="1"), planned(vllm_devices="1")
-    assert one.servers[0].token == one.trainer_environ[TOKEN] != other.servers[0].token
-    assert planned({TOKEN: "mine"}, vllm_devices="1").servers[0].token == "mine"
+    assert one.servers[0].token == one.trainer_environ[SERVER_TOKEN] != other.servers[0].token
+    assert planned({SERVER_TOKEN: "mine"}, vllm_devices="1").servers[0].token == "mine"
 
 
 def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path, capfd):
@@ -277,7 +277,7 @@ def test_the_children_see_what_they_need_and_a_trainer_that_dies_takes_the_serve
     first, second, trainer = (recorded(tmp_path, name) for name in ALL)
     assert [each["CUDA_VISIBLE_DEVICES"] for each in (first, second, trainer)] == ["1", "2", "0,3"]
     assert first["VLLM_SERVER_DEV_MODE"] == "1"
-    assert first[TOKEN] == trainer[TOKEN]
+    assert first[SERVER_TOKEN] == trainer[SERVER_TOKEN]
     assert trainer[URLS].count("http://127.0.0.1:") == 2
     assert " 1 at http://127.0.0.1:" in err
     assert gone(tmp_path, *ALL)

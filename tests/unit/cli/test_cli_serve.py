@@ -15,10 +15,12 @@ import pytest
 import fake_server
 from lowpeak.cli.main import main
 from lowpeak.cli.serve import check_port, read
+from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout.vllm.command import Server, environment, words
+from lowpeak.rollout.vllm.process import ServerProcess
 from lowpeak.rollout.vllm.server import ServerVllm
-from lowpeak.rollout.vllm.token import TOKEN, find_token, saved_token
+from lowpeak.rollout.vllm.token import find_token, saved_token
 from lowpeak.watch.orphans import PARENT
 from processes import are_gone
 
@@ -82,12 +84,12 @@ def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
 
 
 def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
-    environ = {TOKEN: "secret", "VLLM_API_KEY": "other"}
+    environ = {SERVER_TOKEN: "secret", "VLLM_API_KEY": "other"}
     server = read(["--model", "m"], environ)
     assert words(server)[-2:] == ["--middleware", GUARD]  # before all others
     assert "secret" not in " ".join(words(server))
     given = environment(server, environ)
-    assert (given[TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
+    assert (given[SERVER_TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
     with pytest.raises(ArgumentError, match=r"VLLM_API_KEY .*LOWPEAK_SERVER_TOKEN"):  # which guards too little
         said(environ={"VLLM_API_KEY": "secret"})
 
@@ -105,7 +107,7 @@ def test_a_server_has_an_address_and_a_token_that_it_makes_if_none_is_given(host
     first, second = (read(["--model", "m", "--host", host], {}) for _ in range(2))
     assert first.url == url
     assert words(first)[-2:] == ["--middleware", GUARD]
-    assert environment(first, {})[TOKEN] == first.token
+    assert environment(first, {})[SERVER_TOKEN] == first.token
     assert len(first.token) >= 32
     assert first.token != second.token
     assert first.token not in repr(first)
@@ -116,7 +118,7 @@ def test_only_the_user_finds_the_servers_token_in_a_file(cache):
         with saved_token(fake.port, "made") as path:
             assert stat.S_IMODE(path.stat().st_mode) == 0o600
             assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
-            for url in (fake.url, f"localhost:{fake.port}", f"127.0.0.1:{fake.port}"):
+            for url in (fake.url, f"http://localhost:{fake.port}"):
                 assert ServerVllm(url).facts() == fake.facts
             with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
                 ServerVllm(fake.url, "another").facts()
@@ -165,7 +167,7 @@ def test_a_server_that_cannot_start_is_refused_with_its_argument(argv, message):
 
 def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
     given = environment(Server("m", devices=("2", "0")), {"CUDA_VISIBLE_DEVICES": "5,6,7", "RANK": "1", "HOME": "h"})
-    assert len(given.pop(TOKEN)) == 32
+    assert len(given.pop(SERVER_TOKEN)) == 32
     assert given == {
         "CUDA_VISIBLE_DEVICES": "7,5",
         "HOME": "h",
@@ -188,8 +190,17 @@ def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
     assert "vLLM's own options" in shown
 
 
+@pytest.mark.parametrize(("status", "shown"), [(1, True), (-9, True), (2, False)])
+def test_the_end_of_a_server_shows_its_log_and_what_sizes_it_unless_it_was_an_option(tmp_path, status, shown):
+    process = ServerProcess(Server("m"), os.environ, tmp_path / "log")
+    process.log.write_text("no such --option\n")
+    said = process.describe_end(status)
+    assert "no such --option" in said
+    assert ("vllm_gpu_memory_utilization" in said) == shown
+
+
 def test_a_missing_vllm_is_reported_at_once(monkeypatch, capsys):
-    monkeypatch.setattr("lowpeak.rollout.vllm.versions.find_spec", lambda name: None)
+    monkeypatch.setattr("lowpeak.errors.find_spec", lambda name: None)
     assert main(["serve", "--model", "m"]) == 2
     assert "pip install 'lowpeak[vllm]'" in capsys.readouterr().err
 

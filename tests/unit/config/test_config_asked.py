@@ -49,7 +49,7 @@ def test_tensor_parallelism_is_asked_of_accelerate():
 @pytest.mark.parametrize(
     ("changes", "beside", "told"),
     [
-        ({"WORLD_SIZE": "4"}, "", "tp_size=2.* dp_shard_size=4 .* 4 "),
+        ({"WORLD_SIZE": "4"}, "", "tp_size=2.* dp_shard_size=4 .* 4 .* 8, .*2 x 2.*4 x 1"),
         ({}, "DeepSpeed", "DeepSpeed"),
         ({"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2"}, "", "dp_replicate_size"),
     ],

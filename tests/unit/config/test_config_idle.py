@@ -8,7 +8,7 @@ import pytest
 from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import idle_arguments, tell_idle
+from lowpeak.config.check import acting, idle_arguments, tell_idle
 from lowpeak.config.correction import CORRECTION
 from lowpeak.config.declare import Facts
 from lowpeak.config.grpo import resolve_grpo
@@ -16,7 +16,7 @@ from lowpeak.config.online import resolve_online
 from lowpeak.config.online_dpo import resolve_online_dpo
 from lowpeak.config.ppo import resolve_ppo
 from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import facts_of, resolve_common
+from lowpeak.config.training import acting_common, facts_of, resolve_memory
 from lowpeak.errors import ArgumentError
 from tiny import char_tokenizer, tiny_model
 
@@ -45,9 +45,9 @@ def resolved(folder, config=GRPOConfig, **said):
     if config in RESOLVE:
         online = resolve_online(args, 1, 1)
         facts = online.facts
-        settings = (dataclasses.replace(online, facts=Facts()), RESOLVE[config](args, online))
+        settings = (dataclasses.replace(online, facts=Facts()), RESOLVE[config](acting(args, facts), online))
     else:
-        facts, settings = facts_of(args), resolve_common(args)
+        facts, settings = facts_of(args), resolve_memory(acting_common(args))
     late = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
     return settings, idle_arguments(args, late)
 
@@ -76,7 +76,7 @@ def resolved(folder, config=GRPOConfig, **said):
         (GRPOConfig, {}, {"entropy_target": 0.5}, "use_adaptive_entropy"),
         (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
         (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
-        (GRPOConfig, {}, {"remove_unused_columns": True}, "columns"),
+        *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),
         (GRPOConfig, {}, {"cast_lm_head_to_fp32": True}, "fp32"),
         *((GRPOConfig, {}, {name: True}, "memory") for name in ("activation_offloading", "offload_during_rollout")),
         (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
@@ -176,10 +176,11 @@ def test_idle_arguments_are_named_in_one_warning_with_their_reasons(tmp_path, ca
     assert "strict_arguments" not in caplog.text
 
 
-def test_strict_arguments_raises_for_all_of_them_at_once(tmp_path):
+def test_strict_arguments_raises_for_all_of_them_at_once_those_too_that_models_and_devices_leave_idle(tmp_path):
+    late = {"gather_budget": "8GiB", "offload_frozen_models": True}
     with pytest.raises(ArgumentError, match=r"epsilon=0\.1") as refused:
-        train(tmp_path, **THREE, strict_arguments=True)
-    assert all(name in str(refused.value) for name in THREE)
+        train(tmp_path, **THREE, **late, strict_arguments=True)
+    assert all(f"{name}={value!r} (" in str(refused.value) for name, value in {**THREE, **late}.items())
 
 
 @pytest.mark.parametrize("said", [{"cast_lm_head_to_fp32": True}, {"gather_budget": "1GiB"}], ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig
+from lowpeak.config.check import acting
 from lowpeak.config.correction import Correction
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.online import resolve_online
@@ -88,9 +89,11 @@ def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
         ({"vllm_transport": "process", "vllm_mode": "server"}, "vllm_transport='process' .*vllm_mode='server'"),
         *(({"vllm_server_base_url": url, "vllm_mode": "server"}, f"vllm_server_base_url=.*{shown}") for url, shown in (
             ("a:1", "'a:1'"), ("http://a:1,http://a:1/", "http://a:1"), ([], ""), ("http://a:banana", "banana"),
-            ("http://a:99999", "99999"), ("http://a b:1", "a b"))),
+            ("http://a:99999", "99999"), ("http://a b:1", "a b"), ("ftp://a", "'ftp://a'"),
+            ("http://", "'http:"), ("http://[::1", "'http:"), ("http://a\x00", "a"), ("http://é..b", "é"),
+            ("http://1.2.3.999", "999"), (8000, "8000"))),
         *(({"vllm_server_host": host, "vllm_mode": "server"}, f"vllm_server_host='{host}'") for host in ("http://a", "a b")),
-        *(({"vllm_bucket_size": size}, f"vllm_bucket_size={size!r}") for size in ("64 sheep", 0)),
+        *(({"vllm_bucket_size": size}, f"vllm_bucket_size={size!r}") for size in ("64 sheep", 0, "1.5")),
         *(({"generation_kwargs": {name: 4}}, f"generation_kwargs.*{told}") for name, told in (
             ("banana", "banana.*min_tokens"), ("ignore_eos", "max_completion_length"), ("n", "num_generations"),
             ("repetition_detection", "repetition_detection"), ("logprobs", "logprobs"))),
@@ -124,7 +127,8 @@ def test_an_allocator_with_expandable_segments_does_not_go_with_sleeping_engines
 
 def correction(tmp_path, kind=GRPOConfig, resolve=resolve_grpo, **changes):
     args = config(tmp_path, kind, **changes)
-    return resolve(args, resolve_online(args, 1, 1)).correction
+    online = resolve_online(args, 1, 1)
+    return resolve(acting(args, online.facts), online).correction
 
 
 RLOO = (RLOOConfig, resolve_rloo)

@@ -3,26 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 
 import pytest
 
-from lowpeak import GRPOConfig, RLOOConfig, SFTConfig
+from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
+from lowpeak.config.check import acting, check_values
 from lowpeak.config.grpo import resolve_grpo
 from lowpeak.config.online import resolve_online
 from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import resolve_common
+from lowpeak.config.training import acting_common
 from lowpeak.errors import ArgumentError
 
 
 def grpo(tmp_path, num_rewards=1, world_size=1, **changes):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
-    return resolve_grpo(args, resolve_online(args, world_size, num_rewards))
+    settings = resolve_online(args, world_size, num_rewards)
+    return resolve_grpo(acting(args, settings.facts), settings)
 
 
 def online(tmp_path, world_size=1, **changes):
     return resolve_online(GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes), world_size, 1)
 
 
+INF = math.inf
 CISPO = {"loss_type": "cispo", "epsilon_high": 4.0}
 
 
@@ -40,11 +45,16 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        ({"per_device_train_batch_size": 6}, "num_generations=8"),
-        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "steps_per_generation=3 .*_steps=2"),
-        ({"generation_batch_size": 12}, "generation_batch_size=12 .*per_device_train_batch_size"),
+        ({"per_device_train_batch_size": 6}, "num_generations=8 .*steps_per_generation=4"),
+        (
+            {"per_device_train_batch_size": 6, "generation_batch_size": 6},
+            "num_generations=8 .*generation_batch_size=24",
+        ),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "n=3 .*_steps=2.* steps_per_generation=2"),
+        ({"generation_batch_size": 12}, "generation_batch_size=12 .*per_device_train_batch_size.* 8.* 16"),
         ({"generation_batch_size": 16, "steps_per_generation": 2}, "generation_batch_size=16 .*steps_per_generation"),
-        ({"num_generations": 1, "per_device_train_batch_size": 1}, "num_generations=1"),
+        ({"generation_batch_size": 0}, "generation_batch_size=0 "),
+        ({"num_generations": 1, "per_device_train_batch_size": 1}, "num_generations=1 .* 2"),
         ({"loss_type": "ppo"}, "loss_type='ppo' .*'grpo', 'bnpo'"),
         ({"loss_type": "cispo"}, "epsilon_high"),
         ({**CISPO, "importance_sampling_level": "sequence"}, "importance_sampling_level"),
@@ -57,11 +67,16 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
         ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
         ({"generation_kwargs": {"eos_token_id": "<eos>"}}, "eos_token_id='<eos>'"),
         ({"generation_kwargs": {"top_p": 1.5}}, r"generation_kwargs\['top_p'\]=1.5 .*\(0, 1\]"),
+        ({"top_p": 0.0}, r"top_p=0.0 .*\(0, 1\]"),
         ({"generation_kwargs": {"temperature": 0.0}}, r"generation_kwargs\['temperature'\]=0.0 .*1e-6"),
         ({"padding_free": 0}, "padding_free=0 .*True.*False.*None"),
         ({"share_prompt": 1}, "share_prompt=1 .*True.*False.*None"),
         ({"share_prompt": True, "padding_free": False}, "share_prompt=True .*padding_free=False"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights .*2 .* 1 "),
+        *(
+            ({"reward_weights": weights}, f"reward_weights={re.escape(repr(weights))} ")
+            for weights in ([None], [INF], "1")
+        ),
         ({"pad_to_multiple_of": "many"}, "pad_to_multiple_of='many'"),
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of=0"),
         ({"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}}, "gradient_accumulation_steps"),
@@ -72,6 +87,16 @@ def test_generation_batch_size_says_the_same_in_completions(tmp_path):
 def test_what_is_out_of_range_or_contradicts_itself_raises(tmp_path, changes, told):
     with pytest.raises(ArgumentError, match=told):
         grpo(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 6, 8, 12])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_the_size_of_a_rollout_that_an_error_names_is_taken(tmp_path, batch, accumulation):
+    sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation}
+    with pytest.raises(ArgumentError, match="steps_per_generation=") as refused:
+        online(tmp_path, **sizes, steps_per_generation=5, num_generations=9)
+    remedy = int(re.search(r"use steps_per_generation=(\d+)", str(refused.value))[1])
+    assert online(tmp_path, **sizes, steps_per_generation=remedy, num_generations=9).rollout.num_rows % 9 == 0
 
 
 def test_what_names_what_happens_anyway_is_taken(tmp_path):
@@ -164,6 +189,22 @@ def test_arguments_become_settings_of_grpo(tmp_path, changes, name, value):
     assert getattr(grpo(tmp_path, **changes), name) == value
 
 
+@pytest.mark.parametrize(
+    ("config", "name", "value"),
+    [
+        (SFTConfig, "packing_strategy", "nonsense"),
+        *((RLOOConfig, "reward_clip_range", clip) for clip in (5, (1.0, -1.0), (None, 1.0), (0.0, 1.0, 2.0))),
+        *((config, "missing_eos_penalty", -1.0) for config in (PPOConfig, OnlineDPOConfig)),
+        *((config, "num_generations", 1) for config in (RLOOConfig, OnlineDPOConfig)),
+        (PPOConfig, "kl_coef", "a"),  # by the name that the user wrote
+        (GRPOConfig, "max_new_tokens", "9"),
+    ],
+)
+def test_a_value_out_of_its_declared_range_raises_whatever_the_others_say(tmp_path, config, name, value):
+    with pytest.raises(ArgumentError, match=f"^{re.escape(f'{name}={value!r} ')}"):
+        check_values(config(output_dir=str(tmp_path), use_cpu=True, **{name: value}))
+
+
 def test_rloo_has_its_own_settings(tmp_path):
     args = RLOOConfig(output_dir=str(tmp_path), use_cpu=True, reward_clip_range=(-1.0, 1.0), normalize_advantages=True)
     settings = resolve_rloo(args, resolve_online(args, 1, 1))
@@ -186,8 +227,20 @@ def test_json_on_the_command_line_becomes_a_mapping(tmp_path):
     assert sampling.seed == 3
 
 
+@pytest.mark.parametrize(
+    "value", [["a"], 3, '{"token": "S3CRET", ', '"S3CRET"', "[1]", "[" * 100_000], ids=lambda v: repr(v)[:9]
+)
+@pytest.mark.parametrize(
+    "name", ["model_init_kwargs", "chat_template_kwargs", "generation_kwargs", "vllm_engine_kwargs"]
+)
+def test_an_argument_of_keywords_is_a_mapping_or_the_text_of_one(tmp_path, name, value):
+    with pytest.raises(ArgumentError, match=f"^{name}.*JSON") as refused:
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+    assert "S3CRET" not in str(refused.value)
+
+
 def test_the_users_arguments_are_not_modified(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), gradient_accumulation_steps=4)
     before = args.to_dict()
-    resolve_common(args)
+    acting_common(args)
     assert args.to_dict() == before

@@ -225,9 +225,9 @@ def test_an_argument_of_transformers_out_of_its_range_is_named_by_every_trainer(
         *(("Reward", "logprob_chunk_size", 8), ("Reward", "per_device_eval_batch_size", 4)),
     ],
 )
-def test_an_argument_without_effect_is_named_before_a_model_is_loaded(tmp_path, kind, name, value):
+def test_an_argument_without_effect_is_named_by_each_trainer(tmp_path, kind, name, value):
     with names(ArgumentError, f"{name}={value!r} "):
-        make(kind, tmp_path, "a model that is nowhere", tokenizer=False, strict_arguments=True, **{name: value})
+        make(kind, tmp_path, strict_arguments=True, **{name: value})
 
 
 def leave(*args, **columns):

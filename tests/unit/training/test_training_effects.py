@@ -12,6 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig
+from lowpeak.config.check import acting
 from lowpeak.config.grpo import EntropyBonus, resolve_grpo
 from lowpeak.config.online import resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
@@ -23,7 +24,8 @@ grpo = partial(make, "GRPO")
 
 def settings(tmp_path, num_rewards=1, **changes):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, num_iterations=2, **changes)
-    return resolve_grpo(args, resolve_online(args, 1, num_rewards))
+    online = resolve_online(args, 1, num_rewards)
+    return resolve_grpo(acting(args, online.facts), online)
 
 
 @pytest.mark.parametrize(
@@ -44,6 +46,21 @@ def settings(tmp_path, num_rewards=1, **changes):
 def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, where):
     run = grpo(tmp_path, **{name: value})
     assert where(run) == value
+
+
+@pytest.mark.parametrize(
+    ("kind", "idle", "read", "default"),
+    [
+        ("GRPO", {"vllm_mode": "server"}, lambda run: run.vllm_mode, "colocate"),  # what a rollout_func reads
+        ("Reward", {"log_entropy": False}, lambda run: run.run.core.log_entropy, True),
+        (
+            *("PPO", {"value_learning_rate": 0.5, "vf_coef": 0.0}),
+            *(lambda run: {group["lr"] for group in run.create_optimizer().param_groups}, {1e-2}),
+        ),
+    ],
+)
+def test_an_argument_without_effect_has_its_default_where_code_reads_it(tmp_path, kind, idle, read, default):
+    assert read(make(kind, tmp_path, **idle)) == default
 
 
 STEERED = {

@@ -82,7 +82,7 @@ def test_a_step_of_7b_shapes_is_scored_and_trained_on_fake_tensors(algorithm, la
         scored = score(model, batches, CORE, entropy=True)
         loss, metrics = run_step(model, batches, algorithm, CORE, LocalStrategy(), algorithm.coefficients())
         gradient = model.lm_head.weight.grad
-    assert [result.logprobs_T.shape for result in scored] == [(4 * 512,), (4 * 512,)]
+    assert [result["logprobs"].shape for result in scored] == [(4 * 512,), (4 * 512,)]
     assert loss.shape == ()
     assert gradient.shape == (152064, 3584)
     assert "entropy" in metrics

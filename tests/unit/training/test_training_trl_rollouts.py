@@ -6,6 +6,8 @@ that is asked by the number of a row.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from datasets import Dataset
@@ -14,7 +16,7 @@ from lowpeak import GRPOTrainer, generate_rollout_completions
 from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout.function import FunctionEngine
-from lowpeak.training.engines import check_function, function_engine
+from lowpeak.training.engines import check_function
 from small_runs import column, make
 from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, scripted
@@ -243,7 +245,7 @@ def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):
     run = trainer_of(tmp_path, asking, reward_from_env, **told)
     assert isinstance(run.maker.engine, FunctionEngine)
     vllm = scripted()
-    run.maker.engine = function_engine(run, run.parts, asking, engine_over(vllm), run.maker.engine.hold)
+    run.maker.engine = replace(run.maker.engine, engine=engine_over(vllm))
     run.maker.engine.close()
     run.train()
     # The flag of the model alone is on, as TRL's functions read it.

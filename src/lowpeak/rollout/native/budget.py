@@ -25,7 +25,7 @@ def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
     if hidden is None or layers is None:
         raise EngineError(
             f"{type(config).__name__} does not say hidden_size and num_hidden_layers, so the memory of its KV cache "
-            "is unknown: use another engine for this model."
+            "is unknown: generate with vLLM (use_vllm=True)."
         )
     heads = _attribute(config, "num_attention_heads") or 1
     kv_heads = _attribute(config, "num_key_value_heads") or heads

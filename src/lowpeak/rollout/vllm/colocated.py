@@ -25,8 +25,8 @@ from lowpeak.rollout.vllm.facts import facts_of
 from lowpeak.rollout.vllm.guarded import free, guarded_build, keep_apart, leave_groups, plain_collectives
 from lowpeak.rollout.vllm.misfit import remedy
 from lowpeak.rollout.vllm.requests import rows_that_fit
-from lowpeak.rollout.vllm.versions import ALWAYS, NO_SHARE, import_vllm
-from lowpeak.rollout.vllm.vllm import Answer, Facts, Request
+from lowpeak.rollout.vllm.versions import ALWAYS, NO_SHARE, require_vllm, warn_unsupported
+from lowpeak.rollout.vllm.vllm import Answer, Facts, Request, Vllm
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Blueprint:
     seed: int
 
 
-class ColocatedVllm:
+class ColocatedVllm(Vllm):
     """One vLLM, or this rank's part of one, behind `vllm.LLM` in this process.
 
     It is built with random weights, since the policy's are pushed before anything is generated: neither a checkpoint nor a
@@ -62,12 +62,11 @@ class ColocatedVllm:
 
     def __init__(self, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> None:
         assert isinstance(settings.where, ColocateSettings)
-        check_colocated(settings.where, blueprint.device)
-        self._settings = settings
+        self._where, self._batch_size = settings.where, settings.batch_size
         self._team = team
         self._device = blueprint.device
         self._had_group = has_group()
-        import_vllm()
+        _check_version()
         self._num_requests = 0
         self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
         alone = team.world_size == 1 or blueprint.device.type != "cpu"
@@ -78,11 +77,11 @@ class ColocatedVllm:
         ):
             _write(blueprint, Path(folder))
             try:
-                self.llm: Any = _build(folder, blueprint, settings, team)
+                self.llm: Any = self._build(folder, blueprint)
             except BaseException:
                 leave_groups(self._had_group)
                 raise
-        if settings.where.model_impl != "vllm":
+        if self._where.model_impl != "vllm":
             keep_apart(self.model.modules(), _is_building)
 
     @property
@@ -90,7 +89,7 @@ class ColocatedVllm:
         """vLLM's model, or this rank's part of it."""
         return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
     def facts(self) -> Facts:
@@ -107,7 +106,7 @@ class ColocatedVllm:
         except LowpeakError:
             raise
         except RuntimeError as error:
-            raise _explained("vLLM failed while generating", error, self._settings) from error
+            raise self._explained("vLLM failed while generating", error) from error
         finally:
             left = [name for name in names if name not in outputs]
             if left:
@@ -122,15 +121,9 @@ class ColocatedVllm:
             raise lost
         return list(answers.values())
 
-    def pause(self) -> None:
-        pass
-
     def resume(self) -> None:
         if not self.llm.reset_prefix_cache():
             raise EngineError("vLLM did not reset its prefix cache after a load: completions of old weights still run.")
-
-    def wait(self, seconds: float) -> None:
-        pass
 
     def sleep(self) -> None:
         """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
@@ -157,6 +150,45 @@ class ColocatedVllm:
             del llm
             gc.collect()
 
+    def _build(self, folder: str, blueprint: Blueprint) -> Any:
+        """`vllm.LLM` with the run's arguments, and over them those that are passed through."""
+        from vllm import LLM
+
+        on_cpu, where = blueprint.device.type == "cpu", self._where
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "load_format": "dummy",
+            "dtype": blueprint.dtype,
+            "tensor_parallel_size": self._team.world_size,
+            "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
+            "gpu_memory_utilization": where.gpu_memory_utilization if where.kv_cache_bytes is None else NO_SHARE,
+            "max_model_len": where.max_model_length,
+            "model_impl": where.model_impl,
+            "enable_prefix_caching": True,
+            **ALWAYS,
+            "trust_remote_code": blueprint.trust_remote_code,
+            "seed": blueprint.seed,
+            "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
+            "kv_cache_memory_bytes": blueprint.kv_cache_bytes,
+        }
+        if where.sleeps:
+            arguments["enable_sleep_mode"] = True
+        if on_cpu:  # of a cut prompt vLLM winds the seed back, which CPU generators cannot
+            arguments["enable_chunked_prefill"] = False
+        try:
+            return LLM(**{**arguments, **where.engine_kwargs})
+        except Exception as error:
+            if isinstance(error, TypeError) and where.engine_kwargs:
+                raise ArgumentError(f"vllm_engine_kwargs={hide_secrets(where.engine_kwargs)!r}: {error}") from error
+            raise self._explained("vLLM could not be built in this process", error) from error
+
+    def _explained(self, what: str, error: Exception) -> LowpeakError:
+        """Return vLLM's own words, and what to change if memory or the context was too small."""
+        kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+        words = " ".join(lines[:3]) or type(error).__name__
+        return kind(f"{what}: {words.removesuffix('.')}. {remedy(self._where, self._batch_size)}")
+
     def _run(
         self, requests: Sequence[Request], names: list[str], outputs: dict[str, Any], deadline: float | None
     ) -> None:
@@ -166,7 +198,7 @@ class ColocatedVllm:
         """
         engine, steps = self.llm.llm_engine, 0
         longest = max((len(one.prompt_ids) + int(one.params["max_tokens"]) for one in requests), default=1)
-        most = rows_that_fit([self.facts()], longest, 1, self._settings.where)
+        most = rows_that_fit([self.facts()], longest, 1, self._where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
                 names.append(self._add(requests[len(names)]))
@@ -209,6 +241,14 @@ def ranks_of_host(team: Ranks, environ: Mapping[str, str]) -> int:
     return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
 
 
+def _check_version() -> None:
+    """Warn of a vLLM that lowpeak is not tested with; MissingPackageError where there is none."""
+    require_vllm()
+    import vllm
+
+    warn_unsupported(vllm.__version__)
+
+
 def _is_building() -> bool:
     from vllm.config import get_current_vllm_config_or_none
 
@@ -231,51 +271,6 @@ def _write(blueprint: Blueprint, folder: Path) -> None:
         del config.quantization_config
     config.save_pretrained(folder)
     blueprint.tokenizer.save_pretrained(folder)
-
-
-def _build(folder: str, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Any:
-    """`vllm.LLM` with the run's arguments, and over them those that are passed through."""
-    from vllm import LLM
-
-    on_cpu, where = blueprint.device.type == "cpu", settings.where
-    assert isinstance(where, ColocateSettings)
-    arguments: dict[str, Any] = {
-        "model": folder,
-        "load_format": "dummy",
-        "dtype": blueprint.dtype,
-        "tensor_parallel_size": team.world_size,
-        "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
-        "gpu_memory_utilization": where.gpu_memory_utilization if where.kv_cache_bytes is None else NO_SHARE,
-        "max_model_len": where.max_model_length,
-        "model_impl": where.model_impl,
-        "enable_prefix_caching": True,
-        **ALWAYS,
-        "trust_remote_code": blueprint.trust_remote_code,
-        "seed": blueprint.seed,
-        "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
-        "kv_cache_memory_bytes": blueprint.kv_cache_bytes,
-    }
-    if where.sleeps:
-        arguments["enable_sleep_mode"] = True
-    if on_cpu:
-        arguments["enable_chunked_prefill"] = (
-            False  # of a cut prompt vLLM winds the seed back, which CPU generators cannot
-        )
-    try:
-        return LLM(**{**arguments, **where.engine_kwargs})
-    except TypeError as error:
-        raise ArgumentError(f"vllm_engine_kwargs={hide_secrets(where.engine_kwargs)!r}: {error}") from error
-    except Exception as error:
-        raise _explained("vLLM could not be built in this process", error, settings) from error
-
-
-def _explained(what: str, error: Exception, settings: VllmSettings) -> LowpeakError:
-    """Return vLLM's own words, and what to change if they are about memory."""
-    assert isinstance(settings.where, ColocateSettings)
-    kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    words = " ".join(lines[:3]) or type(error).__name__
-    return kind(f"{what}: {words.removesuffix('.')}. {remedy(settings.where, settings.batch_size)}")
 
 
 def _answer(output: Any) -> Answer:

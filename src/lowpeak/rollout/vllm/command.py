@@ -9,9 +9,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lowpeak.config.vllm import SERVER_TOKEN, url_of
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.launched import SCALE_OUT
-from lowpeak.rollout.vllm.token import TOKEN
 from lowpeak.rollout.vllm.versions import ALWAYS
 from lowpeak.watch.orphans import PARENT
 
@@ -56,8 +56,7 @@ class Server:
     @property
     def url(self) -> str:
         """The address for a client on this host."""
-        host = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
+        return url_of(self.host, self.port)
 
 
 def words(server: Server) -> list[str]:
@@ -97,7 +96,7 @@ def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
     found = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **inherited}
     for name in (*_RANKS, "VLLM_API_KEY"):  # vLLM's own key guards less than the token does
         found.pop(name, None)
-    found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), TOKEN: server.token}
+    found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), SERVER_TOKEN: server.token}
     return found | visible(server.devices, inherited)
 
 

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import httpx2
 
 from lowpeak.config.vllm import SERVER_TOKEN
-from lowpeak.errors import ArgumentError, EngineError, LostEngineError, StoppedError
+from lowpeak.errors import EngineError, LostEngineError, StoppedError
 from lowpeak.rollout.vllm.token import find_token
 
 _MAX_CONNECTIONS = 512
@@ -53,21 +53,16 @@ class Http:
     """
 
     def __init__(self, base_url: str, token: str | None = None) -> None:
-        try:
-            self._url = httpx2.URL(base_url if "://" in base_url else f"http://{base_url}")
-        except httpx2.InvalidURL:
-            self._url = httpx2.URL()
-        if self._url.scheme not in ("http", "https") or not self._url.host:
-            raise ArgumentError(f"{base_url!r} is not the address of a server; write http://host:port.")
+        self._url = httpx2.URL(base_url)
         self.url = str(self._url).rstrip("/")
         self._token = token
         self._ssl = ssl.create_default_context()
 
-    def get(self, path: str, timeout: float | None, stopping: Callable[[], bool] = lambda: False) -> Any:
+    def get(self, path: str, timeout: float, stopping: Callable[[], bool] = lambda: False) -> Any:
         """Return the server's JSON, None if it answers nothing; StoppedError once `stopping()` is true."""
         return run(self._send("GET", path, None, deadline(timeout)), stopping)
 
-    def post(self, path: str, body: Mapping[str, Any] | None, timeout: float | None) -> Any:
+    def post(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
         return run(self._send("POST", path, body, deadline(timeout)))
 
     def post_each(

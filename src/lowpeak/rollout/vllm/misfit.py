@@ -18,7 +18,7 @@ Where = ColocateSettings | ServerSettings | Launched
 
 
 def remedy(where: ColocateSettings | Launched, batch_size: int | None = None) -> str:
-    """Return what to change if the failure was about memory or the length of rows."""
+    """Return what to change if memory or the context was too small: a sentence that says so, since not every failure is."""
     words = [
         f"{cache_share(where, 'change')}",
         f"lower {option(where, 'max_model_length')}",

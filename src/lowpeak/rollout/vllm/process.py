@@ -25,6 +25,7 @@ _TERM_SECONDS = 5.0
 _POLL_SECONDS = 0.2
 _START_SECONDS = 300.0
 _LINES = 20
+_UNKNOWN_OPTION = 2  # argparse's exit status
 
 
 @dataclass(eq=False)
@@ -95,13 +96,14 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def describe_end(self, status: int) -> str:
-        """Return a sentence about its end, what to change if it ran out of memory, and the last lines of its log."""
+        """Return a sentence about its end, the last lines of its log, and what to change if memory or the context was too small."""
         said = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
             return f"{said}; its output stands above."
         text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
         end = "\n".join(text.splitlines()[-_LINES:])
-        return f"{said}; the end of {self.log}:\n{end}\n{remedy(Launched(self.server.tensor_parallel_size))}"
+        advice = "" if status == _UNKNOWN_OPTION else f"\n{remedy(Launched(self.server.tensor_parallel_size))}"
+        return f"{said}; the end of {self.log}:\n{end}{advice}"
 
 
 @contextmanager

@@ -19,11 +19,10 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.rollout.vllm.http import Http, NoRouteError, deadline, run
 from lowpeak.rollout.vllm.requests import COMPLETIONS, GENERATE, Route, body_of, read
 from lowpeak.rollout.vllm.token import ADAPTER_ROUTE
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request
+from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Request, Vllm
 
 logger = logging.getLogger(__name__)
 
-CALL_SECONDS = 600.0  # of a worker's method, where the caller names none
 _ASK_SECONDS = 60.0
 _POLL_SECONDS = 0.5
 _TOLD_EVERY = 30.0
@@ -50,7 +49,7 @@ def connect(settings: ServerSettings, stopping: Callable[[], bool] = lambda: Fal
     return found
 
 
-class ServerVllm:
+class ServerVllm(Vllm):
     """One vLLM over HTTP; see the protocol `Vllm` for what its methods promise. `stopping` ends its `wait`."""
 
     in_process = False
@@ -63,18 +62,23 @@ class ServerVllm:
         self._incarnation: str | None = None
         self._adapter: Adapter | None = None
 
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         """Call the method by vLLM's `/collective_rpc`: it hands on as JSON a mapping, a list or None, anything else as text."""
-        seconds = CALL_SECONDS if timeout is None else timeout
-        body = {"method": method, "kwargs": dict(arguments), "timeout": seconds}
-        answer = self._http.post("/collective_rpc", body, seconds + 5.0)  # the server's own limit speaks first
+        body = {"method": method, "kwargs": dict(arguments), "timeout": timeout}
+        answer = self._http.post("/collective_rpc", body, timeout + 5.0)  # the server's own limit speaks first
         if not isinstance(answer, dict) or not isinstance(answer.get("results"), list) or not answer["results"]:
             raise EngineError(f"the server at {self.url} returned nothing for {method}: {str(answer)[:200]}.")
         return list(answer["results"])
 
     def asked_incarnation(self) -> str:
         """Which life of which server its workers say that it is."""
-        return "/".join(str(each.get("incarnation")) for each in self._ask("lowpeak_identity"))
+        told = self.call("lowpeak_identity", {}, _ASK_SECONDS)
+        for each in told:
+            if not isinstance(each, dict) or "error" in each:
+                raise EngineError(
+                    f"a worker of the server at {self.url} does not answer lowpeak_identity: {str(each)[:500]}"
+                )
+        return "/".join(str(each.get("incarnation")) for each in told)
 
     def facts(self) -> Facts:
         self._route = self._adapter = None
@@ -84,7 +88,8 @@ class ServerVllm:
             return Facts(**told)
         except TypeError as error:
             raise EngineError(
-                f"the server at {self.url} tells other facts than this lowpeak asks for: {error}."
+                f"the server at {self.url} tells other facts than this lowpeak asks for ({error}): install the same version of "
+                "lowpeak on both hosts."
             ) from None
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
@@ -142,15 +147,6 @@ class ServerVllm:
                 )
             run(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
 
-    def sleep(self) -> None:
-        pass  # a server has devices of its own
-
-    def wake(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
     def _gathered(
         self, requests: Sequence[Request], until: float | None
     ) -> tuple[list[Answer | None], BaseException | None]:
@@ -175,14 +171,6 @@ class ServerVllm:
         if adapter is not None and adapter != self._adapter:
             self._http.post(ADAPTER_ROUTE, asdict(adapter), _ASK_SECONDS)
             self._adapter = adapter
-
-    def _ask(self, method: str) -> list[dict[str, Any]]:
-        """What the workers answer to a question without arguments, their complaint as an error."""
-        told = self.call(method, {}, _ASK_SECONDS)
-        for each in told:
-            if not isinstance(each, dict) or "error" in each:
-                raise EngineError(f"a worker of the server at {self.url} does not answer {method}: {str(each)[:500]}")
-        return told
 
     def _check_incarnation(self) -> None:
         """LostEngineError where it was restarted since its facts were asked."""

@@ -18,7 +18,6 @@ from typing import Any
 from lowpeak.config.vllm import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 
-TOKEN = SERVER_TOKEN
 ADAPTER_ROUTE = "/lowpeak_adapter"
 _ADAPTER_PREFIX = "lowpeak-"  # of the names that `weights/adapters.py` gives
 _OPEN = ("/health",)
@@ -35,7 +34,7 @@ class TokenMiddleware:
 
     def __init__(self, app: App) -> None:
         self._app = app
-        self._expected = f"Bearer {os.environ[TOKEN]}".encode()
+        self._expected = f"Bearer {os.environ[SERVER_TOKEN]}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._knows(scope):
@@ -77,8 +76,8 @@ def saved_token(port: int, token: str) -> Iterator[Path]:
             ) from error
         except OSError as error:
             raise ArgumentError(
-                f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {TOKEN} to it, for "
-                "the server and for the run."
+                f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {SERVER_TOKEN} to it, "
+                "for the server and for the run."
             ) from error
         files.callback(path.unlink, missing_ok=True)
         yield path

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
-from types import ModuleType
 
-from lowpeak.errors import MissingPackageError
+from lowpeak.errors import require_package
 
 logger = logging.getLogger(__name__)
 
@@ -26,27 +24,10 @@ ALWAYS: Mapping[str, str] = {
 NO_SHARE = 0.01  # with a cache of so many bytes vLLM only looks, as it starts, whether its share of the device is free
 
 
-def is_installed() -> bool:
-    """Return whether vLLM is installed; a folder of that name on the path is no package."""
-    found = find_spec("vllm")
-    return found is not None and found.origin is not None
-
-
 def require_vllm(what: str = "use_vllm=True") -> None:
-    """MissingPackageError where vLLM, which `what` needs, is not installed; it is not imported (that takes many seconds)."""
-    if not is_installed():
-        raise MissingPackageError(
-            f"{what} needs vLLM {SUPPORTED}: pip install 'lowpeak[vllm]'; without it the policy itself generates (use_vllm=False)."
-        )
-
-
-def import_vllm() -> ModuleType:
-    """vLLM, with one warning where its version is none that lowpeak is tested with."""
-    require_vllm()
-    import vllm
-
-    warn_unsupported(vllm.__version__)
-    return vllm
+    """Raise MissingPackageError where vLLM, which `what` needs, is not installed; it is not imported (that takes many seconds)."""
+    otherwise = "; without it the policy itself generates (use_vllm=False)"
+    require_package("vllm", what, "vllm", otherwise, named=f"vLLM {SUPPORTED}")
 
 
 def warn_unsupported(version: str) -> None:

@@ -77,13 +77,16 @@ class Facts:
 
 @runtime_checkable
 class Vllm(Protocol):
-    """One vLLM engine; its workers hold its weights, and each has the methods of `weights/extension.py`."""
+    """One vLLM engine; its workers hold its weights, and each has the methods of `weights/extension.py`.
+
+    What an implementation has no need of does nothing here: one in this process is always there, a server keeps its memory.
+    """
 
     @property
     def in_process(self) -> bool:
         """Whether its workers live in this process, so that a call's arguments may be tensors; else they are JSON."""
 
-    def call(self, method: str, arguments: Mapping[str, Any], timeout: float | None = None) -> list[Any]:
+    def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         """What each worker's method returns, in rank order; LostEngineError when one is gone."""
 
     def facts(self) -> Facts:
@@ -94,25 +97,30 @@ class Vllm(Protocol):
 
     def pause(self) -> None:
         """Give up what is being written and start nothing until `resume`: weights are about to change."""
+        return
 
     def resume(self) -> None:
         """Forget cached keys and values of the old weights, and answer again."""
 
     def wait(self, seconds: float) -> None:
         """Return when it answers, within `seconds`; EngineError says what was waited for."""
+        return
 
     def sleep(self) -> None:
         """Give its memory back, as far as it can; weights may be lost."""
+        return
 
     def wake(self) -> None:
         """Have its memory again."""
+        return
 
     def close(self) -> None:
         """Let go of it: an engine of this process is freed, a server is left running."""
+        return
 
 
 def ask(
-    vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float | None
+    vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float
 ) -> list[list[dict[str, Any]]]:
     """Return what each worker of each engine answers, all engines at once; EngineError with the first complaint."""
 

@@ -367,7 +367,7 @@ def test_generating_moves_no_random_state_and_leaves_weights_that_can_be_trained
     ("context", "asked", "kv_cache_bytes", "match"),
     [
         (21, prompts(), 1 << 24, r"11 .*10 .*12 .*21"),
-        (512, [Prompt(3, (), "")], 1 << 24, "3"),
+        (512, [Prompt(3, (), "a row")], 1 << 24, "3, 'a row'"),
         (512, prompts(), 100, "kv_cache_bytes"),
     ],
     ids=["context", "empty prompt", "budget"],

@@ -21,6 +21,10 @@ def _settings(transport="process", bucket_bytes=256, verify=True):
     return VllmSettings(ServerSettings(()), bucket_bytes=bucket_bytes, transport=transport, verify=verify)
 
 
+def num_bytes(tensors):
+    return sum(4 * tensor.numel() for tensor in tensors.values())
+
+
 def _holds(model, tensors):
     """Whether a model without tensor parallelism has these weights, and zeros where it pads."""
     joined = torch.cat([tensors["q.weight"], tensors["k.weight"], tensors["v.weight"]])
@@ -45,9 +49,8 @@ def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied,
         report = push(slices(tensors), [vllm], _settings(transport, bucket_bytes), version)
         assert _holds(vllm.model, tensors)
         assert vllm.versions() == [version]
-        assert report.transport == ("process" if transport == "auto" else transport)
-        assert report.num_tensors == len(tensors)
-        assert report.num_bytes == sum(4 * tensor.numel() for tensor in tensors.values())
+        assert vllm.transport == ("process" if transport == "auto" else transport)
+        assert report.num_bytes == num_bytes(tensors)
         assert 0 < report.proof_seconds < report.seconds
     prove([vllm])
 
@@ -235,25 +238,24 @@ def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
 def test_tensors_that_do_not_change_come_once_and_are_proved_again():
     vllm, tensors = FusedVllm(), weights()
     frozen = {"embed.weight", "o.weight", "k.weight"}
-    assert push(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes_held_back == 0
+    assert push(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes == num_bytes(tensors)
     tensors |= {name: weights(5)[name] for name in ("q.weight", "v.weight", "norm.weight")}
-    report = push(slices(tensors), [vllm], _settings(), 2, unchanging=frozen)
-    assert report.num_bytes_held_back == 4 * sum(tensors[name].numel() for name in frozen)
-    assert report.num_bytes == 4 * sum(tensor.numel() for tensor in tensors.values()) - report.num_bytes_held_back
+    moved = {name: tensor for name, tensor in tensors.items() if name not in frozen}
+    assert push(slices(tensors), [vllm], _settings(), 2, unchanging=frozen).num_bytes == num_bytes(moved)
     assert _holds(vllm.model, tensors)
     tensors["k.weight"] = tensors["k.weight"] + 1
     with pytest.raises(EngineError, match=r": k\.weight\.$"):
         push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen)
-    assert push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes_held_back == 0
+    assert push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes == num_bytes(tensors)
     assert _holds(vllm.model, tensors)
     restarted = FusedVllm()
-    assert push(slices(tensors), [restarted], _settings(), 3, unchanging=set(tensors)).num_bytes_held_back == 0
+    assert push(slices(tensors), [restarted], _settings(), 3, unchanging=set(tensors)).num_bytes == num_bytes(tensors)
     assert _holds(restarted.model, tensors)
 
 
 def test_without_proof_weights_arrive_and_what_lacks_is_still_refused():
     vllm = FusedVllm()
-    assert push(slices(weights()), [vllm], _settings(verify=False), 1).num_tensors == 6
+    push(slices(weights()), [vllm], _settings(verify=False), 1)
     assert _holds(vllm.model, weights())
     with pytest.raises(EngineError, match="norm"):
         push(slices({"embed.weight": weights()["embed.weight"]}), [vllm], _settings(verify=False), 2)
@@ -276,10 +278,7 @@ def test_what_changes_after_the_push_is_named_by_a_later_proof():
     assert held_version([vllm]) is None
 
 
-def test_without_engines_slices_are_only_taken_and_no_slices_are_an_error():
-    rest = slices(weights())
-    assert push(rest, [], _settings(), 1).num_bytes == 0
-    assert list(rest) == []
+def test_no_slices_are_an_error():
     with pytest.raises(EngineError):
         push([], [FusedVllm()], _settings(), 1)
 

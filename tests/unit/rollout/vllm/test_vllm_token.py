@@ -6,12 +6,13 @@ import asyncio
 
 import pytest
 
-from lowpeak.rollout.vllm.token import TOKEN, TokenMiddleware
+from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.rollout.vllm.token import TokenMiddleware
 
 
 @pytest.fixture
 def guarded(monkeypatch):
-    monkeypatch.setenv(TOKEN, "sécret")
+    monkeypatch.setenv(SERVER_TOKEN, "sécret")
 
     async def app(scope, receive, send):
         await send({"type": "passed"})

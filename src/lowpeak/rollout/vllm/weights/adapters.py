@@ -51,7 +51,9 @@ class AdapterReceiver:
     def begin(self, given: Mapping[str, Any]) -> tuple[str, ...]:
         """Forget the version; `given` has the adapter's configuration and number. Everything comes again."""
         if self.worker.vllm_config.lora_config is None:
-            raise EngineError("vLLM was started without adapters (enable_lora): push merged weights.")
+            raise EngineError(
+                "vLLM was started without adapters: start it with enable_lora, or set vllm_adapters=False."
+            )
         self.abort()
         self._given = given
         return ()

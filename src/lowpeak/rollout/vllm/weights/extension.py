@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.errors import EngineError, LowpeakError
+from lowpeak.errors import EngineError, LowpeakError, is_installed
 from lowpeak.rollout.vllm.facts import facts_of, own_fingerprint
-from lowpeak.rollout.vllm.versions import is_installed
 from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
 from lowpeak.rollout.vllm.weights.buckets import Piece
 from lowpeak.rollout.vllm.weights.receiver import Names, Receiver
@@ -46,7 +45,7 @@ def keep_parameters() -> None:
         utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
 
 
-if is_installed():  # else it is a test's worker
+if is_installed("vllm"):  # else it is a test's worker
     keep_parameters()
 
 

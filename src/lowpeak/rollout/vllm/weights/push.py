@@ -26,17 +26,14 @@ ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
 
 @dataclass(frozen=True)
 class PushReport:
-    """What an update took: tensors, bytes sent and bytes held back because they were there, seconds and the proof's of them.
+    """What an update took: bytes that were sent, seconds, and the proof's of them.
 
     `adapters` is, for each engine, what requests have to name to be answered with these weights (`Request.adapter`).
     """
 
-    num_tensors: int = 0
     num_bytes: int = 0
-    num_bytes_held_back: int = 0
     seconds: float = 0.0
     proof_seconds: float = 0.0
-    transport: str = ""
     adapters: tuple[Adapter | None, ...] = ()
 
 
@@ -52,16 +49,13 @@ def push(
 ) -> PushReport:
     """One whole update of every engine: when it returns, all hold these weights, proved, as `policy_version`.
 
-    `slices` are taken to their end in any case, because other ranks wait for them; where there is no engine they are only taken.
-    Errors come after that, and leave every engine without a version. Tensors that training does not change (`unchanging`) come
+    `slices` are taken to their end in any case, because other ranks wait for them. Errors come after that, and leave every engine
+    without a version. Tensors that training does not change (`unchanging`) come
     once: an engine that holds them proves it against their checksums instead. Alive are one bucket here, and in a worker the bucket
     and the largest tensor. EngineError names what was wrong: tensors that vLLM does not take, that did not arrive as they were,
     or that are lacking; LostEngineError is a worker's end.
     """
     rest = iter(slices)
-    if not vllms:
-        exhaust(rest)
-        return PushReport()
     began = time.perf_counter()
     try:
         first = next(rest, None)
@@ -91,7 +85,7 @@ class _Update:
     def __post_init__(self) -> None:
         self._sums = Sums() if self.settings.verify else None
         self._counts: dict[str, int] = {}
-        self._num_bytes = self._num_bytes_held_back = 0
+        self._num_bytes = 0
         self._proof_seconds = 0.0
         self._sender: Sender | None = None
         self._adapters: tuple[Adapter | None, ...] = ()
@@ -117,7 +111,7 @@ class _Update:
         self._sender = sender
         held_back = self._begin(sender) & frozenset(unchanging)
         sender.joined()
-        for bucket in fill(self._counted(slices, held_back), sender.buffer, self._sums, held_back):
+        for bucket in fill(self._counted(slices), sender.buffer, self._sums, held_back):
             self._deliver(sender, bucket)
 
     def verify(self) -> None:
@@ -138,10 +132,7 @@ class _Update:
 
     def report(self, seconds: float) -> PushReport:
         proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
-        name = "" if self._sender is None else self._sender.name
-        return PushReport(
-            len(self._counts), self._num_bytes, self._num_bytes_held_back, seconds, proof, name, self._adapters
-        )
+        return PushReport(self._num_bytes, seconds, proof, self._adapters)
 
     def _begin(self, sender: Sender) -> frozenset[str]:
         """Open every worker's end; the names of tensors that all of them hold."""
@@ -163,11 +154,9 @@ class _Update:
         answers = [answer for each in ask(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each]
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
 
-    def _counted(self, slices: Iterable[WeightSlice], held_back: Collection[str]) -> Iterator[WeightSlice]:
+    def _counted(self, slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
         for piece in slices:
             self._counts.setdefault(piece.name, torch.Size(piece.shape).numel())
-            if piece.name in held_back:
-                self._num_bytes_held_back += piece.values.numel() * piece.dtype.itemsize
             yield piece
 
     def _deliver(self, sender: Sender, bucket: Bucket) -> None:
@@ -199,16 +188,15 @@ def exhaust(slices: Iterator[WeightSlice]) -> None:
     deque(slices, maxlen=0)
 
 
-def prove(vllms: Sequence[Vllm], timeout: float | None = TIMEOUT) -> None:
+def prove(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
     """Each worker sums its parameters again; EngineError with the tensors' names where they changed, and no version then.
 
     A worker that was pushed to without proof (`verify=False`), or that holds no version, proves nothing: EngineError.
     """
-    if vllms:
-        ask(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
+    ask(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
 
 
-def held_version(vllms: Sequence[Vllm], timeout: float | None = 60.0) -> int | None:
+def held_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
     """The policy version that every worker of every engine holds; None where one holds none, or they differ."""
     answers = [answer for each in ask(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each]
     versions = {answer["policy_version"] for answer in answers}

@@ -32,8 +32,6 @@ def open_sender(
     `port` of this host (None: any free one).
     """
     in_process = all(vllm.in_process for vllm in vllms)
-    if transport == "process" and not in_process:
-        raise EngineError("vllm_transport='process': vLLM runs in other processes; use 'auto'.")
     if transport == "process" or (transport == "auto" and in_process):
         return ProcessSender(bucket_bytes, device=None)
     seen = _Seen.of(vllms, timeout)
