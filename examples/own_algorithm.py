@@ -20,18 +20,20 @@ import torch
 from datasets import load_dataset
 from torch import Tensor
 
-from lowpeak.algorithms.advantages import reward_metrics
-from lowpeak.algorithms.algorithm import Advantages, Algorithm, Need
-from lowpeak.algorithms.kl import kl_estimate
-from lowpeak.algorithms.measure import counted_tokens, measure_pass
-from lowpeak.algorithms.reduction import sequence_mean
-from lowpeak.algorithms.select import select_all
-from lowpeak.config.correction import CORRECTION
-from lowpeak.config.declare import ActsWhen, Check, in_algorithm, never, redeclared, require
-from lowpeak.config.online import OnlineSettings
+from lowpeak.algorithms import (
+    Advantages,
+    Algorithm,
+    Need,
+    counted_tokens,
+    kl_estimate,
+    measure_pass,
+    reward_metrics,
+    select_all,
+    sequence_mean,
+)
+from lowpeak.config import CORRECTION, ActsWhen, Check, OnlineSettings, in_algorithm, never, redeclared, require
 from lowpeak.records import Metric, Record, TokenBatch
-from lowpeak.training.arguments import OnlineConfig, refuses_unknown
-from lowpeak.training.online_trainer import OnlineTrainer
+from lowpeak.training import OnlineConfig, OnlineTrainer, refuses_unknown
 
 # 1. What it can be told.
 

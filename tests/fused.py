@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights.extension import Extension
+from lowpeak.rollout.vllm.weights import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
 SHAPES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.vllm import Facts
+from lowpeak.rollout.vllm import Facts
 from tiny import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
@@ -49,7 +50,7 @@ def engine(model: Any, folder: Path, **options: Any) -> Iterator[InsideVllm]:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-    import lowpeak.rollout.vllm.weights.extension  # noqa: F401 - before the model is loaded
+    importlib.import_module(EXTENSION.rpartition(".")[0])  # before the model is loaded
 
     model.save_pretrained(folder)
     given = {

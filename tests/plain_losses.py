@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.config.grpo import GRPOSettings
-from lowpeak.config.rloo import RLOOSettings
+from lowpeak.config import GRPOSettings, RLOOSettings
 
 
 @dataclass(frozen=True)

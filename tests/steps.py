@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from lowpeak.config.grpo import GRPOSettings
-from lowpeak.config.ppo import PPOSettings
+from lowpeak.config import GRPOSettings, PPOSettings
 from lowpeak.ranks import Ranks
 
 GRPO = GRPOSettings(

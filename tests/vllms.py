@@ -7,14 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from lowpeak.config.rollout import Sampling
-from lowpeak.config.vllm import ColocateSettings, VllmSettings
+from lowpeak.config import ColocateSettings, Sampling, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts
-from lowpeak.rollout.vllm.weights.push import PushReport
+from lowpeak.rollout.vllm import Adapter, Answer, Callers, Facts, PolicyFacts, VllmEngine
+from lowpeak.rollout.vllm.weights import PushReport
 
 FACTS = Facts(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,

@@ -2,7 +2,7 @@
 
 import sys
 
-from lowpeak.cli.main import main
+from lowpeak.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

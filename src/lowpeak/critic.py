@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.hidden import at_positions, fp32_product
+from lowpeak.logprobs import at_positions, fp32_product
 
 CRITIC = "critic"
 # The keyword with which a layer is told that it runs for the critic; activation checkpointing keeps it for its recomputation.

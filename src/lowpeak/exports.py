@@ -19,13 +19,13 @@ def lazy_exports(package: str, file: str) -> tuple[Callable[[str], Any], Callabl
     def load(name: str) -> Any:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        return getattr(importlib.import_module(f"{package}.{where[name]}"), name)
+        return getattr(importlib.import_module(where[name]), name)
 
     return load, lambda: sorted(where), sorted(where)
 
 
 def exported_names(stub: Path) -> dict[str, str]:
-    """Return each name that a stub imports from its package's modules, with the module's name."""
+    """Return each name that a stub imports, with the full path of the module that defines it."""
     body = ast.parse(stub.read_text(encoding="utf-8")).body
-    imports = [node for node in body if isinstance(node, ast.ImportFrom) and node.level == 1]
+    imports = [node for node in body if isinstance(node, ast.ImportFrom)]
     return {alias.name: str(node.module) for node in imports for alias in node.names}

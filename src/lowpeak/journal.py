@@ -20,8 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lowpeak.checkpoint.atomic import sync
-from lowpeak.checkpoint.lock import open_no_link
+from lowpeak.checkpoint import open_no_link, sync
 from lowpeak.errors import CheckpointError
 
 STEPS = "steps"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.config.asked import Cut, is_on
+from lowpeak.config import Cut, is_on
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.asked import WHOLE, Cut
+from lowpeak.config import WHOLE, Cut
 from lowpeak.damage import check_generation_config, name_damaged_file
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
 from lowpeak.loading import in_parts, reads_weights, without_weights
-from lowpeak.memory.exhaustion import is_exhaustion
+from lowpeak.memory import is_exhaustion
 
 _SHOWN = 3  # missing tensors that an error names
 _KINDS = ("missing_keys", "mismatched_keys")  # of transformers' report; the latter with both shapes

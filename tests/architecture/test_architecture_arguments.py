@@ -14,17 +14,25 @@ from transformers import TrainingArguments
 
 from architecture.sources import files, module_of, tree_of
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import acting, idle_arguments, tell_idle
-from lowpeak.config.declare import Facts
-from lowpeak.config.grpo import resolve_grpo
-from lowpeak.config.online import OnlineArguments, resolve_online
-from lowpeak.config.online_dpo import resolve_online_dpo
-from lowpeak.config.ppo import resolve_ppo
-from lowpeak.config.rejected import REJECTED
-from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import IDLE_INHERITED, acting_common, facts_of, resolve_memory
+from lowpeak.config import (
+    IDLE_INHERITED,
+    REJECTED,
+    Facts,
+    OnlineArguments,
+    acting,
+    acting_common,
+    facts_of,
+    idle_arguments,
+    resolve_grpo,
+    resolve_memory,
+    resolve_online,
+    resolve_online_dpo,
+    resolve_ppo,
+    resolve_rloo,
+    tell_idle,
+)
 from lowpeak.errors import ArgumentError
-from lowpeak.training.constructor import base_arguments
+from lowpeak.training import base_arguments
 
 ONLINE = {
     GRPOConfig: resolve_grpo,

@@ -97,7 +97,7 @@ RULES = {
             "numpy",
             *_rooms("training", "data", "rewards", "selftest"),
         ),
-        not_who=("lowpeak.cli.parse",),  # which a command imports that trains
+        not_who=("lowpeak.cli.parser",),  # which a command imports that trains
         only_at_start=True,
     ),
     "process groups are named by ranks and strategies alone": Rule(

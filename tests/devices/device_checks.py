@@ -14,7 +14,7 @@ from device_runs import AWAY, CASES, KL, Case, build, sliding, twin, wide
 from second_device import TwinModule, ledger
 from torch import nn
 
-from lowpeak.rewards.model import ModelReward
+from lowpeak.rewards import ModelReward
 from tiny import digest, footprint
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import importlib
 import json
 import traceback
 from collections.abc import Callable, Mapping
@@ -20,7 +21,6 @@ from torch import nn
 from transformers import MistralConfig, MistralForCausalLM
 
 import lowpeak
-from lowpeak.attention import support
 from preferences import ScriptedJudge, tiny_classifier
 from tiny import char_tokenizer, digest, tiny_model, trained_adapter
 
@@ -290,6 +290,7 @@ def _run_all(names: list[str], place: Path, device: torch.device | None) -> None
 
 def twin() -> torch.device:
     """The second device, added to this process; several sequences share a row on it the CPU's way."""
+    support = importlib.import_module("lowpeak.attention.support")
     support._DEVICES = (*support._DEVICES, second_device.NAME)
     return second_device.register()
 

@@ -21,12 +21,11 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
-from lowpeak.config.training import MemorySettings
+from lowpeak.config import MemorySettings
 from lowpeak.journal import read_steps
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.detect import Shares
-from lowpeak.training.layouts import prepare_layout
-from lowpeak.training.sizes import Sizes
+from lowpeak.strategies import Shares
+from lowpeak.training import Sizes, prepare_layout
 from tiny import tiny_model
 
 
@@ -181,7 +180,7 @@ def out_of_memory(place: Path) -> None:
 
 def second_run_in_the_folder(place: Path) -> None:
     """Another process holds the folder: rank 0 alone finds out."""
-    from lowpeak.checkpoint.lock import only_run
+    from lowpeak.checkpoint import only_run
 
     trainer = run_with(place, spread, name="held")
     if rank() == 0:

@@ -17,7 +17,7 @@ from datasets import Dataset
 from torch import nn
 
 from lowpeak.critic import critic_of
-from lowpeak.logprobs.head import causal_lm
+from lowpeak.logprobs import causal_lm
 from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
 

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from children import KILLED, finish, start_ranks, succeed_on_ranks
 from damage import DAMAGES, harm
-from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_apart, save_apart, save_checkpoint
+from lowpeak.training import REFERENCE_FOLDER, load_apart, save_apart, save_checkpoint
 from tiny import tiny_model
 
 SHARDED = ("fsdp2", "zero2", "zero3")

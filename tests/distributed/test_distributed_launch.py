@@ -18,8 +18,7 @@ from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
 from children import free_port, run_ranks, succeed_on_ranks
-from lowpeak.cli.accelerate_config import FOLDER
-from lowpeak.cli.main import main
+from lowpeak.cli import FOLDER, main
 from processes import are_gone
 from tiny import char_tokenizer, tiny_model
 

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM
 
 from children import succeed_on_ranks
 from lowpeak.pretrained import from_pretrained
-from lowpeak.rewards.make import make_rewards
-from lowpeak.strategies.accelerated import Replicated
+from lowpeak.rewards import make_rewards
+from lowpeak.strategies import Replicated
 from tiny import tiny_model
 
 

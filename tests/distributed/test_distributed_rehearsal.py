@@ -12,9 +12,9 @@ from setups import FSDP2, allow_meshes_on_cpu, note, seen
 from torch.distributed.tensor import DTensor
 
 from children import succeed_on_ranks
-from lowpeak.memory.rehearsal import rehearse
-from lowpeak.strategies.fsdp2 import Fsdp2
-from lowpeak.training.step import run_step, score
+from lowpeak.memory import rehearse
+from lowpeak.strategies import Fsdp2
+from lowpeak.training import run_step, score
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
 # Tensors of a page and more come from the kernel and go back to it: what malloc keeps would be a later phase's.

@@ -6,8 +6,7 @@ import re
 
 import torch
 
-from lowpeak.selftest.runs import train_on_ranks
-from lowpeak.selftest.table import Bench
+from lowpeak.selftest import Bench, train_on_ranks
 
 
 def test_two_ranks_move_the_weights_as_one_process_does(tmp_path):

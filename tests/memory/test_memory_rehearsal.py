@@ -12,9 +12,8 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen2Config
 
 from lowpeak.errors import ArgumentError
-from lowpeak.memory.rehearsal import rehearse
-from lowpeak.memory.storages import StorageMeter
-from lowpeak.strategies.pretended import layouts_apart, make_mesh, pretended_ranks
+from lowpeak.memory import StorageMeter, rehearse
+from lowpeak.strategies import layouts_apart, make_mesh, pretended_ranks
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
 GB = 10**9

@@ -7,15 +7,12 @@ from dataclasses import replace
 import torch
 
 from closeness import assert_each_close_to_largest
-from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.attention.install import install_attention
-from lowpeak.attention.support import why_not
-from lowpeak.batching.counted import num_counted
-from lowpeak.batching.packing import Budget, pack
-from lowpeak.logprobs.head import install_head
+from lowpeak.algorithms import StepCounts
+from lowpeak.attention import install_attention, why_not
+from lowpeak.batching import Budget, num_counted, pack
+from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, Record
-from lowpeak.training.step import Core, run_step
-from lowpeak.training.work import with_step_shares
+from lowpeak.training import Core, run_step, with_step_shares
 from plain_losses import Row, plain_grpo, plain_rloo
 from steps import GRPO, LocalStrategy
 

@@ -12,8 +12,7 @@ from test_logprobs_head import NUM_IDS, ask, batch, check, token_loss
 
 from closeness import assert_close_to_largest
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.head import install_head
-from lowpeak.logprobs.verify import verify_head
+from lowpeak.logprobs import install_head, verify_head
 from tiny import tiny_model
 
 ADAPTERS = {

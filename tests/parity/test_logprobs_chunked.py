@@ -9,9 +9,15 @@ import pytest
 import torch
 
 from closeness import assert_close_to_largest
-from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
-from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.general import module_logprobs, module_loss
+from lowpeak.logprobs import (
+    ChunkSettings,
+    HeadScale,
+    chunked_logprobs,
+    module_logprobs,
+    module_loss,
+    naive_logprobs,
+    one_visit,
+)
 
 SETTINGS = {
     "plain": ChunkSettings(4),

@@ -11,11 +11,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
-from lowpeak.logprobs.definition import ChunkSettings
-from lowpeak.logprobs.direct import takes_direct
-from lowpeak.logprobs.head import HeadRequest, install_head
-from lowpeak.strategies.accelerated import Replicated
+from lowpeak.logprobs import ChunkSettings, HeadRequest, chunked_logprobs, install_head, one_visit, takes_direct
+from lowpeak.strategies import Replicated
 from tiny import tiny_model
 
 NUM_IDS, PADDING = 37, 0

@@ -25,8 +25,7 @@ from transformers import (
 
 from closeness import assert_close_to_largest, assert_each_close_to_largest
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.head import HeadRequest, install_head
-from lowpeak.logprobs.verify import verify_head
+from lowpeak.logprobs import HeadRequest, install_head, verify_head
 from tiny import tiny_model
 
 NUM_IDS = 37

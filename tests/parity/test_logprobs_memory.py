@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from closeness import assert_close_to_largest
-from lowpeak.logprobs.chunked import chunked_logprobs, one_visit
-from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.logprobs import ChunkSettings, HeadScale, chunked_logprobs, naive_logprobs, one_visit
 
 
 class LargestTensor(TorchDispatchMode):

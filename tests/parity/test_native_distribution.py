@@ -21,9 +21,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.engine import NativeEngine
+from lowpeak.rollout.native import NativeEngine
 from tiny import char_tokenizer, tiny_model
 
 VOCABULARY = 6

@@ -12,9 +12,8 @@ from torch._subclasses import FakeTensorMode
 
 from closeness import assert_close_to_largest
 from forests import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
-from lowpeak.attention.definition import forest_mask
-from lowpeak.attention.install import forward_arguments, install_attention
-from lowpeak.logprobs.head import HeadRequest, install_head
+from lowpeak.attention import forest_mask, forward_arguments, install_attention
+from lowpeak.logprobs import HeadRequest, install_head
 from tiny import tiny_model
 
 # RMS norms compute in fp32 whatever the model's dtype, and their gradients round there; GPT-2's do not.

@@ -20,13 +20,11 @@ from step_cases import (
 
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.batching.packing import Budget
-from lowpeak.config.correction import Correction
-from lowpeak.config.rloo import RLOOSettings
-from lowpeak.logprobs.head import install_head
-from lowpeak.training.step import Core, run_step
+from lowpeak.algorithms import make_grpo, make_rloo
+from lowpeak.batching import Budget
+from lowpeak.config import Correction, RLOOSettings
+from lowpeak.logprobs import install_head
+from lowpeak.training import Core, run_step
 from steps import LocalStrategy
 from tiny import tiny_model
 

@@ -24,15 +24,10 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.batching.counted import num_counted
-from lowpeak.batching.packing import Budget, pack
-from lowpeak.batching.prefix import Costs
-from lowpeak.config.grpo import EntropyBonus
-from lowpeak.config.rloo import RLOOSettings
-from lowpeak.training.step import Core, score
+from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
+from lowpeak.batching import Budget, Costs, num_counted, pack
+from lowpeak.config import EntropyBonus, RLOOSettings
+from lowpeak.training import Core, score
 from tiny import tiny_model
 
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")

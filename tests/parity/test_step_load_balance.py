@@ -18,14 +18,13 @@ from transformers import (
 )
 
 from closeness import assert_each_close_to_largest
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.attention.support import why_not
-from lowpeak.batching.packing import Budget
+from lowpeak.algorithms import make_grpo, make_supervised
+from lowpeak.attention import why_not
+from lowpeak.batching import Budget
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.experts import LoadBalance, balance_loss, load_balance_of
-from lowpeak.logprobs.verify import verify_load_balance
-from lowpeak.training.step import Core, measure_step, run_step
+from lowpeak.logprobs import verify_load_balance
+from lowpeak.training import Core, measure_step, run_step
 from steps import LocalStrategy
 from tiny import tiny_model
 

@@ -7,11 +7,11 @@ import torch
 from step_cases import micro_batches
 
 from closeness import assert_each_close_to_largest
-from lowpeak.algorithms.reward_model import make_reward_model
-from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget
-from lowpeak.logprobs.score_head import install_score_head
-from lowpeak.training.step import Core, measure_step, run_step
+from lowpeak.algorithms import make_reward_model
+from lowpeak.attention import install_attention
+from lowpeak.batching import Budget
+from lowpeak.logprobs import install_score_head
+from lowpeak.training import Core, measure_step, run_step
 from preferences import plain_loss, records_of, tiny_classifier
 from steps import LocalStrategy
 

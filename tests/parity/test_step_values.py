@@ -21,14 +21,12 @@ from step_cases import (
 from transformers import Qwen2ForSequenceClassification
 
 from closeness import assert_close_to_largest, assert_each_close_to_largest
-from lowpeak.algorithms.algorithm import VALUES_GRADIENT
-from lowpeak.algorithms.ppo import make_ppo
-from lowpeak.attention.install import install_attention
-from lowpeak.batching.counted import num_counted
-from lowpeak.batching.packing import Budget
+from lowpeak.algorithms import VALUES_GRADIENT, make_ppo
+from lowpeak.attention import install_attention
+from lowpeak.batching import Budget, num_counted
 from lowpeak.critic import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
-from lowpeak.logprobs.head import causal_lm
-from lowpeak.training.step import Core, run_step, score
+from lowpeak.logprobs import causal_lm
+from lowpeak.training import Core, run_step, score
 from steps import PPO, LocalStrategy
 from tiny import tiny_model
 

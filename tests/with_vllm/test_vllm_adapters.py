@@ -9,12 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from inside import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.push import held_version, prove, push
-from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
+from lowpeak.rollout.vllm.weights import adapter_config, held_version, prove, push_weights
+from lowpeak.strategies import adapter_name, adapter_parameters
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)
 
@@ -57,7 +56,7 @@ def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
     folders = []
     for version in (1, 2, 3):
         model = _adapted(version)
-        report = push(_slices(model), [vllm], settings, version, adapter=adapter_config(model))
+        report = push_weights(_slices(model), [vllm], settings, version, adapter=adapter_config(model))
         assert report.num_bytes == sum(4 * p.numel() for p in adapter_parameters(model).values())
         assert gap(vllm, model, _request(report)) < TOLERANCE
         assert gap(vllm, model) > 0.01
@@ -71,13 +70,13 @@ def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
 def test_an_adapter_of_a_higher_rank_than_the_engine_serves_is_refused(vllm):
     model = _adapted(1, rank=16)
     with pytest.raises(EngineError, match="rank"):
-        push(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
+        push_weights(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
     assert held_version([vllm]) is None
 
 
 def test_an_adapter_that_vllm_lost_is_found(vllm):
     model = _adapted(1)
-    report = push(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
+    report = push_weights(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
     vllm.llm.llm_engine.remove_lora(report.adapters[0].number)
     with pytest.raises(EngineError):
         prove([vllm])
@@ -96,14 +95,14 @@ class Damaging(InsideVllm):
 def test_an_adapter_that_is_damaged_on_its_way_is_refused(vllm):
     model = _adapted(1)
     with pytest.raises(EngineError, match=r": base_model\.model\.model\.layers\.0"):
-        push(_slices(model), [Damaging(vllm.llm)], SETTINGS, 1, adapter=adapter_config(model))
+        push_weights(_slices(model), [Damaging(vllm.llm)], SETTINGS, 1, adapter=adapter_config(model))
     assert held_version([vllm]) is None
 
 
 def test_an_adapter_is_proved_with_the_base_that_was_pushed(vllm):
-    push(slices(policy_of()), [vllm], SETTINGS, 1)
+    push_weights(slices(policy_of()), [vllm], SETTINGS, 1)
     model = _adapted(1)
-    push(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
+    push_weights(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
     prove([vllm])
     with torch.inference_mode():
         vllm.model.model.norm.weight[3] += 1
@@ -111,15 +110,15 @@ def test_an_adapter_is_proved_with_the_base_that_was_pushed(vllm):
         prove([vllm])
     assert held_version([vllm]) is None
     with pytest.raises(EngineError):
-        push(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
-    push(slices(policy_of()), [vllm], SETTINGS, 3)
-    report = push(_slices(model), [vllm], SETTINGS, 3, adapter=adapter_config(model))
+        push_weights(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
+    push_weights(slices(policy_of()), [vllm], SETTINGS, 3)
+    report = push_weights(_slices(model), [vllm], SETTINGS, 3, adapter=adapter_config(model))
     assert gap(vllm, model, _request(report)) < TOLERANCE
 
 
 def test_merged_weights_go_into_an_engine_that_serves_adapters(vllm):
     changed = policy_of(5)
-    push(slices(changed), [vllm], SETTINGS, 7)
+    push_weights(slices(changed), [vllm], SETTINGS, 7)
     assert gap(vllm, changed) < TOLERANCE
     assert held_version([vllm]) == 7
     prove([vllm])

@@ -10,14 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.rollout.native.stop import end_token_ids
-from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.versions import warn_unsupported
+from lowpeak.rollout.native import NativeEngine, end_token_ids
+from lowpeak.rollout.vllm import Callers, PolicyFacts, VllmEngine, warn_unsupported
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)

@@ -7,9 +7,9 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inside import TOLERANCE, engine, gap, perturb, slices
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.push import prove, push
+from lowpeak.rollout.vllm.weights import prove, push_weights
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 16)
 COMMON = dict(
@@ -40,11 +40,11 @@ def test_experts_arrive_as_transformers_has_them(make, tmp_path):
         for version in (1, 2):
             perturb(policy, version)
             assert gap(vllm, policy) > 0.1
-            push(slices(policy), [vllm], SETTINGS, version)
+            push_weights(slices(policy), [vllm], SETTINGS, version)
             assert gap(vllm, policy) < TOLERANCE
             prove([vllm])
         lost = "layers.1.mlp.experts.down_proj"
         with pytest.raises(EngineError, match=r": model\.layers\.1\.\w+\.experts\.down_proj"):
-            push((piece for piece in slices(policy) if lost not in piece.name), [vllm], SETTINGS, 3)
-        push(slices(policy), [vllm], SETTINGS, 3)
+            push_weights((piece for piece in slices(policy) if lost not in piece.name), [vllm], SETTINGS, 3)
+        push_weights(slices(policy), [vllm], SETTINGS, 3)
         assert gap(vllm, policy) < TOLERANCE

@@ -20,18 +20,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lowpeak.config.rollout import Sampling
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import Sampling, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.facts import check_same
-from lowpeak.rollout.vllm.server import ServerVllm, connect
-from lowpeak.rollout.vllm.vllm import Request
-from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.rollout.vllm.weights.push import push
-from lowpeak.strategies.outgoing import adapter_name, adapter_parameters
+from lowpeak.rollout.vllm import Callers, PolicyFacts, Request, ServerVllm, VllmEngine, check_same, connect
+from lowpeak.rollout.vllm.weights import adapter_config, push_weights
+from lowpeak.strategies import adapter_name, adapter_parameters
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
 from tiny import char_tokenizer
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of
@@ -264,7 +259,7 @@ def test_an_adapter_that_was_pushed_writes_what_names_it_and_nothing_else(server
         servers[1].vllm(),
         get_peft_model(model_of(), LoraConfig(r=4, target_modules=["q_proj", "down_proj"])),
     )
-    push(slices_of(model_of()), [vllm], VllmSettings(ServerSettings((vllm.url,))), 1)
+    push_weights(slices_of(model_of()), [vllm], VllmSettings(ServerSettings((vllm.url,))), 1)
     base = [request(2 + i, temperature=0.0) for i in range(6)]
     for version in (2, 3):
         with torch.no_grad():
@@ -274,7 +269,7 @@ def test_an_adapter_that_was_pushed_writes_what_names_it_and_nothing_else(server
             WeightSlice(adapter_name(policy, name), tuple(each.shape), each.dtype, 0, each.detach().flatten())
             for name, each in adapter_parameters(policy).items()
         )
-        report = push(
+        report = push_weights(
             slices, [vllm], VllmSettings(ServerSettings((vllm.url,))), version, adapter=adapter_config(policy)
         )
         adapted = [replace(each, adapter=report.adapters[0]) for each in base]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inside import TOLERANCE, engine, gap, policy_of, slices
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.push import held_version, prove, push
+from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
 
 
 def _settings(transport="auto", bucket_bytes=1 << 16):
@@ -31,7 +31,7 @@ def test_after_a_push_the_engine_is_the_changed_policy(pair, transport, bucket_b
     policy, vllm = pair
     changed = policy_of(bucket_bytes + len(transport), tied=policy.config.tie_word_embeddings)
     assert gap(vllm, changed) > 0.1
-    push(slices(changed), [vllm], _settings(transport, bucket_bytes), 3)
+    push_weights(slices(changed), [vllm], _settings(transport, bucket_bytes), 3)
     assert gap(vllm, changed) < TOLERANCE
     assert held_version([vllm]) == 3
     prove([vllm])
@@ -39,7 +39,7 @@ def test_after_a_push_the_engine_is_the_changed_policy(pair, transport, bucket_b
 
 def test_a_corrupted_parameter_is_found_by_name(pair):
     policy, vllm = pair
-    push(slices(policy), [vllm], _settings(), 1)
+    push_weights(slices(policy), [vllm], _settings(), 1)
     with torch.inference_mode():
         vllm.model.model.layers[1].mlp.gate_up_proj.weight[-1, 5] *= 1.0001
     with pytest.raises(EngineError, match=r": model\.layers\.1\.mlp\.up_proj\.weight\.$"):
@@ -51,16 +51,16 @@ def test_a_corrupted_parameter_is_found_by_name(pair):
 def test_an_update_that_lacks_a_tensor_is_refused(pair, lost):
     policy, vllm = pair
     with pytest.raises(EngineError, match=lost):
-        push((piece for piece in slices(policy) if lost not in piece.name), [vllm], _settings(), 2)
+        push_weights((piece for piece in slices(policy) if lost not in piece.name), [vllm], _settings(), 2)
     assert held_version([vllm]) is None
 
 
 def test_a_policy_of_other_sizes_is_refused(pair):
     _, vllm = pair
     with pytest.raises(EngineError, match=r"model\."):
-        push(slices(policy_of(hidden=64)), [vllm], _settings(), 2)
+        push_weights(slices(policy_of(hidden=64)), [vllm], _settings(), 2)
     with pytest.raises(EngineError, match=r"model\.layers\.2"):
-        push(slices(policy_of(layers=3)), [vllm], _settings(), 2)
+        push_weights(slices(policy_of(layers=3)), [vllm], _settings(), 2)
     assert held_version([vllm]) is None
 
 
@@ -68,16 +68,16 @@ def test_a_policy_with_a_head_of_its_own_is_refused_by_an_engine_that_ties_it(pa
     policy, vllm = pair
     tied = policy.config.tie_word_embeddings
     with pytest.raises(EngineError, match=r"lm_head"):
-        push(slices(policy_of(tied=not tied)), [vllm], _settings(), 2)
+        push_weights(slices(policy_of(tied=not tied)), [vllm], _settings(), 2)
 
 
 def test_pushes_leave_no_memory_behind(pair):
     policy, vllm = pair
-    push(slices(policy), [vllm], _settings(), 0)
+    push_weights(slices(policy), [vllm], _settings(), 0)
     counts = {}
     for version in range(1, 101):
         transport = ("process", "tcp")[version % 2]
-        push(slices(policy), [vllm], _settings(transport), version)
+        push_weights(slices(policy), [vllm], _settings(transport), version)
         if version in (10, 100):
             gc.collect()
             counts[version] = (_num_tensors(), _resident_bytes())
@@ -96,7 +96,7 @@ def _resident_bytes():
 
 def test_sampled_logprobs_are_of_the_full_softmax_at_the_temperature(pair):
     policy, vllm = pair
-    push(slices(policy), [vllm], _settings(), 1)
+    push_weights(slices(policy), [vllm], _settings(), 1)
     vllm.call("lowpeak_score_at_temperature", {}, 60.0)
     vllm.call("lowpeak_score_at_temperature", {}, 60.0)
     assert gap(vllm, policy) < TOLERANCE

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inside import TOLERANCE, engine, gap, policy_of, slices
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights.push import held_version, prove, push
+from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,9 @@ def vllm(tmp_path_factory):
 def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
     changed = policy_of(seed)
     assert gap(vllm, changed) > 0.1
-    push(slices(changed), [vllm], VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport), seed)
+    push_weights(
+        slices(changed), [vllm], VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport), seed
+    )
     assert gap(vllm, changed) < TOLERANCE
     assert held_version([vllm]) == seed
     prove([vllm])
@@ -29,5 +31,5 @@ def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
 def test_an_update_that_lacks_a_tensor_is_refused_by_both(vllm):
     kept = (piece for piece in slices(policy_of()) if "layers.1.mlp.down_proj" not in piece.name)
     with pytest.raises(EngineError, match=r": model\.layers\.1\.mlp\.down_proj"):
-        push(kept, [vllm], VllmSettings(ServerSettings(())), 4)
+        push_weights(kept, [vllm], VllmSettings(ServerSettings(())), 4)
     assert held_version([vllm]) is None

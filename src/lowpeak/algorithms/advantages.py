@@ -20,8 +20,7 @@ from lowpeak.algorithms.algorithm import Advantages
 from lowpeak.algorithms.entropy import top_entropy_masks
 from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.select import all_equal, loss_mask, rows_by_group
-from lowpeak.config.grpo import GRPOSettings
-from lowpeak.config.rloo import RLOOSettings
+from lowpeak.config import GRPOSettings, RLOOSettings
 from lowpeak.records import Metric, Record
 
 _EPSILON = 1e-4

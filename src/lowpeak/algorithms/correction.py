@@ -26,7 +26,7 @@ from lowpeak.algorithms.algorithm import Advantages
 from lowpeak.algorithms.importance import bounded_exp, old_logprobs
 from lowpeak.algorithms.rows import over_tokens, row_sums, row_values
 from lowpeak.algorithms.select import loss_mask
-from lowpeak.config.correction import Correction
+from lowpeak.config import Correction
 from lowpeak.records import Metric, Record, TokenBatch
 
 _METRIC = "sampling/importance_sampling_ratio"

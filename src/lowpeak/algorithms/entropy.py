@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import ENTROPY_COEF
-from lowpeak.config.grpo import EntropyBonus
+from lowpeak.config import EntropyBonus
 
 _ROUNDING = 1e-5  # nats
 

@@ -21,7 +21,7 @@ from lowpeak.algorithms.losses import grpo_loss
 from lowpeak.algorithms.measure import measure_grpo
 from lowpeak.algorithms.reduction import grpo_reduction
 from lowpeak.algorithms.select import select_all, select_unequal
-from lowpeak.config.grpo import GRPOSettings
+from lowpeak.config import GRPOSettings
 
 
 def make_grpo(settings: GRPOSettings) -> Algorithm:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.rows import over_tokens, row_means, row_sums
-from lowpeak.config.grpo import ImportanceLevel
+from lowpeak.config import ImportanceLevel
 from lowpeak.records import TokenBatch
 
 # exp() of more overflows float32, and the zero gradient of a clipped term times infinity is NaN. Sums over thousands of

@@ -21,8 +21,7 @@ from lowpeak.algorithms.correction import step_weights
 from lowpeak.algorithms.importance import importance_ratio, product_ratio
 from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.rows import row_means, row_values
-from lowpeak.config.grpo import GRPOSettings
-from lowpeak.config.rloo import RLOOSettings
+from lowpeak.config import GRPOSettings, RLOOSettings
 from lowpeak.records import TokenBatch
 
 

@@ -16,9 +16,7 @@ from lowpeak.algorithms.correction import measure_correction, step_weights
 from lowpeak.algorithms.importance import importance_ratio, old_logprobs, product_ratio
 from lowpeak.algorithms.losses import grpo_kl
 from lowpeak.algorithms.rows import over_tokens, row_means, row_sums
-from lowpeak.config.correction import Correction
-from lowpeak.config.grpo import GRPOSettings
-from lowpeak.config.rloo import RLOOSettings
+from lowpeak.config import Correction, GRPOSettings, RLOOSettings
 from lowpeak.records import Metric, TokenBatch, Unit
 
 

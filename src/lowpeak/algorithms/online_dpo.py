@@ -28,7 +28,7 @@ from lowpeak.algorithms.measure import mean_of, measure_pass
 from lowpeak.algorithms.reduction import pair_mean
 from lowpeak.algorithms.rows import over_tokens, pair_sums, row_sums, row_values
 from lowpeak.algorithms.select import all_equal, loss_mask, rows_by_group
-from lowpeak.config.online_dpo import OnlineDPOSettings
+from lowpeak.config import OnlineDPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
 

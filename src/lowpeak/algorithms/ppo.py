@@ -31,7 +31,7 @@ from lowpeak.algorithms.losses import clipped_surrogate
 from lowpeak.algorithms.measure import counted_tokens, mean_of, measure_pass
 from lowpeak.algorithms.reduction import token_mean
 from lowpeak.algorithms.select import loss_mask, rows_by_group, select_all
-from lowpeak.config.ppo import PPOSettings
+from lowpeak.config import PPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
 _KL_COEF = "kl_coef"

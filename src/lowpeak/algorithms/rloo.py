@@ -15,7 +15,7 @@ from lowpeak.algorithms.losses import rloo_loss
 from lowpeak.algorithms.measure import measure_rloo
 from lowpeak.algorithms.reduction import sequence_mean
 from lowpeak.algorithms.select import select_all, select_unequal
-from lowpeak.config.rloo import RLOOSettings
+from lowpeak.config import RLOOSettings
 
 
 def make_rloo(settings: RLOOSettings) -> Algorithm:

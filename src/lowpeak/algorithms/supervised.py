@@ -11,7 +11,7 @@ from lowpeak.algorithms.losses import dft_loss, supervised_loss
 from lowpeak.algorithms.measure import measure_supervised
 from lowpeak.algorithms.reduction import token_mean
 from lowpeak.algorithms.select import select_all
-from lowpeak.config.sft import SupervisedLossType
+from lowpeak.config import SupervisedLossType
 from lowpeak.records import Record
 
 

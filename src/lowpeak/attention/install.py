@@ -26,7 +26,7 @@ from lowpeak.attention.flex import flex_attention_row
 from lowpeak.attention.layout import ForestLayout
 from lowpeak.attention.support import NAME, REPLACED, why_not
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.head import causal_lm
+from lowpeak.logprobs import causal_lm
 from lowpeak.records import Forest
 
 # What a layer may pass on to its attention that does not change what the attention means.

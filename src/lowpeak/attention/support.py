@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.head import causal_lm
+from lowpeak.logprobs import causal_lm
 
 NAME = "lowpeak"
 REPLACED = "sdpa"

@@ -19,8 +19,7 @@ from lowpeak.attention.definition import forest_mask
 from lowpeak.attention.install import attend_forest, forward_arguments
 from lowpeak.attention.layout import ForestLayout
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.head import backbone_of, causal_lm
-from lowpeak.logprobs.verify import evaluated, rounding
+from lowpeak.logprobs import backbone_of, causal_lm, evaluated, rounding
 from lowpeak.records import Forest, Tree
 
 # Two completions behind a prompt, a sequence on its own, two completions behind another prompt; then padding.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.batching.assign import assign
+from lowpeak.batching.balance import assign
 from lowpeak.batching.counted import CountedTokens
 from lowpeak.batching.forest import Laid, plant
 from lowpeak.batching.prefix import Costs, Layout, Part, assign_rows, fill, grouped, shared_parts

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lowpeak.batching.assign import assign
+from lowpeak.batching.balance import assign
 
 Layout = Literal["shared", "rows", "padded"]
 

@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from lowpeak.critic import is_critics
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Layout, WeightSlice
-from lowpeak.strategies.outgoing import parts_tied, plain_name
+from lowpeak.strategies import parts_tied, plain_name
 
 SLICE_BYTES = 8 << 20
 FILE_BYTES = 50 * 10**9  # transformers' own

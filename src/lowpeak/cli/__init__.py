@@ -1,1 +1,5 @@
 """The `lowpeak` command. Nothing here loads torch before a command needs it."""
+
+from lowpeak.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

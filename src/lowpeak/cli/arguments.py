@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from lowpeak.cli.accelerate_config import ORDER
-from lowpeak.config.declare import in_data, in_devices, in_logging, in_model, in_rewards
+from lowpeak.config import in_data, in_devices, in_logging, in_model, in_rewards
 from lowpeak.errors import ArgumentError
 
 

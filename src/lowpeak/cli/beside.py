@@ -19,12 +19,10 @@ from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.launch import MARK, is_rank, num_devices
 from lowpeak.cli.supervisor import ServersAndTrainer, supervise
-from lowpeak.config.vllm import OWN_SHARE, SERVER_TOKEN, check_cut
-from lowpeak.config.vllm_kwargs import engine_kwargs
+from lowpeak.config import OWN_SHARE, SERVER_TOKEN, check_cut, engine_kwargs
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.command import CPU, Server, free_ports, visible
-from lowpeak.rollout.vllm.versions import NO_SHARE, require_vllm
-from lowpeak.watch.orphans import end_training_with_parent
+from lowpeak.rollout.vllm import CPU, NO_SHARE, Server, free_ports, require_vllm, visible
+from lowpeak.watch import end_training_with_parent
 
 BESIDE = "LOWPEAK_BESIDE"  # in the environment of a trainer that this module started
 URLS = "LOWPEAK_VLLM_URLS"  # in the trainer's environment: the servers that were started for it

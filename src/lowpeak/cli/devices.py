@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.command import CPU
+from lowpeak.rollout.vllm import CPU
 
 
 def read_devices(text: str, argument: str, num_devices: int | None = None) -> tuple[str, ...]:

@@ -14,13 +14,10 @@ from types import FrameType
 
 from lowpeak.cli.arguments import Parser
 from lowpeak.cli.devices import read_devices
-from lowpeak.cli.tell import tell
-from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.cli.output import tell
+from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm.command import LOOPBACK, Server
-from lowpeak.rollout.vllm.process import ServerProcess
-from lowpeak.rollout.vllm.token import saved_token
-from lowpeak.rollout.vllm.versions import require_vllm
+from lowpeak.rollout.vllm import LOOPBACK, Server, ServerProcess, require_vllm, saved_token
 
 _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"
@@ -28,7 +25,7 @@ _VLLM_TOKEN = "VLLM_API_KEY"
 
 def run(argv: Sequence[str]) -> int:
     """Start a server and wait for its end."""
-    server = read(argv, os.environ)
+    server = read_options(argv, os.environ)
     require_vllm("lowpeak serve")
     check_port(server)
     process = ServerProcess(server, os.environ)
@@ -59,7 +56,7 @@ def wait_for(process: ServerProcess) -> int:
     return 128 - status if status < 0 else status or 1
 
 
-def read(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
+def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
     """Return the server that the words ask for; ArgumentError if it cannot be started."""
     told, options = _parser().parse_known_args(argv)
     token = told.token or environ.get(SERVER_TOKEN)

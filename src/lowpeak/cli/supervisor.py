@@ -11,12 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowpeak.cli.output import tell
 from lowpeak.cli.serve import Signals
-from lowpeak.cli.tell import tell
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.command import Server, words
-from lowpeak.rollout.vllm.process import ServerProcess
-from lowpeak.watch.orphans import PARENT
+from lowpeak.rollout.vllm import Server, ServerProcess, words
+from lowpeak.watch import PARENT
 
 _RESTARTS = 3  # in a row, of a server that did not last
 _LASTING_SECONDS = 600.0

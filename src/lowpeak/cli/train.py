@@ -23,7 +23,7 @@ from lowpeak.cli.arguments import (
 from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
 from lowpeak.cli.launch import is_first, launch_or_join
-from lowpeak.config.secrets import hide_secrets
+from lowpeak.config import hide_secrets
 from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         status = launch_or_join(told.launch, [kind, *argv], on_cpu=bool(told.given.get("use_cpu")))
     if status is not None:
         return status
-    from lowpeak.training.start import check_resume
+    from lowpeak.training import check_resume
 
     job = configured(told, library)
     resume = checkpoint_to_resume(job.config.resume_from_checkpoint)
@@ -89,7 +89,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model()
     if job.config.push_to_hub:
-        from lowpeak.data.open import is_on_hub
+        from lowpeak.data import is_on_hub
 
         name = job.data.dataset
         trainer.push_to_hub(dataset_name=name if is_on_hub(name) else None)
@@ -98,7 +98,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
 
 def read_words(kind: str, argv: Sequence[str], library: Any = lowpeak) -> Job:
     """Return what was told, without the trainer's configuration: making that one takes the devices."""
-    from lowpeak.cli.parse import names_of, parse
+    from lowpeak.cli.parser import names_of, parse
 
     config_class = getattr(library, f"{NAMES[kind]}Config")
     judging = JudgeArguments if kind == "online-dpo" else RewardArguments
@@ -155,7 +155,7 @@ def check(job: Job) -> None:
 
 def make_trainer(job: Job, library: Any = lowpeak) -> Any:
     """Return the trainer with its model, data, rewards and adapters; the same constructor that a script would call."""
-    from lowpeak.rewards.load import load_judge, load_reward
+    from lowpeak.rewards import load_judge, load_reward
 
     train_dataset, eval_dataset = load_data(job)
     keywords: dict[str, Any] = {
@@ -174,7 +174,7 @@ def make_trainer(job: Job, library: Any = lowpeak) -> Any:
 
 def load_data(job: Job) -> tuple[Any, Any]:
     """Return the data set to train on and, where one was asked for, the one to evaluate on."""
-    from lowpeak.data.open import open_dataset
+    from lowpeak.data import open_dataset
 
     data = job.data
 

@@ -32,7 +32,7 @@ Pair = tuple[Record, Record]  # the chosen row and the rejected one
 _SIDES = ("chosen", "rejected")
 
 
-def check_columns(row: Mapping[str, Any], where: str) -> None:
+def check_preference_columns(row: Mapping[str, Any], where: str) -> None:
     """Raise DataError for a row without two answers."""
     if not any(all(f"{side}{ids}" in row for side in _SIDES) for ids in ("", "_ids")):
         raise DataError(
@@ -57,7 +57,7 @@ class PreferenceReader(RowReader[Pair]):
 
     def read(self, row: Mapping[str, Any], serial: int, index: int | None = None) -> Pair | None:
         where = f"row {serial if index is None else index}"
-        check_columns(row, where)
+        check_preference_columns(row, where)
         tokenized = all(f"{side}_ids" in row for side in _SIDES)
         both = [list(row[f"{side}_ids"]) if tokenized else self._encode(row, side, where) for side in _SIDES]
         chosen, rejected = (self._checked(ids, where, side) for ids, side in zip(both, _SIDES, strict=True))

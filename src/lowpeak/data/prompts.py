@@ -129,7 +129,7 @@ class PromptReader(RowReader[Prompt]):
         """Return consecutive rows as prompts; checks them all before it tokenizes any."""
         where = [f"row {i}" for i in range(index, index + len(rows))]
         for row, each in zip(rows, where, strict=True):
-            check_columns(row, each)
+            check_prompt_columns(row, each)
             self._check_format(row["prompt"], each)
         options: list[dict[str, Any]] = [{}] * len(rows)
         if self._conversational:
@@ -204,7 +204,7 @@ def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
     return next(parts, min(len(one), len(other)))
 
 
-def check_columns(row: Any, where: str) -> None:
+def check_prompt_columns(row: Any, where: str) -> None:
     """Raise DataError unless the row has a `prompt`, and no column that a reward or lowpeak could not take."""
     if not isinstance(row, Mapping):
         raise DataError(

@@ -41,7 +41,7 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 _NO_LABEL = -100
 
 
-def check_columns(row: Mapping[str, Any], text_field: str, where: str) -> None:
+def check_supervised_columns(row: Mapping[str, Any], text_field: str, where: str) -> None:
     """Raise DataError for a row without any of the columns that are trained on."""
     if (
         not {"input_ids", "messages", "conversations", text_field} & row.keys()
@@ -98,7 +98,7 @@ class SupervisedReader(RowReader[Record]):
             if not isinstance(text, str):
                 raise DataError(f"{where}: formatting_func returned a {type(text).__name__}; it must return a string.")
             return self._text(text, where)
-        check_columns(row, self._text_field, where)
+        check_supervised_columns(row, self._text_field, where)
         if "input_ids" in row:
             return self._tokenized(row, where)
         if "prompt" in row and "completion" in row:

@@ -37,6 +37,13 @@ def cuda_passes(device: torch.device) -> Any:
     return torch_rows
 
 
+def triton_differs(device: torch.device) -> str | None:
+    """Return how the Triton kernels' numbers differ from torch's on a device; None if they agree."""
+    from lowpeak.logprobs import triton_kernels
+
+    return passes_differ(triton_kernels, device)
+
+
 def passes_differ(passes: Any, device: torch.device) -> str | None:
     """None where the passes' three functions give what `rows.py`'s do, with and without all they can; else why."""
     plain, full = ChunkSettings(_ROWS), ChunkSettings(_ROWS, 0.7, HeadScale(0.8, 2.5), entropy=True, entropy_grad=True)

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.algorithms.algorithm import Algorithm
+from lowpeak.algorithms import Algorithm
 from lowpeak.memory.storages import StorageMeter
 from lowpeak.records import MicroBatch
-from lowpeak.strategies.pretended import Pretended, layouts_apart, make_mesh, prepare, pretended_ranks
-from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.step import Core, run_step, score
+from lowpeak.strategies import Pretended, Strategy, layouts_apart, make_mesh, prepare, pretended_ranks
+from lowpeak.training import Core, run_step, score
 
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.rollout import Sampling
-from lowpeak.data.prompts import REWARD_KEYWORDS, PromptReader
+from lowpeak.config import Sampling
+from lowpeak.data import REWARD_KEYWORDS, PromptReader
 from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
 from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.records import Prompt
 
 _LOW_16 = 0xFFFF
@@ -29,7 +29,7 @@ _LOG2_E = 1.4426950408889634
 # system each time: 64 rows of 151,936 took three times as long in one piece), elsewhere 128 MiB of fp32.
 _MAX_ELEMENTS = {"cpu": 1 << 18}
 _MAX_ELEMENTS_ELSEWHERE = 1 << 25
-_MAX_DRAWS = 1 << 18  # made at once: philox keeps about ten int64 words for each
+MAX_DRAWS = 1 << 18  # made at once: philox keeps about ten int64 words for each
 
 
 def philox(counter: Sequence[Tensor], key: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,7 +88,7 @@ class Draws:
         completions = [self._sampling.first_completion + completion for _, completion in wave]
         named = torch.tensor([rows, serials, completions]).to(device)
         positions_C = torch.arange(num_positions, device=device)
-        for part in named.split(max(1, _MAX_DRAWS // num_positions), dim=1):
+        for part in named.split(max(1, MAX_DRAWS // num_positions), dim=1):
             self._uniforms_RC[part[0]] = uniforms(self._sampling, part[1], part[2], positions_C)
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor | None:

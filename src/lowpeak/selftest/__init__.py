@@ -1,1 +1,5 @@
 """`lowpeak env --selftest`: what a machine's GPUs and vLLM do, as a table to paste into an issue."""
+
+from lowpeak.exports import lazy_exports
+
+__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

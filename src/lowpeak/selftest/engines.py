@@ -11,16 +11,12 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.config import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm
-from lowpeak.rollout.vllm.command import CPU, Server, free_ports
-from lowpeak.rollout.vllm.process import served
-from lowpeak.rollout.vllm.server import ServerVllm
-from lowpeak.rollout.vllm.vllm import Request, Vllm
-from lowpeak.rollout.vllm.weights.push import held_version, prove, push
-from lowpeak.rollout.vllm.weights.transports.choose import reaching
+from lowpeak.rollout.vllm import CPU, Blueprint, ColocatedVllm, Request, Server, ServerVllm, Vllm, free_ports, served
+from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
+from lowpeak.rollout.vllm.weights.transports import reaching
 from lowpeak.selftest.models import make_model, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require, row
 
@@ -102,7 +98,9 @@ def push_over_each(
     worked, failed = [], []
     for version, transport in enumerate(reaching(vllms, device, _SECONDS), 1):
         try:
-            report = push(slices(version), vllms, replace(settings, transport=transport), version, timeout=_SECONDS)
+            report = push_weights(
+                slices(version), vllms, replace(settings, transport=transport), version, timeout=_SECONDS
+            )
             prove(vllms, _SECONDS)
             require(held_version(vllms, _SECONDS) == version, "the engines do not hold the version that was pushed")
         except Exception as error:

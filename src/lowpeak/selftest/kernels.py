@@ -12,22 +12,16 @@ import torch
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.attention.install import install_attention
-from lowpeak.attention.verify import kernel_differs
-from lowpeak.batching.packing import Budget, pack
-from lowpeak.logprobs.agreement import passes_differ
-from lowpeak.logprobs.chunked import one_visit
-from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.head import install_head
-from lowpeak.memory.rehearsal import rehearse
+from lowpeak.algorithms import make_supervised
+from lowpeak.attention import install_attention, kernel_differs
+from lowpeak.batching import Budget, pack
+from lowpeak.logprobs import ChunkSettings, HeadScale, install_head, naive_logprobs, one_visit, triton_differs
+from lowpeak.memory import rehearse
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.models import make_model, mib
 from lowpeak.selftest.table import Bench, require, row
-from lowpeak.strategies.pretended import Pretended
-from lowpeak.strategies.strategy import Strategy
-from lowpeak.training.models import load_policy
-from lowpeak.training.step import Core, run_step
+from lowpeak.strategies import Pretended, Strategy
+from lowpeak.training import Core, load_policy, run_step
 
 _PLAIN = ChunkSettings(256)
 _FULL = ChunkSettings(256, 0.7, HeadScale(0.8, 25.0), entropy=True, entropy_grad=True)
@@ -47,9 +41,7 @@ Way = Callable[[Tensor, Tensor, Tensor, ChunkSettings], tuple[Tensor, Tensor]]
 @row("log-prob kernels", "a GPU", "Triton")
 def logprob_kernels(bench: Bench) -> str:
     """Compare the Triton kernels with torch's operations."""
-    from lowpeak.logprobs import triton_kernels
-
-    reason = passes_differ(triton_kernels, bench.device)
+    reason = triton_differs(bench.device)
     require(reason is None, f"the kernels are not used: {reason}")
     return "statistics and gradients are those of torch's operations"
 

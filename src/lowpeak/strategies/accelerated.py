@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lowpeak.ranks import Ranks
 from lowpeak.records import Layout, Weights, WeightSlice
+from lowpeak.strategies.export import layout, outgoing
 from lowpeak.strategies.flat import FlatShard, ranges, rows_shard
 from lowpeak.strategies.frozen import average, freeze, frozen_bytes, replicate, shard_rows, shards_of
 from lowpeak.strategies.gathered import Gatherer
-from lowpeak.strategies.outgoing import layout, outgoing
 from lowpeak.strategies.shards import load_torch_state
 from lowpeak.strategies.states import torch_idle
 from lowpeak.strategies.strategy import Frozen, Strategy

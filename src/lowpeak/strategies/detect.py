@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lowpeak.config.asked import is_on
+from lowpeak.config import is_on
 from lowpeak.errors import ArgumentError
 from lowpeak.strategies.accelerated import Replicated, fsdp_mesh, num_peers
 from lowpeak.strategies.strategy import Strategy

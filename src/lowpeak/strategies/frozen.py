@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lowpeak.loading import give_room
+from lowpeak.strategies.export import plain_name
 from lowpeak.strategies.flat import FlatShard, Sharded, whole
 from lowpeak.strategies.gathered import layers_of
-from lowpeak.strategies.outgoing import plain_name
 
 _PIECE_BYTES = 8 << 20
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.critic import own_modules
-from lowpeak.memory.exhaustion import is_exhaustion
+from lowpeak.memory import is_exhaustion
 from lowpeak.ranks import Ranks
 from lowpeak.strategies.flat import FlatShard, Sharded
 from lowpeak.strategies.matched import Match, Peers, matched, replace_forward

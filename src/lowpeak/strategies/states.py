@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
-from lowpeak.strategies.outgoing import plain_name
+from lowpeak.strategies.export import plain_name
 
 WEIGHT = "weight"  # beside the optimizer's own names of states (exp_avg, ...)
 

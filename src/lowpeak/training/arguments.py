@@ -16,31 +16,35 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from lowpeak.config.asked import (
+from lowpeak.config import (
+    MAPPING,
+    REJECTED,
+    SAID_BY_ARGUMENTS,
     WHOLE,
+    CommonArguments,
     Cut,
+    GRPOArguments,
+    OnlineArguments,
+    OnlineDPOArguments,
+    PPOArguments,
+    RewardArguments,
+    RLOOArguments,
+    SFTArguments,
+    check_finite,
+    check_names,
+    check_range,
+    drop_trl_defaults,
+    hide_secrets,
     is_on,
+    read_object,
     refuse_fsdp1,
     refuse_other_parallelism,
+    require,
     require_deepspeed,
     settle_deepspeed,
     settled_cut,
     take_fsdp_over,
 )
-from lowpeak.config.check import check_finite, check_range
-from lowpeak.config.declare import MAPPING, require
-from lowpeak.config.grpo import GRPOArguments
-from lowpeak.config.load import check_names, read_object
-from lowpeak.config.online import OnlineArguments
-from lowpeak.config.online_dpo import OnlineDPOArguments
-from lowpeak.config.ppo import PPOArguments
-from lowpeak.config.rejected import REJECTED, drop_trl_defaults
-from lowpeak.config.reward_model import RewardArguments
-from lowpeak.config.rloo import RLOOArguments
-from lowpeak.config.rollout import SAID_BY_ARGUMENTS
-from lowpeak.config.secrets import hide_secrets
-from lowpeak.config.sft import SFTArguments
-from lowpeak.config.training import CommonArguments
 from lowpeak.errors import ArgumentError
 from lowpeak.rendezvous import limit_collectives_on_cpu, meet_anew
 

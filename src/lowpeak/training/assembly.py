@@ -15,30 +15,20 @@ from accelerate.utils import AutocastKwargs
 from torch import nn
 from transformers import set_seed
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.atomic import check_writable
-from lowpeak.config.check import acting, tell_idle
-from lowpeak.config.online import OnlineSettings, resolve_online
-from lowpeak.config.training import MemorySettings
+from lowpeak.algorithms import Algorithm
+from lowpeak.checkpoint import check_writable
+from lowpeak.config import MemorySettings, OnlineSettings, acting, resolve_online, tell_idle
 from lowpeak.critic import critics_model
-from lowpeak.data.cursor import PromptCursor, cursor_over
-from lowpeak.data.prompts import PromptReader, check_embedded, padding_id
+from lowpeak.data import PromptCursor, PromptReader, check_embedded, cursor_over, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.experts import load_balance_of
 from lowpeak.journal import Journal
 from lowpeak.loading import give_room
-from lowpeak.logprobs.head import causal_lm, install_head
-from lowpeak.logprobs.verify import verify_load_balance
-from lowpeak.memory.offload import ActivationOffload, DeviceMover
-from lowpeak.memory.resting import Rest
-from lowpeak.memory.tracker import free_bytes
+from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
+from lowpeak.memory import ActivationOffload, DeviceMover, Rest, free_bytes
 from lowpeak.records import Prompt
-from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.make import listed, make_rewards
-from lowpeak.rewards.model import ModelReward
-from lowpeak.rewards.reward import Reward
-from lowpeak.strategies.detect import check_devices, detect_strategy, is_sharded, shares_of, states_on_host
-from lowpeak.strategies.strategy import Frozen, Strategy
+from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings, listed, make_rewards
+from lowpeak.strategies import Frozen, Strategy, check_devices, detect_strategy, is_sharded, shares_of, states_on_host
 from lowpeak.training.critics import check_reads
 from lowpeak.training.engines import OnlineParts, adapters_idle, check_engine, make_engine
 from lowpeak.training.evaluation import Success
@@ -57,7 +47,7 @@ from lowpeak.training.models import (
     upcast_trainable,
 )
 from lowpeak.training.progress import ProgressTracker
-from lowpeak.training.resting import make_rest, resting
+from lowpeak.training.rollout_offload import make_rest, resting
 from lowpeak.training.rollouts import RolloutMaker, Tally
 from lowpeak.training.sizes import Sizes, training_bytes
 from lowpeak.training.step import Core

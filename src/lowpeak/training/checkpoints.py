@@ -21,17 +21,23 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_callback import ExportableState
 
-from lowpeak.checkpoint.atomic import prune, staged
-from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
-from lowpeak.checkpoint.state import RunState, save_run_state
+from lowpeak.checkpoint import SLICE_BYTES, RunState, prune, save_run_state, staged, write_settings, write_weights
 from lowpeak.damage import name_damaged_file
 from lowpeak.errors import CheckpointError, LowpeakError, first_line
-from lowpeak.memory.exhaustion import is_exhaustion
+from lowpeak.memory import is_exhaustion
 from lowpeak.ranks import Ranks, is_lost_connection
-from lowpeak.strategies.outgoing import active_adapters, adapter_state, plain_name
-from lowpeak.strategies.shards import has_shards, load_shards, read_saved, save_shards
-from lowpeak.strategies.states import WEIGHT, TrainingState
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.strategies import (
+    WEIGHT,
+    Strategy,
+    TrainingState,
+    active_adapters,
+    adapter_state,
+    has_shards,
+    load_shards,
+    plain_name,
+    read_saved,
+    save_shards,
+)
 from lowpeak.training.models import is_peft
 
 

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, AutoTokenizer
 
-from lowpeak.checkpoint.atomic import staged_files
-from lowpeak.checkpoint.export import SLICE_BYTES, write_settings, write_weights
+from lowpeak.checkpoint import SLICE_BYTES, staged_files, write_settings, write_weights
 from lowpeak.critic import (
     CRITIC,
     AdapterCritic,
@@ -26,12 +25,10 @@ from lowpeak.critic import (
 )
 from lowpeak.errors import ArgumentError
 from lowpeak.loading import whole_again, without_weights
-from lowpeak.logprobs.head import causal_lm
+from lowpeak.logprobs import causal_lm
 from lowpeak.pretrained import from_pretrained
-from lowpeak.rewards.model import load_classifier
-from lowpeak.strategies.gathered import layers_of
-from lowpeak.strategies.outgoing import outgoing
-from lowpeak.strategies.tensor import cut_alike
+from lowpeak.rewards import load_classifier
+from lowpeak.strategies import cut_alike, layers_of, outgoing
 from lowpeak.training.models import is_peft
 from lowpeak.wrapped import num_embeddings
 

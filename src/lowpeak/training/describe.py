@@ -6,8 +6,8 @@ from dataclasses import asdict
 from itertools import islice
 from typing import Any
 
-from lowpeak.batching.packing import Budget, arrange
-from lowpeak.config.vllm import VllmSettings
+from lowpeak.batching import Budget, arrange
+from lowpeak.config import VllmSettings
 
 
 def describe_run(trainer: Any) -> dict[str, Any]:

@@ -11,31 +11,33 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.config.online import OnlineSettings
-from lowpeak.config.rollout import ALL
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
-from lowpeak.data.prompts import PromptReader
+from lowpeak.algorithms import Algorithm
+from lowpeak.config import ALL, ColocateSettings, OnlineSettings, ServerSettings, VllmSettings
+from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.logprobs.head import causal_lm
-from lowpeak.memory.tracker import free_bytes
+from lowpeak.logprobs import causal_lm
+from lowpeak.memory import free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.rewards.reward import Reward
-from lowpeak.rollout.engine import RolloutEngine
-from lowpeak.rollout.function import FunctionEngine
-from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype
-from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.rollout.native.stop import end_token_ids
-from lowpeak.rollout.vllm.colocated import Blueprint, ColocatedVllm, check_colocated
-from lowpeak.rollout.vllm.engine import Callers, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.facts import check_same
-from lowpeak.rollout.vllm.misfit import option
-from lowpeak.rollout.vllm.server import connect as connect_servers
-from lowpeak.rollout.vllm.versions import require_vllm, warn_unsupported
-from lowpeak.rollout.vllm.vllm import Facts, Vllm
-from lowpeak.rollout.vllm.weights.adapters import adapter_config
-from lowpeak.strategies.outgoing import parts_tied, unchanging
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.rewards import Reward
+from lowpeak.rollout import FunctionEngine, RolloutEngine
+from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
+from lowpeak.rollout.vllm import (
+    Blueprint,
+    Callers,
+    ColocatedVllm,
+    Facts,
+    PolicyFacts,
+    Vllm,
+    VllmEngine,
+    check_colocated,
+    check_same,
+    option,
+    require_vllm,
+    warn_unsupported,
+)
+from lowpeak.rollout.vllm import connect as connect_servers
+from lowpeak.rollout.vllm.weights import adapter_config
+from lowpeak.strategies import Strategy, parts_tied, unchanging
 from lowpeak.training.evaluation import Success
 from lowpeak.training.models import context_length, first_rotations, is_peft
 from lowpeak.training.rollouts import Tally

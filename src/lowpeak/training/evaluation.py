@@ -14,16 +14,12 @@ from typing import Any
 
 import torch
 
-from lowpeak.algorithms.advantages import reward_metrics
-from lowpeak.algorithms.algorithm import Need, StepCounts
-from lowpeak.algorithms.select import rows_by_group
-from lowpeak.batching.counted import num_counted
-from lowpeak.batching.packing import pack
-from lowpeak.config.rollout import Sampling
-from lowpeak.memory.phases import Phase
+from lowpeak.algorithms import Need, StepCounts, reward_metrics, rows_by_group
+from lowpeak.batching import num_counted, pack
+from lowpeak.config import Sampling
+from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards.combine import warn_of_unscored
-from lowpeak.rewards.judged import Judged
+from lowpeak.rewards import Judged, warn_of_unscored
 from lowpeak.training.rollout_rows import describe, length_metrics
 from lowpeak.training.rollouts import RolloutMaker, whole, with_advantages
 from lowpeak.training.step import loss_of_outputs

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.config.grpo import resolve_grpo
-from lowpeak.config.online import OnlineSettings
+from lowpeak.algorithms import Algorithm, make_grpo
+from lowpeak.config import OnlineSettings, resolve_grpo
 from lowpeak.training.arguments import GRPOConfig, OnlineConfig
 from lowpeak.training.online_trainer import OnlineTrainer
 

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lowpeak.errors import EngineError, StoppedError
-from lowpeak.memory.phases import Phase
+from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from lowpeak.attention.install import install_attention, uninstall_attention
-from lowpeak.attention.support import why_not
-from lowpeak.attention.verify import forests_agree
-from lowpeak.batching.prefix import Layout
-from lowpeak.config.training import MemorySettings
+from lowpeak.attention import forests_agree, install_attention, uninstall_attention, why_not
+from lowpeak.batching import Layout
+from lowpeak.config import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.detect import is_sharded
+from lowpeak.strategies import is_sharded
 
 logger = logging.getLogger(__name__)
 

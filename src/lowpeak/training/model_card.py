@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 import lowpeak
-from lowpeak.config.secrets import HIDDEN, hide_secrets, is_secret
+from lowpeak.config import HIDDEN, hide_secrets, is_secret
 
 # Of each algorithm by its name: how people write it, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {

@@ -17,14 +17,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.config.asked import WHOLE, Cut
+from lowpeak.config import WHOLE, Cut
 from lowpeak.critic import CRITIC, detach, keeping_critic, without_critic
-from lowpeak.data.prompts import check_tokenizer
+from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError, first_line, require_package
 from lowpeak.loading import straight_to
-from lowpeak.logprobs.head import install_head
-from lowpeak.logprobs.score_head import install_score_head, verify_score_head
-from lowpeak.logprobs.verify import verify_head
+from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
 from lowpeak.pretrained import from_pretrained
 from lowpeak.ranks import Ranks
 

@@ -14,19 +14,15 @@ from torch import nn
 from transformers import AutoModelForCausalLM, EvalPrediction, set_seed
 from transformers.trainer_utils import PredictionOutput
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.atomic import check_writable
-from lowpeak.checkpoint.resume import capture_random, keep_random
-from lowpeak.checkpoint.state import RunState
-from lowpeak.config.check import tell_idle
-from lowpeak.config.training import acting_common, facts_of, resolve_memory
-from lowpeak.data.cursor import cursor_over
-from lowpeak.data.prompts import RowReader, check_embedded, padding_id
+from lowpeak.algorithms import Algorithm
+from lowpeak.checkpoint import RunState, capture_random, check_writable, keep_random
+from lowpeak.config import acting_common, facts_of, resolve_memory, tell_idle
+from lowpeak.data import RowReader, check_embedded, cursor_over, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
-from lowpeak.memory.phases import Phase
+from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.strategies.detect import check_cut, check_devices, detect_strategy
+from lowpeak.strategies import check_cut, check_devices, detect_strategy
 from lowpeak.training.arguments import CommonConfig
 from lowpeak.training.assembly import computes_in_fp32, make_run
 from lowpeak.training.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
@@ -40,7 +36,7 @@ from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step import measure_step
 from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import StepWork, step_batches
-from lowpeak.watch.watch import watched
+from lowpeak.watch import watched
 from lowpeak.wrapped import num_embeddings, transformers_model
 
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.algorithms.online_dpo import make_online_dpo
-from lowpeak.config.online import OnlineSettings
-from lowpeak.config.online_dpo import check_betas, resolve_online_dpo
+from lowpeak.algorithms import Algorithm, make_online_dpo
+from lowpeak.config import OnlineSettings, check_betas, resolve_online_dpo
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards.judge import rewards_or_judge
+from lowpeak.rewards import rewards_or_judge
 from lowpeak.training.arguments import OnlineConfig, OnlineDPOConfig
 from lowpeak.training.online_trainer import OnlineTrainer
 

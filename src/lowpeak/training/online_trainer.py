@@ -11,18 +11,14 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import PredictionOutput
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.resume import capture_random, keep_random
-from lowpeak.checkpoint.state import RolloutInUse, RunState
-from lowpeak.config.online import OnlineSettings
-from lowpeak.config.rollout import Sampling
-from lowpeak.data.cursor import eval_prompts
-from lowpeak.data.prompts import check_columns
+from lowpeak.algorithms import Algorithm
+from lowpeak.checkpoint import RolloutInUse, RunState, capture_random, keep_random
+from lowpeak.config import OnlineSettings, Sampling
+from lowpeak.data import check_prompt_columns, eval_prompts
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.strategies.detect import check_cut
-from lowpeak.strategies.shards import has_shards
+from lowpeak.strategies import check_cut, has_shards
 from lowpeak.training.arguments import OnlineConfig
 from lowpeak.training.assembly import OnlineInputs, connect_online, prepare_online
 from lowpeak.training.checkpoints import REFERENCE_FOLDER, load_apart, save_apart
@@ -36,7 +32,7 @@ from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import quiet_replicas
 from lowpeak.training.step_trainer import StepTrainer
 from lowpeak.training.work import Rollout, StepWork, rows_of_step, step_batches
-from lowpeak.watch.watch import watched
+from lowpeak.watch import watched
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +93,7 @@ class OnlineTrainer(StepTrainer):
         args = make_arguments(self.config_class, args, model, quantization_config)
         quiet_replicas(args)
         with Ranks(args.device).together():
-            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_columns)
+            check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
             check_hub(args)
             check_adapter(peft_config, model, AutoModelForCausalLM, args)
             inputs = OnlineInputs(

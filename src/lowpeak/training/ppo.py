@@ -9,12 +9,10 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.algorithms.ppo import make_ppo
-from lowpeak.config.online import OnlineSettings
-from lowpeak.config.ppo import resolve_ppo
+from lowpeak.algorithms import Algorithm, make_ppo
+from lowpeak.config import OnlineSettings, resolve_ppo
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards.make import listed
+from lowpeak.rewards import listed
 from lowpeak.training.arguments import OnlineConfig, PPOConfig
 from lowpeak.training.checkpoints import CRITIC_FOLDER
 from lowpeak.training.critics import (

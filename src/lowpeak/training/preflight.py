@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
 
-from lowpeak.data.prompts import check_end, num_rows, rows_at
+from lowpeak.data import check_end, num_rows, rows_at
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.loading import find_config
 from lowpeak.training.models import add_adapter

@@ -10,9 +10,7 @@ import torch
 from transformers.trainer_callback import ProgressCallback
 
 from lowpeak.errors import MemoryExhaustedError, first_line
-from lowpeak.memory.exhaustion import is_exhaustion
-from lowpeak.memory.phases import Phase
-from lowpeak.memory.tracker import MemoryTracker
+from lowpeak.memory import MemoryTracker, Phase, is_exhaustion
 
 _PASSES = "set micro_batch_tokens below {micro_batch_tokens} and logprob_chunk_size below {logprob_chunk_size}"
 _SHARD = "shard over more ranks (FSDP2, ZeRO-3), or train an adapter"

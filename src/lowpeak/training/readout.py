@@ -11,13 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.checkpoint.atomic import last_checkpoint
+from lowpeak.checkpoint import last_checkpoint
 from lowpeak.errors import NonFiniteError
-from lowpeak.memory.phases import Phase
-from lowpeak.memory.tracker import PhaseUse
+from lowpeak.memory import Phase, PhaseUse
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, merge_metrics
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.strategies import Strategy
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import numpy as np
 from torch import nn
 from transformers import AutoModelForSequenceClassification, EvalPrediction
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.algorithms.reward_model import make_reward_model
-from lowpeak.config.asked import WHOLE
-from lowpeak.data.preference import PreferenceReader, check_columns, flat, read_pairs
+from lowpeak.algorithms import Algorithm, make_reward_model
+from lowpeak.config import WHOLE
+from lowpeak.data import PreferenceReader, check_preference_columns, flat, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.logprobs.score_head import classifier_of
+from lowpeak.logprobs import classifier_of
 from lowpeak.pretrained import from_pretrained
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, RewardConfig
@@ -105,7 +104,7 @@ class RewardTrainer(OfflineTrainer):
         return super().num_tokens(records) - len(records)
 
     def check_row(self, args: Any, row: Any, where: str) -> None:
-        check_columns(row, where)
+        check_preference_columns(row, where)
 
     def read(self, data: Any) -> list[Record]:
         return read_pairs(data, self.reader)

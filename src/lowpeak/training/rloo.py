@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.online import OnlineSettings
-from lowpeak.config.rloo import resolve_rloo
+from lowpeak.algorithms import Algorithm, make_rloo
+from lowpeak.config import OnlineSettings, resolve_rloo
 from lowpeak.training.arguments import OnlineConfig, RLOOConfig
 from lowpeak.training.online_trainer import OnlineTrainer
 

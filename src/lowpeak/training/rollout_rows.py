@@ -13,7 +13,7 @@ from rich.text import Text
 
 from lowpeak.errors import show_controls
 from lowpeak.records import Metric, Record
-from lowpeak.rewards.judged import Judged
+from lowpeak.rewards import Judged
 
 
 def length_metrics(records: Sequence[Record]) -> dict[str, Metric]:

@@ -12,24 +12,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms.algorithm import Advantages, Algorithm, Need
-from lowpeak.algorithms.select import loss_mask
-from lowpeak.batching.assign import assign, cut_groups
-from lowpeak.batching.packing import Budget, pack, scatter, share
-from lowpeak.config.online import OnlineSettings
-from lowpeak.config.rollout import Sampling
-from lowpeak.data.cursor import PromptCursor
-from lowpeak.data.prompts import PromptReader
+from lowpeak.algorithms import Advantages, Algorithm, Need, loss_mask
+from lowpeak.batching import Budget, assign, cut_groups, pack, scatter, share
+from lowpeak.config import OnlineSettings, Sampling
+from lowpeak.data import PromptCursor, PromptReader
 from lowpeak.errors import LostEngineError
-from lowpeak.memory.phases import Phase
-from lowpeak.memory.resting import Rest
-from lowpeak.memory.tracker import MemoryTracker
+from lowpeak.memory import MemoryTracker, Phase, Rest
 from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards.combine import RewardPanel, reward_metrics, warn_of_unscored
-from lowpeak.rewards.judged import Judged, merge_judged
-from lowpeak.rollout.engine import RolloutEngine
-from lowpeak.rollout.vllm.weights.push import PushReport
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.rewards import Judged, RewardPanel, merge_judged, reward_metrics, warn_of_unscored
+from lowpeak.rollout import RolloutEngine
+from lowpeak.rollout.vllm.weights import PushReport
+from lowpeak.strategies import Strategy
 from lowpeak.training.models import Reference
 from lowpeak.training.rollout_rows import describe, length_metrics
 from lowpeak.training.step import Core, score

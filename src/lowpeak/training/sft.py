@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_concat, nested_numpify
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.config.sft import check_packing
-from lowpeak.data.supervised import SupervisedReader, check_columns, read_records
+from lowpeak.algorithms import Algorithm, make_supervised
+from lowpeak.config import check_packing
+from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.records import Record
 from lowpeak.training.arguments import CommonConfig, SFTConfig
@@ -111,7 +110,7 @@ class SFTTrainer(OfflineTrainer):
 
     def check_row(self, args: Any, row: Any, where: str) -> None:
         if self.formatting_func is None:
-            check_columns(row, args.dataset_text_field, where)
+            check_supervised_columns(row, args.dataset_text_field, where)
 
     def read(self, data: Any) -> list[Record]:
         return read_records(data, self.reader)

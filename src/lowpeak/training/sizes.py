@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.batching.packing import Budget
-from lowpeak.batching.prefix import Costs
-from lowpeak.config.training import MemorySettings
-from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
-from lowpeak.memory.tracker import free_bytes
+from lowpeak.batching import Budget, Costs
+from lowpeak.config import MemorySettings
+from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch, free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.detect import Shares
+from lowpeak.strategies import Shares
 from lowpeak.training.layouts import LayoutChoice
 
 

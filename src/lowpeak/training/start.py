@@ -14,9 +14,8 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from lowpeak.checkpoint.atomic import last_checkpoint, set_aside, sweep
-from lowpeak.checkpoint.resume import find_resume
-from lowpeak.data.digest import digest_row
+from lowpeak.checkpoint import find_resume, last_checkpoint, set_aside, sweep
+from lowpeak.data import digest_row
 from lowpeak.errors import ArgumentError, CheckpointError, DataError
 from lowpeak.journal import Journal
 from lowpeak.ranks import Ranks

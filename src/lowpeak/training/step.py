@@ -14,15 +14,13 @@ from functools import partial, reduce
 import torch
 from torch import Tensor, nn
 
-from lowpeak.algorithms.algorithm import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm
-from lowpeak.algorithms.measure import measure_top1
-from lowpeak.attention.install import forward_arguments, padded_rows
+from lowpeak.algorithms import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm, measure_top1
+from lowpeak.attention import forward_arguments, padded_rows
 from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
-from lowpeak.logprobs.head import HeadRequest
-from lowpeak.logprobs.verify import evaluated
+from lowpeak.logprobs import HeadRequest, evaluated
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.strategies import Strategy
 
 
 @dataclass(frozen=True)

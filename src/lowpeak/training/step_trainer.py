@@ -21,20 +21,21 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from lowpeak.algorithms.algorithm import Algorithm
-from lowpeak.checkpoint.atomic import staged_files
-from lowpeak.checkpoint.lock import only_run
-from lowpeak.checkpoint.manifest import verify_manifest
-from lowpeak.checkpoint.resume import restore_random
-from lowpeak.checkpoint.state import RunState, check_identity, load_run_state
+from lowpeak.algorithms import Algorithm
+from lowpeak.checkpoint import (
+    RunState,
+    check_identity,
+    load_run_state,
+    only_run,
+    restore_random,
+    staged_files,
+    verify_manifest,
+)
 from lowpeak.errors import DataError, EngineError
 from lowpeak.journal import Journal
-from lowpeak.memory.phases import Phase
-from lowpeak.memory.tracker import MemoryTracker
+from lowpeak.memory import MemoryTracker, Phase
 from lowpeak.records import Metric, merge_metrics
-from lowpeak.strategies.shards import has_shards
-from lowpeak.strategies.states import trained
-from lowpeak.strategies.strategy import Strategy
+from lowpeak.strategies import Strategy, has_shards, trained
 from lowpeak.training.checkpoints import (
     check_groups,
     check_kind,
@@ -60,7 +61,7 @@ from lowpeak.training.sizes import Sizes
 from lowpeak.training.start import check_name, clear_folder, require_same_arguments, require_same_data, take_up
 from lowpeak.training.step import Core, run_step
 from lowpeak.training.work import StepWork
-from lowpeak.watch.watch import watched
+from lowpeak.watch import watched
 
 logger = logging.getLogger(__name__)
 

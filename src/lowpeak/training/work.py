@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lowpeak.algorithms.algorithm import Algorithm, StepCounts
-from lowpeak.algorithms.select import rows_by_group
-from lowpeak.batching.counted import num_counted
-from lowpeak.batching.packing import Budget, masked, pack, share
-from lowpeak.config.rollout import RolloutSettings
+from lowpeak.algorithms import Algorithm, StepCounts, rows_by_group
+from lowpeak.batching import Budget, masked, num_counted, pack, share
+from lowpeak.config import RolloutSettings
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit
 

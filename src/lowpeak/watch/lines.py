@@ -84,7 +84,7 @@ def connect(ranks: Ranks) -> list[Line] | None:
     lines: list[Line] = []
     problem: str | None = None
     try:
-        lines = _answer(server, token, ranks.world_size - 1) if server else [_call(host, port, token, ranks.rank)]
+        lines = answer(server, token, ranks.world_size - 1) if server else [call(host, port, token, ranks.rank)]
     except OSError as error:
         problem = f"rank {ranks.rank} on {socket.gethostname()} with {host}:{port}: {error}"
     finally:
@@ -120,13 +120,14 @@ def _this_host() -> str:
     return socket.gethostname()
 
 
-def _call(host: str, port: int, token: str, rank: int) -> Line:
+def call(host: str, port: int, token: str, rank: int) -> Line:
+    """Connect to rank 0 and send it the token and this rank's number."""
     connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
     connection.sendall(token.encode() + rank.to_bytes(_RANK_BYTES))
     return Line(connection, 0)
 
 
-def _answer(server: socket.socket, token: str, number: int) -> list[Line]:
+def answer(server: socket.socket, token: str, number: int) -> list[Line]:
     """Return a line to each of so many ranks, which show the token and their rank; TimeoutError if one does not call."""
     lines: list[Line] = []
     for connection, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):

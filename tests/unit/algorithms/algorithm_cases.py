@@ -9,10 +9,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms.algorithm import Algorithm, StepCounts
-from lowpeak.config.rloo import RLOOSettings
+from lowpeak.algorithms import Algorithm, StepCounts
+from lowpeak.config import RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
-from lowpeak.training.step import weighted_loss
+from lowpeak.training import weighted_loss
 from plain_losses import Row
 from steps import GRPO
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from algorithm_cases import GRPO, RLOO, record
 
-from lowpeak.algorithms.advantages import grpo_advantages, leave_one_out, rloo_advantages
+from lowpeak.algorithms import grpo_advantages, leave_one_out, rloo_advantages
 
 NAN = math.nan
 

@@ -9,12 +9,8 @@ import pytest
 import torch
 from algorithm_cases import CISPO, GRPO, RLOO, assert_same, gradients, ragged_rows, token_batch, trained_loss
 
-from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.algorithms.correction import correction_weight
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.correction import Correction
-from lowpeak.config.grpo import EntropyBonus
+from lowpeak.algorithms import StepCounts, correction_weight, make_grpo, make_rloo
+from lowpeak.config import Correction, EntropyBonus
 from lowpeak.records import Completion, Metric, Record, merge_metrics
 from plain_losses import plain_grpo, plain_rloo
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from algorithm_cases import GRPO
 
-from lowpeak.algorithms.entropy import top_entropy_masks
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.config.grpo import EntropyBonus
+from lowpeak.algorithms import make_grpo, top_entropy_masks
+from lowpeak.config import EntropyBonus
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.2, 0.5, 0.7, 0.8, 1.0])

@@ -9,15 +9,18 @@ import torch
 from algorithm_cases import CISPO, GRPO, RLOO, assert_same, ragged_rows, token_batch, trained_loss
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.importance import importance_ratio, product_ratio
-from lowpeak.algorithms.losses import clipped_surrogate
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.config.grpo import EntropyBonus
+from lowpeak.algorithms import (
+    StepCounts,
+    clipped_surrogate,
+    importance_ratio,
+    make_grpo,
+    make_rloo,
+    make_supervised,
+    product_ratio,
+)
+from lowpeak.config import EntropyBonus
 from lowpeak.records import TokenBatch
-from lowpeak.training.step import weighted_loss
+from lowpeak.training import weighted_loss
 from plain_losses import plain_grpo, plain_rloo
 
 LOSS_TYPES = ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]

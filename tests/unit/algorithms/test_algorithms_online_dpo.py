@@ -9,9 +9,8 @@ import pytest
 import torch
 from algorithm_cases import gradients, ragged_rows, record
 
-from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.algorithms.online_dpo import make_online_dpo, pair_loss
-from lowpeak.config.online_dpo import OnlineDPOSettings
+from lowpeak.algorithms import StepCounts, make_online_dpo, pair_loss
+from lowpeak.config import OnlineDPOSettings
 from lowpeak.records import TokenBatch
 
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)

@@ -10,9 +10,8 @@ import torch
 from algorithm_cases import record
 
 import steps
-from lowpeak.algorithms.algorithm import VALUES_GRADIENT
-from lowpeak.algorithms.ppo import gae, make_ppo, ppo_advantages, whitened
-from lowpeak.config.ppo import AdaptiveKL
+from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whitened
+from lowpeak.config import AdaptiveKL
 from lowpeak.records import TokenBatch
 
 PPO = replace(steps.PPO, gamma=0.9, gae_lambda=0.8, clip_high=0.3, whiten_advantages=False)

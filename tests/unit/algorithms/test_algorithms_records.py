@@ -9,13 +9,17 @@ import pytest
 import torch
 from algorithm_cases import CISPO, GRPO, RLOO, record
 
-from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.kl import kl_estimate
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.algorithms.select import loss_mask, select_all, select_unequal
-from lowpeak.algorithms.supervised import make_supervised
-from lowpeak.config.grpo import EntropyBonus
+from lowpeak.algorithms import (
+    StepCounts,
+    kl_estimate,
+    loss_mask,
+    make_grpo,
+    make_rloo,
+    make_supervised,
+    select_all,
+    select_unequal,
+)
+from lowpeak.config import EntropyBonus
 
 NAN = math.nan
 

@@ -10,8 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import assert_close_to_largest
 from forests import forest_of, length_of
-from lowpeak.attention.definition import forest_mask
-from lowpeak.attention.flex import block_mask, flex_attention_row
+from lowpeak.attention import block_mask, flex_attention_row, forest_mask
 
 FORESTS = {
     "less than a block": forest_of((5, (3, 1, 4)), (0, (6,)), padding=2),

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from closeness import assert_close_to_largest
 from forests import MODELS, NUM_IDS, forest_of, length_of, model_of, rows_of
-from lowpeak.attention.install import forward_arguments, install_attention, uninstall_attention
+from lowpeak.attention import forward_arguments, install_attention, uninstall_attention
 from lowpeak.errors import ModelError
 
 FOREST = forest_of((5, (3, 1, 4)), (0, (6,)), padding=2)

@@ -9,9 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from forests import forest_of, length_of
-from lowpeak.attention.definition import forest_mask
-from lowpeak.attention.install import attend_forest
-from lowpeak.attention.layout import ForestLayout
+from lowpeak.attention import ForestLayout, attend_forest, forest_mask
 
 CPU = torch.device("cpu")
 HEADS = {"a key head each": (4, 4), "grouped": (6, 2), "one key head": (4, 1)}

@@ -11,8 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from forests import MODELS, NUM_IDS, SIZES, model_of
-from lowpeak.attention.install import install_attention
-from lowpeak.attention.support import why_not
+from lowpeak.attention import install_attention, why_not
 from lowpeak.errors import ModelError
 from tiny import tiny_model
 

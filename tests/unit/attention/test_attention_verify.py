@@ -10,9 +10,8 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from forests import MODELS, model_of
-from lowpeak.attention.install import install_attention
-from lowpeak.attention.verify import forests_agree, kernel_differs
-from lowpeak.logprobs.head import install_head
+from lowpeak.attention import forests_agree, install_attention, kernel_differs
+from lowpeak.logprobs import install_head
 from tiny import tiny_model
 
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ import random
 import pytest
 from batching_rows import row
 
-from lowpeak.batching.counted import num_counted
-from lowpeak.batching.packing import Budget, masked, pack, share
+from lowpeak.batching import Budget, masked, num_counted, pack, share
 from lowpeak.records import Tree
 
 SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")

@@ -6,9 +6,7 @@ import pytest
 import torch
 from batching_rows import row
 
-from lowpeak.batching.assign import assign, cut_groups
-from lowpeak.batching.counted import CountedTokens
-from lowpeak.batching.packing import Budget, cut, pack, scatter
+from lowpeak.batching import Budget, CountedTokens, assign, cut, cut_groups, pack, scatter
 
 
 def test_counted_tokens_know_their_row_their_place_and_their_column():

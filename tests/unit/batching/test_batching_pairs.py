@@ -8,8 +8,8 @@ import pytest
 import torch
 from batching_rows import row
 
-from lowpeak.algorithms.rows import pair_sums
-from lowpeak.batching.packing import Budget, pack, share
+from lowpeak.algorithms import pair_sums
+from lowpeak.batching import Budget, pack, share
 
 LAYOUTS = ["padded", "rows", "shared"]
 

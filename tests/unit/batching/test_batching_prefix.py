@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from lowpeak.batching.prefix import Costs, assign_rows, cut_group, fill, grouped, shared_parts
+from lowpeak.batching import Costs, assign_rows, cut_group, fill, grouped, shared_parts
 
 SMALL = Costs.of(hidden=64, intermediate=256)
 HALF_A_BILLION = Costs.of(hidden=896, intermediate=4864)

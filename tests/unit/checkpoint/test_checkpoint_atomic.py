@@ -17,8 +17,7 @@ import polars
 import pytest
 import torch
 
-from lowpeak.checkpoint.atomic import check_writable, last_checkpoint, prune, set_aside, staged, sweep
-from lowpeak.checkpoint.lock import LOCK_FILE, only_run
+from lowpeak.checkpoint import LOCK_FILE, check_writable, last_checkpoint, only_run, prune, set_aside, staged, sweep
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.journal import Journal, read_steps
 

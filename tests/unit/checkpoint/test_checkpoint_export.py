@@ -11,11 +11,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lowpeak.checkpoint.atomic import staged_files
-from lowpeak.checkpoint.export import TensorFiles, write_settings, write_weights
+from lowpeak.checkpoint import TensorFiles, staged_files, write_settings, write_weights
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.flat import ranges
-from lowpeak.strategies.outgoing import layout, outgoing
+from lowpeak.strategies import layout, outgoing, ranges
 from tiny import tiny_experts, tiny_model
 
 TENSORS = {

@@ -21,7 +21,7 @@ from lowpeak import (
     SFTConfig,
     SFTTrainer,
 )
-from lowpeak.checkpoint.atomic import last_checkpoint
+from lowpeak.checkpoint import last_checkpoint
 from lowpeak.errors import CheckpointError
 from lowpeak.journal import read_steps
 from tiny import char_tokenizer, tiny_model

@@ -12,8 +12,7 @@ from functools import partial
 import pytest
 
 from damage import DAMAGES, harm
-from lowpeak.checkpoint.atomic import staged
-from lowpeak.checkpoint.manifest import MANIFEST_FILE, digest_share, verify_manifest, write_manifest
+from lowpeak.checkpoint import MANIFEST_FILE, digest_share, staged, verify_manifest, write_manifest
 from lowpeak.errors import CheckpointError, RankError
 from lowpeak.ranks import Ranks
 

@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 import torch
 
-from lowpeak.checkpoint.atomic import staged
-from lowpeak.checkpoint.resume import capture_random, find_resume, keep_random, restore_random
-from lowpeak.checkpoint.state import (
+from lowpeak.checkpoint import (
     FORMAT,
     ROLLOUT_FILE,
     STATE_FILE,
     RolloutInUse,
     RunState,
+    capture_random,
+    find_resume,
+    keep_random,
     load_run_state,
     pack_records,
+    restore_random,
     save_run_state,
+    staged,
     unpack_records,
 )
 from lowpeak.errors import CheckpointError

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from lowpeak.cli.beside import BESIDE, FOR_SERVERS, URLS, handed_over, plan
-from lowpeak.cli.main import main
-from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.cli import BESIDE, FOR_SERVERS, URLS, handed_over, main, plan
+from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 from processes import are_gone
 from tiny import char_tokenizer, tiny_model

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
-from lowpeak.cli.arguments import DataArguments
-from lowpeak.cli.columns import in_chat_form, shape
+from lowpeak.cli import DataArguments, in_chat_form, shape
 from lowpeak.errors import DataError
 
 QUESTION = DataArguments(prompt_column="question", completion_column="answer")

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.cli.env import PACKAGES, report, version
-from lowpeak.cli.main import main
+from lowpeak.cli import PACKAGES, main, report, version
 
 
 def test_versions_and_hardware_are_one_line_each():

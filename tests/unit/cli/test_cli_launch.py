@@ -15,10 +15,19 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 
-from lowpeak.cli.accelerate_config import FOLDER, ORDER, find, read, text_of
-from lowpeak.cli.arguments import LaunchArguments
-from lowpeak.cli.launch import MARK, launch_or_join, launch_words
-from lowpeak.cli.main import COMMANDS, main
+from lowpeak.cli import (
+    COMMANDS,
+    FOLDER,
+    MARK,
+    ORDER,
+    LaunchArguments,
+    find,
+    launch_or_join,
+    launch_words,
+    main,
+    read,
+    text_of,
+)
 from lowpeak.errors import ArgumentError, RankError, RewardError
 
 COMMAND = ["grpo", "--model", "m"]
@@ -327,7 +336,7 @@ def test_the_same_command_runs_on_every_rank():
 
 def test_a_message_of_all_ranks_is_written_once(tmp_path):
     process = start(
-        tmp_path, "from lowpeak.cli.tell import tell\ntell('lowpeak: error: no.')\ntime.sleep(1)\nsys.exit(2)"
+        tmp_path, "from lowpeak.cli.output import tell\ntell('lowpeak: error: no.')\ntime.sleep(1)\nsys.exit(2)"
     )
     assert process.communicate(timeout=60) == ("", "lowpeak: error: no.\n")
     assert process.returncode == 2

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 import lowpeak
-from lowpeak.cli.main import COMMANDS, main
+from lowpeak.cli import COMMANDS, main
 from lowpeak.errors import ArgumentError
 
 
@@ -44,6 +44,6 @@ def test_the_module_runs_as_the_command_does():
 def test_a_process_of_its_own_ends_without_a_search_for_cycles():
     last = "atexit.register(lambda: print('frozen:', gc.get_freeze_count() > 0))"
     command = "sys.argv = ['lowpeak', '--version']; sys.exit(main())"
-    program = f"import atexit, gc, sys; from lowpeak.cli.main import main; {last}; {command}"
+    program = f"import atexit, gc, sys; from lowpeak.cli.commands import main; {last}; {command}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines() == [lowpeak.__version__, "frozen: True"]

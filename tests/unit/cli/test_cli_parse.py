@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
-from lowpeak.cli.arguments import ModelArguments
-from lowpeak.cli.parse import GROUPS, names_of, parse
-from lowpeak.cli.train import dump
+from lowpeak.cli import GROUPS, ModelArguments, dump, names_of, parse
 from lowpeak.errors import ArgumentError
-from lowpeak.training.arguments import GRPOConfig
+from lowpeak.training import GRPOConfig
 
 KINDS = (ModelArguments, GRPOConfig)
 

@@ -13,15 +13,11 @@ from pathlib import Path
 import pytest
 
 import fake_server
-from lowpeak.cli.main import main
-from lowpeak.cli.serve import check_port, read
-from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.cli import check_port, main, read_options
+from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.rollout.vllm.command import Server, environment, words
-from lowpeak.rollout.vllm.process import ServerProcess
-from lowpeak.rollout.vllm.server import ServerVllm
-from lowpeak.rollout.vllm.token import find_token, saved_token
-from lowpeak.watch.orphans import PARENT
+from lowpeak.rollout.vllm import Server, ServerProcess, ServerVllm, environment, find_token, saved_token, words
+from lowpeak.watch import PARENT
 from processes import are_gone
 
 GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
@@ -37,7 +33,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def said(*argv, environ=None):
-    return words(read(["--model", "m", *argv], environ or {}))
+    return words(read_options(["--model", "m", *argv], environ or {}))
 
 
 def value_of(command, name):
@@ -85,7 +81,7 @@ def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
 
 def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     environ = {SERVER_TOKEN: "secret", "VLLM_API_KEY": "other"}
-    server = read(["--model", "m"], environ)
+    server = read_options(["--model", "m"], environ)
     assert words(server)[-2:] == ["--middleware", GUARD]  # before all others
     assert "secret" not in " ".join(words(server))
     given = environment(server, environ)
@@ -104,7 +100,7 @@ def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     ],
 )
 def test_a_server_has_an_address_and_a_token_that_it_makes_if_none_is_given(host, url):
-    first, second = (read(["--model", "m", "--host", host], {}) for _ in range(2))
+    first, second = (read_options(["--model", "m", "--host", host], {}) for _ in range(2))
     assert first.url == url
     assert words(first)[-2:] == ["--middleware", GUARD]
     assert environment(first, {})[SERVER_TOKEN] == first.token

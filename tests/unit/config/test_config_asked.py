@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowpeak.config.asked import (
+from lowpeak.config import (
     WHOLE,
     Cut,
     refuse_axes,

@@ -8,15 +8,21 @@ import pytest
 from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import acting, idle_arguments, tell_idle
-from lowpeak.config.correction import CORRECTION
-from lowpeak.config.declare import Facts
-from lowpeak.config.grpo import resolve_grpo
-from lowpeak.config.online import resolve_online
-from lowpeak.config.online_dpo import resolve_online_dpo
-from lowpeak.config.ppo import resolve_ppo
-from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import acting_common, facts_of, resolve_memory
+from lowpeak.config import (
+    CORRECTION,
+    Facts,
+    acting,
+    acting_common,
+    facts_of,
+    idle_arguments,
+    resolve_grpo,
+    resolve_memory,
+    resolve_online,
+    resolve_online_dpo,
+    resolve_ppo,
+    resolve_rloo,
+    tell_idle,
+)
 from lowpeak.errors import ArgumentError
 from tiny import char_tokenizer, tiny_model
 

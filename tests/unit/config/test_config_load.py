@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lowpeak.config.load import check_names, load_yaml
+from lowpeak.config import check_names, load_yaml
 from lowpeak.errors import ArgumentError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig
-from lowpeak.config.rollout import ALL, resolve_gather_budget
+from lowpeak.config import ALL, resolve_gather_budget
 from lowpeak.errors import ArgumentError
 
 WHOLE, LAYERED = {"ds3_gather_for_generation": True}, {"ds3_gather_for_generation": False}

@@ -9,8 +9,8 @@ from datasets import Dataset
 
 import lowpeak
 from lowpeak import GRPOConfig
-from lowpeak.cli.parse import parse
-from lowpeak.config.rejected import REJECTED
+from lowpeak.cli import parse
+from lowpeak.config import REJECTED
 from lowpeak.errors import ArgumentError
 from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model

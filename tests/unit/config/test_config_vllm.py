@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig, RLOOConfig
-from lowpeak.config.check import acting
-from lowpeak.config.correction import Correction
-from lowpeak.config.grpo import resolve_grpo
-from lowpeak.config.online import resolve_online
-from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
+from lowpeak.config import (
+    ColocateSettings,
+    Correction,
+    ServerSettings,
+    VllmSettings,
+    acting,
+    resolve_grpo,
+    resolve_online,
+    resolve_rloo,
+    resolve_vllm,
+)
 from lowpeak.errors import ArgumentError
 
 SERVER = {"use_vllm": True, "vllm_mode": "server"}

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowpeak.data.preference import PreferenceReader
-from lowpeak.data.prompts import PromptReader
-from lowpeak.data.supervised import SupervisedReader
+from lowpeak.data import PreferenceReader, PromptReader, SupervisedReader
 from lowpeak.errors import DataError
 from tiny import char_tokenizer
 

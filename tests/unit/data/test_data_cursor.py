@@ -8,8 +8,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data.cursor import PromptCursor, eval_prompts, permutation
-from lowpeak.data.prompts import PromptReader
+from lowpeak.data import PromptCursor, PromptReader, eval_prompts, permutation
 from lowpeak.errors import CheckpointError, DataError
 from tiny import char_tokenizer
 

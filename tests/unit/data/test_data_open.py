@@ -10,8 +10,7 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data.open import open_dataset
-from lowpeak.data.prompts import usable_rows
+from lowpeak.data import open_dataset, usable_rows
 from lowpeak.errors import DataError
 
 KINDS = [".json", ".jsonl", ".parquet", ".csv"]

@@ -9,10 +9,10 @@ import torch
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.batching.packing import Budget, pack
-from lowpeak.data.preference import PreferenceReader, read_pairs
+from lowpeak.batching import Budget, pack
+from lowpeak.data import PreferenceReader, read_pairs
 from lowpeak.errors import DataError
-from lowpeak.rewards.model import ModelReward
+from lowpeak.rewards import ModelReward
 from preferences import tiny_classifier
 from tiny import char_tokenizer
 

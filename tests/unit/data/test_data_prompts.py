@@ -9,8 +9,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.data.chat import check_messages
-from lowpeak.data.prompts import PromptReader, check_tokenizer, num_rows, padding_id, usable_rows
+from lowpeak.data import PromptReader, check_messages, check_tokenizer, num_rows, padding_id, usable_rows
 from lowpeak.errors import DataError, ModelError
 from tiny import char_tokenizer
 

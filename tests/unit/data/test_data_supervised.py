@@ -10,7 +10,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lowpeak.data.supervised import SupervisedReader, make_record, read_records
+from lowpeak.data import SupervisedReader, make_record, read_records
 from lowpeak.errors import DataError
 from tiny import char_tokenizer
 

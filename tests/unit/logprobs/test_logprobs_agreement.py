@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowpeak.logprobs import rows
-from lowpeak.logprobs.agreement import passes_differ
+from lowpeak.logprobs import passes_differ, rows
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from closeness import assert_close_to_largest
-from lowpeak.logprobs.head import install_head
-from lowpeak.logprobs.hidden import linear
+from lowpeak.logprobs import install_head, linear
 from tiny import tiny_model
 
 HAS_ONEDNN = torch.backends.mkl.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")

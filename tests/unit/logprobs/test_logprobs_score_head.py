@@ -10,8 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import BertConfig, BertForSequenceClassification
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs.head import HeadRequest
-from lowpeak.logprobs.score_head import install_score_head, verify_score_head
+from lowpeak.logprobs import HeadRequest, install_score_head, verify_score_head
 from preferences import FirstToken, tiny_classifier
 from tiny import tiny_model
 

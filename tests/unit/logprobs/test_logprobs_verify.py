@@ -7,8 +7,7 @@ import torch
 from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Model, T5Config, T5ForConditionalGeneration
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs.head import install_head
-from lowpeak.logprobs.verify import rounding, verify_head
+from lowpeak.logprobs import install_head, rounding, verify_head
 from tiny import tiny_model
 
 

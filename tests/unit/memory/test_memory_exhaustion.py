@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowpeak.memory.exhaustion import is_exhaustion
+from lowpeak.memory import is_exhaustion
 
 RAN_OUT = (
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from transformers import Qwen2Config
 
-from lowpeak.memory.fit import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
+from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch
 
 GIB = 1 << 30
 SHAPE = Shape(hidden=1024, layers=24, intermediate=4096, vocab=150_000, itemsize=2, stream=2)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lowpeak import RLOOConfig, RLOOTrainer
-from lowpeak.memory.offload import ActivationOffload
+from lowpeak.memory import ActivationOffload
 from tiny import char_tokenizer, tiny_model
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowpeak.errors import MemoryExhaustedError
-from lowpeak.memory.resting import Rest
+from lowpeak.memory import Rest
 from movers import CopyingMover
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from lowpeak.memory.phases import Phase
-from lowpeak.memory.tracker import MemoryTracker, ResidentGauge, cgroup_headrooms, free_bytes
+from lowpeak.memory import MemoryTracker, Phase, ResidentGauge, cgroup_headrooms, free_bytes
 
 
 class ScriptedGauge:

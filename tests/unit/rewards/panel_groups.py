@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards import RewardPanel, RewardSettings, make_rewards
 
 
 def decode(ids):

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from lowpeak.errors import RewardError
-from lowpeak.rewards.answers import exact_match, final_answer, final_number, numeric_match
-from lowpeak.rewards.format import hash_answer_format
+from lowpeak.rewards import exact_match, final_answer, final_number, hash_answer_format, numeric_match
 
 # In the shape of GSM8K's; all of those where `LOWPEAK_GSM8K` names their folder.
 ANSWERS = [

@@ -12,9 +12,7 @@ import time
 import pytest
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
-from lowpeak.rewards.function import FunctionReward
-from lowpeak.rewards.reward import Reward
-from lowpeak.rewards.waiting import BackgroundLoop, Late, call_within
+from lowpeak.rewards import BackgroundLoop, FunctionReward, Late, Reward, call_within
 
 ROWS = {"prompts": ["p", "p"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]]}
 

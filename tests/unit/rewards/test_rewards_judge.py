@@ -9,9 +9,7 @@ import pytest
 from panel_groups import decode, group
 
 from lowpeak.errors import ArgumentError, RewardError
-from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.judge import JudgeReward, rewards_or_judge
-from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards import JudgeReward, RewardPanel, RewardSettings, make_rewards, rewards_or_judge
 from preferences import ScriptedJudge
 
 NAN = float("nan")

@@ -8,11 +8,16 @@ import sys
 import pytest
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards.answers import exact_match
-from lowpeak.rewards.format import SoftOverlong
-from lowpeak.rewards.function import callable_name
-from lowpeak.rewards.load import FACTORIES, SHIPPED, load_judge, load_reward
-from lowpeak.rewards.make import make_rewards
+from lowpeak.rewards import (
+    FACTORIES,
+    SHIPPED,
+    SoftOverlong,
+    callable_name,
+    exact_match,
+    load_judge,
+    load_reward,
+    make_rewards,
+)
 
 FILE = """
 from dataclasses import dataclass

@@ -17,8 +17,7 @@ from panel_groups import completion, decode, group, judge, panel
 
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Group, Prompt
-from lowpeak.rewards.combine import RewardPanel, RewardSettings, reward_metrics
-from lowpeak.rewards.function import FunctionReward
+from lowpeak.rewards import FunctionReward, RewardPanel, RewardSettings, reward_metrics
 
 NAN = float("nan")
 

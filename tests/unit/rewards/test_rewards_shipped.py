@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards.format import (
+from lowpeak.rewards import (
     LinearLength,
     SoftOverlong,
     format_reward,

@@ -17,19 +17,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.sampling import (
-    _MAX_DRAWS,
-    Draws,
-    choose,
-    draw,
-    keep_likely,
-    penalize,
-    philox,
-    shifted_sum,
-    uniforms,
-)
+from lowpeak.rollout import MAX_DRAWS, Draws, choose, draw, keep_likely, penalize, philox, shifted_sum, uniforms
 
 PLAIN = Sampling(num_generations=1, max_new_tokens=1)
 
@@ -99,7 +89,7 @@ def test_another_seed_or_rollout_gives_other_uniforms(changed):
 PROMPTS = [Prompt(serial, (1,), "") for serial in (30, 20)]
 
 
-@pytest.mark.parametrize("num_generations", [2, _MAX_DRAWS // 100])
+@pytest.mark.parametrize("num_generations", [2, MAX_DRAWS // 100])
 def test_draws_are_those_of_each_position_asked_for_alone(num_generations):
     sampling = replace(PLAIN, max_new_tokens=150, seed=4, rollout=6)
     numbers, wave = range(num_generations), [(1, i) for i in range(num_generations)]

@@ -8,8 +8,18 @@ import pytest
 import torch
 
 from fused import FusedModel, FusedVllm, slices, weights
-from lowpeak.selftest import engines, kernels, runs
-from lowpeak.selftest.table import Bench, MismatchError
+from lowpeak.selftest import (
+    Bench,
+    MismatchError,
+    forest_attention,
+    grpo_learns,
+    loading,
+    logprob_core,
+    push_over_each,
+    resume,
+    same_run,
+    step_memory,
+)
 
 
 @pytest.fixture
@@ -20,12 +30,12 @@ def bench(tmp_path):
 @pytest.mark.parametrize(
     ("row", "numbers"),
     [
-        (kernels.logprob_core, r"fp32: log-probs within .+; bf16: .+; bf16, soft-cap and entropy: .+ MiB\)"),
-        (kernels.forest_attention, r".+ bf16 .+ fp32 .+"),
-        (kernels.step_memory, r"\S+ MiB above the weights \(\S+ MiB planned\)"),
-        (kernels.loading, r"\S+ MiB are those of the file, on the device"),
-        (runs.resume, r"the same bits; \S+ s and .+ MiB a step, .+\(without: .+\)"),
-        (runs.grpo_learns, r"reward 0\.\d+ at first and \S+ after 30 steps, \S+ s a step, .+"),
+        (logprob_core, r"fp32: log-probs within .+; bf16: .+; bf16, soft-cap and entropy: .+ MiB\)"),
+        (forest_attention, r".+ bf16 .+ fp32 .+"),
+        (step_memory, r"\S+ MiB above the weights \(\S+ MiB planned\)"),
+        (loading, r"\S+ MiB are those of the file, on the device"),
+        (resume, r"the same bits; \S+ s and .+ MiB a step, .+\(without: .+\)"),
+        (grpo_learns, r"reward 0\.\d+ at first and \S+ after 30 steps, \S+ s a step, .+"),
     ],
 )
 def test_a_row_gives_its_numbers(bench, row, numbers):
@@ -34,12 +44,12 @@ def test_a_row_gives_its_numbers(bench, row, numbers):
 
 def test_a_run_that_differs_is_found(bench):
     with pytest.raises(MismatchError, match=r" 0\.0e"):
-        runs.same_run(bench, {"learning_rate": 6e-4}, max_steps=1)
+        same_run(bench, {"learning_rate": 6e-4}, max_steps=1)
 
 
 def pushed(vllm):
     """Push over each transport; return the transports that worked, in order."""
-    told = engines.push_over_each([vllm], lambda version: slices(weights(version)), torch.device("cpu"))
+    told = push_over_each([vllm], lambda version: slices(weights(version)), torch.device("cpu"))
     return re.findall(r"(\w+) \d+ ms", told)
 
 

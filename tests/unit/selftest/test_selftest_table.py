@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lowpeak.selftest import table
-from lowpeak.selftest.table import all_rows, run_rows
+from lowpeak.selftest import all_rows, run_rows
 
 HERE = Path(__file__).parent
 DOCS = Path(__file__).parents[3] / "docs"
@@ -25,11 +24,12 @@ def outcome(tmp_path_factory):
         patch.syspath_prepend(str(HERE))
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parents[2] / "src")]))
         patch.setenv("SELFTEST_CHILD", str(child))
-        patch.setattr(table, "_ROWS", {})
+        rows: dict[str, object] = {}
+        patch.setattr("lowpeak.selftest.table._ROWS", rows)
         __import__("selftest_rows")
         sys.modules.pop("selftest_rows")
         said: list[str] = []
-        ok = run_rows(list(table._ROWS.values()), "cpu", said.append)
+        ok = run_rows(list(rows.values()), "cpu", said.append)
     cells = [re.fullmatch(r"\| (.+) \| (.+) \| (.+) \|", line) for line in said]
     return ok, {found[1]: (found[2], found[3]) for found in cells if found}, said, int(child.read_text())
 

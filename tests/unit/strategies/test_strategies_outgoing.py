@@ -7,8 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from lowpeak.errors import ArgumentError
-from lowpeak.strategies.flat import ranges
-from lowpeak.strategies.outgoing import adapter_state, layout, outgoing, plain_name, unchanging
+from lowpeak.strategies import adapter_state, layout, outgoing, plain_name, ranges, unchanging
 from tiny import tiny_model
 
 NOWHERE = lambda parameter: None  # noqa: E731 a strategy that shards nothing

@@ -10,8 +10,7 @@ from torch import nn
 
 from lowpeak.errors import CheckpointError
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.shards import load_torch_state, save_shards
-from lowpeak.strategies.states import torch_state, trained
+from lowpeak.strategies import load_torch_state, save_shards, torch_state, trained
 
 
 class BlockScaled(torch.optim.SGD):

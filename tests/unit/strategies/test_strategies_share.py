@@ -11,9 +11,8 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowpeak.cli.accelerate_config import FOLDER
-from lowpeak.strategies.detect import Shares, shares_of
-from lowpeak.strategies.pretended import pretended_ranks
+from lowpeak.cli import FOLDER
+from lowpeak.strategies import Shares, pretended_ranks, shares_of
 
 RANKS = 8
 

@@ -9,11 +9,7 @@ import re
 import pytest
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
-from lowpeak.config.check import acting, check_values
-from lowpeak.config.grpo import resolve_grpo
-from lowpeak.config.online import resolve_online
-from lowpeak.config.rloo import resolve_rloo
-from lowpeak.config.training import acting_common
+from lowpeak.config import acting, acting_common, check_values, resolve_grpo, resolve_online, resolve_rloo
 from lowpeak.errors import ArgumentError
 
 

@@ -20,7 +20,6 @@ from transformers import TrainingArguments
 
 from lowpeak import GRPOConfig, GRPOTrainer, RLOOConfig, SFTTrainer
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, EngineError, LowpeakError, ModelError, RewardError
-from lowpeak.training import step_trainer
 from small_runs import TOKENIZER, make, ones, pair_rows, supervised_rows, trained
 from tiny import char_tokenizer, tiny_model
 
@@ -160,7 +159,7 @@ def test_a_sigterm_that_comes_while_a_failure_is_explained_does_not_cut_the_expl
             explained.append("said")
             raise
 
-    monkeypatch.setattr(step_trainer, "watched", explaining)
+    monkeypatch.setattr("lowpeak.training.step_trainer.watched", explaining)
     before = signal.getsignal(signal.SIGTERM)
     run = grpo(tmp_path, reward_funcs=failing)
     with names(RewardError, "'failing'"):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoTokenizer, BitsAndBytesConfig, Generati
 
 import lowpeak
 from lowpeak.errors import ArgumentError, DataError
-from lowpeak.training.step import run_step
+from lowpeak.training import run_step
 from preferences import tiny_classifier
 from small_runs import KINDS, TOKENIZER, make, ones, pair_rows, same, supervised_rows, trained, weights
 from tiny import char_tokenizer, tiny_model

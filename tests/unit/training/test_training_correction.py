@@ -7,11 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.config.correction import Correction
-from lowpeak.config.grpo import resolve_grpo
-from lowpeak.config.rloo import resolve_rloo
+from lowpeak.algorithms import make_grpo, make_rloo
+from lowpeak.config import Correction, resolve_grpo, resolve_rloo
 from small_runs import SGD, make, same, spread, weights
 
 MODES = {

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from lowpeak.critic import critics_model
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
-from lowpeak.training.models import load_policy, load_reference
+from lowpeak.training import load_policy, load_reference
 from preferences import tiny_classifier
 from small_runs import SAVED, make, rows, saved, supervised_rows, trained
 from tiny import tiny_model

@@ -8,9 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.training.rollouts import with_advantages
-from lowpeak.training.step import measure_step
-from lowpeak.training.work import step_batches
+from lowpeak.training import measure_step, step_batches, with_advantages
 from small_runs import TOKENIZER, make, same, spread, weights
 from tiny import tiny_model
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 
 from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards.combine import RewardPanel, RewardSettings
-from lowpeak.rewards.judged import Judged
-from lowpeak.rewards.make import make_rewards
-from lowpeak.training.rollouts import in_order, whole
+from lowpeak.rewards import Judged, RewardPanel, RewardSettings, make_rewards
+from lowpeak.training import in_order, whole
 
 TEXTS = (("a", "bb"), ("", "dddd"), ("e", "f"), ("ggg", ""), ("hh", "i"))
 

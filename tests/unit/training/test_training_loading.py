@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from lowpeak import PPOConfig
-from lowpeak.config.asked import Cut
-from lowpeak.config.online import resolve_online
-from lowpeak.config.ppo import resolve_ppo
+from lowpeak.config import Cut, resolve_online, resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.loading import IN_PARTS, in_parts, straight_to, styled
 from lowpeak.pretrained import from_pretrained
-from lowpeak.training.models import load_policy
+from lowpeak.training import load_policy
 from tiny import tiny_model
 
 DEVICE = torch.device("meta")  # apart from the host's memory, as a GPU is

@@ -11,12 +11,10 @@ from torch.nn.functional import logsigmoid
 
 from closeness import assert_each_close_to_largest
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
-from lowpeak.config.check import acting
-from lowpeak.config.online import resolve_online
-from lowpeak.config.online_dpo import resolve_online_dpo
+from lowpeak.config import acting, resolve_online, resolve_online_dpo
 from lowpeak.errors import ArgumentError, CheckpointError
-from lowpeak.rewards.model import ModelReward
-from lowpeak.training.step import run_step
+from lowpeak.rewards import ModelReward
+from lowpeak.training import run_step
 from preferences import ScriptedJudge, tiny_classifier
 from small_runs import (
     COMMON,

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from damage import sign_again
 from lowpeak import PPOConfig
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
-from lowpeak.memory.phases import Phase
+from lowpeak.memory import Phase
 from preferences import tiny_classifier
 from small_runs import SGD, TOKENIZER, StopAfter, column, digits, granite, make, same, saved, trained, weights
 from tiny import char_tokenizer, tiny_model, trained_adapter

@@ -8,9 +8,9 @@ from datasets import Dataset
 from peft import LoraConfig
 
 import lowpeak
-from lowpeak.cli.main import main
+from lowpeak.cli import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
-from lowpeak.training.preflight import check_adapter
+from lowpeak.training import check_adapter
 from small_runs import KINDS, make, saved
 from tiny import tiny_model
 

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from lowpeak.strategies.detect import states_on_host
-from lowpeak.strategies.strategy import Frozen
-from lowpeak.training.models import Reference
-from lowpeak.training.resting import make_rest, resting
+from lowpeak.strategies import Frozen, states_on_host
+from lowpeak.training import Reference, make_rest, resting
 from movers import CopyingMover
 from small_runs import column, make, same, spread, steps, weights
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.config.check import tell_idle
-from lowpeak.config.online import resolve_online
+from lowpeak.config import resolve_online, tell_idle
 from lowpeak.errors import ArgumentError
-from lowpeak.training.constructor import base_arguments
+from lowpeak.training import base_arguments
 from small_runs import KINDS
 
 SERVED = {"use_vllm": True, "vllm_mode": "server"}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from lowpeak.config.training import MemorySettings
-from lowpeak.memory.tracker import free_bytes
+from lowpeak.config import MemorySettings
+from lowpeak.memory import free_bytes
 from lowpeak.ranks import Ranks
-from lowpeak.strategies.detect import Shares
-from lowpeak.training.layouts import choose_layout
-from lowpeak.training.sizes import Sizes, training_bytes
+from lowpeak.strategies import Shares
+from lowpeak.training import Sizes, choose_layout, training_bytes
 from tiny import tiny_model
 
 CPU = torch.device("cpu")

@@ -13,15 +13,20 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.checkpoint.state import STATE_FILE
+from lowpeak.checkpoint import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
-from lowpeak.memory.phases import Phase
-from lowpeak.memory.tracker import MemoryTracker, PhaseUse
+from lowpeak.memory import MemoryTracker, Phase, PhaseUse
 from lowpeak.ranks import Ranks
-from lowpeak.training.arguments import GRPOConfig
-from lowpeak.training.progress import explained
-from lowpeak.training.readout import read_spent
-from lowpeak.training.start import note_launch, quiet_replicas, require_same_arguments, require_same_data, take_up
+from lowpeak.training import (
+    GRPOConfig,
+    explained,
+    note_launch,
+    quiet_replicas,
+    read_spent,
+    require_same_arguments,
+    require_same_data,
+    take_up,
+)
 
 
 def checkpoint(folder: Path, step: int) -> Path:

@@ -13,19 +13,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from lowpeak.algorithms.grpo import make_grpo
-from lowpeak.algorithms.online_dpo import make_online_dpo
-from lowpeak.algorithms.rloo import make_rloo
-from lowpeak.attention.install import install_attention
-from lowpeak.batching.packing import Budget, pack
-from lowpeak.config.correction import Correction
-from lowpeak.config.grpo import EntropyBonus
-from lowpeak.config.online_dpo import OnlineDPOSettings
-from lowpeak.config.rloo import RLOOSettings
-from lowpeak.logprobs.head import install_head
-from lowpeak.memory.offload import ActivationOffload
+from lowpeak.algorithms import make_grpo, make_online_dpo, make_rloo
+from lowpeak.attention import install_attention
+from lowpeak.batching import Budget, pack
+from lowpeak.config import Correction, EntropyBonus, OnlineDPOSettings, RLOOSettings
+from lowpeak.logprobs import install_head
+from lowpeak.memory import ActivationOffload
 from lowpeak.records import Completion, Record
-from lowpeak.training.step import Core, run_step, score
+from lowpeak.training import Core, run_step, score
 from steps import GRPO as BASE
 from steps import LocalStrategy
 

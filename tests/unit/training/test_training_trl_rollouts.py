@@ -13,10 +13,10 @@ import torch
 from datasets import Dataset
 
 from lowpeak import GRPOTrainer, generate_rollout_completions
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.config import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.rollout.function import FunctionEngine
-from lowpeak.training.engines import check_function
+from lowpeak.rollout import FunctionEngine
+from lowpeak.training import check_function
 from small_runs import column, make
 from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, scripted

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lowpeak.watch.handshake import accept_known
-from lowpeak.watch.lines import _answer, _call
+from lowpeak.watch import accept_known, answer, call
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -38,12 +37,12 @@ STRANGERS = {
 @pytest.mark.parametrize("who", STRANGERS)
 def test_strangers_neither_stop_rank_0_nor_keep_a_late_rank_out(who):
     with socket.create_server(("127.0.0.1", 0), backlog=300) as server, ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(_answer, server, TOKEN, 2)
+        answered = pool.submit(answer, server, TOKEN, 2)
         port = server.getsockname()[1]
-        early = _call("127.0.0.1", port, TOKEN, 2)
+        early = call("127.0.0.1", port, TOKEN, 2)
         kept = STRANGERS[who](server)
         time.sleep(0.3)
-        late = _call("127.0.0.1", port, TOKEN, 1)
+        late = call("127.0.0.1", port, TOKEN, 1)
         late.send("phase", "train")  # may come with the token
         lines = answered.result(5)
         assert [line.rank for line in lines] == [2, 1]
@@ -66,4 +65,4 @@ def test_a_rank_that_never_calls_is_missed(monkeypatch):
         socket.create_connection(server.getsockname()),
         pytest.raises(TimeoutError),
     ):
-        _answer(server, TOKEN, 1)
+        answer(server, TOKEN, 1)

@@ -11,8 +11,7 @@ from contextlib import contextmanager
 import pytest
 
 from lowpeak.errors import DataError, RankError
-from lowpeak.watch.lines import Line
-from lowpeak.watch.watch import Watch
+from lowpeak.watch import Line, Watch
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24223")
 

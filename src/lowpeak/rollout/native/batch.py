@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowpeak.attention.support import NAME
-from lowpeak.config.rollout import Sampling
+from lowpeak.attention import NAME
+from lowpeak.config import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype, text_config
 from lowpeak.rollout.native.cache import SlotCache
-from lowpeak.rollout.native.prefill import left_padded, prefill, share
+from lowpeak.rollout.native.prefill import left_padded, prefill_prompts, share
 from lowpeak.rollout.native.slots import Row, Waiting
 from lowpeak.rollout.native.stop import Progress
 from lowpeak.rollout.sampling import Draws, choose
@@ -123,7 +123,7 @@ class Batch:
 
     def _begin(self, prompts: Sequence[int]) -> None:
         """Prefill prompts, draw the first tokens of their groups, and give slots to as many rows as there are."""
-        logits_PV, prefilled = prefill(self.model, [self.prompts[i].ids for i in prompts], self.progress.device)
+        logits_PV, prefilled = prefill_prompts(self.model, [self.prompts[i].ids for i in prompts], self.progress.device)
         if not self._cache.layers:
             self._count(prefilled.layers[0].values.dtype)
         going = self._first_tokens(prompts, logits_PV)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 ROOM = 64  # columns by which a buffer grows
-_MAX_COPIED = 1 << 22  # numbers that are copied at once into slots: their temporary is no part of the cache
+MAX_COPIED = 1 << 22  # numbers that are copied at once into slots: their temporary is no part of the cache
 
 
 class PromptLayer(DynamicLayer):
@@ -125,7 +125,7 @@ class SlotCache(Cache):
 def _place(slots_SCKW: Tensor, states_TKW: Tensor, where_NL: Tensor) -> None:
     """Copy the tokens `where_NL` of a prefill, laid end to end, to the left of the first slots."""
     num_columns = where_NL.shape[1]
-    num_rows = max(1, _MAX_COPIED // (num_columns * states_TKW[0].numel()))
+    num_rows = max(1, MAX_COPIED // (num_columns * states_TKW[0].numel()))
     for start, part in zip(range(0, len(where_NL), num_rows), where_NL.split(num_rows), strict=True):
         copied = states_TKW.index_select(0, part.flatten()).unflatten(0, part.shape)
         slots_SCKW[start : start + len(part), :num_columns] = copied

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.memory.devices import has_memory
+from lowpeak.memory import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
 from lowpeak.rollout.native.batch import Batch

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.budget import text_config
 from lowpeak.rollout.native.prefill import left_mask, left_padded

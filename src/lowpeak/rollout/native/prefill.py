@@ -32,7 +32,7 @@ def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX
         yield part
 
 
-def prefill(model: nn.Module, prompts: Ids, device: torch.device) -> tuple[Tensor, Cache]:
+def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tuple[Tensor, Cache]:
     """Logits [P, V] of the first new token of each prompt, and keys and values, right-aligned."""
     lengths = [len(ids) for ids in prompts]
     mask_PL = left_mask(lengths, device)

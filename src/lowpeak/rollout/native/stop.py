@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.secrets import hide_secrets
-from lowpeak.config.vllm import ColocateSettings, VllmSettings
+from lowpeak.config import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
-from lowpeak.memory.exhaustion import is_exhaustion
-from lowpeak.memory.tracker import free_bytes
+from lowpeak.memory import free_bytes, is_exhaustion
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.rollout.vllm.facts import facts_of
 from lowpeak.rollout.vllm.guarded import free, guarded_build, keep_apart, leave_groups, plain_collectives

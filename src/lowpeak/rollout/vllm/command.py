@@ -9,11 +9,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lowpeak.config.vllm import SERVER_TOKEN, url_of
+from lowpeak.config import SERVER_TOKEN, url_of
 from lowpeak.errors import ArgumentError
 from lowpeak.rollout.vllm.launched import SCALE_OUT
 from lowpeak.rollout.vllm.versions import ALWAYS
-from lowpeak.watch.orphans import PARENT
+from lowpeak.watch import PARENT
 
 LOOPBACK = "127.0.0.1"
 CPU = "cpu"

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.rollout import Sampling
-from lowpeak.config.vllm import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.config import ColocateSettings, Sampling, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
@@ -20,9 +19,9 @@ from lowpeak.rollout.engine import SLICE_BYTES, SliceForm, check_lengths
 from lowpeak.rollout.vllm.misfit import option
 from lowpeak.rollout.vllm.requests import Key, Row, checked, completion_of, form_waves, rows_of, rows_that_fit, share
 from lowpeak.rollout.vllm.vllm import Adapter, Answer, Facts, Vllm, ask, call_together
-from lowpeak.rollout.vllm.weights.push import PushReport, exhaust
-from lowpeak.rollout.vllm.weights.push import prove as prove_weights
-from lowpeak.rollout.vllm.weights.push import push as push_weights
+from lowpeak.rollout.vllm.weights import PushReport, exhaust
+from lowpeak.rollout.vllm.weights import prove as prove_weights
+from lowpeak.rollout.vllm.weights import push_weights as push_weights
 
 logger = logging.getLogger(__name__)
 

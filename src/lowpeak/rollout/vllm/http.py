@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import httpx2
 
-from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import EngineError, LostEngineError, StoppedError
 from lowpeak.rollout.vllm.token import find_token
 

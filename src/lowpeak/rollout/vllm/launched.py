@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 
-from lowpeak.watch.orphans import PARENT, end_with_parent, watch_forks
+from lowpeak.watch import PARENT, end_with_parent, watch_forks
 
 SCALE_OUT = "--enable-scale-out"
 _CHUNKED = ("--enable-chunked-prefill", "--no-enable-chunked-prefill")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowpeak.config.vllm import ColocateSettings, ServerSettings
+from lowpeak.config import ColocateSettings, ServerSettings
 
 
 @dataclass(frozen=True)

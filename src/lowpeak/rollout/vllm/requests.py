@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 import torch
 
-from lowpeak.batching.assign import assign
-from lowpeak.config.rollout import Sampling
+from lowpeak.batching import assign
+from lowpeak.config import Sampling
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.rollout.vllm.misfit import Where, cache_share

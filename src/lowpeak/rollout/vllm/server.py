@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from lowpeak.config.vllm import ServerSettings
+from lowpeak.config import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.rollout.vllm.http import Http, NoRouteError, deadline, run
 from lowpeak.rollout.vllm.requests import COMPLETIONS, GENERATE, Route, body_of, read

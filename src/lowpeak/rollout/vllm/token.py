@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lowpeak.config.vllm import SERVER_TOKEN
+from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 
 ADAPTER_ROUTE = "/lowpeak_adapter"

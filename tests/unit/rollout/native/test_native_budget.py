@@ -11,7 +11,7 @@ from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GP
 from transformers.cache_utils import DynamicCache
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native.budget import bytes_per_token
+from lowpeak.rollout.native import bytes_per_token
 from tiny import tiny_model
 
 

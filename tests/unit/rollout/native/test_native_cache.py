@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from lowpeak.rollout.native import cache as module
-from lowpeak.rollout.native.cache import PromptLayer, SlotCache
-from lowpeak.rollout.native.prefill import left_padded, prefill, share
+from lowpeak.rollout.native import MAX_COPIED, ROOM, PromptLayer, SlotCache, left_padded, prefill_prompts, share
 from tiny import tiny_model
 
 
@@ -39,7 +37,7 @@ def _filled(num_rows: int = 5, length: int = 6, max_columns: int = 206) -> tuple
 
 def test_tokens_are_added_behind_the_prompts_through_several_growths():
     ours, theirs = _filled()
-    for column in range(6, 2 * module.ROOM + 11):
+    for column in range(6, 2 * ROOM + 11):
         ours.reserve(5, column + 1, 5)
         ours.begin(torch.full((5,), column), column + 1)
         for layer in range(2):
@@ -102,7 +100,7 @@ def test_a_shorter_prompt_stands_at_the_left_of_its_slot():
 
 
 def test_rows_that_are_too_many_to_be_copied_at_once_go_in_parts():
-    many = module._MAX_COPIED // (6 * 2 * 4) + 3
+    many = MAX_COPIED // (6 * 2 * 4) + 3
     rows = [i % 2 for i in range(many)]
     ours, theirs = SlotCache(many * 6, 6), _prefilled(2, 6)
     ours.reserve(many, 6, 0)
@@ -138,7 +136,7 @@ def test_logits_and_slots_are_those_of_each_prompt_alone():
     rows = [0, 0, 1, 2, 2, 2, 3, 4]
     cache = SlotCache(10 * 12, 12)
     with torch.no_grad():
-        logits, prefilled = prefill(model, PROMPTS, torch.device("cpu"))
+        logits, prefilled = prefill_prompts(model, PROMPTS, torch.device("cpu"))
         cache.reserve(10, 7, 0)
         cache.place(prefilled, rows, lengths, 2)
         for prompt, ids in enumerate(PROMPTS):

@@ -21,12 +21,17 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.engine import NativeEngine
-from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
-from lowpeak.rollout.native.slots import Row
-from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native import (
+    NativeEngine,
+    Progress,
+    Row,
+    StopStrings,
+    decode_by_generate,
+    end_token_ids,
+    why_not_driven,
+)
 from tiny import char_tokenizer, tiny_model
 
 PROMPTS = [Prompt(i, ids, "") for i, ids in enumerate([(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6)])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native.slots import Row, Waiting, form_waves
+from lowpeak.rollout.native import Row, Waiting, form_waves
 
 
 def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():

@@ -9,9 +9,9 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from lowpeak.config.rollout import Sampling
+from lowpeak.config import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native import Progress, StopStrings, end_token_ids
 from tiny import char_tokenizer, tiny_model
 
 SAMPLING = Sampling(num_generations=1, max_new_tokens=1)

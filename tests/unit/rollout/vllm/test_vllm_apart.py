@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowpeak.rollout.vllm.guarded import keep_apart
+from lowpeak.rollout.vllm import keep_apart
 
 
 def decorated(building):

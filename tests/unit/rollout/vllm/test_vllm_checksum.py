@@ -11,8 +11,19 @@ import torch
 from fused import slices, weights
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights.buckets import Piece, Sums, fill, read_sums
-from lowpeak.rollout.vllm.weights.checksum import MIX_1, MIX_2, PLACE, ROW_BYTES, WIDTH, Checksum, checksum
+from lowpeak.rollout.vllm.weights import (
+    MIX_1,
+    MIX_2,
+    PLACE,
+    ROW_BYTES,
+    WIDTH,
+    Checksum,
+    Piece,
+    Sums,
+    fill,
+    read_sums,
+    tensor_checksum,
+)
 
 SIZES = [0, 1, 3, 4, 511, 4096, 4097, 9001]
 
@@ -41,7 +52,7 @@ def _naive(tensor: torch.Tensor) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_the_checksum_is_the_formula(size, dtype):
     tensor = torch.randn(size, generator=torch.Generator().manual_seed(size)).to(dtype)
-    assert int(checksum(tensor)) == _naive(tensor)
+    assert int(tensor_checksum(tensor)) == _naive(tensor)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -54,21 +65,21 @@ def test_parts_of_any_length_in_any_order_give_the_checksum_of_the_whole(size):
     total = Checksum(2 * size)
     for first, last in parts:
         total.add(2 * first, tensor[first:last])
-    assert int(total.value()) == int(checksum(tensor))
+    assert int(total.value()) == int(tensor_checksum(tensor))
 
 
 @pytest.mark.parametrize("shape", [(300, 7), (70, 5000), (3, 4, 4000), (5, 300000)])
 def test_a_strided_tensor_sums_as_its_copy_does(shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0)).transpose(0, 1)
-    assert int(checksum(tensor)) == int(checksum(tensor.contiguous()))
-    assert int(checksum(tensor, torch.bfloat16)) == int(checksum(tensor.contiguous().bfloat16()))
+    assert int(tensor_checksum(tensor)) == int(tensor_checksum(tensor.contiguous()))
+    assert int(tensor_checksum(tensor, torch.bfloat16)) == int(tensor_checksum(tensor.contiguous().bfloat16()))
 
 
 @pytest.mark.parametrize("shape", [(300, 1), (1, 1), (2, 1)])
 def test_columns_of_a_tensor_sum_as_their_copies_do(shape):
     tensor = torch.randn(shape[0], 7)[:, 3:4]
     assert tensor.shape == shape
-    assert int(checksum(tensor)) == int(checksum(tensor.clone(memory_format=torch.contiguous_format)))
+    assert int(tensor_checksum(tensor)) == int(tensor_checksum(tensor.clone(memory_format=torch.contiguous_format)))
 
 
 def test_what_is_copied_on_the_way_is_summed_where_it_then_stands():
@@ -79,7 +90,7 @@ def test_what_is_copied_on_the_way_is_summed_where_it_then_stands():
         for first, last in ((5000, 30001), (0, 17), (17, 5000)):
             total.add(2 * first, place[first:last], values[first:last])
         assert torch.equal(place, values)
-        assert int(total.value()) == int(checksum(values))
+        assert int(total.value()) == int(tensor_checksum(values))
 
 
 def _opposite_numbers(tensor):
@@ -104,13 +115,13 @@ MUTATIONS = {
 def test_what_changed_changes_the_checksum(mutate, shape):
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     tensor[5, 2], tensor[40, 2] = 1.5, -1.5
-    before = int(checksum(tensor))
+    before = int(tensor_checksum(tensor))
     mutate(tensor)
-    assert int(checksum(tensor)) != before
+    assert int(tensor_checksum(tensor)) != before
 
 
 def test_zeros_at_the_end_count():
-    assert int(checksum(torch.zeros(4096))) != int(checksum(torch.zeros(4097)))
+    assert int(tensor_checksum(torch.zeros(4096))) != int(tensor_checksum(torch.zeros(4097)))
 
 
 MANY = {
@@ -163,7 +174,7 @@ def test_a_tensor_whose_slices_are_all_in_one_bucket_is_whole_in_it():
 def test_the_sums_are_those_of_the_whole_tensors_sent_or_held_back(count):
     sums = Sums()
     found, _ = _filled(MANY, 200, count, sums, held_back={"b", "e"})
-    assert sums.read() == read_sums({name: checksum(tensor) for name, tensor in MANY.items()})
+    assert sums.read() == read_sums({name: tensor_checksum(tensor) for name, tensor in MANY.items()})
     assert torch.equal(found["a"], MANY["a"])
     assert found["b"].eq(-7).all()
 

@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.config.vllm import ColocateSettings
+from lowpeak.config import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.rollout.engine import RolloutEngine
-from lowpeak.rollout.vllm.requests import seed_of
-from lowpeak.rollout.vllm.vllm import Answer, Vllm
+from lowpeak.rollout import RolloutEngine
+from lowpeak.rollout.vllm import Answer, Vllm, seed_of
 from vllms import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, scripted_push, slices
 
 

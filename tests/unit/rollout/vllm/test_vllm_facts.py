@@ -11,9 +11,7 @@ import pytest
 from fake_server import FACTS
 from lowpeak.errors import EngineError
 from lowpeak.ranks import Ranks
-from lowpeak.rollout.vllm.colocated import ranks_of_host
-from lowpeak.rollout.vllm.facts import check_same, fingerprint
-from lowpeak.rollout.vllm.versions import SUPPORTED, warn_unsupported
+from lowpeak.rollout.vllm import SUPPORTED, check_same, fingerprint, ranks_of_host, warn_unsupported
 from tiny import char_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[4]

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from fused import VOCAB, FusedModel, FusedVllm, slices, weights
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights.push import held_version, prove, push
-from lowpeak.rollout.vllm.weights.receiver import Names
+from lowpeak.rollout.vllm.weights import Names, held_version, prove, push_weights
 from tiny import tiny_model
 
 
@@ -46,7 +45,7 @@ def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied,
     vllm = FusedVllm(FusedModel(tied=tied), in_process=transport in ("process", "auto"))
     for version in (3, 4):
         tensors = weights(version, tied=tied)
-        report = push(slices(tensors), [vllm], _settings(transport, bucket_bytes), version)
+        report = push_weights(slices(tensors), [vllm], _settings(transport, bucket_bytes), version)
         assert _holds(vllm.model, tensors)
         assert vllm.versions() == [version]
         assert vllm.transport == ("process" if transport == "auto" else transport)
@@ -59,7 +58,7 @@ def test_every_engine_and_every_cut_of_it_is_pushed_to():
     cut = FusedVllm(FusedModel(tp=2, rank=0), FusedModel(tp=2, rank=1), in_process=False)
     whole = FusedVllm(in_process=False)
     tensors = weights()
-    push(slices(tensors), [whole, cut], _settings("tcp"), 1)
+    push_weights(slices(tensors), [whole, cut], _settings("tcp"), 1)
     assert _holds(whole.model, tensors)
     parts = [worker.model for worker in cut.workers]
     assert torch.equal(torch.cat([part.o.data for part in parts], 1), tensors["o.weight"])
@@ -92,10 +91,10 @@ def _swap(data, piece):
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_tensor_that_is_damaged_on_its_way_is_named_and_nothing_is_committed(name, change, tp):
     vllm = FusedVllm(*(FusedModel(tp=tp, rank=rank) for rank in range(tp)))
-    push(slices(weights()), [vllm], _settings(), 1)
+    push_weights(slices(weights()), [vllm], _settings(), 1)
     _damage(vllm, name, change)
     with pytest.raises(EngineError, match=rf": {name}\.$"):
-        push(slices(weights(1)), [vllm], _settings(), 2)
+        push_weights(slices(weights(1)), [vllm], _settings(), 2)
     assert vllm.versions() == [None] * tp
 
 
@@ -131,12 +130,12 @@ class JoinedModel(nn.Module):
 def test_a_tensor_that_the_models_configuration_asks_for_and_that_did_not_come_is_named(tied):
     model = tiny_model(tied=tied)
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    push(slices(tensors), [FusedVllm(JoinedModel(model))], _settings(bucket_bytes=1 << 12), 1)
+    push_weights(slices(tensors), [FusedVllm(JoinedModel(model))], _settings(bucket_bytes=1 << 12), 1)
     lost = next(name for name in tensors if "k_proj" in name)
     del tensors[lost]
     vllm = FusedVllm(JoinedModel(tiny_model(tied=tied)))
     with pytest.raises(EngineError, match=rf": {lost}\.$"):
-        push(slices(tensors), [vllm], _settings(bucket_bytes=1 << 12), 1)
+        push_weights(slices(tensors), [vllm], _settings(bucket_bytes=1 << 12), 1)
 
 
 def test_names_that_are_not_the_configurations_tell_nothing_of_what_lacks():
@@ -183,7 +182,7 @@ HALF = WeightSlice("norm.weight", (12,), torch.float32, 0, torch.ones(6))
 def test_an_update_that_does_not_make_the_model_the_policy_is_refused_with_the_name(pieces, model, named):
     vllm = FusedVllm(model(), in_process=model is not TakesTheTop)
     with pytest.raises(EngineError, match=named):
-        push(pieces(), [vllm], _settings("auto"), 1)
+        push_weights(pieces(), [vllm], _settings("auto"), 1)
     assert vllm.versions() == [None]
 
 
@@ -201,7 +200,7 @@ def test_slices_are_taken_to_their_end_when_an_engine_fails_midway():
 
     vllm.before = die
     with pytest.raises(LostEngineError):
-        push(watched(), [vllm], _settings(), 1)
+        push_weights(watched(), [vllm], _settings(), 1)
     assert len(taken) == len(list(slices(weights())))
     assert vllm.versions() == [None]
 
@@ -213,24 +212,24 @@ def test_an_error_of_the_policy_ends_the_update_without_a_version_and_the_next_o
         raise RuntimeError
 
     vllm = FusedVllm(in_process=transport == "process")
-    push(slices(weights()), [vllm], _settings(transport), 1)
+    push_weights(slices(weights()), [vllm], _settings(transport), 1)
     with pytest.raises(RuntimeError):
-        push(broken(), [vllm], _settings(transport), 2)
+        push_weights(broken(), [vllm], _settings(transport), 2)
     assert vllm.versions() == [None]
-    push(slices(weights()), [vllm], _settings(transport), 3)
+    push_weights(slices(weights()), [vllm], _settings(transport), 3)
     assert vllm.versions() == [3]
 
 
 def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
     vllm = FusedVllm()
-    push(slices(weights()), [vllm], _settings(), 1)
+    push_weights(slices(weights()), [vllm], _settings(), 1)
     seen = []
     vllm.before = lambda method, arguments: (
         seen.append(vllm.workers[0].lowpeak_identity()["policy_version"])
         if method in ("lowpeak_take", "lowpeak_verify", "lowpeak_commit")
         else None
     )
-    push(slices(weights()), [vllm], _settings(), 2)
+    push_weights(slices(weights()), [vllm], _settings(), 2)
     assert set(seen) == {None}
     assert vllm.versions() == [2]
 
@@ -238,40 +237,42 @@ def test_the_version_is_none_from_the_first_bucket_until_all_is_proved():
 def test_tensors_that_do_not_change_come_once_and_are_proved_again():
     vllm, tensors = FusedVllm(), weights()
     frozen = {"embed.weight", "o.weight", "k.weight"}
-    assert push(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes == num_bytes(tensors)
+    assert push_weights(slices(tensors), [vllm], _settings(), 1, unchanging=frozen).num_bytes == num_bytes(tensors)
     tensors |= {name: weights(5)[name] for name in ("q.weight", "v.weight", "norm.weight")}
     moved = {name: tensor for name, tensor in tensors.items() if name not in frozen}
-    assert push(slices(tensors), [vllm], _settings(), 2, unchanging=frozen).num_bytes == num_bytes(moved)
+    assert push_weights(slices(tensors), [vllm], _settings(), 2, unchanging=frozen).num_bytes == num_bytes(moved)
     assert _holds(vllm.model, tensors)
     tensors["k.weight"] = tensors["k.weight"] + 1
     with pytest.raises(EngineError, match=r": k\.weight\.$"):
-        push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen)
-    assert push(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes == num_bytes(tensors)
+        push_weights(slices(tensors), [vllm], _settings(), 3, unchanging=frozen)
+    assert push_weights(slices(tensors), [vllm], _settings(), 3, unchanging=frozen).num_bytes == num_bytes(tensors)
     assert _holds(vllm.model, tensors)
     restarted = FusedVllm()
-    assert push(slices(tensors), [restarted], _settings(), 3, unchanging=set(tensors)).num_bytes == num_bytes(tensors)
+    assert push_weights(slices(tensors), [restarted], _settings(), 3, unchanging=set(tensors)).num_bytes == num_bytes(
+        tensors
+    )
     assert _holds(restarted.model, tensors)
 
 
 def test_without_proof_weights_arrive_and_what_lacks_is_still_refused():
     vllm = FusedVllm()
-    push(slices(weights()), [vllm], _settings(verify=False), 1)
+    push_weights(slices(weights()), [vllm], _settings(verify=False), 1)
     assert _holds(vllm.model, weights())
     with pytest.raises(EngineError, match="norm"):
-        push(slices({"embed.weight": weights()["embed.weight"]}), [vllm], _settings(verify=False), 2)
+        push_weights(slices({"embed.weight": weights()["embed.weight"]}), [vllm], _settings(verify=False), 2)
 
 
 def test_what_changes_after_the_push_is_named_by_a_later_proof():
     vllm = FusedVllm()
     with pytest.raises(EngineError):
         prove([vllm])  # it holds no version
-    push(slices(weights()), [vllm], _settings(), 1)
+    push_weights(slices(weights()), [vllm], _settings(), 1)
     prove([vllm])
     key, value = vllm.model.qkv.data[8:12].clone(), vllm.model.qkv.data[12:].clone()
     vllm.model.qkv.data[8:12], vllm.model.qkv.data[12:] = value, key
     with pytest.raises(EngineError, match=r": k\.weight, v\.weight\.$"):
         prove([vllm])
-    push(slices(weights()), [vllm], _settings(), 1)
+    push_weights(slices(weights()), [vllm], _settings(), 1)
     vllm.model.qkv.data[9, 3] += 1
     with pytest.raises(EngineError, match=r": k\.weight\.$"):
         prove([vllm])
@@ -280,13 +281,13 @@ def test_what_changes_after_the_push_is_named_by_a_later_proof():
 
 def test_no_slices_are_an_error():
     with pytest.raises(EngineError):
-        push([], [FusedVllm()], _settings(), 1)
+        push_weights([], [FusedVllm()], _settings(), 1)
 
 
 def test_parameters_of_half_precision_beside_others_are_proved_in_their_own_dtype():
     model, tensors = FusedModel().bfloat16(), weights(dtype=torch.bfloat16)
-    push(slices(tensors), [FusedVllm(model)], _settings(), 1)
+    push_weights(slices(tensors), [FusedVllm(model)], _settings(), 1)
     assert _holds(model, tensors)
     model.norm = torch.nn.Parameter(model.norm.data.float())
-    push(slices(tensors), [FusedVllm(model)], _settings(), 1)
+    push_weights(slices(tensors), [FusedVllm(model)], _settings(), 1)
     assert torch.equal(model.norm.data, tensors["norm.weight"].float())

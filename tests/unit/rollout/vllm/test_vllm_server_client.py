@@ -14,13 +14,21 @@ import time
 import pytest
 
 from fake_server import DROP, GENERATE, FakeServer, completion, error, generated, serving, slow
-from lowpeak.config.vllm import ServerSettings
+from lowpeak.config import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.rollout.vllm.command import Server
-from lowpeak.rollout.vllm.process import ServerProcess
-from lowpeak.rollout.vllm.requests import Row, checked
-from lowpeak.rollout.vllm.server import ServerVllm, connect
-from lowpeak.rollout.vllm.vllm import Adapter, Answer, Request, Vllm, call_together
+from lowpeak.rollout.vllm import (
+    Adapter,
+    Answer,
+    Request,
+    Row,
+    Server,
+    ServerProcess,
+    ServerVllm,
+    Vllm,
+    call_together,
+    checked,
+    connect,
+)
 from served import free_port
 
 

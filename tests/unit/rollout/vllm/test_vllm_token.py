@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from lowpeak.config.vllm import SERVER_TOKEN
-from lowpeak.rollout.vllm.token import TokenMiddleware
+from lowpeak.config import SERVER_TOKEN
+from lowpeak.rollout.vllm import TokenMiddleware
 
 
 @pytest.fixture

@@ -11,12 +11,18 @@ import pytest
 import torch
 
 from fused import VOCAB, FusedVllm, slices, weights
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.rollout.vllm.weights.push import held_version, prove, push
-from lowpeak.rollout.vllm.weights.transports.choose import open_sender
-from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender, usable
-from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet, TcpSender, own_addresses
+from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
+from lowpeak.rollout.vllm.weights.transports import (
+    NcclInlet,
+    NcclSender,
+    TcpInlet,
+    TcpSender,
+    open_sender,
+    own_addresses,
+    usable,
+)
 from remote import RemoteVllm
 from served import free_port
 
@@ -46,7 +52,7 @@ def test_weights_arrive_in_other_processes(transport, remote):
     vllms = [remote(), remote()]
     for version in (1, 2):
         tensors = weights(version)
-        push(slices(tensors), vllms, _settings(transport), version)
+        push_weights(slices(tensors), vllms, _settings(transport), version)
         for vllm in vllms:
             assert vllm.transport == "tcp"
             found = vllm.weights()
@@ -61,7 +67,7 @@ def test_a_worker_that_dies_or_hangs_ends_the_update_soon_and_the_others_hold_no
     vllms = [remote(), remote(**{fault: 2})]
     began = time.monotonic()
     with pytest.raises(LostEngineError if fault == "dies_at" else EngineError):
-        push(slices(weights()), vllms, _settings(), 1, timeout=timeout)
+        push_weights(slices(weights()), vllms, _settings(), 1, timeout=timeout)
     assert time.monotonic() - began < 10
     assert held_version(vllms[:1]) is None
 
@@ -70,8 +76,8 @@ def test_every_update_leaves_by_the_port_that_was_given():
     vllm, port, seen = FusedVllm(in_process=False), free_port(), []
     vllm.before = lambda method, arguments: seen.append(arguments["invitation"]) if method == "lowpeak_begin" else None
     for version in (1, 2):
-        push(slices(weights(version)), [vllm], _settings(port=port), version)
-    push(slices(weights(3)), [vllm], _settings(), 3)
+        push_weights(slices(weights(version)), [vllm], _settings(port=port), version)
+    push_weights(slices(weights(3)), [vllm], _settings(), 3)
     ports = [invitation["port"] for invitation in seen]
     assert ports[:2] == [port, port] != ports[2]
     assert all(invitation["hosts"] == ["127.0.0.1"] for invitation in seen)
@@ -81,7 +87,7 @@ def test_a_port_that_is_taken_is_named_with_its_argument():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(EngineError, match=f"{port} .*vllm_group_port"):
-            push(slices(weights()), [FusedVllm(in_process=False)], _settings(port=port), 1)
+            push_weights(slices(weights()), [FusedVllm(in_process=False)], _settings(port=port), 1)
 
 
 def test_a_worker_in_another_network_is_given_this_hosts_addresses():

@@ -6,10 +6,9 @@ from collections import Counter
 
 import pytest
 
-from lowpeak.config.vllm import ColocateSettings, ServerSettings
+from lowpeak.config import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.requests import Row, form_waves, rows_that_fit, share
-from lowpeak.rollout.vllm.vllm import Request
+from lowpeak.rollout.vllm import Request, Row, form_waves, rows_that_fit, share
 from vllms import facts
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import Adapter
 from lowpeak.rollout.vllm.weights.buckets import Piece, few, read_sums
-from lowpeak.rollout.vllm.weights.checksum import checksum
+from lowpeak.rollout.vllm.weights.checksum import tensor_checksum
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ class AdapterReceiver:
         lost = sorted(name for name in sent if self._left.get(name) != 0)
         if lost:
             raise EngineError(f"These tensors of the adapter did not come whole: {few(lost)}.")
-        found = read_sums({name: checksum(tensor) for name, tensor in self._tensors.items()})
+        found = read_sums({name: tensor_checksum(tensor) for name, tensor in self._tensors.items()})
         wrong = sorted(name for name, value in sent.items() if value and found.get(name) != value)
         if wrong:
             raise EngineError(f"The adapter is not the policy's: {few(wrong)}.")
@@ -148,5 +148,5 @@ def _sums(worker: Any, number: int) -> dict[str, str]:
             values = getattr(layer, part)
             for i, each in enumerate(values if isinstance(values, list | tuple) else [values]):
                 if each is not None:
-                    tensors[f"{name}.{part}.{i}"] = checksum(each)
+                    tensors[f"{name}.{part}.{i}"] = tensor_checksum(each)
     return read_sums(tensors)

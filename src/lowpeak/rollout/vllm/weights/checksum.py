@@ -131,7 +131,7 @@ def _places(count: int, device: torch.device) -> Tensor:
 _PLACES: dict[torch.device, Tensor] = {}
 
 
-def checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The checksum of a tensor's values in `dtype`, row after row: a strided one is never copied whole."""
     dtype = dtype or tensor.dtype
     total = Checksum(tensor.numel() * dtype.itemsize, tensor.device)

@@ -27,8 +27,7 @@ from lowpeak.rollout.vllm.weights.adapters import AdapterReceiver
 from lowpeak.rollout.vllm.weights.buckets import Piece
 from lowpeak.rollout.vllm.weights.receiver import Names, Receiver
 from lowpeak.rollout.vllm.weights.reload import Reloads, rewritten
-from lowpeak.rollout.vllm.weights.transports.choose import look, open_inlet
-from lowpeak.rollout.vllm.weights.transports.transport import Inlet
+from lowpeak.rollout.vllm.weights.transports import Inlet, look, open_inlet
 
 _GREEDY = 1e-5  # vLLM's: at a lower temperature a row is greedy, and its log-probs are those at temperature 1
 

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import ServerSettings, VllmSettings
+from lowpeak.config import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
 from lowpeak.rollout.vllm.vllm import Adapter, Vllm, ask
 from lowpeak.rollout.vllm.weights.buckets import Bucket, Sums, few, fill
-from lowpeak.rollout.vllm.weights.transports.choose import open_sender
-from lowpeak.rollout.vllm.weights.transports.transport import Sender
+from lowpeak.rollout.vllm.weights.transports import Sender, open_sender
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
 ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
@@ -37,7 +36,7 @@ class PushReport:
     adapters: tuple[Adapter | None, ...] = ()
 
 
-def push(
+def push_weights(
     slices: Iterable[WeightSlice],
     vllms: Sequence[Vllm],
     settings: VllmSettings,

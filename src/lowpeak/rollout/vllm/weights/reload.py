@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.rollout.vllm.weights.checksum import checksum
+from lowpeak.rollout.vllm.weights.checksum import tensor_checksum
 
 AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # once oneDNN's format is off, see extension.py
 PLAIN_ATTENTION = {"Attention", "MMEncoderAttention"}  # MLAAttention absorbs a projection
@@ -92,7 +92,9 @@ class Reloads:
     def sums(self) -> dict[str, Tensor]:
         with torch.no_grad():
             return {
-                name: checksum(parameter.data) for name, parameter in self.parameters().items() if parameter.numel()
+                name: tensor_checksum(parameter.data)
+                for name, parameter in self.parameters().items()
+                if parameter.numel()
             }
 
 

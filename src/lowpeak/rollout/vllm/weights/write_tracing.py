@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowpeak.rollout.vllm.weights.buckets import read_sums
-from lowpeak.rollout.vllm.weights.checksum import checksum
+from lowpeak.rollout.vllm.weights.checksum import tensor_checksum
 
 Part = tuple[str, int]  # a tensor, and which of its regions
 
@@ -71,7 +71,7 @@ class WriteTracing(TorchDispatchMode):
         source = rest[0]
         whole = target.is_contiguous() and _is_same(source, self._tensor) and source.dtype == target.dtype
         whole = whole or not self._summing
-        expected = None if whole else checksum(source.expand_as(target), target.dtype)
+        expected = None if whole else tensor_checksum(source.expand_as(target), target.dtype)
         size, stride = tuple(target.shape), tuple(target.stride())
         self.regions.append(Region(name, size, stride, int(target.storage_offset()), source.numel(), expected))
 
@@ -113,7 +113,7 @@ class Placement:
         self._num_filled |= seen.num_filled
         self.received.pop(name, None)
         if self._summing and (not seen.regions or any(region.expected is not None for region in seen.regions)):
-            self.received[name] = checksum(tensor)
+            self.received[name] = tensor_checksum(tensor)
         return result
 
     def verify(self, sent: Mapping[str, str]) -> list[str]:
@@ -159,7 +159,7 @@ class Placement:
         parameters = dict(self.model.named_parameters())
         return read_sums(
             {
-                (name, i): checksum(region.of(parameters))
+                (name, i): tensor_checksum(region.of(parameters))
                 for name, regions in self.regions.items()
                 for i, region in enumerate(regions)
             }

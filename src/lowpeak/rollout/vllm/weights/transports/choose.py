@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowpeak.config.vllm import Transport
+from lowpeak.config import Transport
 from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import Vllm, ask
 from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet, NcclSender

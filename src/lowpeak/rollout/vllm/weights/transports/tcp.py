@@ -24,7 +24,7 @@ from lowpeak.errors import EngineError
 from lowpeak.rollout.vllm.vllm import start
 from lowpeak.rollout.vllm.weights.buckets import Bucket
 from lowpeak.rollout.vllm.weights.transports.transport import Ask, Inlet, Sender
-from lowpeak.watch.handshake import accept_known
+from lowpeak.watch import accept_known
 
 _HELLO = 64  # characters of a token or its proof
 

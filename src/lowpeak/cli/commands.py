@@ -11,7 +11,7 @@ from functools import partial
 
 import lowpeak
 from lowpeak.cli.launch import MARK
-from lowpeak.cli.tell import tell
+from lowpeak.cli.output import tell
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
 
 USAGE = """\
@@ -113,7 +113,7 @@ def _env(arguments: list[str]) -> int:
     if not arguments:
         print(report(), end="")
         return 0
-    from lowpeak.selftest.table import choose_rows, run_rows
+    from lowpeak.selftest import choose_rows, run_rows
 
     rows, device = choose_rows(gpu="--gpu" in arguments)
     print(report(), flush=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowpeak.memory.resting import LEAST_BYTES, HostMover, Rest
-from lowpeak.strategies.strategy import Frozen, Strategy
+from lowpeak.memory import LEAST_BYTES, HostMover, Rest
+from lowpeak.strategies import Frozen, Strategy
 
 
 def make_rest(

@@ -1,0 +1,11 @@
+from lowpeak.rollout.engine import RolloutEngine as RolloutEngine
+from lowpeak.rollout.function import FunctionEngine as FunctionEngine
+from lowpeak.rollout.sampling import MAX_DRAWS as MAX_DRAWS
+from lowpeak.rollout.sampling import Draws as Draws
+from lowpeak.rollout.sampling import choose as choose
+from lowpeak.rollout.sampling import draw as draw
+from lowpeak.rollout.sampling import keep_likely as keep_likely
+from lowpeak.rollout.sampling import penalize as penalize
+from lowpeak.rollout.sampling import philox as philox
+from lowpeak.rollout.sampling import shifted_sum as shifted_sum
+from lowpeak.rollout.sampling import uniforms as uniforms

@@ -1,0 +1,12 @@
+from lowpeak.rollout.vllm.weights.transports.choose import look as look
+from lowpeak.rollout.vllm.weights.transports.choose import open_inlet as open_inlet
+from lowpeak.rollout.vllm.weights.transports.choose import open_sender as open_sender
+from lowpeak.rollout.vllm.weights.transports.choose import reaching as reaching
+from lowpeak.rollout.vllm.weights.transports.nccl import NcclInlet as NcclInlet
+from lowpeak.rollout.vllm.weights.transports.nccl import NcclSender as NcclSender
+from lowpeak.rollout.vllm.weights.transports.nccl import usable as usable
+from lowpeak.rollout.vllm.weights.transports.tcp import TcpInlet as TcpInlet
+from lowpeak.rollout.vllm.weights.transports.tcp import TcpSender as TcpSender
+from lowpeak.rollout.vllm.weights.transports.tcp import own_addresses as own_addresses
+from lowpeak.rollout.vllm.weights.transports.transport import Inlet as Inlet
+from lowpeak.rollout.vllm.weights.transports.transport import Sender as Sender

@@ -1,0 +1,16 @@
+from lowpeak.selftest.engines import push_over_each as push_over_each
+from lowpeak.selftest.kernels import forest_attention as forest_attention
+from lowpeak.selftest.kernels import loading as loading
+from lowpeak.selftest.kernels import logprob_core as logprob_core
+from lowpeak.selftest.kernels import step_memory as step_memory
+from lowpeak.selftest.runs import grpo_learns as grpo_learns
+from lowpeak.selftest.runs import resume as resume
+from lowpeak.selftest.runs import same_run as same_run
+from lowpeak.selftest.runs import train_on_ranks as train_on_ranks
+from lowpeak.selftest.table import Bench as Bench
+from lowpeak.selftest.table import MismatchError as MismatchError
+from lowpeak.selftest.table import all_rows as all_rows
+from lowpeak.selftest.table import choose_rows as choose_rows
+from lowpeak.selftest.table import require as require
+from lowpeak.selftest.table import row as row
+from lowpeak.selftest.table import run_rows as run_rows

@@ -1,0 +1,11 @@
+from lowpeak.watch.handshake import accept_known as accept_known
+from lowpeak.watch.lines import Line as Line
+from lowpeak.watch.lines import answer as answer
+from lowpeak.watch.lines import call as call
+from lowpeak.watch.orphans import PARENT as PARENT
+from lowpeak.watch.orphans import end_training_with_parent as end_training_with_parent
+from lowpeak.watch.orphans import end_with_parent as end_with_parent
+from lowpeak.watch.orphans import watch_forks as watch_forks
+from lowpeak.watch.watch import Watch as Watch
+from lowpeak.watch.watch import told as told
+from lowpeak.watch.watch import watched as watched
