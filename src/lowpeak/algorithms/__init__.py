@@ -1,4 +1,4 @@
-"""TODO."""
+"""GRPO, RLOO, PPO, Online DPO, reward modelling and supervised training, as functions of tensors and numbers."""
 
 from lowpeak.exports import lazy_exports
 

@@ -16,8 +16,6 @@ from lowpeak.algorithms.importance import importance_ratio as importance_ratio
 from lowpeak.algorithms.importance import product_ratio as product_ratio
 from lowpeak.algorithms.kl import kl_estimate as kl_estimate
 from lowpeak.algorithms.losses import clipped_surrogate as clipped_surrogate
-from lowpeak.algorithms.measure import counted_tokens as counted_tokens
-from lowpeak.algorithms.measure import measure_pass as measure_pass
 from lowpeak.algorithms.measure import measure_top1 as measure_top1
 from lowpeak.algorithms.online_dpo import make_online_dpo as make_online_dpo
 from lowpeak.algorithms.online_dpo import pair_loss as pair_loss
@@ -26,7 +24,6 @@ from lowpeak.algorithms.ppo import make_ppo as make_ppo
 from lowpeak.algorithms.ppo import ppo_advantages as ppo_advantages
 from lowpeak.algorithms.ppo import whitened as whitened
 from lowpeak.algorithms.reduction import pair_mean as pair_mean
-from lowpeak.algorithms.reduction import sequence_mean as sequence_mean
 from lowpeak.algorithms.reward_model import make_reward_model as make_reward_model
 from lowpeak.algorithms.reward_model import measure_preferences as measure_preferences
 from lowpeak.algorithms.reward_model import preference_loss as preference_loss

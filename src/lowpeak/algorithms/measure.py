@@ -30,7 +30,7 @@ def measure_grpo(
     unit: Unit = settings.importance_level
     counted_T = counted_tokens(tokens, unit)
     ratio_T = importance_ratio(logprobs_T, tokens, settings.importance_level)
-    metrics = measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
+    metrics = measure_pass(logprobs_T, entropy_T, tokens, counted_T, settings.step_correction)
     if settings.beta != 0.0:
         metrics["kl"] = mean_of(grpo_kl(settings, logprobs_T, ratio_T, tokens), counted_T)
     if settings.loss_type == "cispo":
@@ -47,7 +47,7 @@ def measure_rloo(
     """Clipping of rows, entropy and drift of the sampler."""
     counted_T = counted_tokens(tokens, "sequence")
     ratio_T = over_tokens(product_ratio(logprobs_T, tokens), tokens)
-    metrics = measure_pass(settings.step_correction, logprobs_T, entropy_T, tokens, counted_T)
+    metrics = measure_pass(logprobs_T, entropy_T, tokens, counted_T, settings.step_correction)
     return metrics | _clip_ratios(ratio_T, tokens, counted_T, "sequence", settings.clip_low, settings.clip_high)
 
 
@@ -63,9 +63,18 @@ def measure_top1(is_top1_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
 
 
 def measure_pass(
-    correction: Correction | None, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch, counted_T: Tensor
+    logprobs_T: Tensor,
+    entropy_T: Tensor | None,
+    tokens: TokenBatch,
+    counted_T: Tensor | None = None,
+    correction: Correction | None = None,
 ) -> dict[str, Metric]:
-    """What is asked of every policy pass: entropy, how far old is from what the sampler said, in nats, and its correction."""
+    """Return the metrics of every policy pass: entropy, the sampler's distance from old log-probs in nats, its correction.
+
+    Means are over the tokens that `counted_T` counts; None counts each token with a weight of its own.
+    """
+    if counted_T is None:
+        counted_T = counted_tokens(tokens, "token")
     metrics = {} if entropy_T is None else {"entropy": mean_of(entropy_T, counted_T)}
     if tokens.sampling_T is not None:
         drift_T = (old_logprobs(logprobs_T, tokens) - tokens.sampling_T).abs()

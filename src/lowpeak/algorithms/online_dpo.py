@@ -126,7 +126,7 @@ def measure_pairs(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBat
     ratio_B = row_sums(logprobs_T - tokens.reference_T, tokens)
     margin_U = pair_sums(sign_B * ratio_B, tokens) * beta
     return {
-        **measure_pass(None, logprobs_T, entropy_T, tokens, over_tokens(counted_B, tokens)),
+        **measure_pass(logprobs_T, entropy_T, tokens, over_tokens(counted_B, tokens)),
         "rewards/chosen": mean_of(beta * ratio_B, chosen_B),
         "rewards/rejected": mean_of(beta * ratio_B, rejected_B),
         "rewards/margins": mean_of(margin_U, counted_U),

@@ -250,7 +250,7 @@ def measure_policy(
     ratio_T = importance_ratio(logprobs_T, tokens, "token")
     surrogate_T = clipped_surrogate(ratio_T, tokens.advantages_T, settings.clip_low, settings.clip_high)
     clipped_T = surrogate_T > -ratio_T * tokens.advantages_T
-    return measure_pass(None, logprobs_T, entropy_T, tokens, counted_T) | {
+    return measure_pass(logprobs_T, entropy_T, tokens, counted_T) | {
         "policy/approxkl_avg": mean_of(0.5 * ratio_T.log().square(), counted_T),
         "policy/clipfrac_avg": mean_of(clipped_T.to(counted_T.dtype), counted_T),
         "loss/policy_avg": mean_of(surrogate_T, counted_T),

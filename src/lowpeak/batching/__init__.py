@@ -1,4 +1,4 @@
-"""TODO."""
+"""Micro-batches under a token budget: balanced over ranks, packed without padding, prompts shared."""
 
 from lowpeak.exports import lazy_exports
 

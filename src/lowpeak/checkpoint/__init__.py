@@ -1,4 +1,4 @@
-"""TODO."""
+"""Checkpoints of runs: written atomically, resumed to the same bits, exported as models."""
 
 from lowpeak.exports import lazy_exports
 

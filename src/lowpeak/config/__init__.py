@@ -1,4 +1,4 @@
-"""TODO."""
+"""Arguments as users write them, declared once, and the frozen settings that code reads."""
 
 from lowpeak.exports import lazy_exports
 

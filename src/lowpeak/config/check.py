@@ -88,8 +88,9 @@ def _idle(args: Any, facts: Facts) -> Iterator[tuple[str, ActsWhen]]:
     """Names of the arguments that were set and do not act, each with the first of its conditions that does not hold."""
     never_act: Mapping[str, ActsWhen] = ChainMap(*(vars(owner).get("never_act", {}) for owner in type(args).__mro__))
     for field in fields(args):
-        own = [never_act[field.name]] if field.name in never_act else []
-        conditions = [*own, *field.metadata.get("acts", ())]
+        declared = field.metadata.get("acts", ())
+        names = (field.name, *(each.switch for each in declared))
+        conditions = [*(never_act[name] for name in names if name in never_act), *declared]
         failed = next((each for each in conditions if not each.holds(args, facts)), None)
         if failed is not None and is_set(args, field.name):
             yield field.name, failed

@@ -11,12 +11,6 @@ from lowpeak.config.vllm import USES_VLLM
 CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 _CORRECTED = (USES_VLLM, if_on("vllm_importance_sampling_correction"))
-CORRECTION = (
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
-)
 
 
 @dataclass(repr=False)
@@ -61,7 +55,8 @@ def resolve_correction(args: Any) -> Correction | None:
     """Return the correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
     if not args.use_vllm or not args.vllm_importance_sampling_correction:
         return None
-    mode, most, least = (getattr(args, name) for name in CORRECTION[1:])
+    mode = args.vllm_importance_sampling_mode
+    most, least = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
     require(
         most is None or least is None or least < most,
         f"vllm_importance_sampling_clip_min={least} must be below vllm_importance_sampling_clip_max={most}.",

@@ -49,12 +49,14 @@ class Facts:
 class ActsWhen:
     """A condition of an argument's effect, and why there is none where it does not hold, with the remedy.
 
-    Without effect an argument is named in a warning; with `raises` it is an error, since going on would mislead.
+    Without effect an argument is named in a warning; with `raises` it is an error, since going on would mislead. `switch` is
+    the argument that turns this one on: where it never acts, this one does not either.
     """
 
     holds: Callable[[Any, Facts], bool]
     because: str
     raises: bool = False
+    switch: str = ""
 
 
 def never(because: str, raises: bool = False) -> ActsWhen:
@@ -64,7 +66,8 @@ def never(because: str, raises: bool = False) -> ActsWhen:
 
 def if_on(switch: str) -> ActsWhen:
     """Return the condition of an argument that acts where another one, a switch, is on."""
-    return ActsWhen(lambda args, facts: getattr(args, switch), f"{switch} is off; set {switch}=True or remove it")
+    off = f"{switch} is off; set {switch}=True or remove it"
+    return ActsWhen(lambda args, facts: getattr(args, switch), off, switch=switch)
 
 
 def argument(
@@ -74,7 +77,7 @@ def argument(
     acts: ActsWhen | tuple[ActsWhen, ...] = (),
     means: str | None = None,
     *,
-    group: str,
+    group: str = "algorithm",
 ) -> Any:
     """Return a dataclass field: its help and the group it is listed under, its range, and the conditions under which it acts.
 
@@ -90,7 +93,6 @@ in_data = partial(argument, group="data")
 in_rewards = partial(argument, group="rewards")
 in_generation = partial(argument, group="generation")
 in_vllm = partial(argument, group="vllm")
-in_algorithm = partial(argument, group="algorithm")
 in_memory = partial(argument, group="memory")
 in_devices = partial(argument, group="several devices")
 in_evaluation = partial(argument, group="evaluation")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, fill, if_on, in_algorithm, one_of, redeclared, require
+from lowpeak.config.declare import NOT_NEGATIVE, SHARE, ActsWhen, argument, fill, if_on, one_of, redeclared, require
 from lowpeak.config.online import (
     GROUPS,
     HAS_KL,
@@ -43,14 +43,14 @@ class GRPOArguments(OnlineArguments):
     num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUPS)
     epsilon: float = redeclared(OnlineArguments, "epsilon", also=_NOT_CISPO)
     epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
-    loss_type: str = in_algorithm("dapo", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
-    importance_sampling_level: str = in_algorithm(
+    loss_type: str = argument("dapo", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
+    importance_sampling_level: str = argument(
         "token", "The ratio's unit: token, or sequence (GSPO).", one_of(ImportanceLevel), (_TAKES_LEVEL, _LEVELS_DIFFER)
     )
-    delta: float | None = in_algorithm(
+    delta: float | None = argument(
         None, "Ceiling of the ratio where the advantage is negative.", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
     )
-    scale_rewards: str | bool = in_algorithm(
+    scale_rewards: str | bool = argument(
         "group",
         "Divide advantages by the std of: group, batch, none.",
         one_of(RewardScale, True, False),
@@ -60,22 +60,20 @@ class GRPOArguments(OnlineArguments):
             raises=True,
         ),
     )
-    multi_objective_aggregation: str = in_algorithm(
+    multi_objective_aggregation: str = argument(
         "sum_then_normalize",
         "Several rewards: sum_then_normalize or normalize_then_sum.",
         one_of(Aggregation),
         ActsWhen(lambda args, facts: facts.num_rewards != 1, "there is one reward; pass several or remove it"),
     )
-    use_bias_correction_kl: bool = in_algorithm(True, "Weigh the KL in the loss by the ratio.", acts=HAS_KL)
-    top_entropy_quantile: float = in_algorithm(1.0, "Share of tokens, by entropy, that the policy term takes.", SHARE)
-    entropy_coef: float = in_algorithm(0.0, "Weight of an entropy bonus.", NOT_NEGATIVE)
-    use_adaptive_entropy: bool = in_algorithm(False, "Steer entropy_coef towards entropy_target.")
-    entropy_coef_min: float = in_algorithm(0.0, "Least adaptive coefficient.", NOT_NEGATIVE, _STEERED)
-    entropy_coef_max: float = in_algorithm(1.0, "Greatest adaptive coefficient.", acts=_STEERED)
-    entropy_coef_delta: float = in_algorithm(
-        0.005, "Change of the adaptive coefficient a step.", NOT_NEGATIVE, _STEERED
-    )
-    entropy_target: float = in_algorithm(0.2, "Entropy that the adaptive coefficient aims at.", NOT_NEGATIVE, _STEERED)
+    use_bias_correction_kl: bool = argument(True, "Weigh the KL in the loss by the ratio.", acts=HAS_KL)
+    top_entropy_quantile: float = argument(1.0, "Share of tokens, by entropy, that the policy term takes.", SHARE)
+    entropy_coef: float = argument(0.0, "Weight of an entropy bonus.", NOT_NEGATIVE)
+    use_adaptive_entropy: bool = argument(False, "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = argument(0.0, "Least adaptive coefficient.", NOT_NEGATIVE, _STEERED)
+    entropy_coef_max: float = argument(1.0, "Greatest adaptive coefficient.", acts=_STEERED)
+    entropy_coef_delta: float = argument(0.005, "Change of the adaptive coefficient a step.", NOT_NEGATIVE, _STEERED)
+    entropy_target: float = argument(0.2, "Entropy that the adaptive coefficient aims at.", NOT_NEGATIVE, _STEERED)
 
 
 @dataclass(frozen=True)

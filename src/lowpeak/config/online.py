@@ -14,9 +14,9 @@ from lowpeak.config.declare import (
     Facts,
     above_zero,
     are_finite,
+    argument,
     at_least,
     if_on,
-    in_algorithm,
     in_evaluation,
     in_logging,
     in_rewards,
@@ -61,15 +61,15 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
     num_generations_eval: int | None = in_evaluation(
         None, "Sampled completions of each prompt in evaluation.", at_least(1)
     )
-    beta: float = in_algorithm(0.0, "KL coefficient; 0 loads no reference model.", NOT_NEGATIVE)
-    kl_estimator: str = in_algorithm("k3", "KL estimate per token: k1, k2 or k3.", one_of(KLEstimator), HAS_REFERENCE)
-    epsilon: float = in_algorithm(
+    beta: float = argument(0.0, "KL coefficient; 0 loads no reference model.", NOT_NEGATIVE)
+    kl_estimator: str = argument("k3", "KL estimate per token: k1, k2 or k3.", one_of(KLEstimator), HAS_REFERENCE)
+    epsilon: float = argument(
         0.2,
         "The ratio's clip range below 1.",
         Check(lambda x: 0 <= x < 1, "must be in [0, 1): the ratio is clipped to 1 - epsilon from below"),
         REUSES_ROLLOUTS,
     )
-    epsilon_high: float | None = in_algorithm(
+    epsilon_high: float | None = argument(
         None,
         "The clip range above 1 (None: epsilon).",
         Check(lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
@@ -88,14 +88,14 @@ class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
         "A reward that fails: 'raise', or 'none': the row counts as not scored, and is counted.",
         one_of(Literal["raise", "none"]),
     )
-    mask_truncated_completions: bool = in_algorithm(
+    mask_truncated_completions: bool = argument(
         False, "Completions cut at max_completion_length take no part in the loss."
     )
-    sync_ref_model: bool = in_algorithm(
+    sync_ref_model: bool = argument(
         False, "Move the reference towards the policy as training goes on.", acts=HAS_REFERENCE
     )
-    ref_model_mixup_alpha: float = in_algorithm(0.6, "The policy's share in that move.", within(0, 1), _MOVES_REFERENCE)
-    ref_model_sync_steps: int = in_algorithm(512, "Steps between two such moves.", at_least(1), _MOVES_REFERENCE)
+    ref_model_mixup_alpha: float = argument(0.6, "The policy's share in that move.", within(0, 1), _MOVES_REFERENCE)
+    ref_model_sync_steps: int = argument(512, "Steps between two such moves.", at_least(1), _MOVES_REFERENCE)
     success_reward: str | None = in_evaluation(
         None, "Name of the reward that says whether a completion succeeds (None: the first)."
     )

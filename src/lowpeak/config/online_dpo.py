@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from lowpeak.config.correction import CORRECTION
-from lowpeak.config.declare import ActsWhen, Check, are_finite, fill, in_algorithm, never, one_of, redeclared, require
+from lowpeak.config.declare import ActsWhen, Check, are_finite, argument, fill, never, one_of, redeclared, require
 from lowpeak.config.online import GROUPS, OnlineArguments, OnlineSettings
 from lowpeak.config.ppo import PPOArguments
 from lowpeak.config.training import CommonArguments
@@ -49,7 +48,7 @@ class OnlineDPOArguments(OnlineArguments):
         "epsilon": _NO_RATIO,
         "epsilon_high": _NO_RATIO,
         "kl_estimator": never("the loss is of a pair's log-ratios, which need no estimate of a KL; remove it"),
-        **dict.fromkeys(CORRECTION, _NO_CORRECTION),
+        "vllm_importance_sampling_correction": _NO_CORRECTION,
     }
 
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 5e-7)
@@ -62,12 +61,12 @@ class OnlineDPOArguments(OnlineArguments):
         help="Completions of each prompt (G): the best and the worst are a pair.",
     )
     max_completion_length: int = redeclared(OnlineArguments, "max_completion_length", 64)
-    beta: float | list[float] = in_algorithm(  # type: ignore[assignment]
+    beta: float | list[float] = argument(  # type: ignore[assignment]
         0.1,
         "Pull towards the reference (IPO's tau); a list has one for each epoch, and the last one stays.",
         Check(_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
     )
-    loss_type: str = in_algorithm("sigmoid", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType))
+    loss_type: str = argument("sigmoid", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType))
     missing_eos_penalty: float | None = redeclared(PPOArguments, "missing_eos_penalty")
     vllm_gpu_memory_utilization: float = redeclared(OnlineArguments, "vllm_gpu_memory_utilization", 0.55)
     vllm_importance_sampling_correction: bool = redeclared(

@@ -16,9 +16,9 @@ from lowpeak.config.declare import (
     ActsWhen,
     Check,
     above_zero,
+    argument,
     at_least,
     fill,
-    in_algorithm,
     in_model,
     in_rewards,
     in_training,
@@ -75,21 +75,21 @@ class PPOArguments(OnlineArguments):
     num_iterations: int = redeclared(
         OnlineArguments, "num_iterations", 4, help="Passes over each rollout (PPO's epochs)."
     )
-    kl_coef: float | None = in_algorithm(None, "TRL's name of beta.", means="beta")
-    num_ppo_epochs: int | None = in_algorithm(None, "TRL's name of num_iterations.", means="num_iterations")
-    cliprange: float | None = in_algorithm(None, "TRL's name of epsilon.", means="epsilon")
-    num_mini_batches: int | None = in_algorithm(
+    kl_coef: float | None = argument(None, "TRL's name of beta.", means="beta")
+    num_ppo_epochs: int | None = argument(None, "TRL's name of num_iterations.", means="num_iterations")
+    cliprange: float | None = argument(None, "TRL's name of epsilon.", means="epsilon")
+    num_mini_batches: int | None = argument(
         None,
         "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way.",
         Check(lambda x: x is None or (type(x) is int and x >= 1), "must be a whole number of at least 1"),
     )
-    kl_target: float | None = in_algorithm(
+    kl_target: float | None = argument(
         None,
         "Steer beta so that the KL comes to so many nats per completion (None: beta is fixed).",
         Check(lambda x: x is None or x > 0, "must be above 0: nats per completion"),
         HAS_KL,
     )
-    kl_horizon: int = in_algorithm(
+    kl_horizon: int = argument(
         10000,
         "Completions over which that steering acts.",
         at_least(1, "completion"),
@@ -100,16 +100,16 @@ class PPOArguments(OnlineArguments):
             ),
         ),
     )
-    early_stop_kl: float | None = in_algorithm(
+    early_stop_kl: float | None = argument(
         None,
         "Leave a rollout's other steps out once half the mean squared log-ratio is above this.",
         above_zero(),
         REUSES_ROLLOUTS,
     )
-    gamma: float = in_algorithm(1.0, "Discount of later rewards, per token.", within(0, 1))
-    lam: float = in_algorithm(0.95, "GAE's lambda.", within(0, 1))
-    whiten_rewards: bool = in_algorithm(False, "Scale the rewards of tokens to unit variance in the rollout.")
-    whiten_advantages: bool = in_algorithm(True, "Centre and scale the advantages of tokens over the rollout.")
+    gamma: float = argument(1.0, "Discount of later rewards, per token.", within(0, 1))
+    lam: float = argument(0.95, "GAE's lambda.", within(0, 1))
+    whiten_rewards: bool = argument(False, "Scale the rewards of tokens to unit variance in the rollout.")
+    whiten_advantages: bool = argument(True, "Centre and scale the advantages of tokens over the rollout.")
     missing_eos_penalty: float | None = in_rewards(
         None,
         "Taken off the reward of a completion that did not end by itself.",
@@ -141,9 +141,9 @@ class PPOArguments(OnlineArguments):
         FINITE,
         ActsWhen(lambda args, facts: args.vf_coef > 0 or args.weight_decay > 0, _STILL),
     )
-    value_warmup_steps: int = in_algorithm(0, "Steps in which the critic alone is trained, at the start.", NOT_NEGATIVE)
-    vf_coef: float = in_algorithm(0.1, "Weight of the value loss.", FINITE)
-    cliprange_value: float | None = in_algorithm(
+    value_warmup_steps: int = argument(0, "Steps in which the critic alone is trained, at the start.", NOT_NEGATIVE)
+    vf_coef: float = argument(0.1, "Weight of the value loss.", FINITE)
+    cliprange_value: float | None = argument(
         0.2,
         "How far a value may move from the rollout's before its loss is clipped (None: no clip).",
         above_zero(),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, in_algorithm, never, redeclared
+from lowpeak.config.declare import NOT_NEGATIVE, ActsWhen, argument, never, redeclared
 from lowpeak.config.rollout import RolloutArguments
 from lowpeak.config.sft import OfflineArguments
 from lowpeak.config.training import CommonArguments
@@ -34,6 +34,6 @@ class RewardArguments(OfflineArguments):
     share_prompt: bool | None = redeclared(
         RolloutArguments, "share_prompt", help="Forward what both rows of a pair begin with once (None: where it pays)."
     )
-    center_rewards_coefficient: float | None = in_algorithm(
+    center_rewards_coefficient: float | None = argument(
         None, "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.config.correction import Correction, resolve_correction
-from lowpeak.config.declare import Check, are_finite, fill, in_algorithm, redeclared, require
+from lowpeak.config.declare import Check, are_finite, argument, fill, redeclared, require
 from lowpeak.config.online import GROUPS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
 
 KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
@@ -19,8 +19,8 @@ class RLOOArguments(OnlineArguments):
     num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUPS)
     beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
     kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
-    normalize_advantages: bool = in_algorithm(False, "Centre and scale advantages over the rollout.")
-    reward_clip_range: tuple[float, float] | None = in_algorithm(
+    normalize_advantages: bool = argument(False, "Centre and scale advantages over the rollout.")
+    reward_clip_range: tuple[float, float] | None = argument(
         None,
         "Clip rewards to [low, high].",
         Check(lambda x: x is None or (are_finite(x) and len(x) == 2 and x[0] < x[1]), "must be (low, high)"),

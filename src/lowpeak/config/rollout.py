@@ -14,9 +14,9 @@ from lowpeak.config.declare import (
     ActsWhen,
     Check,
     above_zero,
+    argument,
     at_least,
     fill,
-    in_algorithm,
     in_data,
     in_generation,
     in_memory,
@@ -87,8 +87,8 @@ class RolloutArguments:
     steps_per_generation: int | None = in_generation(
         None, "Batches of per_device_train_batch_size that a rollout holds (None: one step's).", at_least(1)
     )
-    num_iterations: int = in_algorithm(1, "Passes over each rollout.", at_least(1))
-    dynamic_sampling_rounds: int = in_algorithm(
+    num_iterations: int = argument(1, "Passes over each rollout.", at_least(1))
+    dynamic_sampling_rounds: int = argument(
         0,
         "Ask again at most so often for groups whose rewards are all equal (DAPO).",
         Check(lambda x: x >= 0, "must be 0 (off) or more"),

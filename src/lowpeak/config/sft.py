@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from lowpeak.config.declare import (
     ActsWhen,
+    argument,
     at_least,
     if_on,
-    in_algorithm,
     in_data,
     in_model,
     never,
@@ -61,7 +61,7 @@ class SFTArguments(OfflineArguments):
     dataset_text_field: str = in_data("text", "Column of plain text rows.")
     completion_only_loss: bool | None = in_data(None, "Loss on the completion alone (None: where there is a prompt).")
     assistant_only_loss: bool = in_data(False, "Loss on the assistant's messages alone.")
-    loss_type: str = in_algorithm(
+    loss_type: str = argument(
         "nll", "nll (negative log-likelihood), or dft (weighed by the token's probability).", one_of(SupervisedLossType)
     )
     packing: bool = in_data(

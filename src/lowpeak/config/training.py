@@ -15,9 +15,9 @@ from lowpeak.config.declare import (
     Check,
     Facts,
     above_zero,
+    argument,
     at_least,
     fill,
-    in_algorithm,
     in_data,
     in_evaluation,
     in_logging,
@@ -169,7 +169,7 @@ class CommonArguments:
     padding_free: bool | None = in_memory(
         None, "Rows one after another without padding (None: where the model's attention can)."
     )
-    router_aux_loss_coef: float | None = in_algorithm(
+    router_aux_loss_coef: float | None = argument(
         None, "Weight of a mixture of experts' load-balancing loss (None: the model config's; 0: off).", NOT_NEGATIVE
     )
     log_entropy: bool = in_logging(True, "Compute and log the policy's entropy.")

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Datasets as prompts, conversations and preference pairs, and the cursor over them."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Log-probs, entropies and their gradients from hidden states, chunk by chunk, without whole logits."""
 
 from lowpeak.exports import lazy_exports
 

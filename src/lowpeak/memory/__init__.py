@@ -1,4 +1,4 @@
-"""TODO."""
+"""Memory: measured by phase, rehearsed on fake tensors, and moved off the device."""
 
 from lowpeak.exports import lazy_exports
 

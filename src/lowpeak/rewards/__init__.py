@@ -1,4 +1,4 @@
-"""TODO."""
+"""Rewards: functions, models and judges, called with a timeout and checked."""
 
 from lowpeak.exports import lazy_exports
 

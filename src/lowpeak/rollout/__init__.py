@@ -1,4 +1,4 @@
-"""TODO."""
+"""Engines that generate completions, and how they sample."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Parallel strategies: one device, DDP, FSDP2, ZeRO and tensor parallelism."""
 
 from lowpeak.exports import lazy_exports
 

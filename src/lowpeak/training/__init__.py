@@ -1,4 +1,4 @@
-"""TODO."""
+"""Trainers, and the pipeline from prompts to optimizer steps that they share."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,10 +1,8 @@
 from lowpeak.training.arguments import GRPOConfig as GRPOConfig
-from lowpeak.training.arguments import OnlineConfig as OnlineConfig
 from lowpeak.training.arguments import OnlineDPOConfig as OnlineDPOConfig
 from lowpeak.training.arguments import RewardConfig as RewardConfig
 from lowpeak.training.arguments import RLOOConfig as RLOOConfig
 from lowpeak.training.arguments import SFTConfig as SFTConfig
-from lowpeak.training.arguments import refuses_unknown as refuses_unknown
 from lowpeak.training.arguments import use_one_device as use_one_device
 from lowpeak.training.checkpoints import REFERENCE_FOLDER as REFERENCE_FOLDER
 from lowpeak.training.checkpoints import load_apart as load_apart
@@ -22,7 +20,6 @@ from lowpeak.training.layouts import prepare_layout as prepare_layout
 from lowpeak.training.models import Reference as Reference
 from lowpeak.training.models import load_policy as load_policy
 from lowpeak.training.models import load_reference as load_reference
-from lowpeak.training.online_trainer import OnlineTrainer as OnlineTrainer
 from lowpeak.training.preflight import check_adapter as check_adapter
 from lowpeak.training.progress import explained as explained
 from lowpeak.training.readout import read_spent as read_spent

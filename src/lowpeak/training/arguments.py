@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 import torch
 from transformers import TrainingArguments
@@ -30,6 +30,7 @@ from lowpeak.config import (
     RewardArguments,
     RLOOArguments,
     SFTArguments,
+    argument,
     check_finite,
     check_names,
     check_range,
@@ -37,6 +38,7 @@ from lowpeak.config import (
     hide_secrets,
     is_on,
     read_object,
+    redeclared,
     refuse_fsdp1,
     refuse_other_parallelism,
     require,
@@ -50,14 +52,18 @@ from lowpeak.rendezvous import limit_collectives_on_cpu, meet_anew
 
 logger = logging.getLogger(__name__)
 
+Config = TypeVar("Config", bound=TrainingArguments)
+
 _RENAMED = (
     ("gradient_checkpointing", "activation_checkpointing"),
     ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
 )
 
 
-def refuses_unknown(config: Any) -> Any:
-    """Decorate a class: a name that the config does not have is an ArgumentError with the remedy, not a TypeError."""
+@dataclass_transform(field_specifiers=(argument, redeclared))
+def config_dataclass(config: type[Config]) -> type[Config]:
+    """Make a class of arguments a dataclass; a name that it does not have is an ArgumentError with the remedy, no TypeError."""
+    config = dataclass(repr=False)(config)
     made = config.__init__
     known = {f.name for f in fields(config) if f.init}
     rejected = REJECTED | getattr(config, "rejected", {})  # names that other configs may have
@@ -204,20 +210,17 @@ class OnlineConfig(OnlineArguments, CommonConfig):
         self.said_as[ours] = name
 
 
-@refuses_unknown
-@dataclass(repr=False)
+@config_dataclass
 class GRPOConfig(GRPOArguments, OnlineConfig):
     """Arguments of GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO)."""
 
 
-@refuses_unknown
-@dataclass(repr=False)
+@config_dataclass
 class RLOOConfig(RLOOArguments, OnlineConfig):
     """Arguments of RLOO (Ahmadian et al. 2024, arXiv 2402.14740)."""
 
 
-@refuses_unknown
-@dataclass(repr=False)
+@config_dataclass
 class PPOConfig(PPOArguments, OnlineConfig):
     """Arguments of PPO (arXiv 1707.06347) with a KL in the reward (arXiv 1909.08593)."""
 
@@ -235,20 +238,17 @@ class PPOConfig(PPOArguments, OnlineConfig):
         )
 
 
-@refuses_unknown
-@dataclass(repr=False)
+@config_dataclass
 class OnlineDPOConfig(OnlineDPOArguments, OnlineConfig):
     """Arguments of Online DPO (Guo et al. 2024, arXiv 2402.04792)."""
 
 
-@refuses_unknown
-@dataclass(repr=False)
+@config_dataclass
 class SFTConfig(SFTArguments, CommonConfig):
     """Arguments of supervised training."""
 
 
-@refuses_unknown
-@dataclass(repr=False)
+@config_dataclass
 class RewardConfig(RewardArguments, CommonConfig):
     """Arguments of reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155)."""
 

@@ -9,7 +9,6 @@ from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.config import (
-    CORRECTION,
     Facts,
     acting,
     acting_common,
@@ -99,8 +98,9 @@ def resolved(folder, config=GRPOConfig, **said):
         (PPOConfig, {}, {"kl_horizon": 5}, "kl_target"),
         (OnlineDPOConfig, {}, {"epsilon": 0.1}, "ratio"),
         (OnlineDPOConfig, {}, {"kl_estimator": "k1"}, "KL"),
-        *((OnlineDPOConfig, VLLM, {name: value}, "pair")
-          for name, value in zip(CORRECTION, (True, "token_mask", 2.0, 0.5), strict=True)),
+        (OnlineDPOConfig, VLLM, {"vllm_importance_sampling_correction": True}, "pair"),
+        *((OnlineDPOConfig, VLLM, {f"vllm_importance_sampling_{name}": value}, "pair")
+          for name, value in (("mode", "token_mask"), ("clip_max", 2.0), ("clip_min", 0.5))),
         (SFTConfig, {}, {"packing_strategy": "wrapped"}, "packing"),
         (SFTConfig, {}, {"eval_packing": True}, "evaluation"),
         (SFTConfig, {}, {"per_device_eval_batch_size": 4}, "micro_batch_tokens"),

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The native engine: batched decoding in PyTorch, with the weights that are trained."""
 
 from lowpeak.exports import lazy_exports
 

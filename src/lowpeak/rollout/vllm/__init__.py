@@ -1,4 +1,4 @@
-"""TODO."""
+"""vLLM as an engine: in this process, or behind HTTP."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Weight sync from the policy to vLLM: sent in buckets, checked by their sums, then committed."""
 
 from lowpeak.exports import lazy_exports
 
