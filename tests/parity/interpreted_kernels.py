@@ -7,7 +7,9 @@ import os
 
 import torch
 
-from lowpeak.logprobs import ChunkSettings, HeadScale, RowDerivatives, naive_logprobs, rows, triton_kernels
+from lowpeak.logprobs import rows, triton_kernels
+from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.logprobs.rows import RowDerivatives
 
 SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 

@@ -1,4 +1,3 @@
-from lowpeak.logprobs.agreement import passes_differ as passes_differ
 from lowpeak.logprobs.agreement import triton_differs as triton_differs
 from lowpeak.logprobs.chunked import chunked_logprobs as chunked_logprobs
 from lowpeak.logprobs.chunked import one_visit as one_visit
@@ -16,7 +15,6 @@ from lowpeak.logprobs.head import install_head as install_head
 from lowpeak.logprobs.hidden import at_positions as at_positions
 from lowpeak.logprobs.hidden import fp32_product as fp32_product
 from lowpeak.logprobs.hidden import linear as linear
-from lowpeak.logprobs.rows import RowDerivatives as RowDerivatives
 from lowpeak.logprobs.score_head import classifier_of as classifier_of
 from lowpeak.logprobs.score_head import install_score_head as install_score_head
 from lowpeak.logprobs.score_head import verify_score_head as verify_score_head

@@ -14,6 +14,7 @@ from lowpeak.training.engines import adapters_idle as adapters_idle
 from lowpeak.training.engines import check_function as check_function
 from lowpeak.training.engines import served as served
 from lowpeak.training.engines import within_rotations as within_rotations
+from lowpeak.training.grpo import GRPOTrainer as GRPOTrainer
 from lowpeak.training.layouts import choose_layout as choose_layout
 from lowpeak.training.layouts import now_on as now_on
 from lowpeak.training.layouts import prepare_layout as prepare_layout

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowpeak.logprobs import passes_differ, rows
+from lowpeak.logprobs import rows
+from lowpeak.logprobs.agreement import passes_differ
 
 CPU = torch.device("cpu")
 
