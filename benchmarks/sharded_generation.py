@@ -70,7 +70,7 @@ def main(request: dict[str, Any]) -> None:
 
 def measured_generation(strategy: Any, model: nn.Module, budget: int | None, tokens: int) -> dict[str, float]:
     """Milliseconds a token, gathering included, and the most memory above what was there before."""
-    from lowpeak.config import Sampling
+    from lowpeak.arguments import Sampling
     from lowpeak.records import Prompt
     from lowpeak.rollout.native import NativeEngine
 
@@ -138,7 +138,7 @@ def watched(strategy: Any, work: Callable[[], Any]) -> tuple[float, float]:
 
 def layer_bytes(model: nn.Module, strategy: Any) -> tuple[int, int]:
     """Bytes of a layer and of everything else."""
-    from lowpeak.strategies import find_parts
+    from lowpeak.parallel import find_parts
 
     parts = find_parts(model, strategy._shard)
     layer = sum(place.shard.nbytes for place in parts.layers[0][1])

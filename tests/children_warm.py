@@ -23,7 +23,7 @@ from lowpeak import (  # noqa: F401
     RLOOTrainer,
     SFTTrainer,
 )
-from lowpeak.strategies import Fsdp2, Zero  # noqa: F401
+from lowpeak.parallel import Fsdp2, Zero  # noqa: F401
 from tiny import tiny_model
 
 with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TESTS = Path(__file__).parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS)]
 
-LONG = ("training", "selftest", "watch", "benchmarks")  # folders of unit tests that train models or start processes
+LONG = ("training", "selftest", "watchdog", "benchmarks")  # folders of unit tests that train models or start processes
 STARTERS = {"subprocess", "multiprocessing", "RemoteVllm"}  # names that a module of tests has
 
 

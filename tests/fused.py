@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights import Extension
+from lowpeak.vllm.weight_sync import Extension
 
 VOCAB, PADDED, WIDTH = 13, 16, 12
 SHAPES = {

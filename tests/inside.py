@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm import Facts
+from lowpeak.vllm import Facts
 from tiny import tiny_model
 
 PROMPTS = [[2, 3, 4, 5, 6], [7, 8, 9], [5] * 12]
 TOLERANCE = 1e-5  # fp32: two implementations of the same sums, 1e-6 or 2e-6 apart right after loading
-EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+EXTENSION = "lowpeak.vllm.weight_sync.worker.Extension"
 
 
 class InsideVllm:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.config import GRPOSettings, RLOOSettings
+from lowpeak.arguments import GRPOSettings, RLOOSettings
 
 
 @dataclass(frozen=True)

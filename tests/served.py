@@ -13,8 +13,8 @@ from urllib.request import Request as UrlRequest
 from urllib.request import urlopen
 
 from children import free_port
-from lowpeak.config import SERVER_TOKEN
-from lowpeak.rollout.vllm import ServerVllm
+from lowpeak.arguments import SERVER_TOKEN
+from lowpeak.vllm import ServerVllm
 from tiny import char_tokenizer, tiny_model
 
 SECRET = "only for tests"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-from lowpeak.config import GRPOSettings, PPOSettings
+from lowpeak.arguments import GRPOSettings, PPOSettings
 from lowpeak.ranks import Ranks
 
 GRPO = GRPOSettings(

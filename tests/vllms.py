@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
-from lowpeak.config import ColocateSettings, Sampling, VllmSettings
+from lowpeak.arguments import ColocateSettings, Sampling, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.rollout.vllm import Adapter, Answer, Callers, Facts, PolicyFacts, VllmEngine
-from lowpeak.rollout.vllm.weights import PushReport
+from lowpeak.vllm import Adapter, Answer, Callers, Facts, PolicyFacts, VllmEngine
+from lowpeak.vllm.weight_sync import PushReport
 
 FACTS = Facts(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,

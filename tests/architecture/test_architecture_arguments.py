@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from architecture.sources import files, module_of, tree_of
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.config import (
+from lowpeak.arguments import (
     IDLE_INHERITED,
     REJECTED,
     Facts,
@@ -32,7 +32,7 @@ from lowpeak.config import (
     tell_idle,
 )
 from lowpeak.errors import ArgumentError
-from lowpeak.training import base_arguments
+from lowpeak.trainers import base_arguments
 
 ONLINE = {
     GRPOConfig: resolve_grpo,
@@ -133,7 +133,7 @@ def read_beside_settings() -> set[str]:
     """Arguments that code beyond the declarations reads as they are: `args.name`, `trainer.acting_args.name`."""
     read = set()
     for path in files():
-        if module_of(path).startswith(("lowpeak.config", "lowpeak.cli")):
+        if module_of(path).startswith(("lowpeak.arguments", "lowpeak.cli")):
             continue
         for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and ast.unparse(node.value).split(".")[-1] in ("args", "acting_args"):

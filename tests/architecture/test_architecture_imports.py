@@ -10,8 +10,12 @@ import pytest
 
 from architecture.sources import Import, all_imports, imports_in, is_under_any, modules
 
-PROTOCOLS = ("lowpeak.strategies.strategy", "lowpeak.rollout.engine", "lowpeak.rewards.reward")
-LAYER_0 = ("lowpeak.errors", "lowpeak.config", "lowpeak.memory.phases", "lowpeak.exports", "lowpeak.records")
+PROTOCOLS = ("lowpeak.parallel.strategy", "lowpeak.rollout.engine", "lowpeak.rewards.reward")
+CONFIGS = "lowpeak.arguments.configs"  # the classes over TrainingArguments, which are loaded on first use
+LAYER_0 = ("lowpeak.errors", "lowpeak.arguments", "lowpeak.memory.phases", "lowpeak.exports", "lowpeak.records")
+
+
+PIPELINE = ("training", "trainers", "setup")
 
 
 @dataclass(frozen=True)
@@ -39,34 +43,42 @@ def _rooms(*names: str) -> tuple[str, ...]:
 
 
 RULES = {
-    "errors, config and phases need nothing": Rule(
-        LAYER_0[:4], ("torch", "transformers", "accelerate", "lowpeak"), but=LAYER_0
+    "errors, arguments and phases need nothing": Rule(
+        LAYER_0[:4], ("torch", "transformers", "accelerate", "lowpeak"), but=LAYER_0, not_who=(CONFIGS,)
     ),
-    "what wrappers are around needs nothing": Rule(
-        ("lowpeak.wrapped",), ("torch", "transformers", "accelerate", "lowpeak")
-    ),
+    "unwrapping needs nothing": Rule(("lowpeak.models.unwrap",), ("torch", "transformers", "accelerate", "lowpeak")),
     "records need only torch": Rule(("lowpeak.records",), ("transformers", "accelerate", "lowpeak")),
-    "the mathematics knows no processes and no models' whereabouts": Rule(
-        _rooms("algorithms", "attention", "batching", "critic", "logprobs"),
-        ("torch.distributed", "accelerate", *_rooms("ranks", "strategies", "rollout", "training")),
+    "pure functions know no processes and no engines": Rule(
+        _rooms("algorithms", "attention", "batching", "models.value_heads", "models.experts", "logprobs"),
+        ("torch.distributed", "accelerate", CONFIGS, *_rooms("ranks", "parallel", "rollout", "vllm", *PIPELINE)),
     ),
     "ranks and protocols stand on records, errors and settings": Rule(
         ("lowpeak.ranks", *PROTOCOLS), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", *PROTOCOLS)
     ),
-    "the watch stands on ranks alone": Rule(
-        _rooms("watch", "rendezvous"), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", "lowpeak.watch")
+    "the watchdog stands on ranks alone": Rule(
+        _rooms("watchdog", "setup.elastic_restart"), ("lowpeak",), but=(*LAYER_0, "lowpeak.ranks", "lowpeak.watchdog")
     ),
-    "strategies know no algorithm, engine or reward": Rule(
-        _rooms("strategies"), _rooms("algorithms", "logprobs", "rollout", "rewards", "training")
+    "models and strategies know no algorithm, engine or reward": Rule(
+        _rooms("parallel", "models"), _rooms("algorithms", "rollout", "vllm", "rewards", *PIPELINE)
     ),
     "rewards, data, memory's measurements and the journal know no trainer": Rule(
-        _rooms("rewards", "data", "memory.devices", "memory.tracker", "memory.offload", "memory.resting", "journal"),
-        _rooms("strategies", "rollout", "training", "algorithms"),
+        _rooms(
+            "rewards",
+            "data",
+            "memory.devices",
+            "memory.tracker",
+            "memory.activation_offload",
+            "memory.rollout_offload",
+            "journal",
+        ),
+        _rooms("parallel", "rollout", "vllm", "algorithms", *PIPELINE),
     ),
     "engines know no algorithm, trainer or named strategy": Rule(
-        _rooms("rollout"), _rooms("algorithms", "training", "strategies")
+        _rooms("rollout", "vllm"), _rooms("algorithms", "parallel", *PIPELINE)
     ),
-    "checkpoints know no engine and no algorithm": Rule(_rooms("checkpoint"), _rooms("rollout", "algorithms"), but=()),
+    "checkpoints know no engine and no algorithm": Rule(
+        _rooms("checkpoint"), _rooms("rollout", "vllm", "algorithms", *PIPELINE), but=()
+    ),
     "the step sees protocols only": Rule(
         _rooms("training.step"),
         (
@@ -75,12 +87,13 @@ RULES = {
             "vllm",
             "deepspeed",
             "torch.distributed",
-            *_rooms("strategies", "rollout", "rewards", "training.online_trainer", "checkpoint"),
+            *_rooms("parallel", "rollout", "vllm", "rewards", "trainers", "checkpoint"),
         ),
     ),
     "planning calls the step, not the trainer": Rule(
-        _rooms("memory.rehearsal", "memory.fit"), _rooms("training.online_trainer", "rollout.vllm")
+        _rooms("memory.rehearsal", "memory.auto_size"), _rooms("trainers", "vllm")
     ),
+    "the pipeline knows no trainer": Rule(_rooms("training", "setup"), _rooms("trainers")),
     "only the command line knows the command line": Rule(
         ("lowpeak",), ("lowpeak.cli",), not_who=("lowpeak.cli", "lowpeak.__main__")
     ),
@@ -95,7 +108,7 @@ RULES = {
             "datasets",
             "accelerate",
             "numpy",
-            *_rooms("training", "data", "rewards", "selftest"),
+            *_rooms("training", "trainers", "data", "rewards", "selftest"),
         ),
         not_who=("lowpeak.cli.parser",),  # which a command imports that trains
         only_at_start=True,
@@ -104,7 +117,7 @@ RULES = {
         ("lowpeak",),
         ("torch.distributed",),
         but=("torch.distributed.elastic",),  # torchrun's agent: it starts processes and has no group
-        not_who=("lowpeak.ranks", "lowpeak.rendezvous", "lowpeak.strategies"),
+        not_who=("lowpeak.ranks", "lowpeak.setup.elastic_restart", "lowpeak.parallel"),
     ),
     "optional packages are imported where they are used": Rule(
         ("lowpeak",), ("peft", "bitsandbytes", "vllm", "deepspeed"), only_at_start=True
@@ -128,13 +141,13 @@ def test_modules_do_not_import_each_other_in_a_circle():
 
 
 STEP = "the step sees protocols only"
-MATHEMATICS = "the mathematics knows no processes and no models' whereabouts"
+PURE = "pure functions know no processes and no engines"
 FORBIDDEN = [
-    ("lowpeak.config.new", "import torch", "errors, config and phases need nothing"),
-    ("lowpeak.algorithms.new", "from lowpeak.training import step", MATHEMATICS),
+    ("lowpeak.arguments.new", "import torch", "errors, arguments and phases need nothing"),
+    ("lowpeak.algorithms.new", "from lowpeak.training import step", PURE),
     ("lowpeak.training.step", "def f():\n    from transformers import Trainer", STEP),
     ("lowpeak.training.step", "import lowpeak.rollout.native.engine", STEP),
-    ("lowpeak.rollout.vllm.new", "import vllm", "optional packages are imported where they are used"),
+    ("lowpeak.vllm.new", "import vllm", "optional packages are imported where they are used"),
     ("lowpeak.journal", "import torch.distributed", "process groups are named by ranks and strategies alone"),
 ]
 

@@ -21,10 +21,10 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
-from lowpeak.config import MemorySettings
+from lowpeak.arguments import MemorySettings
 from lowpeak.journal import read_steps
+from lowpeak.parallel import Shares
 from lowpeak.ranks import Ranks
-from lowpeak.strategies import Shares
 from lowpeak.training import Sizes, prepare_layout
 from tiny import tiny_model
 

@@ -16,8 +16,8 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from torch import nn
 
-from lowpeak.critic import critic_of
 from lowpeak.logprobs import causal_lm
+from lowpeak.models import critic_of
 from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
 

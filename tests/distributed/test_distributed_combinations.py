@@ -21,7 +21,7 @@ from all_pairs import Case, all_pairs, every, pairs_in, pairs_of
 from children import succeed_on_ranks
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
-from lowpeak.rollout.vllm import Answer, Callers, Request
+from lowpeak.vllm import Answer, Callers, Request
 from vllms import END, engine_over, scripted
 
 SETTINGS = {

@@ -17,7 +17,7 @@ from setups import build, error_of, named_models, note, prepare, rank, seen, wei
 
 from children import succeed_on_ranks
 from lowpeak.ranks import Ranks
-from lowpeak.rollout.vllm import Callers, ServerVllm, VllmEngine, rows_of
+from lowpeak.vllm import Callers, ServerVllm, VllmEngine, rows_of
 from vllms import SAMPLING, engine_over, prompts, said, scripted
 
 

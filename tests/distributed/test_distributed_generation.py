@@ -11,10 +11,10 @@ from setups import Failing, build, error_of, forget, note, prepare, rank, seen
 from transformers import TrainerCallback
 
 from children import succeed_on_ranks
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
+from lowpeak.parallel import Gatherer, find_parts
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine
-from lowpeak.strategies import Gatherer, find_parts
 from tiny import char_tokenizer, footprint, tiny_model
 
 STRATEGIES = ("ddp", "fsdp2", "zero3")

@@ -17,9 +17,9 @@ from setups import joined, named_models, note, rank, seen
 from transformers import AutoModelForCausalLM
 
 from children import succeed_on_ranks
-from lowpeak.pretrained import from_pretrained
+from lowpeak.models import from_pretrained
+from lowpeak.parallel import Replicated
 from lowpeak.rewards import make_rewards
-from lowpeak.strategies import Replicated
 from tiny import tiny_model
 
 

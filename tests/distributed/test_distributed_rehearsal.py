@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from children import succeed_on_ranks
 from lowpeak.memory import rehearse
-from lowpeak.strategies import Fsdp2
+from lowpeak.parallel import Fsdp2
 from lowpeak.training import run_step, score
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 

@@ -10,8 +10,9 @@ import torch
 from setups import assert_same_bits, build, forget, named_models, prepare, rank, spread
 
 from children import succeed_on_ranks
-from lowpeak.strategies import Frozen
-from lowpeak.training import Reference, make_rest, resting
+from lowpeak.models import Reference
+from lowpeak.parallel import Frozen
+from lowpeak.training import make_rest, resting
 from movers import CopyingMover
 
 STRATEGIES = ("fsdp2", "zero2", "zero3")

@@ -10,15 +10,19 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ALGORITHMS, BATCHING, ROLLOUT = "tests/unit/algorithms", "tests/unit/batching", "tests/unit/rollout"
+ALGORITHMS, BATCHING, ROLLOUT = (
+    "tests/unit/algorithms",
+    "tests/unit/batching",
+    "tests/unit/rollout tests/unit/vllm_engine",
+)
 CORE = "tests/unit/logprobs tests/parity"
 REWARDS, DATA, TRAINING = "tests/unit/rewards", "tests/unit/data", "tests/unit/training"
 CHECKPOINTS = (
     "tests/unit/checkpoint tests/faults/test_faults_damage.py tests/distributed/test_distributed_checkpoints.py"
 )
-SHARDS = "tests/unit/strategies tests/distributed/test_distributed_generation.py tests/distributed/test_distributed_checkpoints.py"
+SHARDS = "tests/unit/parallel tests/distributed/test_distributed_generation.py tests/distributed/test_distributed_checkpoints.py"
 ARGUMENTS = (
-    "tests/unit/config tests/unit/training/test_training_arguments.py tests/unit/training/test_training_bad_input.py"
+    "tests/unit/arguments tests/unit/training/test_training_arguments.py tests/unit/training/test_training_bad_input.py"
 )
 
 # What is wrong, the text that is replaced wherever it stands, by what, and the tests in the order of their speed.

@@ -13,7 +13,7 @@ import pytest
 from fault_runs import Case, build, checkpoints, ending, finish, steps
 
 from children import free_port, succeed
-from lowpeak.rollout.vllm import ServerVllm
+from lowpeak.vllm import ServerVllm
 from vllms import ScriptedVllm, engine_over, said
 
 SERVER = {"use_vllm": True, "vllm_mode": "server", "vllm_server_timeout": 50.0}

@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import StorageMeter, rehearse
-from lowpeak.strategies import layouts_apart, make_mesh, pretended_ranks
+from lowpeak.parallel import layouts_apart, make_mesh, pretended_ranks
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
 GB = 10**9

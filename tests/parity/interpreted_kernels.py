@@ -7,9 +7,10 @@ import os
 
 import torch
 
-from lowpeak.logprobs import rows, triton_kernels
-from lowpeak.logprobs.definition import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.rows import RowDerivatives
+from lowpeak.logprobs import softmax_passes as rows
+from lowpeak.logprobs import triton_kernels
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
+from lowpeak.logprobs.softmax_passes import RowDerivatives
 
 SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 

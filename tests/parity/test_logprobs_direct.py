@@ -12,7 +12,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 
 from lowpeak.logprobs import ChunkSettings, HeadRequest, chunked_logprobs, install_head, one_visit, takes_direct
-from lowpeak.strategies import Replicated
+from lowpeak.parallel import Replicated
 from tiny import tiny_model
 
 NUM_IDS, PADDING = 37, 0

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PretrainedConfig
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.logprobs import install_head
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine, bytes_per_token

@@ -21,8 +21,8 @@ from step_cases import (
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo
+from lowpeak.arguments import Correction, RLOOSettings
 from lowpeak.batching import Budget
-from lowpeak.config import Correction, RLOOSettings
 from lowpeak.logprobs import install_head
 from lowpeak.training import Core, run_step
 from steps import LocalStrategy

@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
+from lowpeak.arguments import EntropyBonus, RLOOSettings
 from lowpeak.batching import Budget, Costs, num_counted, pack
-from lowpeak.config import EntropyBonus, RLOOSettings
 from lowpeak.training import Core, score
 from tiny import tiny_model
 

@@ -22,8 +22,8 @@ from lowpeak.algorithms import make_grpo, make_supervised
 from lowpeak.attention import why_not
 from lowpeak.batching import Budget
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.experts import LoadBalance, balance_loss, load_balance_of
 from lowpeak.logprobs import verify_load_balance
+from lowpeak.models import LoadBalance, balance_loss, load_balance_of
 from lowpeak.training import Core, measure_step, run_step
 from steps import LocalStrategy
 from tiny import tiny_model

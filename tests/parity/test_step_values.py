@@ -24,8 +24,8 @@ from closeness import assert_close_to_largest, assert_each_close_to_largest
 from lowpeak.algorithms import VALUES_GRADIENT, make_ppo
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget, num_counted
-from lowpeak.critic import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
 from lowpeak.logprobs import causal_lm
+from lowpeak.models import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
 from lowpeak.training import Core, run_step, score
 from steps import PPO, LocalStrategy
 from tiny import tiny_model

@@ -9,9 +9,9 @@ import pytest
 import fake_server
 from lowpeak.cli import tell
 from lowpeak.errors import CheckpointError, EngineError, show_controls
-from lowpeak.rollout.vllm import ServerVllm
 from lowpeak.training import print_completions
-from lowpeak.watch import told
+from lowpeak.vllm import ServerVllm
+from lowpeak.watchdog import told
 
 EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\r\x00\x7f\x08"
 SHOWN = r"a\x1b]0;title\x07b\x1b[2Jc\x9b1Ad\x0d\x00\x7f\x08"

@@ -9,11 +9,11 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from inside import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
-from lowpeak.config import ServerSettings, VllmSettings
+from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
+from lowpeak.parallel import adapter_name, adapter_parameters
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm.weights import adapter_config, held_version, prove, push_weights
-from lowpeak.strategies import adapter_name, adapter_parameters
+from lowpeak.vllm.weight_sync import adapter_config, held_version, prove, push_weights
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)
 

@@ -10,12 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine, end_token_ids
-from lowpeak.rollout.vllm import Callers, PolicyFacts, VllmEngine, warn_unsupported
+from lowpeak.vllm import Callers, PolicyFacts, VllmEngine, warn_unsupported
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)

@@ -7,9 +7,9 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from inside import TOLERANCE, engine, gap, perturb, slices
-from lowpeak.config import ServerSettings, VllmSettings
+from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights import prove, push_weights
+from lowpeak.vllm.weight_sync import prove, push_weights
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 16)
 COMMON = dict(

@@ -20,13 +20,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from lowpeak.config import Sampling, ServerSettings, VllmSettings
+from lowpeak.arguments import Sampling, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.parallel import adapter_name, adapter_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.rollout.vllm import Callers, PolicyFacts, Request, ServerVllm, VllmEngine, check_same, connect
-from lowpeak.rollout.vllm.weights import adapter_config, push_weights
-from lowpeak.strategies import adapter_name, adapter_parameters
+from lowpeak.vllm import Callers, PolicyFacts, Request, ServerVllm, VllmEngine, check_same, connect
+from lowpeak.vllm.weight_sync import adapter_config, push_weights
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
 from tiny import char_tokenizer
 from vllm_runs import grpo_arguments, grpo_trainer, steps_of

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from inside import TOLERANCE, engine, gap, policy_of, slices
-from lowpeak.config import ServerSettings, VllmSettings
+from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import held_version, prove, push_weights
 
 
 def _settings(transport="auto", bucket_bytes=1 << 16):

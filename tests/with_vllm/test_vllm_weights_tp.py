@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from inside import TOLERANCE, engine, gap, policy_of, slices
-from lowpeak.config import ServerSettings, VllmSettings
+from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import held_version, prove, push_weights
 
 
 @pytest.fixture(scope="module")

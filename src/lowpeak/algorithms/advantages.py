@@ -18,9 +18,9 @@ from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages
 from lowpeak.algorithms.entropy import top_entropy_masks
+from lowpeak.algorithms.group_filter import all_equal, loss_mask, rows_by_group
 from lowpeak.algorithms.kl import kl_estimate
-from lowpeak.algorithms.select import all_equal, loss_mask, rows_by_group
-from lowpeak.config import GRPOSettings, RLOOSettings
+from lowpeak.arguments import GRPOSettings, RLOOSettings
 from lowpeak.records import Metric, Record
 
 _EPSILON = 1e-4

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import ENTROPY_COEF
-from lowpeak.config import EntropyBonus
+from lowpeak.arguments import EntropyBonus
 
 _ROUNDING = 1e-5  # nats
 

@@ -15,13 +15,13 @@ from functools import partial
 
 from lowpeak.algorithms.advantages import grpo_advantages
 from lowpeak.algorithms.algorithm import Algorithm, Need
-from lowpeak.algorithms.correction import corrected_advantages
 from lowpeak.algorithms.entropy import entropy_schedule, next_entropy_state, start_entropy_state
+from lowpeak.algorithms.group_filter import select_all, select_unequal
 from lowpeak.algorithms.losses import grpo_loss
-from lowpeak.algorithms.measure import measure_grpo
+from lowpeak.algorithms.metrics import measure_grpo
 from lowpeak.algorithms.reduction import grpo_reduction
-from lowpeak.algorithms.select import select_all, select_unequal
-from lowpeak.config import GRPOSettings
+from lowpeak.algorithms.rollout_correction import corrected_advantages
+from lowpeak.arguments import GRPOSettings
 
 
 def make_grpo(settings: GRPOSettings) -> Algorithm:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms.rows import over_tokens, row_means, row_sums
-from lowpeak.config import ImportanceLevel
+from lowpeak.algorithms.segment_ops import over_tokens, row_means, row_sums
+from lowpeak.arguments import ImportanceLevel
 from lowpeak.records import TokenBatch
 
 # exp() of more overflows float32, and the zero gradient of a clipped term times infinity is NaN. Sums over thousands of

@@ -17,11 +17,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowpeak.algorithms.correction import step_weights
 from lowpeak.algorithms.importance import importance_ratio, product_ratio
 from lowpeak.algorithms.kl import kl_estimate
-from lowpeak.algorithms.rows import row_means, row_values
-from lowpeak.config import GRPOSettings, RLOOSettings
+from lowpeak.algorithms.rollout_correction import step_weights
+from lowpeak.algorithms.segment_ops import row_means, row_values
+from lowpeak.arguments import GRPOSettings, RLOOSettings
 from lowpeak.records import TokenBatch
 
 

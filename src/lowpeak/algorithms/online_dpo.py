@@ -24,11 +24,11 @@ from torch.nn.functional import logsigmoid
 
 from lowpeak.algorithms.advantages import reward_metrics
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, Selection
-from lowpeak.algorithms.measure import mean_of, measure_pass
+from lowpeak.algorithms.group_filter import all_equal, loss_mask, rows_by_group
+from lowpeak.algorithms.metrics import mean_of, measure_pass
 from lowpeak.algorithms.reduction import pair_mean
-from lowpeak.algorithms.rows import over_tokens, pair_sums, row_sums, row_values
-from lowpeak.algorithms.select import all_equal, loss_mask, rows_by_group
-from lowpeak.config import OnlineDPOSettings
+from lowpeak.algorithms.segment_ops import over_tokens, pair_sums, row_sums, row_values
+from lowpeak.arguments import OnlineDPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
 

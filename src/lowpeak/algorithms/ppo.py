@@ -24,14 +24,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lowpeak.algorithms.advantages import reward_metrics
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Advantages, Algorithm, Need, ValueTerm
-from lowpeak.algorithms.correction import corrected_advantages
+from lowpeak.algorithms.group_filter import loss_mask, rows_by_group, select_all
 from lowpeak.algorithms.importance import importance_ratio
 from lowpeak.algorithms.kl import kl_estimate
 from lowpeak.algorithms.losses import clipped_surrogate
-from lowpeak.algorithms.measure import counted_tokens, mean_of, measure_pass
+from lowpeak.algorithms.metrics import counted_tokens, mean_of, measure_pass
 from lowpeak.algorithms.reduction import token_mean
-from lowpeak.algorithms.select import loss_mask, rows_by_group, select_all
-from lowpeak.config import PPOSettings
+from lowpeak.algorithms.rollout_correction import corrected_advantages
+from lowpeak.arguments import PPOSettings
 from lowpeak.records import Metric, Record, TokenBatch
 
 _KL_COEF = "kl_coef"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import partial
 
 from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.config import GRPOSettings
+from lowpeak.arguments import GRPOSettings
 
 Reduction = Callable[[int, StepCounts], float]
 

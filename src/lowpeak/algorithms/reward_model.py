@@ -19,10 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, ValueTerm
-from lowpeak.algorithms.measure import mean_of
+from lowpeak.algorithms.group_filter import select_all
+from lowpeak.algorithms.metrics import mean_of
 from lowpeak.algorithms.reduction import pair_mean
-from lowpeak.algorithms.rows import pair_sums, row_values
-from lowpeak.algorithms.select import select_all
+from lowpeak.algorithms.segment_ops import pair_sums, row_values
 from lowpeak.records import Metric, Record, TokenBatch
 
 

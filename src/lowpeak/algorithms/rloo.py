@@ -10,12 +10,12 @@ from functools import partial
 
 from lowpeak.algorithms.advantages import rloo_advantages
 from lowpeak.algorithms.algorithm import Algorithm, Need
-from lowpeak.algorithms.correction import corrected_advantages
+from lowpeak.algorithms.group_filter import select_all, select_unequal
 from lowpeak.algorithms.losses import rloo_loss
-from lowpeak.algorithms.measure import measure_rloo
+from lowpeak.algorithms.metrics import measure_rloo
 from lowpeak.algorithms.reduction import sequence_mean
-from lowpeak.algorithms.select import select_all, select_unequal
-from lowpeak.config import RLOOSettings
+from lowpeak.algorithms.rollout_correction import corrected_advantages
+from lowpeak.arguments import RLOOSettings
 
 
 def make_rloo(settings: RLOOSettings) -> Algorithm:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm
+from lowpeak.algorithms.group_filter import select_all
 from lowpeak.algorithms.losses import dft_loss, supervised_loss
-from lowpeak.algorithms.measure import measure_supervised
+from lowpeak.algorithms.metrics import measure_supervised
 from lowpeak.algorithms.reduction import token_mean
-from lowpeak.algorithms.select import select_all
-from lowpeak.config import SupervisedLossType
+from lowpeak.arguments import SupervisedLossType
 from lowpeak.records import Record
 
 

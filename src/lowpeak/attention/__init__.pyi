@@ -1,4 +1,3 @@
-from lowpeak.attention.definition import forest_mask as forest_mask
 from lowpeak.attention.flex import block_mask as block_mask
 from lowpeak.attention.flex import flex_attention_row as flex_attention_row
 from lowpeak.attention.install import attend_forest as attend_forest
@@ -7,7 +6,8 @@ from lowpeak.attention.install import install_attention as install_attention
 from lowpeak.attention.install import padded_rows as padded_rows
 from lowpeak.attention.install import uninstall_attention as uninstall_attention
 from lowpeak.attention.layout import ForestLayout as ForestLayout
+from lowpeak.attention.reference import forest_mask as forest_mask
+from lowpeak.attention.self_check import forests_agree as forests_agree
+from lowpeak.attention.self_check import kernel_differs as kernel_differs
 from lowpeak.attention.support import NAME as NAME
 from lowpeak.attention.support import why_not as why_not
-from lowpeak.attention.verify import forests_agree as forests_agree
-from lowpeak.attention.verify import kernel_differs as kernel_differs

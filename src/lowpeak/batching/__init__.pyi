@@ -1,7 +1,7 @@
 from lowpeak.batching.balance import assign as assign
 from lowpeak.batching.balance import cut_groups as cut_groups
-from lowpeak.batching.counted import CountedTokens as CountedTokens
-from lowpeak.batching.counted import num_counted as num_counted
+from lowpeak.batching.loss_tokens import CountedTokens as CountedTokens
+from lowpeak.batching.loss_tokens import num_counted as num_counted
 from lowpeak.batching.packing import Budget as Budget
 from lowpeak.batching.packing import arrange as arrange
 from lowpeak.batching.packing import cut as cut

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.batching.counted import CountedTokens
+from lowpeak.batching.loss_tokens import CountedTokens
 from lowpeak.records import Forest, Record, Tree
 
 

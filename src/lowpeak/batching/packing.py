@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from lowpeak.batching.balance import assign
-from lowpeak.batching.counted import CountedTokens
 from lowpeak.batching.forest import Laid, plant
+from lowpeak.batching.loss_tokens import CountedTokens
 from lowpeak.batching.prefix import Costs, Layout, Part, assign_rows, fill, grouped, shared_parts
 from lowpeak.records import Forest, MicroBatch, Record, TokenBatch, Tree, Unit
 

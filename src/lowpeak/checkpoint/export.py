@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from lowpeak.critic import is_critics
 from lowpeak.errors import CheckpointError
+from lowpeak.models import is_critics
+from lowpeak.parallel import parts_tied, plain_name
 from lowpeak.records import Layout, WeightSlice
-from lowpeak.strategies import parts_tied, plain_name
 
 SLICE_BYTES = 8 << 20
 FILE_BYTES = 50 * 10**9  # transformers' own

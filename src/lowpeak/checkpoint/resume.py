@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from lowpeak.checkpoint.atomic import last_checkpoint
-from lowpeak.checkpoint.state import STATE_FILE
+from lowpeak.checkpoint.run_state import STATE_FILE
 from lowpeak.errors import CheckpointError
 
 logger = logging.getLogger(__name__)

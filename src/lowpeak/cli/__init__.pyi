@@ -6,11 +6,6 @@ from lowpeak.cli.accelerate_config import text_of as text_of
 from lowpeak.cli.arguments import DataArguments as DataArguments
 from lowpeak.cli.arguments import LaunchArguments as LaunchArguments
 from lowpeak.cli.arguments import ModelArguments as ModelArguments
-from lowpeak.cli.beside import BESIDE as BESIDE
-from lowpeak.cli.beside import FOR_SERVERS as FOR_SERVERS
-from lowpeak.cli.beside import URLS as URLS
-from lowpeak.cli.beside import handed_over as handed_over
-from lowpeak.cli.beside import plan as plan
 from lowpeak.cli.columns import in_chat_form as in_chat_form
 from lowpeak.cli.columns import shape as shape
 from lowpeak.cli.commands import COMMANDS as COMMANDS
@@ -32,3 +27,8 @@ from lowpeak.cli.train import configured as configured
 from lowpeak.cli.train import dump as dump
 from lowpeak.cli.train import read_words as read_words
 from lowpeak.cli.train import run as run
+from lowpeak.cli.vllm_devices import BESIDE as BESIDE
+from lowpeak.cli.vllm_devices import FOR_SERVERS as FOR_SERVERS
+from lowpeak.cli.vllm_devices import URLS as URLS
+from lowpeak.cli.vllm_devices import handed_over as handed_over
+from lowpeak.cli.vllm_devices import plan as plan

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowpeak.config import refuse_axes, refuse_fsdp1, require_deepspeed
+from lowpeak.arguments import refuse_axes, refuse_fsdp1, require_deepspeed
 from lowpeak.errors import ArgumentError, first_line
 
 FOLDER = Path(__file__).parent / "presets"

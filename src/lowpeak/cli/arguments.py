@@ -6,8 +6,8 @@ import argparse
 from dataclasses import dataclass
 from typing import NoReturn
 
+from lowpeak.arguments import in_data, in_devices, in_logging, in_model, in_rewards
 from lowpeak.cli.accelerate_config import ORDER
-from lowpeak.config import in_data, in_devices, in_logging, in_model, in_rewards
 from lowpeak.errors import ArgumentError
 
 

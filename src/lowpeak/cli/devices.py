@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm import CPU
+from lowpeak.vllm.serving import CPU
 
 
 def read_devices(text: str, argument: str, num_devices: int | None = None) -> tuple[str, ...]:

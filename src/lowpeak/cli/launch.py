@@ -21,7 +21,7 @@ from typing import Any
 from lowpeak.cli.accelerate_config import FOLDER, find, read
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.errors import ArgumentError, first_line
-from lowpeak.watch import PARENT, end_training_with_parent
+from lowpeak.watchdog import PARENT, end_training_with_parent
 
 MARK = "LOWPEAK_LAUNCHED"  # in the environment of ranks that `launch_or_join` started
 _SETTINGS = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "CUDA_VISIBLE_DEVICES")

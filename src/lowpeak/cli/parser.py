@@ -15,8 +15,8 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
+from lowpeak.arguments import MAPPING, REJECTED, check_names, drop_trl_defaults, is_secret, load_yaml, read_object
 from lowpeak.cli.arguments import Parser
-from lowpeak.config import MAPPING, REJECTED, check_names, drop_trl_defaults, is_secret, load_yaml, read_object
 from lowpeak.errors import ArgumentError
 
 # Names of TRL's command line that lowpeak spells differently, with what to write instead.

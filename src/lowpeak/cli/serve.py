@@ -12,12 +12,13 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
+from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.cli.arguments import Parser
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.output import tell
-from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm import LOOPBACK, Server, ServerProcess, require_vllm, saved_token
+from lowpeak.vllm import require_vllm
+from lowpeak.vllm.serving import LOOPBACK, Server, ServerProcess, saved_token
 
 _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"

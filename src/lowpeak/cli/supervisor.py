@@ -14,8 +14,8 @@ from pathlib import Path
 from lowpeak.cli.output import tell
 from lowpeak.cli.serve import Signals
 from lowpeak.errors import EngineError
-from lowpeak.rollout.vllm import Server, ServerProcess, words
-from lowpeak.watch import PARENT
+from lowpeak.vllm.serving import Server, ServerProcess, words
+from lowpeak.watchdog import PARENT
 
 _RESTARTS = 3  # in a row, of a server that did not last
 _LASTING_SECONDS = 600.0

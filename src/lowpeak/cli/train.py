@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import lowpeak
+from lowpeak.arguments import hide_secrets
 from lowpeak.cli.arguments import (
     DataArguments,
     JudgeArguments,
@@ -20,10 +21,9 @@ from lowpeak.cli.arguments import (
     RunArguments,
     ServingArguments,
 )
-from lowpeak.cli.beside import handed_over, run_beside_servers
 from lowpeak.cli.columns import shape
 from lowpeak.cli.launch import is_first, launch_or_join
-from lowpeak.config import hide_secrets
+from lowpeak.cli.vllm_devices import handed_over, run_beside_servers
 from lowpeak.errors import ArgumentError, LowpeakError, first_line, require_package
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ def run(kind: str, argv: Sequence[str], library: Any = lowpeak) -> int:
         status = launch_or_join(told.launch, [kind, *argv], on_cpu=bool(told.given.get("use_cpu")))
     if status is not None:
         return status
-    from lowpeak.training import check_resume
+    from lowpeak.setup import check_resume
 
     job = configured(told, library)
     resume = checkpoint_to_resume(job.config.resume_from_checkpoint)

@@ -5,8 +5,8 @@ from lowpeak.data.cursor import cursor_over as cursor_over
 from lowpeak.data.cursor import eval_prompts as eval_prompts
 from lowpeak.data.cursor import permutation as permutation
 from lowpeak.data.digest import digest_row as digest_row
-from lowpeak.data.open import is_on_hub as is_on_hub
-from lowpeak.data.open import open_dataset as open_dataset
+from lowpeak.data.load_dataset import is_on_hub as is_on_hub
+from lowpeak.data.load_dataset import open_dataset as open_dataset
 from lowpeak.data.preference import PreferenceReader as PreferenceReader
 from lowpeak.data.preference import check_preference_columns as check_preference_columns
 from lowpeak.data.preference import flat as flat

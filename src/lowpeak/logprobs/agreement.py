@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowpeak.logprobs import rows as torch_rows
-from lowpeak.logprobs.definition import ChunkSettings, HeadScale
-from lowpeak.logprobs.rows import RowDerivatives
+from lowpeak.logprobs import softmax_passes as torch_rows
+from lowpeak.logprobs.reference import ChunkSettings, HeadScale
+from lowpeak.logprobs.softmax_passes import RowDerivatives
 
 logger = logging.getLogger(__name__)
 

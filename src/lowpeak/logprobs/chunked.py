@@ -20,12 +20,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from lowpeak.logprobs import rows as torch_rows
+from lowpeak.logprobs import softmax_passes as torch_rows
 from lowpeak.logprobs.agreement import cuda_passes
-from lowpeak.logprobs.definition import ChunkSettings
-from lowpeak.logprobs.direct import takes_direct
-from lowpeak.logprobs.products import HeadGradients, has_wide_product, project, wide_dtype
-from lowpeak.logprobs.rows import RowDerivatives
+from lowpeak.logprobs.inplace_grad import takes_direct
+from lowpeak.logprobs.matmul import HeadGradients, has_wide_product, project, wide_dtype
+from lowpeak.logprobs.reference import ChunkSettings
+from lowpeak.logprobs.softmax_passes import RowDerivatives
 
 # (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop)
 TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs.definition import HeadScale
-from lowpeak.logprobs.head import (
+from lowpeak.logprobs.hidden import at_positions, fp32_product
+from lowpeak.logprobs.lm_head import (
     HeadRequest,
     backbone_inputs,
     backbone_of,
@@ -24,8 +24,8 @@ from lowpeak.logprobs.head import (
     is_linear,
     replace_forward,
 )
-from lowpeak.logprobs.hidden import at_positions, fp32_product
-from lowpeak.logprobs.verify import check_finite_weights, evaluated
+from lowpeak.logprobs.reference import HeadScale
+from lowpeak.logprobs.self_check import check_finite_weights, evaluated
 
 
 def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:

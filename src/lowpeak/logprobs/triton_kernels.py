@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lowpeak.logprobs.definition import ChunkSettings
-from lowpeak.logprobs.rows import RowDerivatives, RowStatistics
+from lowpeak.logprobs.reference import ChunkSettings
+from lowpeak.logprobs.softmax_passes import RowDerivatives, RowStatistics
 
 _BLOCK = 4096  # ids at a time
 _NUM_WARPS = 8

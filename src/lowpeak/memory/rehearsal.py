@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.memory.storages import StorageMeter
+from lowpeak.memory.storage_meter import StorageMeter
+from lowpeak.parallel import Pretended, Strategy, layouts_apart, make_mesh, prepare, pretended_ranks
 from lowpeak.records import MicroBatch
-from lowpeak.strategies import Pretended, Strategy, layouts_apart, make_mesh, prepare, pretended_ranks
 from lowpeak.training import Core, run_step, score
 
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default

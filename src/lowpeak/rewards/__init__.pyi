@@ -2,10 +2,6 @@ from lowpeak.rewards.answers import exact_match as exact_match
 from lowpeak.rewards.answers import final_answer as final_answer
 from lowpeak.rewards.answers import final_number as final_number
 from lowpeak.rewards.answers import numeric_match as numeric_match
-from lowpeak.rewards.combine import RewardPanel as RewardPanel
-from lowpeak.rewards.combine import RewardSettings as RewardSettings
-from lowpeak.rewards.combine import reward_metrics as reward_metrics
-from lowpeak.rewards.combine import warn_of_unscored as warn_of_unscored
 from lowpeak.rewards.format import LinearLength as LinearLength
 from lowpeak.rewards.format import SoftOverlong as SoftOverlong
 from lowpeak.rewards.format import format_reward as format_reward
@@ -28,7 +24,11 @@ from lowpeak.rewards.make import make_rewards as make_rewards
 from lowpeak.rewards.model import ModelReward as ModelReward
 from lowpeak.rewards.model import batches_by_length as batches_by_length
 from lowpeak.rewards.model import load_classifier as load_classifier
+from lowpeak.rewards.panel import RewardPanel as RewardPanel
+from lowpeak.rewards.panel import RewardSettings as RewardSettings
+from lowpeak.rewards.panel import reward_metrics as reward_metrics
+from lowpeak.rewards.panel import warn_of_unscored as warn_of_unscored
 from lowpeak.rewards.reward import Reward as Reward
-from lowpeak.rewards.waiting import BackgroundLoop as BackgroundLoop
-from lowpeak.rewards.waiting import Late as Late
-from lowpeak.rewards.waiting import call_within as call_within
+from lowpeak.rewards.timeouts import BackgroundLoop as BackgroundLoop
+from lowpeak.rewards.timeouts import Late as Late
+from lowpeak.rewards.timeouts import call_within as call_within

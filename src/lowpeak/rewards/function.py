@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
-from lowpeak.rewards.waiting import Late, call_within
+from lowpeak.rewards.timeouts import Late, call_within
 
 
 class FunctionReward:

@@ -16,12 +16,10 @@ from torch import Tensor, nn
 
 from lowpeak.damage import name_damaged_file
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
-from lowpeak.loading import reads_weights, without_weights
 from lowpeak.logprobs import evaluated
 from lowpeak.memory import is_exhaustion
-from lowpeak.pretrained import check_dtype, check_shapes
+from lowpeak.models import check_dtype, check_shapes, num_embeddings, reads_weights, without_weights
 from lowpeak.ranks import Ranks
-from lowpeak.wrapped import num_embeddings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 

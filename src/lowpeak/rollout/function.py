@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.data import REWARD_KEYWORDS, PromptReader
 from lowpeak.errors import ArgumentError, EngineError, fail_on_exit
+from lowpeak.models import num_embeddings
 from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
-from lowpeak.wrapped import num_embeddings
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
 _ROUNDED = 1e-2  # a log-prob that half precision rounds may be a little above 0

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
 
 _LOW_16 = 0xFFFF

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from lowpeak.config import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
-from lowpeak.rollout.vllm import CPU, Blueprint, ColocatedVllm, Request, Server, ServerVllm, Vllm, free_ports, served
-from lowpeak.rollout.vllm.weights import held_version, prove, push_weights
-from lowpeak.rollout.vllm.weights.transports import reaching
 from lowpeak.selftest.models import make_model, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require, row
+from lowpeak.vllm import Blueprint, ColocatedVllm, Request, ServerVllm, Vllm
+from lowpeak.vllm.serving import CPU, Server, free_ports, served
+from lowpeak.vllm.weight_sync import held_version, prove, push_weights
+from lowpeak.vllm.weight_sync.transports import reaching
 
 _CACHE = 64 << 20
 _CONTEXT = 128

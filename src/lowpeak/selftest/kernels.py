@@ -17,11 +17,12 @@ from lowpeak.attention import install_attention, kernel_differs
 from lowpeak.batching import Budget, pack
 from lowpeak.logprobs import ChunkSettings, HeadScale, install_head, naive_logprobs, one_visit, triton_differs
 from lowpeak.memory import rehearse
+from lowpeak.models import load_policy
+from lowpeak.parallel import Pretended, Strategy
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.models import make_model, mib
 from lowpeak.selftest.table import Bench, require, row
-from lowpeak.strategies import Pretended, Strategy
-from lowpeak.training import Core, load_policy, run_step
+from lowpeak.training import Core, run_step
 
 _PLAIN = ChunkSettings(256)
 _FULL = ChunkSettings(256, 0.7, HeadScale(0.8, 25.0), entropy=True, entropy_grad=True)

@@ -16,9 +16,10 @@ from datasets import Dataset
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lowpeak.arguments import GRPOConfig
 from lowpeak.selftest.models import even_share, make_model, make_prompts, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require, row
-from lowpeak.training import GRPOConfig, GRPOTrainer
+from lowpeak.trainers import GRPOTrainer
 
 _ROLLOUTS = {"num_generations": 8, "max_completion_length": 7, "kv_cache_bytes": 1 << 26}
 _RANKS_APART = 0.02  # of the way that a run moves its weights: ranks add gradients in another order

@@ -26,7 +26,7 @@ from typing import TypeVar
 import torch
 
 from lowpeak.errors import ArgumentError
-from lowpeak.rollout.vllm import require_vllm
+from lowpeak.vllm import require_vllm
 
 Size = TypeVar("Size")
 Say = Callable[[str], None]

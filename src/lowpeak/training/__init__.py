@@ -1,4 +1,4 @@
-"""Trainers, and the pipeline from prompts to optimizer steps that they share."""
+"""The pipeline of a run: collect a rollout, score it, train its steps, save."""
 
 from lowpeak.exports import lazy_exports
 

@@ -25,8 +25,8 @@ from lowpeak.checkpoint import SLICE_BYTES, RunState, prune, save_run_state, sta
 from lowpeak.damage import name_damaged_file
 from lowpeak.errors import CheckpointError, LowpeakError, first_line
 from lowpeak.memory import is_exhaustion
-from lowpeak.ranks import Ranks, is_lost_connection
-from lowpeak.strategies import (
+from lowpeak.models import is_peft
+from lowpeak.parallel import (
     WEIGHT,
     Strategy,
     TrainingState,
@@ -38,7 +38,7 @@ from lowpeak.strategies import (
     read_saved,
     save_shards,
 )
-from lowpeak.training.models import is_peft
+from lowpeak.ranks import Ranks, is_lost_connection
 
 
 def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:

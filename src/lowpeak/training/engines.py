@@ -12,16 +12,21 @@ import torch
 from torch import nn
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.config import ALL, ColocateSettings, OnlineSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import ALL, ColocateSettings, OnlineSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs import causal_lm
 from lowpeak.memory import free_bytes
+from lowpeak.models import context_length, first_rotations, is_peft, num_embeddings
+from lowpeak.parallel import Strategy, parts_tied, unchanging
 from lowpeak.ranks import Ranks
 from lowpeak.rewards import Reward
 from lowpeak.rollout import FunctionEngine, RolloutEngine
 from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
-from lowpeak.rollout.vllm import (
+from lowpeak.trainers import Run
+from lowpeak.training.collector import Tally
+from lowpeak.training.evaluation import Success
+from lowpeak.vllm import (
     Blueprint,
     Callers,
     ColocatedVllm,
@@ -35,14 +40,8 @@ from lowpeak.rollout.vllm import (
     require_vllm,
     warn_unsupported,
 )
-from lowpeak.rollout.vllm import connect as connect_servers
-from lowpeak.rollout.vllm.weights import adapter_config
-from lowpeak.strategies import Strategy, parts_tied, unchanging
-from lowpeak.training.evaluation import Success
-from lowpeak.training.models import context_length, first_rotations, is_peft
-from lowpeak.training.rollouts import Tally
-from lowpeak.training.step_trainer import Run
-from lowpeak.wrapped import num_embeddings
+from lowpeak.vllm import connect as connect_servers
+from lowpeak.vllm.weight_sync import adapter_config
 
 
 @dataclass(frozen=True)

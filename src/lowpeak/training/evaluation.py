@@ -15,15 +15,15 @@ from typing import Any
 import torch
 
 from lowpeak.algorithms import Need, StepCounts, reward_metrics, rows_by_group
+from lowpeak.arguments import Sampling
 from lowpeak.batching import num_counted, pack
-from lowpeak.config import Sampling
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import Judged, warn_of_unscored
-from lowpeak.training.rollout_rows import describe, length_metrics
-from lowpeak.training.rollouts import RolloutMaker, whole, with_advantages
+from lowpeak.training.collector import RolloutMaker, whole, with_advantages
+from lowpeak.training.rollout_report import describe, length_metrics
 from lowpeak.training.step import loss_of_outputs
-from lowpeak.training.work import with_step_shares
+from lowpeak.training.step_batches import with_step_shares
 
 _EVAL_SEED = 0x5EED
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lowpeak.arguments import MemorySettings
 from lowpeak.attention import forests_agree, install_attention, uninstall_attention, why_not
 from lowpeak.batching import Layout
-from lowpeak.config import MemorySettings
 from lowpeak.errors import ArgumentError
+from lowpeak.parallel import is_sharded
 from lowpeak.ranks import Ranks
-from lowpeak.strategies import is_sharded
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowpeak.memory import LEAST_BYTES, HostMover, Rest
-from lowpeak.strategies import Frozen, Strategy
+from lowpeak.parallel import Frozen, Strategy
 
 
 def make_rest(

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from lowpeak.algorithms import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm, measure_top1
 from lowpeak.attention import forward_arguments, padded_rows
-from lowpeak.experts import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.logprobs import HeadRequest, evaluated
+from lowpeak.models import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
+from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
-from lowpeak.strategies import Strategy
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms import Algorithm, StepCounts
-from lowpeak.config import RLOOSettings
+from lowpeak.arguments import RLOOSettings
 from lowpeak.records import Completion, FinishReason, Record, TokenBatch
 from lowpeak.training import weighted_loss
 from plain_losses import Row

@@ -10,7 +10,7 @@ import torch
 from algorithm_cases import CISPO, GRPO, RLOO, assert_same, gradients, ragged_rows, token_batch, trained_loss
 
 from lowpeak.algorithms import StepCounts, correction_weight, make_grpo, make_rloo
-from lowpeak.config import Correction, EntropyBonus
+from lowpeak.arguments import Correction, EntropyBonus
 from lowpeak.records import Completion, Metric, Record, merge_metrics
 from plain_losses import plain_grpo, plain_rloo
 

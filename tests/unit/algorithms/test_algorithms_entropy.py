@@ -10,7 +10,7 @@ import torch
 from algorithm_cases import GRPO
 
 from lowpeak.algorithms import make_grpo, top_entropy_masks
-from lowpeak.config import EntropyBonus
+from lowpeak.arguments import EntropyBonus
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.2, 0.5, 0.7, 0.8, 1.0])

@@ -18,7 +18,7 @@ from lowpeak.algorithms import (
     make_supervised,
     product_ratio,
 )
-from lowpeak.config import EntropyBonus
+from lowpeak.arguments import EntropyBonus
 from lowpeak.records import TokenBatch
 from lowpeak.training import weighted_loss
 from plain_losses import plain_grpo, plain_rloo

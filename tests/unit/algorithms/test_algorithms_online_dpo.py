@@ -10,7 +10,7 @@ import torch
 from algorithm_cases import gradients, ragged_rows, record
 
 from lowpeak.algorithms import StepCounts, make_online_dpo, pair_loss
-from lowpeak.config import OnlineDPOSettings
+from lowpeak.arguments import OnlineDPOSettings
 from lowpeak.records import TokenBatch
 
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)

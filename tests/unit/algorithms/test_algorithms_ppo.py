@@ -11,7 +11,7 @@ from algorithm_cases import record
 
 import steps
 from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whitened
-from lowpeak.config import AdaptiveKL
+from lowpeak.arguments import AdaptiveKL
 from lowpeak.records import TokenBatch
 
 PPO = replace(steps.PPO, gamma=0.9, gae_lambda=0.8, clip_high=0.3, whiten_advantages=False)

@@ -19,7 +19,7 @@ from lowpeak.algorithms import (
     select_all,
     select_unequal,
 )
-from lowpeak.config import EntropyBonus
+from lowpeak.arguments import EntropyBonus
 
 NAN = math.nan
 

@@ -281,7 +281,7 @@ def test_a_file_size_limit_while_saving_is_a_clear_error_and_the_last_checkpoint
 
 HOLD = """
 import sys, pathlib
-from lowpeak.checkpoint.lock import only_run
+from lowpeak.checkpoint.run_lock import only_run
 with only_run(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

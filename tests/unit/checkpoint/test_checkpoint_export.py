@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lowpeak.checkpoint import TensorFiles, staged_files, write_settings, write_weights
+from lowpeak.parallel import layout, outgoing, ranges
 from lowpeak.ranks import Ranks
-from lowpeak.strategies import layout, outgoing, ranges
 from tiny import tiny_experts, tiny_model
 
 TENSORS = {

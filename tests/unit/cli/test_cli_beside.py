@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.cli import BESIDE, FOR_SERVERS, URLS, handed_over, main, plan
-from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 from processes import are_gone
 from tiny import char_tokenizer, tiny_model
@@ -198,7 +198,7 @@ http.server.ThreadingHTTPServer(('127.0.0.1', int(port)), Handler).serve_forever
 START = """
 import os, sys
 from pathlib import Path
-from lowpeak.cli.beside import plan
+from lowpeak.cli.vllm_devices import plan
 from lowpeak.cli.supervisor import supervise
 from lowpeak.errors import EngineError
 from dataclasses import replace

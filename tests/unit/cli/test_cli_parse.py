@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 from transformers.trainer_utils import IntervalStrategy
 
+from lowpeak.arguments import GRPOConfig
 from lowpeak.cli import GROUPS, ModelArguments, dump, names_of, parse
 from lowpeak.errors import ArgumentError
-from lowpeak.training import GRPOConfig
 
 KINDS = (ModelArguments, GRPOConfig)
 

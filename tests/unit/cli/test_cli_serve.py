@@ -13,16 +13,17 @@ from pathlib import Path
 import pytest
 
 import fake_server
+from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.cli import check_port, main, read_options
-from lowpeak.config import SERVER_TOKEN
 from lowpeak.errors import ArgumentError, EngineError
-from lowpeak.rollout.vllm import Server, ServerProcess, ServerVllm, environment, find_token, saved_token, words
-from lowpeak.watch import PARENT
+from lowpeak.vllm import ServerVllm
+from lowpeak.vllm.serving import Server, ServerProcess, environment, find_token, saved_token, words
+from lowpeak.watchdog import PARENT
 from processes import are_gone
 
-GUARD = "lowpeak.rollout.vllm.token.TokenMiddleware"
-ADAPTERS = "lowpeak.rollout.vllm.token.AdapterMiddleware"
-EXTENSION = "lowpeak.rollout.vllm.weights.extension.Extension"
+GUARD = "lowpeak.vllm.serving.auth.TokenMiddleware"
+ADAPTERS = "lowpeak.vllm.serving.auth.AdapterMiddleware"
+EXTENSION = "lowpeak.vllm.weight_sync.worker.Extension"
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def value_of(command, name):
 
 def test_vllm_gets_what_weight_updates_need():
     command = said()
-    assert command[:3] == [sys.executable, "-m", "lowpeak.rollout.vllm.launched"]
+    assert command[:3] == [sys.executable, "-m", "lowpeak.vllm.serving.entrypoint"]
     wanted = {
         "model": "m", "host": "127.0.0.1", "port": "8000", "tensor-parallel-size": "1", "worker-extension-cls": EXTENSION,
         "logprobs-mode": "raw_logprobs", "generation-config": "vllm",
@@ -214,8 +215,8 @@ time.sleep(float(sys.argv[1]))
 SERVE = """
 import os, sys
 from lowpeak.cli.serve import wait_for
-from lowpeak.rollout.vllm.command import Server
-from lowpeak.rollout.vllm.process import ServerProcess
+from lowpeak.vllm.serving.command import Server
+from lowpeak.vllm.serving.process import ServerProcess
 command = [sys.executable, 'server.py', sys.argv[1]]
 sys.exit(wait_for(ServerProcess(Server('m', port=1), os.environ, command=lambda server: command)))
 """

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from lowpeak.arguments import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.cli import checkpoint_to_resume, configured, dump, read_words, run
 from lowpeak.errors import ArgumentError, DataError
-from lowpeak.training import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
 
 
 class RecordingTrainer:

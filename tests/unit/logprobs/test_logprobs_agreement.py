@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowpeak.logprobs import rows
+from lowpeak.logprobs import softmax_passes as rows
 from lowpeak.logprobs.agreement import passes_differ
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout import MAX_DRAWS, Draws, choose, draw, keep_likely, penalize, philox, shifted_sum, uniforms
 

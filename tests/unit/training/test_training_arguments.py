@@ -1,4 +1,4 @@
-"""Arguments become settings, or raise; `tests/unit/config/test_config_idle.py` has those without effect."""
+"""Arguments become settings, or raise; `tests/unit/arguments/test_arguments_idle.py` has those without effect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
-from lowpeak.config import acting, acting_common, check_values, resolve_grpo, resolve_online, resolve_rloo
+from lowpeak.arguments import acting, acting_common, check_values, resolve_grpo, resolve_online, resolve_rloo
 from lowpeak.errors import ArgumentError
 
 

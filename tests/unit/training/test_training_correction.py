@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowpeak.algorithms import make_grpo, make_rloo
-from lowpeak.config import Correction, resolve_grpo, resolve_rloo
+from lowpeak.arguments import Correction, resolve_grpo, resolve_rloo
 from small_runs import SGD, make, same, spread, weights
 
 MODES = {

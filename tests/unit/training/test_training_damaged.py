@@ -14,9 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
-from lowpeak.critic import critics_model
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
-from lowpeak.training import load_policy, load_reference
+from lowpeak.models import critics_model, load_policy, load_reference
 from preferences import tiny_classifier
 from small_runs import SAVED, make, rows, saved, supervised_rows, trained
 from tiny import tiny_model

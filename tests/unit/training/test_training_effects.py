@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig
-from lowpeak.config import EntropyBonus, acting, resolve_grpo, resolve_online
+from lowpeak.arguments import EntropyBonus, acting, resolve_grpo, resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
 from small_runs import column, make, ones, rows, same, saved, spread, steps, trained, weights
 from tiny import char_tokenizer, tiny_model

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.training import measure_step, step_batches, with_advantages
+from lowpeak.training import make_step_batches, measure_step, with_advantages
 from small_runs import TOKENIZER, make, same, spread, weights
 from tiny import tiny_model
 
@@ -101,7 +101,7 @@ def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case):
     ((rows, _),) = scored
     algorithm, coefficients = run.run.algorithm, run.coefficients()
     rows = with_advantages(rows, algorithm.advantages(rows, coefficients))
-    batches = step_batches(rows, range(len(rows)), algorithm, run.maker.budget, run.run.strategy.ranks)
+    batches = make_step_batches(rows, range(len(rows)), algorithm, run.maker.budget, run.run.strategy.ranks)
     told = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
     loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.core, run.run.strategy.ranks)
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)

@@ -12,10 +12,10 @@ from datasets import Dataset
 
 from closeness import assert_each_close_to_largest
 from damage import sign_again
-from lowpeak.config import MemorySettings
+from lowpeak.arguments import MemorySettings
 from lowpeak.errors import ArgumentError
+from lowpeak.parallel import make_mesh, prepare, pretended_ranks
 from lowpeak.ranks import Ranks
-from lowpeak.strategies import make_mesh, prepare, pretended_ranks
 from lowpeak.training import choose_layout, now_on, prepare_layout
 from small_runs import LAYOUTS, SAVED, SGD, make, same, sliding_model, steps, trained, weights
 from tiny import tiny_model

@@ -15,11 +15,9 @@ import torch
 from torch import nn
 
 from lowpeak import PPOConfig
-from lowpeak.config import Cut, resolve_online, resolve_ppo
+from lowpeak.arguments import Cut, resolve_online, resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.loading import IN_PARTS, in_parts, straight_to, styled
-from lowpeak.pretrained import from_pretrained
-from lowpeak.training import load_policy
+from lowpeak.models import IN_PARTS, from_pretrained, in_parts, load_policy, straight_to, styled
 from tiny import tiny_model
 
 DEVICE = torch.device("meta")  # apart from the host's memory, as a GPU is

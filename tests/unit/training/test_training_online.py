@@ -14,8 +14,8 @@ from transformers import OPTConfig, OPTForCausalLM, TrainerCallback
 from closeness import assert_each_close_to_largest
 from longrope import FIRST, longrope_model
 from lowpeak import GRPOConfig
+from lowpeak.arguments import use_one_device
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.training import use_one_device
 from preferences import tiny_classifier
 from small_runs import SAVED, SGD, TOKENIZER, column, journal, make, ones, rows, same, saved, trained, weights
 from tiny import char_tokenizer, tiny_model

@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from closeness import assert_each_close_to_largest
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
-from lowpeak.config import acting, resolve_online, resolve_online_dpo
+from lowpeak.arguments import acting, resolve_online, resolve_online_dpo
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.rewards import ModelReward
 from lowpeak.training import run_step

@@ -10,7 +10,7 @@ from peft import LoraConfig
 import lowpeak
 from lowpeak.cli import main
 from lowpeak.errors import ArgumentError, DataError, ModelError
-from lowpeak.training import check_adapter
+from lowpeak.setup import check_adapter
 from small_runs import KINDS, make, saved
 from tiny import tiny_model
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
-from lowpeak.strategies import Frozen, states_on_host
-from lowpeak.training import Reference, make_rest, resting
+from lowpeak.models import Reference
+from lowpeak.parallel import Frozen, states_on_host
+from lowpeak.training import make_rest, resting
 from movers import CopyingMover
 from small_runs import column, make, same, spread, steps, weights
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowpeak.config import RolloutSettings
+from lowpeak.arguments import RolloutSettings
 from lowpeak.records import Completion, Record
 from lowpeak.training import Rollout, rows_of_step
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.config import resolve_online, tell_idle
+from lowpeak.arguments import resolve_online, tell_idle
 from lowpeak.errors import ArgumentError
-from lowpeak.training import base_arguments
+from lowpeak.trainers import base_arguments
 from small_runs import KINDS
 
 SERVED = {"use_vllm": True, "vllm_mode": "server"}

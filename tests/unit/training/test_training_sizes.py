@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from lowpeak.config import MemorySettings
+from lowpeak.arguments import MemorySettings
 from lowpeak.memory import free_bytes
+from lowpeak.parallel import Shares
 from lowpeak.ranks import Ranks
-from lowpeak.strategies import Shares
 from lowpeak.training import Sizes, choose_layout, training_bytes
 from tiny import tiny_model
 

@@ -13,20 +13,13 @@ import pytest
 import torch
 from datasets import Dataset
 
+from lowpeak.arguments import GRPOConfig
 from lowpeak.checkpoint import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
 from lowpeak.memory import MemoryTracker, Phase, PhaseUse
 from lowpeak.ranks import Ranks
-from lowpeak.training import (
-    GRPOConfig,
-    explained,
-    note_launch,
-    quiet_replicas,
-    read_spent,
-    require_same_arguments,
-    require_same_data,
-    take_up,
-)
+from lowpeak.setup import note_launch, quiet_replicas, require_same_arguments, require_same_data, take_up
+from lowpeak.training import explained, read_spent
 
 
 def checkpoint(folder: Path, step: int) -> Path:

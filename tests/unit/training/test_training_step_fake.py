@@ -14,9 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from lowpeak.algorithms import make_grpo, make_online_dpo, make_rloo
+from lowpeak.arguments import Correction, EntropyBonus, OnlineDPOSettings, RLOOSettings
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget, pack
-from lowpeak.config import Correction, EntropyBonus, OnlineDPOSettings, RLOOSettings
 from lowpeak.logprobs import install_head
 from lowpeak.memory import ActivationOffload
 from lowpeak.records import Completion, Record

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 
 from lowpeak import GRPOTrainer, generate_rollout_completions
-from lowpeak.config import ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.rollout import FunctionEngine
 from lowpeak.training import check_function

@@ -15,10 +15,10 @@ from peft import LoraConfig, get_peft_model
 from fake_server import FakeServer, serving
 from longrope import FIRST, longrope_model
 from lowpeak import GRPOConfig
-from lowpeak.config import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
+from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
-from lowpeak.rollout.vllm import fingerprint
 from lowpeak.training import MOST_RETURNS, adapters_idle, describe_vllm, served, within_rotations
+from lowpeak.vllm import fingerprint
 from small_runs import column, journal, make, rows, same, weights
 from tiny import char_tokenizer, tiny_model
 from vllms import engine_over, said, scripted

@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.memory import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
-from lowpeak.rollout.native.batch import Batch
 from lowpeak.rollout.native.budget import bytes_per_token, text_config
-from lowpeak.rollout.native.fallback import decode_by_generate, why_not_driven
-from lowpeak.rollout.native.slots import Row, Waiting, form_waves
-from lowpeak.rollout.native.stop import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native.decode_loop import Batch
+from lowpeak.rollout.native.hf_generate import decode_by_generate, why_not_driven
+from lowpeak.rollout.native.output import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native.scheduler import Row, Waiting, form_waves
 
 _logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import (
     NativeEngine,

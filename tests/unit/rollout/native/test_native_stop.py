@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from lowpeak.config import Sampling
+from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.rollout.native import Progress, StopStrings, end_token_ids
 from tiny import char_tokenizer, tiny_model

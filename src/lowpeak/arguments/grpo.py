@@ -1,0 +1,184 @@
+"""GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO): arguments, and what its loss is made of."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from lowpeak.arguments.declare import NOT_NEGATIVE, SHARE, ActsWhen, argument, fill, if_on, one_of, redeclared, require
+from lowpeak.arguments.online import (
+    GROUPS,
+    HAS_KL,
+    REUSES_ROLLOUTS,
+    KLEstimator,
+    OnlineArguments,
+    OnlineSettings,
+    clip_high,
+)
+from lowpeak.arguments.rollout_correction import Correction, resolve_correction
+
+logger = logging.getLogger(__name__)
+
+GRPOLossType = Literal["grpo", "bnpo", "dr_grpo", "dapo", "cispo"]
+ImportanceLevel = Literal["token", "sequence"]
+RewardScale = Literal["group", "batch", "none"]
+Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
+
+_NOT_CISPO = ActsWhen(lambda args, facts: args.loss_type != "cispo", "CISPO has one bound, epsilon_high; remove it")
+_TAKES_LEVEL = ActsWhen(_NOT_CISPO.holds, "loss_type='cispo' is per token; remove it", raises=True)
+_REUSED_OR_CISPO = ActsWhen(
+    lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.because
+)
+_LEVELS_DIFFER = ActsWhen(
+    lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.because
+)
+_STEERED = if_on("use_adaptive_entropy")
+
+
+@dataclass(repr=False)
+class GRPOArguments(OnlineArguments):
+    """What GRPO and its family take."""
+
+    num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUPS)
+    epsilon: float = redeclared(OnlineArguments, "epsilon", also=_NOT_CISPO)
+    epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
+    loss_type: str = argument("dapo", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
+    importance_sampling_level: str = argument(
+        "token", "The ratio's unit: token, or sequence (GSPO).", one_of(ImportanceLevel), (_TAKES_LEVEL, _LEVELS_DIFFER)
+    )
+    delta: float | None = argument(
+        None, "Ceiling of the ratio where the advantage is negative.", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
+    )
+    scale_rewards: str | bool = argument(
+        "group",
+        "Divide advantages by the std of: group, batch, none.",
+        one_of(RewardScale, True, False),
+        ActsWhen(
+            lambda args, facts: args.multi_objective_aggregation == "sum_then_normalize",
+            "normalize_then_sum normalises each reward within its group and the sum over the rollout; remove one of the two",
+            raises=True,
+        ),
+    )
+    multi_objective_aggregation: str = argument(
+        "sum_then_normalize",
+        "Several rewards: sum_then_normalize or normalize_then_sum.",
+        one_of(Aggregation),
+        ActsWhen(lambda args, facts: facts.num_rewards != 1, "there is one reward; pass several or remove it"),
+    )
+    use_bias_correction_kl: bool = argument(True, "Weigh the KL in the loss by the ratio.", acts=HAS_KL)
+    top_entropy_quantile: float = argument(1.0, "Share of tokens, by entropy, that the policy term takes.", SHARE)
+    entropy_coef: float = argument(0.0, "Weight of an entropy bonus.", NOT_NEGATIVE)
+    use_adaptive_entropy: bool = argument(False, "Steer entropy_coef towards entropy_target.")
+    entropy_coef_min: float = argument(0.0, "Least adaptive coefficient.", NOT_NEGATIVE, _STEERED)
+    entropy_coef_max: float = argument(1.0, "Greatest adaptive coefficient.", acts=_STEERED)
+    entropy_coef_delta: float = argument(0.005, "Change of the adaptive coefficient a step.", NOT_NEGATIVE, _STEERED)
+    entropy_target: float = argument(0.2, "Entropy that the adaptive coefficient aims at.", NOT_NEGATIVE, _STEERED)
+
+
+@dataclass(frozen=True)
+class EntropyBonus:
+    """Entropy bonus with an optionally adaptive coefficient.
+
+    With a `target`, the coefficient moves by `delta` a step, within [minimum, maximum]: up while the policy's entropy
+    is below the target, down while above.
+    """
+
+    coef: float
+    target: float | None = None
+    delta: float = 0.0
+    minimum: float = 0.0
+    maximum: float = 1.0
+
+
+@dataclass(frozen=True)
+class GRPOSettings:
+    """GRPO and its family. `clip_high` is an offset for every loss type: the ratio's ceiling is 1 + clip_high.
+
+    `clip_low` and `delta` (a two-sided bound for negative advantages) do not exist for CISPO: None there.
+    """
+
+    loss_type: GRPOLossType
+    importance_level: ImportanceLevel
+    clip_low: float | None
+    clip_high: float
+    delta: float | None
+    scale_rewards: RewardScale
+    aggregation: Aggregation
+    reward_weights: tuple[float, ...]
+    beta: float
+    kl_estimator: KLEstimator
+    bias_corrected_kl: bool
+    entropy_bonus: EntropyBonus | None
+    top_entropy_quantile: float
+    mask_truncated: bool
+    max_completion_length: int
+    drop_equal_groups: bool
+    score_old: bool
+    correction: Correction | None = None
+
+    @property
+    def step_correction(self) -> Correction | None:
+        """The correction that each step forms with its own log-probs: old is not scored."""
+        return None if self.score_old else self.correction
+
+    @property
+    def rollout_correction(self) -> Correction | None:
+        """The correction that is fixed for the rollout: old is scored."""
+        return self.correction if self.score_old else None
+
+
+def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
+    """Return GRPO's settings; ArgumentError for bounds that contradict the loss."""
+    cispo = args.loss_type == "cispo"
+    require(
+        not cispo or args.epsilon_high is not None,
+        "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
+        "type, so TRL's epsilon_high=5.0 is 4.0 here).",
+    )
+    if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
+        logger.warning(
+            "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so a completion weighs as much as "
+            "it has tokens. GSPO's objective weighs completions alike: set loss_type='grpo'.",
+            args.loss_type,
+        )
+    high = clip_high(args)
+    require(
+        args.delta is None or args.delta > 1 + high,
+        f"delta={args.delta} must be above the clip's ceiling 1 + epsilon_high = {1 + high}: it bounds the ratio where "
+        "clipping does not.",
+    )
+    return fill(
+        GRPOSettings,
+        args,
+        importance_level=args.importance_sampling_level,
+        clip_low=None if cispo else args.epsilon,
+        clip_high=high,
+        scale_rewards={True: "group", False: "none"}.get(args.scale_rewards, args.scale_rewards),
+        aggregation=args.multi_objective_aggregation,
+        reward_weights=online.reward_weights,
+        bias_corrected_kl=args.use_bias_correction_kl,
+        entropy_bonus=_resolve_entropy(args),
+        mask_truncated=args.mask_truncated_completions,
+        drop_equal_groups=args.dynamic_sampling_rounds > 0,
+        score_old=online.rollout.num_steps > 1,
+        correction=resolve_correction(args),
+    )
+
+
+def _levels_differ(args: Any) -> bool:
+    """Return whether the ratio's unit matters where all ratios are 1: if a row's tokens have different factors.
+
+    The factors are advantages under the top-entropy mask, weights of a correction per token, and a bias-corrected KL.
+    """
+    correction = resolve_correction(args)
+    per_token = correction is not None and not correction.per_sequence
+    return args.top_entropy_quantile < 1 or per_token or (args.beta != 0 and args.use_bias_correction_kl)
+
+
+def _resolve_entropy(args: Any) -> EntropyBonus | None:
+    if args.use_adaptive_entropy:
+        low, high = args.entropy_coef_min, args.entropy_coef_max
+        require(low <= args.entropy_coef <= high, f"entropy_coef={args.entropy_coef} must be in [{low}, {high}].")
+        return EntropyBonus(args.entropy_coef, args.entropy_target, args.entropy_coef_delta, low, high)
+    return EntropyBonus(args.entropy_coef) if args.entropy_coef else None

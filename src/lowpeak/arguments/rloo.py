@@ -1,0 +1,79 @@
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): arguments, and what its loss is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lowpeak.arguments.declare import Check, are_finite, argument, fill, redeclared, require
+from lowpeak.arguments.online import GROUPS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
+from lowpeak.arguments.rollout_correction import Correction, resolve_correction
+
+KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
+
+
+@dataclass(repr=False)
+class RLOOArguments(OnlineArguments):
+    """What RLOO takes."""
+
+    num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUPS)
+    beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
+    kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
+    normalize_advantages: bool = argument(False, "Centre and scale advantages over the rollout.")
+    reward_clip_range: tuple[float, float] | None = argument(
+        None,
+        "Clip rewards to [low, high].",
+        Check(lambda x: x is None or (are_finite(x) and len(x) == 2 and x[0] < x[1]), "must be (low, high)"),
+    )
+
+
+@dataclass(frozen=True)
+class RLOOSettings:
+    """RLOO (Ahmadian et al. 2024): KL in the reward, leave-one-out baseline, one ratio per sequence."""
+
+    clip_low: float
+    clip_high: float
+    beta: float
+    kl_estimator: KLEstimator
+    normalize_advantages: bool
+    reward_clip: tuple[float, float] | None
+    mask_truncated: bool
+    drop_equal_groups: bool
+    score_old: bool
+    correction: Correction | None = None
+
+    @property
+    def needs_old(self) -> bool:
+        """Whether old log-probs are scored: for reuse, or for the KL in the reward."""
+        return self.score_old or self.beta != 0.0
+
+    @property
+    def step_correction(self) -> Correction | None:
+        """The correction that each step forms with its own log-probs: old is not scored."""
+        return None if self.needs_old else self.correction
+
+    @property
+    def rollout_correction(self) -> Correction | None:
+        """The correction that is fixed for the rollout: old is scored."""
+        return self.correction if self.needs_old else None
+
+
+def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
+    """Return RLOO's settings; ArgumentError for a correction of tokens."""
+    correction = resolve_correction(args)
+    require(
+        correction is None or correction.per_sequence,
+        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} weighs tokens, and RLOO's ratio and loss are of "
+        "whole completions; use sequence_mask or sequence_truncate.",
+    )
+    return fill(
+        RLOOSettings,
+        args,
+        clip_low=args.epsilon,
+        clip_high=clip_high(args),
+        reward_clip=tuple(args.reward_clip_range) if args.reward_clip_range else None,
+        mask_truncated=args.mask_truncated_completions,
+        drop_equal_groups=args.dynamic_sampling_rounds > 0,
+        score_old=online.rollout.num_steps > 1,
+        correction=correction,
+    )

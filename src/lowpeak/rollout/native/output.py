@@ -1,0 +1,148 @@
+"""When a completion ends: end-of-sequence tokens, stop strings, and what each row has written so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowpeak.arguments import Sampling
+from lowpeak.errors import EngineError
+from lowpeak.records import Completion
+
+# Tokens before the shortest window that could hold a stop string: a window that starts inside a character or a word
+# decodes differently there, and special tokens have no text of their own.
+_MARGIN = 8
+_BROKEN = 2  # the state of a row whose log-prob is no number; 0 runs, 1 is over
+
+
+def end_token_ids(model: nn.Module, tokenizer: Any, sampling: Sampling) -> frozenset[int]:
+    """The tokens that end a completion: those of the generation config, of the tokenizer, and of `sampling`."""
+    ids = set(sampling.stop_token_ids)
+    for owner in (getattr(model, "generation_config", None), tokenizer):
+        found = getattr(owner, "eos_token_id", None)
+        if found is not None:
+            ids.update([found] if isinstance(found, int) else found)
+    return frozenset(ids)
+
+
+class StopStrings:
+    """Tells whether the last token of a completion completed one of the stop strings.
+
+    The same as `any(s in decode(ids) for s in stop)` asked after every token, but only a window of the last tokens is
+    decoded, and only when the new token's own text can hold the last character of a stop string.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = tuple(stop)
+        self.window = max((len(text.encode()) for text in stop), default=0) + _MARGIN
+        self._may_complete: dict[int, bool] = {}
+
+    def completed(self, ids: Sequence[int]) -> bool:
+        """Whether `ids` contain a stop string that `ids[:-1]` did not."""
+        if not self._stop or not self.can_complete(ids[-1]):
+            return False
+        text = self._decode(ids[-self.window :])
+        return any(stop in text for stop in self._stop)
+
+    @property
+    def any(self) -> bool:
+        return bool(self._stop)
+
+    def can_complete(self, token: int) -> bool:
+        if token not in self._may_complete:
+            text = self._decode([token])
+            # Part of a character decodes to U+FFFD; a space that starts a word may be lost when the word stands alone.
+            unclear = not text or "\ufffd" in text
+            self._may_complete[token] = unclear or any(stop[-1] in text or stop[-1] == " " for stop in self._stop)
+        return self._may_complete[token]
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+class Progress:
+    """What rows have written, on their device; one that has ended or is `max_new_tokens` long takes no more tokens.
+
+    Shapes: R rows, N of them that are given a token, C tokens of the longest completion. It takes 8 bytes a token.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        max_new_tokens: int,
+        end_ids: frozenset[int],
+        stops: StopStrings,
+        on_tokens: Callable[[int, int], None] | None,
+        device: torch.device,
+    ) -> None:
+        self.device = device
+        self._stops = stops
+        self._on_tokens = on_tokens
+        self._end_ids_E = torch.tensor(sorted(end_ids), dtype=torch.int64).to(device)
+        self._ids_RC = torch.zeros(num_rows, max_new_tokens, dtype=torch.int32, device=device)
+        self._logprobs_RC = torch.zeros(num_rows, max_new_tokens, device=device)
+        self._written_R = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._ended_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
+
+    def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
+        """Give rows that run their next tokens, from a forward of `num_computed` rows; True where a row is over.
+
+        This is the one read of a step. EngineError on a log-prob that is NaN or infinite.
+        """
+        positions_N = self._written_R[rows_N]
+        self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
+        self._logprobs_RC[rows_N, positions_N] = logprobs_N
+        self._written_R[rows_N] = positions_N + 1
+        ended_N = (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
+        self._ended_R[rows_N] = ended_N
+        over_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
+        states = torch.where(logprobs_N.isfinite(), over_N.to(torch.int8), _BROKEN).tolist()
+        if _BROKEN in states:
+            raise EngineError(
+                "The model's logits are NaN or infinite while generating: the policy's weights are broken "
+                "(a diverged step or a checkpoint that was not loaded)."
+            )
+        if self._on_tokens is not None:
+            self._on_tokens(len(states), num_computed)
+        stopped = self._stopped(rows_N, tokens_N)
+        return [bool(state) or i in stopped for i, state in enumerate(states)]
+
+    def _stopped(self, rows_N: Tensor, tokens_N: Tensor) -> set[int]:
+        """Which of the rows have just completed a stop string; it is marked as their end."""
+        tokens = tokens_N.tolist() if self._stops.any else []
+        found: set[int] = set()
+        for i, token in enumerate(tokens):
+            if self._stops.can_complete(token):
+                row = int(rows_N[i])
+                stop = int(self._written_R[row])
+                start = max(0, stop - self._stops.window)
+                if self._stops.completed(self._ids_RC[row, start:stop].tolist()):
+                    self._ended_R[row] = True
+                    found.add(i)
+        return found
+
+    def written(self, rows_N: Tensor) -> Tensor:
+        return self._written_R[rows_N]
+
+    def newest(self, rows_N: Tensor, written_N: Tensor) -> Tensor:
+        """The newest token [N] of each of the rows; any token where there is none."""
+        return self._ids_RC[rows_N, (written_N - 1).clamp(min=0)].long()
+
+    def tokens(self, rows_N: Tensor, num_tokens: int) -> Tensor:
+        """The first tokens [N, num_tokens] of the rows at most, zeros where a row has fewer."""
+        return self._ids_RC[rows_N, :num_tokens].long()
+
+    def completions(self) -> list[Completion]:
+        """The rows as completions; one that has not ended was cut off by its length."""
+        written_R, ended_R = self._written_R.cpu(), self._ended_R.tolist()
+        is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
+        # One tensor with all rows, of which each has a part: a tensor a row is a thousand small copies.
+        ids, logprobs = (x.cpu()[is_written_RC] for x in (self._ids_RC, self._logprobs_RC))
+        counts = written_R.tolist()
+        masks = torch.ones_like(ids, dtype=torch.bool).split(counts)
+        parts = zip(ids.split(counts), logprobs.split(counts), masks, ended_R, strict=True)
+        return [Completion(i, p, mask, "stop" if ended else "length") for i, p, mask, ended in parts]

@@ -1,0 +1,13 @@
+from lowpeak.setup.elastic_restart import limit_collectives_on_cpu as limit_collectives_on_cpu
+from lowpeak.setup.elastic_restart import meet_anew as meet_anew
+from lowpeak.setup.preflight import check_adapter as check_adapter
+from lowpeak.setup.preflight import check_data as check_data
+from lowpeak.setup.preflight import check_hub as check_hub
+from lowpeak.setup.resume import check_name as check_name
+from lowpeak.setup.resume import check_resume as check_resume
+from lowpeak.setup.resume import clear_folder as clear_folder
+from lowpeak.setup.resume import note_launch as note_launch
+from lowpeak.setup.resume import quiet_replicas as quiet_replicas
+from lowpeak.setup.resume import require_same_arguments as require_same_arguments
+from lowpeak.setup.resume import require_same_data as require_same_data
+from lowpeak.setup.resume import take_up as take_up

@@ -1,0 +1,98 @@
+"""Checks of data and adapters before a model's weights are read, which may take long."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from huggingface_hub import is_offline_mode
+from transformers import AutoModelForCausalLM
+
+from lowpeak.data import check_end, num_rows, rows_at
+from lowpeak.errors import ArgumentError, DataError
+from lowpeak.models import add_adapter, find_config
+
+# The fields of a LoraConfig on which it depends whether it fits a model; others may need the model's weights.
+_FITTING = (
+    *("r", "lora_alpha", "lora_dropout", "task_type", "target_modules", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
+)
+
+
+def check_data(
+    train_dataset: Any, eval_dataset: Any, args: Any, columns: str, check_row: Callable[[Any, str], None]
+) -> None:
+    """Raise DataError or ArgumentError for missing data, and for first rows whose columns `check_row` refuses."""
+    if train_dataset is None:
+        raise DataError(f"train_dataset is None: pass a data set with {columns}.")
+    check_end(train_dataset, args.max_steps)
+    if args.eval_strategy != "no" and eval_dataset is None:
+        raise ArgumentError(
+            f"eval_strategy={str(args.eval_strategy.value)!r} has no data: pass eval_dataset (--eval_dataset or --eval_split), or "
+            "set eval_strategy='no'."
+        )
+    named = {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
+    if isinstance(eval_dataset, dict):
+        named = {
+            "train_dataset": train_dataset,
+            **{f"eval_dataset[{name!r}]": each for name, each in eval_dataset.items()},
+        }
+    for name, dataset in named.items():
+        if dataset is not None and num_rows(dataset, name) is not None:
+            check_row(rows_at(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
+
+
+def check_hub(args: Any) -> None:
+    """Raise ArgumentError for an upload while the hub is switched off."""
+    if args.push_to_hub and is_offline_mode():
+        raise ArgumentError(
+            "push_to_hub=True cannot act: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "
+            "push_to_hub=False and upload output_dir later."
+        )
+
+
+def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
+    """Raise ArgumentError for LoRA that does not fit; a model that is named is made without weights to see."""
+    if peft_config is not None and not hasattr(peft_config, "peft_type"):
+        raise ArgumentError(
+            f"peft_config is {peft_config!r:.80}, a {type(peft_config).__name__}; pass a configuration of peft's, as "
+            "LoraConfig(...)."
+        )
+    if getattr(peft_config, "peft_type", None) != "LORA":
+        return
+    _check_adapter_numbers(peft_config)
+    task = peft_config.task_type
+    if auto is AutoModelForCausalLM and task not in (None, "CAUSAL_LM"):
+        raise ArgumentError(
+            f"peft_config has task_type={str(getattr(task, 'value', task))!r}, and the model is trained as CAUSAL_LM: set that, or "
+            "leave it out."
+        )
+    if isinstance(model, str):
+        _check_adapter_fits(peft_config, model, auto, args)
+
+
+def _check_adapter_numbers(peft_config: Any) -> None:
+    for name, fits, text in (
+        ("r", lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
+        ("lora_alpha", lambda x: 0 < x < math.inf, "a finite number above 0"),
+        ("lora_dropout", lambda x: 0 <= x < 1, "in [0, 1)"),
+    ):
+        if not fits(getattr(peft_config, name)):
+            raise ArgumentError(f"peft_config has {name}={getattr(peft_config, name)!r}, which must be {text}.")
+
+
+def _check_adapter_fits(peft_config: Any, model: str, auto: Any, args: Any) -> None:
+    """Add the adapter to a model on the meta device, which raises if a name or a layer in it fits nothing."""
+    if any(getattr(peft_config, name, None) for name in ("target_parameters", "trainable_token_indices")):
+        return
+    options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    try:
+        with torch.device("meta"):
+            bare = auto.from_config(find_config(model, options), trust_remote_code=args.trust_remote_code)
+    except Exception:
+        return  # loading the model says what is wrong with it
+    add_adapter(
+        bare, type(peft_config)(**{name: getattr(peft_config, name) for name in _FITTING}), low_cpu_mem_usage=True
+    )

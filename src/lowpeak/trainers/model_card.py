@@ -1,0 +1,139 @@
+"""Model cards: the algorithm and its paper, the data, the command with its arguments, and the last metrics of a run."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData
+
+import lowpeak
+from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
+
+# Of each algorithm by its name: how people write it, and the paper's title and number on arXiv.
+_PAPERS: dict[str, tuple[str, str, str]] = {
+    "grpo": (
+        "GRPO",
+        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "2402.03300",
+    ),
+    "rloo": (
+        "RLOO",
+        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
+        "2402.14740",
+    ),
+    "ppo": ("PPO", "Proximal Policy Optimization Algorithms", "1707.06347"),
+    "online_dpo": ("Online DPO", "Direct Language Model Alignment from Online AI Feedback", "2402.04792"),
+    "sft": ("supervised fine-tuning", "", ""),
+    "reward": (
+        "reward modeling (Bradley-Terry)",
+        "Training language models to follow instructions with human feedback",
+        "2203.02155",
+    ),
+}
+_PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
+_NO_METRICS = ("step", "epoch", "total_flos")
+_OF_A_PLACE = ("output_dir", "hub_", "push_", "vllm_server", "resume_")
+_HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
+_HUB_DATASET = re.compile(r"hf://datasets/([^@]+)@")
+
+
+class ModelCardMixin:
+    """Writes the card of a trainer's model; `Trainer.push_to_hub` calls it with its own keywords."""
+
+    def create_model_card(
+        self: Any,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+        language: str | None = None,
+        license: str | None = None,
+    ) -> None:
+        """Write `README.md` into `output_dir`, on one rank; TRL's arguments, and two of transformers'."""
+        if not self.is_world_process_zero():
+            return
+        named = self.model.config._name_or_path
+        base = named if named and not Path(named).exists() else None
+        dataset = dataset_name or _dataset_id(self.train_dataset)
+        algorithm = self.run.algorithm.name
+        data = ModelCardData(
+            base_model=base,
+            datasets=dataset,
+            language=language,
+            library_name="peft" if hasattr(self.model, "peft_config") else "transformers",
+            license=license,
+            model_name=model_name,
+            pipeline_tag="text-classification" if algorithm == "reward" else "text-generation",
+            tags=["generated_from_trainer", "lowpeak", algorithm, *([tags] if isinstance(tags, str) else tags or ())],
+        )
+        body = "\n\n".join(_sections(self, model_name or Path(self.args.output_dir).name, base, dataset))
+        body = _HUB_TOKEN.sub(HIDDEN, body)
+        ModelCard(f"---\n{data.to_yaml()}\n---\n\n{body}\n").save(Path(self.args.output_dir) / "README.md")
+
+
+def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) -> list[str]:
+    algorithm, title, arxiv_id = _PAPERS.get(trainer.run.algorithm.name, (trainer.run.algorithm.name, "", ""))
+    paper = f" ([{title}](https://huggingface.co/papers/{arxiv_id}))" if title else ""
+    model = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
+    rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local data set"
+    args = trainer.user_args
+    given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_OF_A_PLACE)}
+    plain = {name: value for name, value in hide_secrets(given).items() if isinstance(value, bool | int | float | str)}
+    versions = {"lowpeak": lowpeak.__version__, **{package: version(package) for package in _PACKAGES}}
+    return [
+        f"# {name}",
+        f"Trained from {model} on {rows} with {algorithm}{paper}, for {trainer.state.global_step} steps.",
+        f"## Training\n\n```\n{_command(sys.argv)}\n```",
+        _table("argument", plain),
+        f"## Metrics\n\n{_table('last value of', _last_metrics(trainer.state.log_history))}",
+        f"## Versions\n\n{_table('package', versions)}",
+    ]
+
+
+def _table(title: str, values: Mapping[str, Any]) -> str:
+    rows = [f"| `{name}` | {_shown(value)} |" for name, value in values.items()]
+    return "\n".join([f"| {title} | |", "|---|---|", *rows])
+
+
+def _shown(value: Any) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _last_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    return {name: value for row in log_history for name, value in row.items() if name not in _NO_METRICS}
+
+
+def _dataset_id(dataset: Any) -> str | None:
+    sources = getattr(getattr(dataset, "info", None), "download_checksums", None) or ()
+    return next((found[1] for found in map(_HUB_DATASET.match, sources) if found), None)
+
+
+def _without_secrets(word: str) -> str:
+    """A word of a command without the tokens in its JSON, if it has any: `--name={...}` or `{...}`."""
+    start = word.find("{")
+    try:
+        given = json.loads(word[start:]) if start >= 0 else None
+    except json.JSONDecodeError:
+        return word
+    return word[:start] + json.dumps(hide_secrets(given)) if isinstance(given, dict) else word
+
+
+def _command(argv: Sequence[str]) -> str:
+    """The command that the process was started with, without folders of its program and without tokens."""
+    program = Path(argv[0])
+    words = [program.parent.name if program.name == "__main__.py" else program.name]
+    words = ["python", *words] if program.suffix == ".py" and program.name != "__main__.py" else words
+    hidden = False
+    for word in argv[1:]:
+        name, equals, _ = word.partition("=")
+        secret = name.startswith("-") and is_secret(name.lstrip("-").replace("-", "_"))
+        words.append(HIDDEN if hidden else f"{name}={HIDDEN}" if secret and equals else _without_secrets(word))
+        hidden = secret and not equals
+    return shlex.join(words)

@@ -1,0 +1,296 @@
+"""The offline trainer: steps of rows that the data set gives whole, for any algorithm. Thin trainers say which."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import nn
+from transformers import AutoModelForCausalLM, EvalPrediction, set_seed
+from transformers.trainer_utils import PredictionOutput
+
+from lowpeak.algorithms import Algorithm
+from lowpeak.arguments import CommonConfig, acting_common, facts_of, resolve_memory, tell_idle
+from lowpeak.checkpoint import RunState, capture_random, check_writable, keep_random
+from lowpeak.data import RowReader, check_embedded, cursor_over, padding_id
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
+from lowpeak.memory import Phase
+from lowpeak.models import (
+    LOGPROBS,
+    Head,
+    context_length,
+    disable_dropout,
+    load_tokenizer,
+    num_embeddings,
+    transformers_model,
+    upcast_trainable,
+)
+from lowpeak.parallel import check_cut, check_devices, detect_strategy
+from lowpeak.ranks import Ranks
+from lowpeak.records import Record
+from lowpeak.setup import check_adapter, check_data, check_hub, quiet_replicas
+from lowpeak.trainers.base import StepTrainer
+from lowpeak.trainers.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
+from lowpeak.training import (
+    Readout,
+    Sizes,
+    StepCallback,
+    StepWork,
+    computes_in_fp32,
+    describe_offline,
+    make_run,
+    make_step_batches,
+    measure_step,
+    read_metrics,
+)
+from lowpeak.watchdog import watched
+
+
+class OfflineTrainer(StepTrainer):
+    """Trains a model on the rows of a data set; TRL's constructor.
+
+    model                   name, path or instance of the model (or peft model)
+    compute_metrics         `compute_metrics(EvalPrediction) -> dict`, added to what an evaluation measures; see `predict_rows`
+    quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
+    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
+
+    A thin trainer says how its model is loaded, how a row is read and what its algorithm is.
+    """
+
+    config_class: ClassVar[type[CommonConfig]]
+    columns: ClassVar[str]  # what a data set has, for the error where there is none
+    head: ClassVar[Head] = LOGPROBS
+    auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
+    reader: Any
+
+    @staticmethod
+    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+        raise AssertionError("a thin trainer says what it trains")
+
+    @staticmethod
+    def make_algorithm(args: Any) -> Algorithm:
+        raise AssertionError("a thin trainer says which algorithm it is")
+
+    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
+        """What turns a row into what `records_of` takes."""
+        raise AssertionError("a thin trainer says how a row is read")
+
+    def check_row(self, args: Any, row: Any, where: str) -> None:
+        """Raise DataError for a row without the columns that the reader takes."""
+        raise AssertionError("a thin trainer says which columns its rows have")
+
+    @staticmethod
+    def records_of(items: Sequence[Any]) -> list[Record]:
+        return list(items)
+
+    def read(self, data: Any) -> list[Record]:
+        """The records of a whole data set, those left out counted in the log."""
+        raise AssertionError("a thin trainer says how an evaluation's data is read")
+
+    def measured(self, work: StepWork) -> dict[str, float]:
+        """Measure the loss and the algorithm's metrics over all ranks' work; `num_tokens` counts those trained on so far."""
+        run = self.run
+        ranks = run.strategy.ranks
+        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, run.algorithm, run.core, ranks)
+        numbers = read_metrics(Readout(loss, metrics), None, ranks)
+        values = {name: metric.value() for name, metric in numbers.metrics.items()}
+        return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
+
+    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
+        """Return what `compute_metrics` gets of an evaluation's records, the same on every rank."""
+        raise AssertionError("a thin trainer says what its users' metrics are of")
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **unsupported: Any,
+    ) -> None:
+        unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        reject_unsupported(self, {"data_collator": data_collator, **unsupported})
+        refuse_virtual_tokens(model, peft_config)
+        self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
+        check_devices(bool(args.fsdp), args.cut.tensor > 1)
+        quiet_replicas(args)
+        with Ranks(args.device).together():
+            self.acting_args = args = acting_common(args)
+            self.memory = resolve_memory(args)
+            set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
+            algorithm = self.make_algorithm(args)
+            if args.process_index == 0:
+                check_writable(Path(args.output_dir))
+            check_data(train_dataset, eval_dataset, args, self.columns, partial(self.check_row, args))
+            check_hub(args)
+            check_adapter(peft_config, model, self.auto, args)
+            policy, tokenizer = self.load(model, args, processing_class, peft_config)
+        super().__init__(
+            model=policy,
+            args=base_arguments(args),
+            data_collator=list,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        tell_idle(self.user_args, replace(facts_of(args), in_fp32=computes_in_fp32(args, policy)))
+        strategy = detect_strategy(self.accelerator)
+        self.run = make_run(self, args, algorithm, strategy, policy, self.memory, head=self.head)
+        self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
+        self.reader = self.make_reader(args, policy, tokenizer)
+        with strategy.ranks.together():
+            self.cursor = cursor_over(train_dataset, self.reader, args)
+        self.add_callback(StepCallback(self))
+
+    def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
+        """The model to train, ready for it, and its tokenizer."""
+        policy = self.load_model(model, args, peft_config)
+        tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
+        tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
+        check_embedded(tokenizer, num_embeddings(policy))
+        upcast_trainable(policy)
+        if args.disable_dropout:
+            disable_dropout(policy)
+        return policy, tokenizer
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the data set in an optimizer step, over all ranks."""
+        args = self.acting_args
+        return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
+
+    def num_steps_per_epoch(self) -> int | None:
+        """Steps in which each row is used once; the last one is filled from the next epoch."""
+        rows = self.cursor.prompts_per_epoch
+        return None if rows is None else max(1, -(-rows // self.rows_per_step))
+
+    def next_step(self) -> StepWork:
+        with self.run.strategy.ranks.together():
+            records = self.records_of(self.cursor.take(self.rows_per_step))
+        return self._work(records)
+
+    def dry_run(self) -> dict[str, Any]:
+        """What the arguments resolved to, without training: model, data, sizes, micro-batch plan."""
+        return describe_offline(self)
+
+    def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
+        return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
+
+    def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
+        """Return the predictions and labels of a data set, as `compute_metrics` gets them, with the metrics of `evaluate`."""
+        return self._measure_and_predict(test_dataset, metric_key_prefix, predicts=True)
+
+    def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
+        ranks, tracker = self.run.strategy.ranks, self.run.tracker
+        check_cut(self.run.strategy, self.model_wrapped)
+        with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
+            with ranks.together():
+                records = self.read(data)
+            start = time.perf_counter()
+            work = self._work(records)
+            self.model_wrapped.eval()
+            measured = self.measured(work)
+            predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
+            if self.compute_metrics is not None:
+                with ranks.together(), fail_on_exit(LowpeakError, "compute_metrics"):
+                    measured = {**measured, **_named_numbers(self.compute_metrics(predictions))}
+            measured["runtime"] = time.perf_counter() - start
+            metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
+            return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
+
+    def _work(self, records: list[Record]) -> StepWork:
+        rows = range(len(records))
+        batches = make_step_batches(records, rows, self.run.algorithm, self.budget, self.run.strategy.ranks)
+        return StepWork(batches, self.num_tokens(records))
+
+    def num_tokens(self, records: Sequence[Record]) -> int:
+        return sum(record.num_tokens for record in records)
+
+    def run_state(self) -> RunState:
+        return RunState(
+            policy_version=self.state.global_step,
+            cursor=self.cursor.state_dict(),
+            random=capture_random(),
+            resolved=self.run.sizes.as_dict(),
+            identity=self.identity(),
+        )
+
+    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+        self.cursor.load_state_dict(state.cursor)
+        self.use_sizes(self.run.sizes.resumed(state.resolved, self.memory))
+
+    def use_sizes(self, sizes: Sizes) -> None:
+        super().use_sizes(sizes)
+        self.budget = sizes.within(self.budget)
+
+
+def _named_numbers(computed: Any) -> Mapping[str, float]:
+    """What compute_metrics returned; ArgumentError if it is no mapping."""
+    if not isinstance(computed, Mapping):
+        raise ArgumentError(
+            f"compute_metrics returned {computed!r:.80}, a {type(computed).__name__}; it must return a dict of names and numbers."
+        )
+    return computed
+
+
+def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
+    """Return the tokenizer, or a copy with what the arguments change of it; the model's configurations follow.
+
+    A completion then ends with the new end-of-sequence token, and with those that ended it before.
+    """
+    tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if getattr(args, name) is not None}
+    if not tokens and args.chat_template_path is None:
+        return tokenizer
+    changed = copy.deepcopy(tokenizer)
+    for name, token in tokens.items():
+        if token not in tokenizer.get_vocab():
+            raise ArgumentError(f"{name}={token!r} is not in the tokenizer's vocabulary: name a token that it has.")
+        setattr(changed, name, token)
+        setattr(model.config.get_text_config(), f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    if "eos_token" in tokens:
+        _add_end_token(model, changed.eos_token_id)
+    if args.chat_template_path is not None:
+        changed.chat_template = _read_template(args.chat_template_path)
+    return changed
+
+
+def _add_end_token(model: Any, end_id: int) -> None:
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        before = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+        generation.eos_token_id = [end_id, *(number for number in before if number not in (None, end_id))]
+
+
+def _read_template(name: str) -> str:
+    path = Path(name)
+    if path.suffix not in (".jinja", ".j2") or not path.is_file():
+        raise ArgumentError(
+            f"chat_template_path={name!r} must be a .jinja or .j2 file; to take another tokenizer's template, set chat_template on "
+            "the tokenizer that is passed as processing_class."
+        )
+    return path.read_text(encoding="utf-8")
+
+
+def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
+    """Most tokens of a row: `max_length`, and the model's context less what is `reserved` of it; None for no limit."""
+    context = context_length(policy)
+    limits = [args.max_length, None if context is None else context - reserved]
+    return min((limit for limit in limits if limit is not None), default=None)

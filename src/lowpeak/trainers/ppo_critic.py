@@ -1,0 +1,263 @@
+"""PPO's critic in a run: made and attached before the policy is prepared, trained at its own rate, saved and resumed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, AutoTokenizer
+
+from lowpeak.checkpoint import SLICE_BYTES, staged_files, write_settings, write_weights
+from lowpeak.errors import ArgumentError
+from lowpeak.logprobs import causal_lm
+from lowpeak.models import (
+    CRITIC,
+    AdapterCritic,
+    OwnCritic,
+    Score,
+    SharedCritic,
+    attach,
+    critic_of,
+    from_pretrained,
+    is_critics,
+    is_peft,
+    keeping_critic,
+    let_layers_switch,
+    num_embeddings,
+    whole_again,
+    without_weights,
+)
+from lowpeak.parallel import cut_alike, layers_of, outgoing
+from lowpeak.rewards import load_classifier
+
+EXPORT_FOLDER = "critic"
+
+
+def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -> None:
+    """Give the policy the critic that the arguments describe; `origin` is what the user passed as the model.
+
+    Raises ArgumentError for a layout that the policy cannot have, and for a value model that is no classifier with one label.
+    """
+    causal = causal_lm(policy)
+    if value_model is not None and args.critic != "model":
+        raise ArgumentError(f"value_model has no effect with critic={args.critic!r}: set critic='model', or remove it.")
+    critic: nn.Module
+    if args.critic == "model":
+        critic = OwnCritic(_classifier(policy, causal, origin, value_model, args))
+    else:
+        critic = _adapter_critic(policy, causal) if args.critic == "adapter" else SharedCritic(_score(causal))
+    device = causal.get_input_embeddings().weight.device
+    if device.type != "meta":
+        cut_alike(critic.to(device), causal)
+    attach(causal, critic)
+
+
+def _score(causal: Any) -> Score:
+    return Score(causal.config.get_text_config().hidden_size)
+
+
+# a backbone of its own
+
+
+def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, args: Any) -> Any:
+    """The value model passed in, a reward model's checkpoint, or the policy's own backbone under a head that says 0."""
+    if value_model is not None and args.value_model_path is not None:
+        raise ArgumentError("value_model and value_model_path name two critics; give one.")
+    trusted = {"trust_remote_code": True} if args.trust_remote_code else {}
+    given = value_model if value_model is not None else args.value_model_path
+    if isinstance(given, nn.Module):
+        return _checked(given)
+    if given is not None:
+        return _checked(_load_beside(causal, str(given), trusted))
+    config = causal.config
+    own_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not own_code:
+        raise ArgumentError(
+            f"critic='model' is a sequence classifier of the policy's family, and transformers has none for {config.model_type}: "
+            "set critic='head' or 'adapter', or pass value_model, a classifier of another family with the policy's tokenizer."
+        )
+    if isinstance(origin, str):
+        options = {"dtype": "auto", **trusted, **(args.model_init_kwargs or {})}
+        classifier = from_pretrained(
+            AutoModelForSequenceClassification, origin, may_lack="score.", num_labels=1, **options
+        )
+    else:
+        classifier = _on_same_backbone(policy, causal)
+    classifier.score = _score(causal)
+    return _checked(classifier)
+
+
+def _load_beside(causal: Any, name: str, options: dict[str, Any]) -> nn.Module:
+    """A trained classifier of a name or path; without weights where the policy has none, and gets them from rank 0."""
+    if causal.get_input_embeddings().weight.is_meta:
+        made: nn.Module = without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+        return made
+    return load_classifier(name, options)
+
+
+def _on_same_backbone(policy: nn.Module, causal: Any) -> Any:
+    """A classifier with a copy of the policy's backbone, without its adapters."""
+    if getattr(policy, "is_quantized", False):
+        raise ArgumentError("critic='model' on a quantised policy needs a value_model, or value_model_path.")
+    config = copy.deepcopy(causal.config)
+    config.num_labels = 1
+    classifier = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
+    own, leaving = dict(classifier.named_parameters()), _Leaving()
+    with torch.no_grad():
+        for one in outgoing(policy, leaving, "base"):
+            if one.name in own:
+                with whole_again(leaving.parameter, own[one.name]):
+                    own[one.name].copy_(leaving.parameter)
+    return classifier
+
+
+class _Leaving:
+    """Notes the parameter whose turn it is to leave, which is not cut by a strategy yet."""
+
+    parameter: nn.Parameter
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+
+
+def _checked(classifier: Any) -> Any:
+    score = getattr(classifier, "score", None)
+    if getattr(getattr(classifier, "config", None), "num_labels", None) != 1 or not isinstance(score, nn.Linear):
+        raise ArgumentError(
+            f"value_model is a {type(classifier).__name__}; a critic is a transformers sequence classifier with one label and a "
+            "linear `score` (AutoModelForSequenceClassification, num_labels=1)."
+        )
+    if not isinstance(score, Score):
+        own = Score(score.in_features)
+        own.weight = score.weight
+        if score.bias is not None:
+            raise ArgumentError(f"the score of {type(classifier).__name__} has a bias, which a critic's has not.")
+        classifier.score = own
+    classifier.requires_grad_(True)
+    return classifier
+
+
+def check_reads(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
+    """ArgumentError where the policy may write a token that the critic's backbone does not embed.
+
+    Embeddings are often padded beyond the tokenizer's tokens, by different models differently: that much is no difference.
+    """
+    known, spoken = num_embeddings(critic), num_embeddings(policy)
+    needed = len(tokenizer) if spoken is None else min(len(tokenizer), spoken)
+    if known is not None and known < needed:
+        raise ArgumentError(
+            f"the critic embeds {known} tokens and the policy's tokenizer has {needed}: a critic reads the policy's own tokens, "
+            "so start it from a classifier with the same tokenizer, or leave value_model and value_model_path out."
+        )
+    theirs, ours = _vocabulary_beside(critic, policy), tokenizer.get_vocab()
+    other = min(
+        (word for word, number in ours.items() if theirs.get(word, number) != number), key=ours.get, default=None
+    )
+    if other is not None:
+        raise ArgumentError(
+            f"the critic's tokenizer has {other!r} as token {theirs[other]} and the policy's as {ours[other]}: a critic reads the "
+            "policy's own tokens, so start it from a classifier with the same tokenizer, or leave value_model and "
+            "value_model_path out."
+        )
+
+
+def _vocabulary_beside(critic: nn.Module, policy: nn.Module) -> dict[str, int]:
+    """The words of the tokenizer where the critic was loaded from; none where that is the policy's place, or has no tokenizer."""
+    origin, own = (str(getattr(getattr(model, "config", None), "_name_or_path", "")) for model in (critic, policy))
+    if origin in ("", own):
+        return {}
+    try:
+        return dict(AutoTokenizer.from_pretrained(origin).get_vocab())
+    except Exception:  # whatever transformers and tokenizers raise where there is none
+        return {}
+
+
+# an adapter of its own
+
+
+def _adapter_critic(policy: Any, causal: Any) -> AdapterCritic:
+    if not is_peft(policy):
+        raise ArgumentError(
+            "critic='adapter' needs a policy under LoRA: pass peft_config, or choose 'head' or 'model'."
+        )
+    (active,) = policy.active_adapters
+    if policy.peft_config[active].modules_to_save:
+        raise ArgumentError(
+            "critic='adapter' with modules_to_save: the critic would need copies of these modules of its own; leave "
+            "modules_to_save out, or choose critic='head'."
+        )
+    with keeping_critic(policy):
+        policy.add_adapter(CRITIC, copy.deepcopy(policy.peft_config[active]))
+        policy.set_adapter(active)
+    critic = AdapterCritic(_score(causal))
+    layers = layers_of(policy)
+    outside = _adapted(policy) - {id(part) for layer in layers for part in layer.modules()}
+    if outside:
+        raise ArgumentError(
+            "critic='adapter' needs adapters in the decoder's layers alone: leave the embeddings and the head out of "
+            "target_modules, or choose critic='head'."
+        )
+    let_layers_switch(critic, layers)
+    return critic
+
+
+def _adapted(policy: nn.Module) -> set[int]:
+    return {id(part) for part in policy.modules() if hasattr(part, "lora_A")}
+
+
+# in the optimizer
+
+
+def train_at_own_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
+    """Move the critic's parameters into groups of their own, the same but for the learning rate."""
+    own = {id(parameter) for name, parameter in model.named_parameters() if is_critics(name)}
+    for group in list(optimizer.param_groups):
+        critics = [parameter for parameter in group["params"] if id(parameter) in own]
+        if not critics:
+            continue
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+        options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
+        optimizer.add_param_group({**options, "params": critics, "lr": learning_rate})
+    optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+
+
+def check_held(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """ArgumentError where an optimizer that was passed in has nothing of the critic, which would stay as it is."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in held for parameter in critic_parameters(model).values()):
+        raise ArgumentError(
+            "the optimizer that was passed in holds no parameter of the critic, which would never learn: leave it out and choose "
+            "optim, learning_rate and value_learning_rate, or pass value_model with critic='model' and its parameters in it, too."
+        )
+
+
+# on disk
+
+
+def critic_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The critic's parameters by their names in the policy."""
+    return {name: parameter for name, parameter in model.named_parameters() if is_critics(name)}
+
+
+def export_critic(trainer: Any, folder: Path) -> None:
+    """A critic with a backbone of its own, in the Hugging Face layout of a sequence classifier, slice by slice.
+
+    The others are nothing without the policy that they were trained on, and stay in checkpoints.
+    """
+    strategy, tokenizer = trainer.run.strategy, trainer.processing_class
+    critic = critic_of(causal_lm(trainer.accelerator.unwrap_model(trainer.model)))
+    if not isinstance(critic, OwnCritic):
+        return
+    classifier, first = critic.classifier, strategy.ranks.processes.rank == 0
+    layout = strategy.layout(classifier)
+    with staged_files(folder, strategy.ranks.processes) as stage:
+        with strategy.ranks.together():
+            if first:
+                write_settings(stage, classifier, layout)
+                if tokenizer is not None:
+                    tokenizer.save_pretrained(stage)
+        slices = strategy.slices(classifier, SLICE_BYTES, None)
+        write_weights(stage if first else None, classifier, layout, slices)

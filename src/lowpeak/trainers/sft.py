@@ -1,0 +1,155 @@
+"""Supervised training on the same log-prob core: loss = -mean of the counted tokens' log-probs over the whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import EvalPrediction
+from transformers.trainer_pt_utils import nested_concat, nested_numpify
+
+from lowpeak.algorithms import Algorithm, make_supervised
+from lowpeak.arguments import CommonConfig, SFTConfig, check_packing
+from lowpeak.data import SupervisedReader, check_supervised_columns, read_records
+from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
+from lowpeak.models import load_policy, num_embeddings
+from lowpeak.records import Record
+from lowpeak.trainers.offline import OfflineTrainer, longest_row
+from lowpeak.training import StepWork
+
+_PREPROCESS = (
+    "preprocess_logits_for_metrics: the logits of a whole data set are not kept, so give a function that makes a row's small, such "
+    "as `lambda logits, labels: logits.argmax(-1)`"
+)
+
+
+class SFTTrainer(OfflineTrainer):
+    """Trains a language model on prompt-completion, conversational, text or tokenized rows; TRL's constructor.
+
+    from lowpeak import SFTConfig, SFTTrainer
+
+    SFTTrainer(model="Qwen/Qwen2.5-0.5B", args=SFTConfig(output_dir="out"), train_dataset=data).train()
+
+    `formatting_func(row)` returns the text that is trained on. `compute_metrics` needs `preprocess_logits_for_metrics(logits,
+    labels)`, which gets one row at a time ([1, L, V] and [1, L], -100 where a token does not count) in an extra forward pass.
+    """
+
+    config_class: ClassVar[type[CommonConfig]] = SFTConfig
+    columns: ClassVar[str] = "prompt and completion, messages, conversations, text, or input_ids"
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Tensor, Tensor], Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Mapping[str, Any]], str] | None = None,
+    ) -> None:
+        if compute_metrics is not None and preprocess_logits_for_metrics is None:
+            raise ArgumentError(f"compute_metrics needs {_PREPROCESS}.")
+        self.formatting_func = formatting_func
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            compute_loss_func=compute_loss_func,
+        )
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+
+    @staticmethod
+    def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
+        return load_policy(
+            model,
+            args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+            peft_config=peft_config,
+            cut=args.cut,
+            device=None if args.fsdp else args.device,
+        )
+
+    @staticmethod
+    def make_algorithm(args: Any) -> Algorithm:
+        check_packing(args)
+        return make_supervised(args.loss_type)
+
+    def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> SupervisedReader:
+        return SupervisedReader(
+            tokenizer,
+            max_length=longest_row(args, policy),
+            completion_only=args.completion_only_loss,
+            assistant_only=args.assistant_only_loss,
+            chat_template_kwargs=args.chat_template_kwargs,
+            text_field=args.dataset_text_field,
+            num_embeddings=num_embeddings(policy),
+            formatting_func=self.formatting_func,
+        )
+
+    def check_row(self, args: Any, row: Any, where: str) -> None:
+        if self.formatting_func is None:
+            check_supervised_columns(row, args.dataset_text_field, where)
+
+    def read(self, data: Any) -> list[Record]:
+        return read_records(data, self.reader)
+
+    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
+        """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as transformers pads them."""
+        ranks, device = self.run.strategy.ranks, self.run.core.device
+        preprocess: Any = self.preprocess_logits_for_metrics
+        if preprocess is None:
+            raise ArgumentError(f"predict() needs {_PREPROCESS}.")
+        own: dict[int, tuple[Any, Any]] = {}
+        for first in range(0, len(records), ranks.world_size):
+            # A rank that has no row left repeats row 0: a sharded model's forward needs all ranks.
+            row = first + ranks.rank if first + ranks.rank < len(records) else 0
+            ids_1L, labels_1L = (each.to(device) for each in _ids_and_labels(records[row]))
+            with torch.no_grad():
+                logits = self.model_wrapped(input_ids=ids_1L).logits
+                with fail_on_exit(LowpeakError, "preprocess_logits_for_metrics"):
+                    preprocessed = preprocess(logits, labels_1L)
+                own[row] = (_arrays(preprocessed), nested_numpify(labels_1L))
+        found = reduce(lambda merged, part: {**merged, **part}, ranks.gather(own))
+        rows = [found[row] for row in range(len(records))]
+        while len(rows) > 1:  # in pairs, so that no row is copied for each that follows
+            rows = [reduce(partial(nested_concat, padding_index=-100), rows[i : i + 2]) for i in range(0, len(rows), 2)]
+        return EvalPrediction(*rows[0])
+
+
+def _arrays(preprocessed: Any) -> Any:
+    """What preprocess_logits_for_metrics returned, as arrays; ArgumentError where it is no tensor, nor any of them."""
+    try:
+        return nested_numpify(preprocessed)
+    except (AttributeError, TypeError) as error:
+        raise ArgumentError(
+            f"preprocess_logits_for_metrics returned {preprocessed!r:.80}, a {type(preprocessed).__name__}; return a tensor, "
+            "or a tuple or a dict of tensors."
+        ) from error
+
+
+def _ids_and_labels(record: Record) -> tuple[Tensor, Tensor]:
+    """A row's token ids, and the same with -100 where a token does not count: [1, L] each."""
+    prompt, completion = torch.tensor(record.prompt_ids), record.completion
+    labels = torch.where(completion.loss_mask, completion.ids.long(), -100)
+    ids_L = torch.cat([prompt, completion.ids.long()])
+    return ids_L[None], torch.cat([torch.full_like(prompt, -100), labels])[None]

@@ -1,0 +1,135 @@
+"""The token that a server demands, on every route but `/health`, and the file in which runs on the same host find it.
+
+vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): any client
+could replace the weights through `/collective_rpc`. The two ASGI middlewares here are for vLLM's `--middleware`.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import socket
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lowpeak.arguments import SERVER_TOKEN
+from lowpeak.errors import ArgumentError
+
+ADAPTER_ROUTE = "/lowpeak_adapter"
+_ADAPTER_PREFIX = "lowpeak-"  # of the names that `weights/adapters.py` gives
+_OPEN = ("/health",)
+_THIS_HOST = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Any]]
+Send = Callable[[Any], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class TokenMiddleware:
+    """Answers 401 to a request whose `Authorization` is not `Bearer <LOWPEAK_SERVER_TOKEN>`."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._expected = f"Bearer {os.environ[SERVER_TOKEN]}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._knows(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            headers = [(b"content-type", b"application/json"), (b"www-authenticate", b"Bearer")]
+            await send({"type": "http.response.start", "status": 401, "headers": headers})
+            await send({"type": "http.response.body", "body": b'{"error": "this server demands a token"}'})
+
+    def _knows(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+@contextmanager
+def saved_token(port: int, token: str) -> Iterator[Path]:
+    """Keep the token of the server at `port` in a file that its user alone can read, during the block.
+
+    The file is locked meanwhile: vLLM takes the port a minute later, and another server could be started for it until then.
+    """
+    import fcntl  # of Unix alone, as vLLM
+
+    path = _token_file(port)
+    with ExitStack() as files:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            file = files.enter_context(os.fdopen(descriptor, "w"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.fchmod(descriptor, 0o600)
+            file.truncate(0)
+            file.write(token)
+            file.flush()
+        except BlockingIOError as error:
+            raise ArgumentError(
+                f"another lowpeak serve on this host uses port {port}: choose another --port."
+            ) from error
+        except OSError as error:
+            raise ArgumentError(
+                f"the server's token cannot be written to {path} ({error.strerror}): choose a token and set {SERVER_TOKEN} to it, "
+                "for the server and for the run."
+            ) from error
+        files.callback(path.unlink, missing_ok=True)
+        yield path
+
+
+def find_token(host: str | None, port: int | None) -> str | None:
+    """Return the saved token of the server at `port` of this host; None if there is none, or `host` is another one."""
+    if host in _THIS_HOST and port is not None:
+        with suppress(OSError):
+            return _token_file(port).read_text()
+    return None
+
+
+def _token_file(port: int) -> Path:
+    # hosts may share the folder
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "lowpeak" / f"{socket.gethostname()}-{port}.token"
+
+
+class AdapterMiddleware:
+    """Registers the adapter of the last push in place of the former one, so that requests can name it; other requests pass.
+
+    vLLM's own `/v1/load_lora_adapter` would read the adapter's files again, under another number: a second copy, which
+    nothing has proved. Here the server only learns the number that its workers store.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] != ADAPTER_ROUTE:
+            await self._app(scope, receive, send)
+            return
+        register(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+def register(models: Any, adapter: Mapping[str, Any]) -> None:
+    """Let the server's requests name `adapter`, and none that came before it."""
+    from vllm.lora.request import LoRARequest
+
+    for name in [name for name in models.lora_requests if name.startswith(_ADAPTER_PREFIX)]:
+        del models.lora_requests[name]
+    made = LoRARequest(adapter["name"], int(adapter["number"]), adapter["folder"])
+    models.lora_requests[adapter["name"]] = made
+
+
+async def _body(receive: Receive) -> bytes:
+    parts, more = [], True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)

@@ -1,0 +1,125 @@
+"""A vLLM server as a child of this process: started in a separate process group, watched, and ended with all its processes.
+
+What can go wrong on the way out was measured with vLLM 0.32: SIGTERM with requests under way hung in most runs, and a killed API
+server left its engine running. So requests are given up first, SIGTERM gets a few seconds, and the group is killed in any case.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lowpeak.errors import EngineError
+from lowpeak.vllm.http_client import Http, deadline
+from lowpeak.vllm.memory_errors import Launched, remedy
+from lowpeak.vllm.serving.command import Server, environment, words
+
+_ABORT_SECONDS = 2.0
+_TERM_SECONDS = 5.0
+_POLL_SECONDS = 0.2
+_START_SECONDS = 300.0
+_LINES = 20
+_UNKNOWN_OPTION = 2  # argparse's exit status
+
+
+@dataclass(eq=False)
+class ServerProcess:
+    """A server; its output goes to the file `log` (None: to this process's). `command` makes its command line."""
+
+    server: Server
+    inherited: Mapping[str, str] = field(repr=False)
+    log: Path | None = None
+    command: Callable[[Server], list[str]] = words
+
+    def __post_init__(self) -> None:
+        self._http = Http(self.server.url, self.server.token)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log_start = 0  # where this life's output begins
+
+    @property
+    def pid(self) -> int | None:
+        """The id of its process and of its group; None if it was not started."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Start the server, or start it again; its output is appended to the log."""
+        with ExitStack() as files:
+            out = None
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                out = files.enter_context(self.log.open("ab"))
+                self._log_start = out.tell()
+            self._process = subprocess.Popen(
+                self.command(self.server),
+                env=environment(self.server, self.inherited),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+            )
+
+    def status(self) -> int | None:
+        """Return the exit status, None while it runs; end the processes that it has left behind."""
+        assert self._process is not None
+        status = self._process.poll()
+        if status is not None:
+            self._kill_group()
+        return status
+
+    def is_ready(self) -> bool:
+        """Return whether it answers."""
+        return self._http.is_healthy()
+
+    def stop(self) -> None:
+        """End the server and all its processes within seven seconds, in whatever state it is."""
+        if self._process is None:
+            return
+        if self._process.poll() is None:
+            with suppress(EngineError):
+                self._http.exchange("POST", "/pause?mode=abort", None, deadline(_ABORT_SECONDS))  # whatever it answers
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_TERM_SECONDS)
+        self._kill_group()
+        self._process.wait()
+
+    def _kill_group(self) -> None:
+        # The leader's id names the group for as long as one member lives.
+        assert self._process is not None
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def describe_end(self, status: int) -> str:
+        """Return a sentence about its end, the last lines of its log, and what to change if memory or the context was too small."""
+        said = f"the vLLM server of {self.server.url} ended with status {status}"
+        if self.log is None:
+            return f"{said}; its output stands above."
+        text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
+        end = "\n".join(text.splitlines()[-_LINES:])
+        advice = "" if status == _UNKNOWN_OPTION else f"\n{remedy(Launched(self.server.tensor_parallel_size))}"
+        return f"{said}; the end of {self.log}:\n{end}{advice}"
+
+
+@contextmanager
+def served(server: Server, log: Path) -> Iterator[None]:
+    """Run the block while the server answers; EngineError with the end of its log if it ends before, or takes too long."""
+    process = ServerProcess(server, os.environ, log)
+    process.start()
+    try:
+        until = time.monotonic() + _START_SECONDS
+        while not process.is_ready():
+            status = process.status()
+            if status is not None:
+                raise EngineError(process.describe_end(status))
+            if time.monotonic() > until:
+                raise EngineError(f"the vLLM server of {server.url} did not answer within {_START_SECONDS:.0f} s.")
+            time.sleep(_POLL_SECONDS)
+        yield
+    finally:
+        process.stop()

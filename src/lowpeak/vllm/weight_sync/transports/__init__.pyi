@@ -1,0 +1,12 @@
+from lowpeak.vllm.weight_sync.transports.base import Inlet as Inlet
+from lowpeak.vllm.weight_sync.transports.base import Sender as Sender
+from lowpeak.vllm.weight_sync.transports.choose import look as look
+from lowpeak.vllm.weight_sync.transports.choose import open_inlet as open_inlet
+from lowpeak.vllm.weight_sync.transports.choose import open_sender as open_sender
+from lowpeak.vllm.weight_sync.transports.choose import reaching as reaching
+from lowpeak.vllm.weight_sync.transports.nccl import NcclInlet as NcclInlet
+from lowpeak.vllm.weight_sync.transports.nccl import NcclSender as NcclSender
+from lowpeak.vllm.weight_sync.transports.nccl import usable as usable
+from lowpeak.vllm.weight_sync.transports.tcp import TcpInlet as TcpInlet
+from lowpeak.vllm.weight_sync.transports.tcp import TcpSender as TcpSender
+from lowpeak.vllm.weight_sync.transports.tcp import own_addresses as own_addresses

@@ -1,0 +1,174 @@
+"""Workers anywhere: each connects back to the trainer and reads buckets from a socket of its own.
+
+The trainer listens while an update begins, on the loopback address alone where all workers are on its host. Who connects shows a
+token of this update, which came by vLLM's own channel, and gets a proof that the trainer knows it too. Weights are not encrypted
+on their way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowpeak.errors import EngineError
+from lowpeak.vllm.protocol import start
+from lowpeak.vllm.weight_sync.buckets import Bucket
+from lowpeak.vllm.weight_sync.transports.base import Ask, Inlet, Sender
+from lowpeak.watchdog import accept_known
+
+_HELLO = 64  # characters of a token or its proof
+
+
+class TcpSender(Sender):
+    """The trainer's end; every wait ends after `timeout` seconds. `port` is where it listens (None: any free one)."""
+
+    name = "tcp"
+
+    def __init__(self, bucket_bytes: int, *, loopback: bool, timeout: float, port: int | None = None) -> None:
+        super().__init__(bucket_bytes, torch.device("cpu"))
+        self._timeout = timeout
+        self._token = secrets.token_hex(_HELLO // 2)
+        self._peers: list[socket.socket] = []
+        try:
+            self._listener = socket.create_server(("127.0.0.1" if loopback else "", port or 0))
+        except OSError as error:
+            raise EngineError(
+                f"Weights cannot leave by port {port} ({error.strerror}): set vllm_group_port to one that nobody uses."
+            ) from error
+        self._hosts = ["127.0.0.1"] if loopback else own_addresses()
+        self._door = threading.Thread(target=self._let_in, name="lowpeak-weights", daemon=True)
+        self._door.start()
+
+    def invitation(self) -> dict[str, Any]:
+        port = self._listener.getsockname()[1]
+        given = {"hosts": self._hosts, "port": port, "token": self._token, "timeout": self._timeout}
+        return {"transport": self.name, **given}
+
+    def joined(self) -> None:
+        self._shut()
+
+    def deliver(self, bucket: Bucket, ask: Ask) -> None:
+        """Write the bucket to every worker while they read it; what a worker says is wrong comes before a broken socket."""
+
+        def read() -> None:
+            try:
+                ask({"num_bytes": len(bucket.data)})
+            except BaseException:
+                self._hang_up()  # so that nobody writes to a worker that does not read
+                raise
+
+        reading = start(read)
+        broken = self._write(bucket.data.numpy().data)
+        reading.result()
+        if broken is not None:
+            raise EngineError(f"A worker of vLLM did not read the weights ({broken}).") from broken
+
+    def close(self) -> None:
+        self._shut()
+        self._hang_up()
+
+    def _write(self, data: memoryview) -> OSError | None:
+        try:
+            for peer in self._peers:
+                peer.sendall(data)
+        except OSError as error:
+            self._hang_up()  # the other workers' reads end, too
+            return error
+        return None
+
+    def _let_in(self) -> None:
+        """Take connections that know the token, until the listener is shut."""
+        for peer, _ in accept_known(self._listener, self._token.encode()):
+            try:
+                peer.settimeout(self._timeout)
+                peer.sendall(_proof(self._token))
+                self._peers.append(peer)
+            except OSError:
+                peer.close()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        self._door.join(self._timeout)
+
+    def _hang_up(self) -> None:
+        for peer in self._peers:
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+            peer.close()
+
+
+class TcpInlet(Inlet):
+    """The worker's end: connects to the first of `hosts` that proves to know the token."""
+
+    def __init__(self, hosts: Sequence[str], port: int, token: str, timeout: float) -> None:
+        self._peer = _connected(hosts, port, token, timeout)
+        self._data = bytearray()
+
+    def read(self, arguments: Mapping[str, Any]) -> Tensor:
+        num_bytes = arguments["num_bytes"]
+        if len(self._data) < num_bytes:
+            self._data = bytearray(num_bytes)
+        _received(self._peer, memoryview(self._data)[:num_bytes])
+        return torch.frombuffer(self._data, dtype=torch.uint8)
+
+    def close(self) -> None:
+        self._peer.close()
+        self._data = bytearray()
+
+
+def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> socket.socket:
+    failures = []
+    deadline = time.monotonic() + timeout
+    for i, host in enumerate(hosts):
+        share = max(0.1, (deadline - time.monotonic()) / (len(hosts) - i))
+        try:
+            until = time.monotonic() + min(share, 10.0)
+            peer = socket.create_connection((host, port), min(share, 10.0))
+            peer.sendall(token.encode())
+            if hmac.compare_digest(_received(peer, bytearray(_HELLO), until), _proof(token)):
+                peer.settimeout(timeout)
+                return peer
+            failures.append(f"{host}: somebody else answers")
+        except OSError as error:
+            failures.append(f"{host}: {error}")
+    raise EngineError(f"vLLM's worker cannot connect to the trainer for weights ({'; '.join(failures)}).")
+
+
+def _received(peer: socket.socket, into: bytearray | memoryview, until: float | None = None) -> bytearray | memoryview:
+    """Fill `into` from a socket; ConnectionError when it ends before, TimeoutError when all of it took beyond `until`."""
+    view = memoryview(into)
+    while view:
+        if until is not None:  # a socket's own limit begins anew with every byte
+            peer.settimeout(max(0.001, until - time.monotonic()))
+        count = peer.recv_into(view)
+        if not count:
+            raise ConnectionError("the connection ended")
+        view = view[count:]
+    return into
+
+
+def _proof(token: str) -> bytes:
+    return hashlib.sha256(f"lowpeak {token}".encode()).hexdigest().encode()
+
+
+def own_addresses() -> list[str]:
+    """Addresses by which other hosts may know this one, the one that routes lead out by first."""
+    found: list[str] = []
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737): nothing is sent
+        found.append(probe.getsockname()[0])
+    with contextlib.suppress(OSError):
+        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return list(dict.fromkeys([*found, "127.0.0.1"]))

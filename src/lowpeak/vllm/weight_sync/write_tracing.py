@@ -1,0 +1,175 @@
+"""Where vLLM put each tensor: seen while it loads, and proved afterwards by reading its own parameters back.
+
+vLLM's loaders join tensors (q, k and v), cut them (tensor parallelism), pad them (the vocabulary) and share them (a tied head),
+each model in its own way. So nothing is assumed: while a tensor is loaded, every write to a parameter's storage is noted, with
+the region that it wrote and the checksum of what was to be written. When all are there, each region is read back and summed.
+That finds a tensor that was damaged on its way or overwritten by a later one, a parameter that nothing was written to, and, at any
+later time, whatever changed since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowpeak.vllm.weight_sync.buckets import read_sums
+from lowpeak.vllm.weight_sync.checksum import tensor_checksum
+
+Part = tuple[str, int]  # a tensor, and which of its regions
+
+
+@dataclass(frozen=True)
+class Region:
+    """Elements of one parameter's storage that one tensor's values were written to; `num_read` of the tensor's.
+
+    `expected` is the checksum of what was to be written; None where that is the whole tensor as it was sent.
+    """
+
+    parameter: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    num_read: int
+    expected: Tensor | None
+
+    def of(self, parameters: Mapping[str, Tensor]) -> Tensor:
+        return parameters[self.parameter].data.as_strided(self.size, self.stride, self.offset)
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.size).numel()
+
+
+class WriteTracing(TorchDispatchMode):
+    """Notes each write to a parameter's storage while `tensor` is loaded."""
+
+    def __init__(self, names: Mapping[int, str], tensor: Tensor, summing: bool) -> None:
+        super().__init__()
+        self.regions: list[Region] = []
+        self.num_filled: dict[str, int] = {}
+        self._names = names
+        self._tensor = tensor
+        self._summing = summing
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func._schema.is_mutable and args and isinstance(args[0], Tensor) and args[0].numel():
+            name = self._names.get(args[0].untyped_storage().data_ptr())
+            if name is not None:
+                self._note(name, args[0], func, args[1:])
+        return result
+
+    def _note(self, name: str, target: Tensor, func: Any, rest: tuple[Any, ...]) -> None:
+        if func._overloadpacket is not torch.ops.aten.copy_:  # padding
+            self.num_filled[name] = self.num_filled.get(name, 0) + target.numel()
+            return
+        source = rest[0]
+        whole = target.is_contiguous() and _is_same(source, self._tensor) and source.dtype == target.dtype
+        whole = whole or not self._summing
+        expected = None if whole else tensor_checksum(source.expand_as(target), target.dtype)
+        size, stride = tuple(target.shape), tuple(target.stride())
+        self.regions.append(Region(name, size, stride, int(target.storage_offset()), source.numel(), expected))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same elements of the same storage in the same flat order."""
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.numel() == other.numel()
+        and one.is_contiguous()
+        and other.is_contiguous()
+    )
+
+
+@dataclass
+class Placement:
+    """Where the tensors of one model went. `expected` and `received` are checksums, by region and by tensor, once verified."""
+
+    model: nn.Module
+    regions: dict[str, list[Region]] = field(default_factory=dict)
+    expected: dict[Part, str] = field(default_factory=dict)
+    received: dict[str, Tensor] = field(default_factory=dict)
+    _num_filled: dict[str, int] = field(default_factory=dict)
+    _names: dict[int, str] = field(default_factory=dict)
+    _summing: bool = True
+
+    def begin(self, summing: bool = True, skipped: Collection[str] = ()) -> None:
+        """Look where the parameters are now, waking may have moved them; those that are `skipped` are not looked after."""
+        self._names, self._summing = {}, summing
+        for name, parameter in self.model.named_parameters():
+            if parameter.numel() and name not in skipped:
+                self._names.setdefault(parameter.untyped_storage().data_ptr(), name)
+
+    def load(self, name: str, tensor: Tensor, load: Callable[[], Any]) -> Any:
+        """What `load` gives; noted is what it wrote of `tensor`, which is summed itself unless it went into its place whole."""
+        with WriteTracing(self._names, tensor, self._summing) as seen:
+            result = load()
+        self.regions[name] = seen.regions
+        self._num_filled |= seen.num_filled
+        self.received.pop(name, None)
+        if self._summing and (not seen.regions or any(region.expected is not None for region in seen.regions)):
+            self.received[name] = tensor_checksum(tensor)
+        return result
+
+    def verify(self, sent: Mapping[str, str]) -> list[str]:
+        """The names of tensors that are not, bit by bit, what was sent; regions are read back and their sums kept."""
+        for name in self.regions.keys() - sent.keys():
+            del self.regions[name]
+        expected = self._expected(sent)
+        found = self._read()
+        received = read_sums({name: value for name, value in self.received.items() if name in sent})
+        wrong = {key[0] for key in found if found[key] != expected[key]}
+        wrong |= {name for name, value in received.items() if value != sent[name]}
+        self.expected = found
+        return sorted(wrong)
+
+    def changed(self) -> list[str]:
+        """The names of tensors whose regions hold something else than when they were verified."""
+        found = self._read()
+        return sorted({key[0] for key in found if found[key] != self.expected.get(key)})
+
+    def missing(self, sent: Iterable[str]) -> list[str]:
+        """Parameters that the tensors did not write all of; what is left over may be padding, which is zero."""
+        parameters = dict(self.model.named_parameters())
+        written: dict[str, list[Region]] = {}
+        for name in sent:
+            for region in self.regions.get(name, ()):
+                written.setdefault(region.parameter, []).append(region)
+        return [
+            name
+            for name in self._names.values()
+            if not _is_covered(parameters, name, written.get(name, []), self._num_filled.get(name, 0))
+        ]
+
+    def num_placed(self, names: Iterable[str]) -> dict[str, int]:
+        """How many elements of each tensor are in this worker's parameters."""
+        return {name: sum(region.num_read for region in self.regions.get(name, ())) for name in names}
+
+    def _expected(self, sent: Mapping[str, str]) -> dict[Part, str]:
+        cut = {(n, i): r.expected for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is not None}
+        whole = {(n, i): sent[n] for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is None}
+        return read_sums(cut) | whole
+
+    def _read(self) -> dict[Part, str]:
+        parameters = dict(self.model.named_parameters())
+        return read_sums(
+            {
+                (name, i): tensor_checksum(region.of(parameters))
+                for name, regions in self.regions.items()
+                for i, region in enumerate(regions)
+            }
+        )
+
+
+def _is_covered(parameters: Mapping[str, Tensor], name: str, regions: list[Region], num_filled: int) -> bool:
+    parameter = parameters[name]
+    num_written = sum(region.numel for region in regions)
+    if num_written + num_filled >= parameter.numel():
+        return True
+    nonzero = sum(int(torch.count_nonzero(region.of(parameters))) for region in regions)
+    return num_written > 0 and int(torch.count_nonzero(parameter.data)) == nonzero

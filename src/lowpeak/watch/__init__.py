@@ -1,5 +1,0 @@
-"""The watch over a run's ranks."""
-
-from lowpeak.exports import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)

@@ -1,0 +1,206 @@
+"""Arguments without effect: named in one warning, each with its reason; errors where going on would mislead, or on request."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from datasets import Dataset
+
+from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
+from lowpeak.arguments import (
+    Facts,
+    acting,
+    acting_common,
+    facts_of,
+    idle_arguments,
+    resolve_grpo,
+    resolve_memory,
+    resolve_online,
+    resolve_online_dpo,
+    resolve_ppo,
+    resolve_rloo,
+    tell_idle,
+)
+from lowpeak.errors import ArgumentError
+from tiny import char_tokenizer, tiny_model
+
+RESOLVE = {
+    GRPOConfig: resolve_grpo,
+    RLOOConfig: resolve_rloo,
+    PPOConfig: resolve_ppo,
+    OnlineDPOConfig: resolve_online_dpo,
+}
+VLLM = {"use_vllm": True}
+SERVED = {**VLLM, "vllm_mode": "server"}
+OTHERWISE = {
+    "vllm_mode": "server", "vllm_batch_size": 4, "vllm_bucket_size": "1MiB", "vllm_transport": "tcp", "vllm_verify_weights": False,
+    "vllm_adapters": False, "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True, "vllm_gpu_memory_utilization": 0.5,
+    "vllm_max_model_length": 1024, "vllm_tensor_parallel_size": 2, "vllm_engine_kwargs": {"enforce_eager": True},
+    "vllm_server_base_url": "http://a:1", "vllm_server_host": "a", "vllm_server_port": 1, "vllm_server_timeout": 1.0,
+    "vllm_group_port": 1, "vllm_wave_timeout": 1.0, "vllm_importance_sampling_correction": False,
+    "vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 2.0,
+    "vllm_importance_sampling_clip_min": 0.5,
+}  # fmt: skip
+
+
+def resolved(folder, config=GRPOConfig, **said):
+    """The settings without the facts, and what has no effect in a run that shards nothing and computes in fp32."""
+    args = config(output_dir=str(folder), use_cpu=True, **said)
+    if config in RESOLVE:
+        online = resolve_online(args, 1, 1)
+        facts = online.facts
+        settings = (dataclasses.replace(online, facts=Facts()), RESOLVE[config](acting(args, facts), online))
+    else:
+        facts, settings = facts_of(args), resolve_memory(acting_common(args))
+    late = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
+    return settings, idle_arguments(args, late)
+
+
+@pytest.mark.parametrize(
+    ("config", "acting", "idle", "reason"),
+    [
+        *((GRPOConfig, {}, {name: value}, "use_vllm") for name, value in OTHERWISE.items()),
+        *((GRPOConfig, SERVED, {name: OTHERWISE[name]}, "lowpeak serve") for name in (
+            "vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size",
+            "vllm_engine_kwargs")),
+        *((GRPOConfig, VLLM, {name: OTHERWISE[name]}, "vllm_mode='server'") for name in (
+            "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port")),
+        (GRPOConfig, SERVED, {"kv_cache_bytes": 1 << 20}, "kv_cache_memory_bytes"),
+        (GRPOConfig, SERVED, {"offload_during_rollout": True}, "servers"),
+        (GRPOConfig, {**VLLM, "vllm_importance_sampling_correction": False},
+         {"vllm_importance_sampling_mode": "token_mask"}, "vllm_importance_sampling_correction"),
+        *((GRPOConfig, {}, {name: value}, "num_iterations") for name, value in (
+            ("epsilon", 0.1), ("epsilon_high", 0.28), ("delta", 0.5), ("importance_sampling_level", "sequence"))),
+        (GRPOConfig, VLLM, {"importance_sampling_level": "sequence"}, "num_iterations"),
+        (GRPOConfig, {"beta": 0.1, "use_bias_correction_kl": False}, {"importance_sampling_level": "sequence"}, "num_iterations"),
+        (GRPOConfig, {"loss_type": "cispo", "epsilon_high": 4.0}, {"epsilon": 0.1}, "epsilon_high"),
+        *((GRPOConfig, {}, {name: value}, "beta") for name, value in (
+            ("kl_estimator", "k1"), ("sync_ref_model", True), ("use_bias_correction_kl", False))),
+        (GRPOConfig, {"beta": 0.1}, {"ref_model_sync_steps": 3}, "sync_ref_model"),
+        (GRPOConfig, {}, {"entropy_target": 0.5}, "use_adaptive_entropy"),
+        (GRPOConfig, {}, {"multi_objective_aggregation": "normalize_then_sum"}, "reward"),
+        (GRPOConfig, {}, {"num_completions_to_print": 3}, "log_completions"),
+        *((config, {}, {"remove_unused_columns": True}, "columns") for config in (GRPOConfig, SFTConfig, RewardConfig)),
+        (GRPOConfig, {}, {"cast_lm_head_to_fp32": True}, "fp32"),
+        *((GRPOConfig, {}, {name: True}, "memory") for name in ("activation_offloading", "offload_during_rollout")),
+        (GRPOConfig, {"beta": 0.1}, {"offload_frozen_models": True}, "memory"),
+        *((GRPOConfig, {}, {name: value}, reason) for name, value, reason in (
+            ("dataloader_num_workers", 4, "cursor"), ("torch_compile", True, "recompile"), ("save_on_each_node", True, "folder"),
+            ("auto_find_batch_size", True, "micro_batch_tokens"), ("eval_accumulation_steps", 2, "evaluation"))),
+        *((GRPOConfig, {}, {"accelerator_config": {name: value}}, "cursor") for name, value in (
+            ("split_batches", True), ("dispatch_batches", True), ("even_batches", False), ("use_seedable_sampler", False))),
+        (RLOOConfig, {}, {"epsilon": 0.1}, "num_iterations"),
+        *((PPOConfig, {"num_iterations": 1}, {name: 0.1}, "num_iterations") for name in (
+            "cliprange", "cliprange_value", "early_stop_kl")),
+        *((PPOConfig, {"vf_coef": 0.0}, {name: 0.5}, "vf_coef") for name in ("cliprange_value", "value_learning_rate")),
+        (PPOConfig, {"beta": 0.0}, {"kl_target": 1.0}, "beta"),
+        (PPOConfig, {}, {"kl_horizon": 5}, "kl_target"),
+        (OnlineDPOConfig, {}, {"epsilon": 0.1}, "ratio"),
+        (OnlineDPOConfig, {}, {"kl_estimator": "k1"}, "KL"),
+        (OnlineDPOConfig, VLLM, {"vllm_importance_sampling_correction": True}, "pair"),
+        *((OnlineDPOConfig, VLLM, {f"vllm_importance_sampling_{name}": value}, "pair")
+          for name, value in (("mode", "token_mask"), ("clip_max", 2.0), ("clip_min", 0.5))),
+        (SFTConfig, {}, {"packing_strategy": "wrapped"}, "packing"),
+        (SFTConfig, {}, {"eval_packing": True}, "evaluation"),
+        (SFTConfig, {}, {"per_device_eval_batch_size": 4}, "micro_batch_tokens"),
+        (RewardConfig, {}, {"log_entropy": False}, "log-probs"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_that_does_not_act_changes_no_setting_and_is_named_with_the_reason(
+    tmp_path, config, acting, idle, reason
+):
+    settings, found = resolved(tmp_path, config, **acting, **idle)
+    expected, before = resolved(tmp_path, config, **acting)
+    assert settings == expected
+    (shown,) = found.keys() - before.keys()
+    assert next(iter(idle)) in shown
+    assert reason in found[shown]
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        *((GRPOConfig, {name: value}) for name, value in (
+            ("fp16", True), ("label_smoothing_factor", 0.1), ("neftune_noise_alpha", 5.0), ("use_liger_kernel", True),
+            ("average_tokens_across_devices", False), ("train_sampling_strategy", "sequential"))),
+        (GRPOConfig, {"vllm_structured_outputs_regex": "a+"}),
+        (GRPOConfig, {"vllm_server_base_url": "http://a:1", **VLLM}),
+        (GRPOConfig, {"vllm_server_host": "a", "vllm_server_base_url": "http://a:1", **SERVED}),
+        (GRPOConfig, {"vllm_gpu_memory_utilization": 0.5, "kv_cache_bytes": 1 << 20, **VLLM}),
+        (GRPOConfig, {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}),
+        (GRPOConfig, {"sync_ref_model": True, "offload_frozen_models": True, "beta": 0.1}),
+        (PPOConfig, {"dynamic_sampling_rounds": 2}),
+        (PPOConfig, {"value_model_path": "x"}),
+        (PPOConfig, {"missing_eos_penalty": 1.0, "mask_truncated_completions": True}),
+        (OnlineDPOConfig, {"missing_eos_penalty": 1.0, "mask_truncated_completions": True}),
+        (RewardConfig, {"router_aux_loss_coef": 0.1}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_an_argument_without_which_a_run_would_mislead_raises(tmp_path, config, said):
+    name = next(iter(said))
+    with pytest.raises(ArgumentError, match=name):
+        resolved(tmp_path, config, **said)
+
+
+def test_each_argument_of_vllm_is_in_the_table_of_those_that_need_it_or_hidden(tmp_path):
+    _, found = resolved(tmp_path, vllm_server_token="S3CRET")
+    assert list(found) == ["vllm_server_token=<hidden>"]
+    declared = {f.name for f in dataclasses.fields(GRPOConfig) if f.name.startswith("vllm_")}
+    assert declared == OTHERWISE.keys() | {"vllm_structured_outputs_regex", "vllm_server_token"}
+
+
+THREE = {"epsilon": 0.1, "kl_estimator": "k1", "dataloader_num_workers": 4}
+
+
+def train(folder, **said):
+    tokenizer = char_tokenizer()
+    sizes = {"per_device_train_batch_size": 8, "max_completion_length": 4}
+    args = GRPOConfig(output_dir=str(folder), use_cpu=True, report_to="none", **sizes, **said)
+    return GRPOTrainer(
+        model=tiny_model(len(tokenizer)),
+        reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": "1="}] * 4),
+        processing_class=tokenizer,
+    )
+
+
+def test_idle_arguments_are_named_in_one_warning_with_their_reasons(tmp_path, caplog):
+    train(tmp_path, **THREE)
+    (record,) = [each for each in caplog.records if "strict_arguments" in each.getMessage()]
+    told = record.getMessage()
+    assert record.levelname == "WARNING"
+    assert record.name.startswith("lowpeak")
+    assert "\n" not in told
+    assert [name in told for name in ("epsilon=0.1", "kl_estimator='k1'", "dataloader_num_workers=4")] == [True] * 3
+    assert [word in told for word in ("num_iterations", "beta", "cursor")] == [True] * 3
+    caplog.clear()
+    train(tmp_path)
+    assert "strict_arguments" not in caplog.text
+
+
+def test_strict_arguments_raises_for_all_of_them_at_once_those_too_that_models_and_devices_leave_idle(tmp_path):
+    late = {"gather_budget": "8GiB", "offload_frozen_models": True}
+    with pytest.raises(ArgumentError, match=r"epsilon=0\.1") as refused:
+        train(tmp_path, **THREE, **late, strict_arguments=True)
+    assert all(f"{name}={value!r} (" in str(refused.value) for name, value in {**THREE, **late}.items())
+
+
+@pytest.mark.parametrize("said", [{"cast_lm_head_to_fp32": True}, {"gather_budget": "1GiB"}], ids=str)
+def test_what_models_and_devices_leave_idle_is_named_too(tmp_path, caplog, said):
+    train(tmp_path, **said)
+    assert next(iter(said)) in caplog.text
+    with pytest.raises(ArgumentError, match=next(iter(said))):
+        train(tmp_path, **said, strict_arguments=True)
+
+
+def test_another_rank_than_the_first_says_nothing(tmp_path, caplog):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1)
+    other = dataclasses.make_dataclass("Other", [], bases=(GRPOConfig,), namespace={"process_index": 1})
+    tell_idle(other(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1), Facts(num_steps=1))
+    assert not caplog.text
+    tell_idle(args, Facts(num_steps=1))
+    assert "epsilon=0.1" in caplog.text

@@ -1,0 +1,77 @@
+"""Reading YAML and checking argument names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lowpeak.arguments import check_names, load_yaml
+from lowpeak.errors import ArgumentError
+
+
+def write(folder, text):
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_settings_come_back_with_their_types(tmp_path):
+    text = "model: tiny\nbeta: .5\nbf16: true\nseed: 3\nkwargs: {a: [1, 2]}\n"
+    expected = {"model": "tiny", "beta": 0.5, "bf16": True, "seed": 3, "kwargs": {"a": [1, 2]}}
+    assert load_yaml(write(tmp_path, text)) == expected
+    assert load_yaml(write(tmp_path, "# nothing yet\n")) == {}
+
+
+NUMBERS = ("1e-6", "5E-7", "-2e3", "1.e5", "+.5e-2")
+TEXTS = ("1e", "e5", "1e-6b", "2026-01-02e", "'1e-6'")  # that only look like an exponent
+
+
+def test_exponents_without_a_dot_are_numbers(tmp_path):
+    found = load_yaml(write(tmp_path, "".join(f"x{n}: {text}\n" for n, text in enumerate((*NUMBERS, *TEXTS)))))
+    assert list(found.values()) == [*map(float, NUMBERS), *(text.strip("'") for text in TEXTS)]
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        (b"a: \xff\xfe\x00", ""),
+        (b"- a\n- b\n", "list"),
+        (b"just text\n", "str"),
+        (b"3\n", "int"),
+        (b"1: 2\n", "dict"),
+        (b"a: 1\nb: 2: 3\n", " 2,"),
+        (b"a: 2026-13-01\n", "month"),
+        (b"beta: 0.1\nseed: 1\nbeta: 0.2\n", " 3, .*'beta'"),
+        (b"a: !!python/object/apply:os.getcwd []\n", ""),  # no code runs
+        (b"a: " + b"[" * 3000 + b"]" * 3000, ""),
+    ],
+)
+def test_a_file_that_is_not_settings_is_an_error_with_its_name_and_line(tmp_path, content, told):
+    (tmp_path / "run.yaml").write_bytes(content)
+    with pytest.raises(ArgumentError, match=rf"run\.yaml.*{told}"):
+        load_yaml(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("name", ["none.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, name):
+    with pytest.raises(ArgumentError, match=str(tmp_path / name)):
+        load_yaml(tmp_path / name)
+
+
+def test_each_unknown_name_is_named_with_its_remedy_or_the_closest_known_one():
+    known, rejected = {"beta", "num_generations"}, {"max_prompt_length": "set overlong_prompts"}
+    check_names(known, known, rejected)
+    names = ["num_generation", "beta", "zzz", "max_prompt_length"]
+    with pytest.raises(ArgumentError, match=r"'num_generation'.*'num_generations'.*'zzz'.*'max_pro.*overlong_prompts"):
+        check_names(names, known, rejected)
+
+
+def test_loading_a_config_file_loads_no_torch(tmp_path):
+    path = write(tmp_path, "a: 1\n")
+    code = (
+        f"import sys; from lowpeak.arguments import load_yaml; load_yaml({str(path)!r}); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,167 @@
+"""The arguments of vLLM, resolved; `test_arguments_idle.py` has those without effect."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowpeak import GRPOConfig, RLOOConfig
+from lowpeak.arguments import (
+    ColocateSettings,
+    Correction,
+    ServerSettings,
+    VllmSettings,
+    acting,
+    resolve_grpo,
+    resolve_online,
+    resolve_rloo,
+    resolve_vllm,
+)
+from lowpeak.errors import ArgumentError
+
+SERVER = {"use_vllm": True, "vllm_mode": "server"}
+
+
+def config(tmp_path, kind=GRPOConfig, **changes):
+    return kind(output_dir=str(tmp_path), use_cpu=True, **changes)
+
+
+def settings(tmp_path, world_size=1, **changes):
+    args = config(tmp_path, per_device_train_batch_size=8, **changes)
+    return resolve_online(args, world_size, 1).vllm
+
+
+def test_without_vllm_there_are_no_settings_and_with_it_trls_defaults(tmp_path):
+    assert settings(tmp_path) is None
+    assert settings(tmp_path, use_vllm=True) == VllmSettings(ColocateSettings(), wave_timeout=3600.0)
+    served = settings(tmp_path, **SERVER)
+    assert served == VllmSettings(ServerSettings(("http://127.0.0.1:8000",)), wave_timeout=3600.0)
+    assert served.adapters
+    assert (served.mode, settings(tmp_path, use_vllm=True).mode) == ("server", "colocate")
+
+
+def test_a_colocated_engine_takes_its_share_its_lengths_and_its_ranks(tmp_path):
+    said = {
+        "vllm_gpu_memory_utilization": 0.5, "vllm_max_model_length": 4096, "vllm_tensor_parallel_size": 2,
+        "vllm_model_impl": "transformers", "vllm_enable_sleep_mode": True, "vllm_engine_kwargs": '{"enforce_eager": true}',
+    }  # fmt: skip
+    found = settings(tmp_path, 4, use_vllm=True, **said).where
+    assert found == ColocateSettings(2, 0.5, 4096, "transformers", True, None, {"enforce_eager": True})
+    assert settings(tmp_path, use_vllm=True, kv_cache_bytes=1 << 20).where == ColocateSettings(kv_cache_bytes=1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("said", "urls"),
+    [
+        ({"vllm_server_host": "node7", "vllm_server_port": 8011}, ("http://node7:8011",)),
+        ({"vllm_server_host": "::1"}, ("http://[::1]:8000",)),
+        ({"vllm_server_base_url": "http://a:1/, https://b:2"}, ("http://a:1", "https://b:2")),
+        ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, ("http://a:1", "http://b:2")),
+    ],
+)
+def test_servers_are_named_by_url_or_by_host_and_port(tmp_path, said, urls):
+    assert settings(tmp_path, **SERVER, **said).where.base_urls == urls
+
+
+def test_a_server_has_its_time_its_port_and_its_token(tmp_path):
+    said = {"vllm_server_timeout": 30.0, "vllm_group_port": 4000, "vllm_server_token": "secret"}
+    found = settings(tmp_path, **SERVER, **said)
+    assert found.where == ServerSettings(("http://127.0.0.1:8000",), 30.0, "secret", 4000)
+    args = config(tmp_path, **SERVER)
+    assert resolve_vllm(args, 1, {"LOWPEAK_SERVER_TOKEN": "key"}).where.token == "key"
+    assert resolve_vllm(args, 1, {}).where.token is None
+    assert "secret" not in str(config(tmp_path, **SERVER, vllm_server_token="secret").to_dict())
+
+
+def test_weights_waves_and_completions_are_said_for_both_modes(tmp_path):
+    said = {
+        "vllm_batch_size": 7, "vllm_wave_timeout": 9.0, "vllm_bucket_size": "2MiB", "vllm_verify_weights": False,
+        "vllm_adapters": False, "vllm_structured_outputs_regex": "[0-9]+",
+        "generation_kwargs": {"seed": 3, "min_tokens": 2, "logit_bias": {"7": 1}},
+    }  # fmt: skip
+    for mode, transport in (("colocate", "process"), ("server", "tcp")):
+        found = settings(tmp_path, use_vllm=True, vllm_mode=mode, vllm_transport=transport, **said)
+        more = {"min_tokens": 2, "logit_bias": {7: 1.0}}
+        assert found == VllmSettings(found.where, 7, 9.0, 2 << 20, transport, False, False, "[0-9]+", more)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"vllm_tensor_parallel_size": 3}, "vllm_tensor_parallel_size=3 .* 1 or 2 or 4"),
+        ({"vllm_max_model_length": 512}, "vllm_max_model_length=512 .*max_completion_length=512"),
+        ({"vllm_max_model_length": 512, "vllm_mode": "server"}, "vllm_max_model_length=512"),
+        ({"vllm_transport": "nccl"}, "vllm_transport='nccl' .*vllm_mode='colocate'"),
+        ({"vllm_transport": "process", "vllm_mode": "server"}, "vllm_transport='process' .*vllm_mode='server'"),
+        *(({"vllm_server_base_url": url, "vllm_mode": "server"}, f"vllm_server_base_url=.*{shown}") for url, shown in (
+            ("a:1", "'a:1'"), ("http://a:1,http://a:1/", "http://a:1"), ([], ""), ("http://a:banana", "banana"),
+            ("http://a:99999", "99999"), ("http://a b:1", "a b"), ("ftp://a", "'ftp://a'"),
+            ("http://", "'http:"), ("http://[::1", "'http:"), ("http://a\x00", "a"), ("http://é..b", "é"),
+            ("http://1.2.3.999", "999"), (8000, "8000"))),
+        *(({"vllm_server_host": host, "vllm_mode": "server"}, f"vllm_server_host='{host}'") for host in ("http://a", "a b")),
+        *(({"vllm_bucket_size": size}, f"vllm_bucket_size={size!r}") for size in ("64 sheep", 0, "1.5")),
+        *(({"generation_kwargs": {name: 4}}, f"generation_kwargs.*{told}") for name, told in (
+            ("banana", "banana.*min_tokens"), ("ignore_eos", "max_completion_length"), ("n", "num_generations"),
+            ("repetition_detection", "repetition_detection"), ("logprobs", "logprobs"))),
+        *(({"generation_kwargs": {"logit_bias": bias}}, "generation_kwargs.*logit_bias=") for bias in (
+            {"a": 1}, {"1": "x"}, {"1": None})),
+        *(({"vllm_engine_kwargs": said}, f"vllm_engine_kwargs.*{told}") for said, told in (
+            ({"tensor_parallel_size": 2}, "vllm_tensor_parallel_size"), ({"load_format": "auto"}, "load_format"), ("banana", ""),
+            ("[1]", ""))),
+        ({"vllm_mode": "sever"}, "vllm_mode='sever'.*'colocate', 'server'"),
+        ({"vllm_structured_outputs_regex": ""}, "vllm_structured_outputs_regex=''"),
+        ({"vllm_server_port": 70000}, "vllm_server_port=70000"),
+        ({"vllm_gpu_memory_utilization": 1.5}, r"vllm_gpu_memory_utilization=1\.5"),
+        ({"vllm_importance_sampling_mode": "cap"}, "vllm_importance_sampling_mode='cap'.*'token_truncate'"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_contradicts_itself_or_is_out_of_range_raises(tmp_path, changes, told):
+    with pytest.raises(ArgumentError, match=told):
+        settings(tmp_path, 4, use_vllm=True, **changes)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_an_allocator_with_expandable_segments_does_not_go_with_sleeping_engines(tmp_path, name):
+    environ = {name: "max_split_size_mb:64, expandable_segments: True"}
+    sleeping = config(tmp_path, use_vllm=True, vllm_enable_sleep_mode=True)
+    with pytest.raises(ArgumentError, match=f"{name}.*expandable_segments:True"):
+        resolve_vllm(sleeping, 1, environ)
+    assert resolve_vllm(sleeping, 1, {name: "expandable_segments:False"}).where.sleeps
+    assert resolve_vllm(config(tmp_path, use_vllm=True), 1, environ) is not None
+
+
+def correction(tmp_path, kind=GRPOConfig, resolve=resolve_grpo, **changes):
+    args = config(tmp_path, kind, **changes)
+    online = resolve_online(args, 1, 1)
+    return resolve(acting(args, online.facts), online).correction
+
+
+RLOO = (RLOOConfig, resolve_rloo)
+BOUNDS = {"clip_max": 2.0, "clip_min": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "expected"),
+    [
+        ((), {}, Correction(True, True, None, 3.0)),
+        (RLOO, {}, Correction(True, True, None, 3.0)),
+        ((), {"correction": False}, None),
+        ((), {"mode": "token_truncate", **BOUNDS}, Correction(False, False, 0.5, 2.0)),
+        ((), {"mode": "token_mask", **BOUNDS}, Correction(False, True, 0.5, 2.0)),
+        ((), {"mode": "sequence_truncate", **BOUNDS}, Correction(True, False, 0.5, 2.0)),
+        ((), {"mode": "sequence_mask", **BOUNDS}, Correction(True, True, 0.5, 2.0)),
+        ((), {"clip_min": 3.0}, r"clip_min=3\.0 .*clip_max=3\.0"),
+        ((), {"mode": "token_truncate", "clip_max": None}, "mode='token_truncate'.*clip_max"),
+        (RLOO, {"mode": "token_mask"}, "vllm_importance_sampling_mode='token_mask'.*sequence_mask"),
+        ((), {"cap": 2.0}, "vllm_importance_sampling_cap.*vllm_importance_sampling_clip_max"),  # TRL's older name
+    ],
+    ids=lambda part: part[0].__name__ if isinstance(part, tuple) and part else str(part),
+)
+def test_the_correction_is_trls_in_four_modes_with_bounds_that_bind(tmp_path, kind, changes, expected):
+    named = {f"vllm_importance_sampling_{name}": value for name, value in changes.items()}
+    if not isinstance(expected, str):
+        assert correction(tmp_path, *kind, use_vllm=True, **named) == expected
+        assert correction(tmp_path, *kind) is None
+        return
+    with pytest.raises(ArgumentError, match=expected):
+        correction(tmp_path, *kind, use_vllm=True, **named)

@@ -1,0 +1,111 @@
+"""A training state that is written is the one that is read, and what cannot be cut anew says so."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from lowpeak.errors import CheckpointError
+from lowpeak.parallel import load_torch_state, save_shards, torch_state, trained
+from lowpeak.ranks import Ranks
+
+
+class BlockScaled(torch.optim.SGD):
+    """Keeps a scale per block of weights, as 8-bit optimizers do, beside one value per weight and a step."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["moment"] = state.get("moment", torch.zeros_like(parameter, dtype=torch.uint8)) + 1
+                state["scales"] = state.get("scales", torch.zeros(3)) + parameter.grad.sum()
+                state["step"] = state.get("step", 0) + 1
+        return super().step(closure)
+
+
+class TwoRanks(Ranks):
+    """What a rank of two sees where nothing is sent."""
+
+    def __init__(self):
+        super().__init__()
+        self.world_size = 2
+
+
+def model(width=5):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, width), nn.Linear(width, 3, bias=False))
+
+
+def steps(net, optimizer, count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        net(torch.randn(4, 7, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+KINDS = {
+    "adamw": torch.optim.AdamW,
+    "sgd": partial(torch.optim.SGD, momentum=0.9),
+    "adafactor": torch.optim.Adafactor,
+    "blocks": BlockScaled,
+}
+
+
+def of_kind(name, net):
+    return KINDS[name](net.parameters(), lr=0.1)
+
+
+def unlike_groups(net):
+    return [{"params": [p], "weight_decay": i} for i, p in enumerate(net.parameters())]
+
+
+def saved(tmp_path, name="adamw"):
+    net = model()
+    optimizer = of_kind(name, net)
+    steps(net, optimizer, 3, 0)
+    save_shards(tmp_path, torch_state(trained(net), optimizer), Ranks())
+    return net, optimizer
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_run_goes_on_from_its_state_to_the_same_bits(tmp_path, name):
+    net, optimizer = saved(tmp_path, name)
+    other = model()
+    nn.init.zeros_(other[0].weight)
+    new = of_kind(name, other)
+    load_torch_state(tmp_path, other, new, Ranks())
+    for one, another in ((net, optimizer), (other, new)):
+        steps(one, another, 3, 1)
+    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "make", "ranks", "told"),
+    [
+        ("blocks", 5, lambda net: of_kind("blocks", net), TwoRanks, " 1 ranks .* 2 "),
+        ("adamw", 6, lambda net: of_kind("adamw", net), Ranks, r" 0\.weight .* 35 .* 42 "),
+        ("adamw", 5, lambda net: of_kind("sgd", net), Ranks, "momentum"),
+        ("adamw", 5, lambda net: torch.optim.AdamW(unlike_groups(net)), Ranks, " 1 .* 3:"),
+    ],
+    ids=["states of blocks on other ranks", "other shapes", "another optimizer", "other groups"],
+)
+def test_what_does_not_fit_is_named(tmp_path, name, width, make, ranks, told):
+    saved(tmp_path, name)
+    other = model(width)
+    with pytest.raises(CheckpointError, match=told):
+        load_torch_state(tmp_path, other, make(other), ranks())
+
+
+def test_weights_come_back_without_an_optimizer_and_with_one_whose_like_groups_are_divided_otherwise(tmp_path):
+    net, optimizer = saved(tmp_path)
+    alone, other = model(), model()
+    divided = torch.optim.AdamW([{"params": [p]} for p in other.parameters()], lr=3.0)
+    load_torch_state(tmp_path, alone, None, Ranks())
+    load_torch_state(tmp_path, other, divided, Ranks())
+    assert [group["lr"] for group in divided.param_groups] == [optimizer.param_groups[0]["lr"]] * 3
+    for each in (alone, other):
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), each.parameters(), strict=True))

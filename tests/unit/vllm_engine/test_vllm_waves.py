@@ -1,0 +1,83 @@
+"""Waves hold every row once, are as few as there can be, and cut a prompt's rows only where that saves a wave."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from lowpeak.arguments import ColocateSettings, ServerSettings
+from lowpeak.errors import EngineError
+from lowpeak.vllm import Request, Row, form_waves, rows_that_fit, share
+from vllms import facts
+
+
+def rows(*groups):
+    """A row per completion of groups given as (length of the prompt, completions)."""
+    return [
+        Row(serial, number, Request((serial,) * length, {"max_tokens": 3}))
+        for serial, (length, count) in enumerate(groups)
+        for number in range(count)
+    ]
+
+
+def serials(waves):
+    return [sorted(Counter(row.serial for row in wave).items()) for wave in waves]
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 4, 5, 7, 8, 12, 13, 100])
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (1, 1, 1, 1, 1), (8,), (2, 5, 3), ()])
+def test_every_row_is_in_one_wave_and_there_are_as_few_as_can_be(capacity, sizes):
+    asked = rows(*((2 + i, size) for i, size in enumerate(sizes)))
+    waves = form_waves(asked, capacity)
+    assert sorted(row.key for wave in waves for row in wave) == sorted(row.key for row in asked)
+    assert all(0 < len(wave) <= capacity for wave in waves)
+    assert len(waves) == -(-len(asked) // capacity)
+
+
+def test_groups_stay_whole_where_that_makes_no_more_waves():
+    assert serials(form_waves(rows((5, 4), (4, 4), (3, 4), (2, 4)), 9)) == [[(0, 4), (1, 4)], [(2, 4), (3, 4)]]
+
+
+def test_a_group_is_cut_where_whole_ones_would_take_another_wave():
+    waves = form_waves(rows((5, 4), (4, 4), (3, 4)), 6)
+    assert [len(wave) for wave in waves] == [6, 6]
+    assert serials(waves) == [[(0, 4), (1, 2)], [(1, 2), (2, 4)]]
+
+
+def test_longest_prompts_come_first_and_waves_are_about_even():
+    waves = form_waves(rows(*((length, 1) for length in range(1, 11))), 4)
+    assert [len(wave) for wave in waves] == [3, 3, 4]
+    lengths = [len(row.request.prompt_ids) for wave in waves for row in wave]
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_what_fits_is_bounded_by_cache_and_slots_and_shared_by_callers():
+    here = ColocateSettings()
+    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=64)], 100, 1, here) == 10
+    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=8)], 100, 1, here) == 8
+    assert rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=500)], 100, 1, here) == 15
+    assert rows_that_fit([facts(kv_tokens=1000)], 100, 4, here) == 2
+    assert rows_that_fit([facts(kv_tokens=100)], 100, 4, here) == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "remedy"),
+    [
+        (ColocateSettings(), r"vllm_gpu_memory_utilization \(now 0\.3\).*kv_cache_bytes"),
+        (ServerSettings(("http://a:1",)), "--gpu_memory_utilization"),
+    ],
+)
+def test_a_row_that_fits_no_cache_is_told_with_what_can_be_changed_there(where, remedy):
+    with pytest.raises(EngineError, match=f"101 .*{remedy}"):
+        rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=100)], 101, 1, where)
+
+
+def test_engines_get_whole_prompts_where_there_are_enough_and_parts_where_not():
+    wave = rows((50, 2), (10, 2), (10, 2), (10, 2))
+    first, second = share(wave, 2)
+    assert sorted(first + second) == list(range(8))
+    assert {wave[i].serial for i in first} | {wave[i].serial for i in second} == {0, 1, 2, 3}
+    assert not {wave[i].serial for i in first} & {wave[i].serial for i in second}
+    assert [len(part) for part in share(rows((4, 6)), 3)] == [2, 2, 2]
+    assert share(rows((4, 1)), 3) == [[0], [], []]

@@ -1,0 +1,68 @@
+"""Who may call rank 0's watch: strangers' bytes, silence and number neither end the run nor keep its ranks waiting."""
+
+from __future__ import annotations
+
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from lowpeak.watchdog import accept_known, answer, call
+
+TOKEN = "0123456789abcdef" * 2
+
+
+def stranger(server, data=b""):
+    """A connection that sends `data` and stays."""
+    caller = socket.create_connection(server.getsockname(), timeout=5)
+    caller.sendall(data)
+    return caller
+
+
+STRANGERS = {
+    "a number": lambda server: stranger(server, b"5\n"),
+    "a mapping": lambda server: stranger(server, b'{"a":1}\n'),
+    "brackets": lambda server: stranger(server, b"[" * 60_000 + b"\n"),
+    "a long number": lambda server: stranger(server, b"9" * 60_000 + b"\n"),
+    "no text": lambda server: stranger(server, bytes(range(256)) * 200),
+    "a browser": lambda server: stranger(server, b"GET / HTTP/1.1\r\n\r\n"),
+    "a guess": lambda server: stranger(server, b"0" * len(TOKEN) + bytes(4)),
+    "a part of the token": lambda server: stranger(server, TOKEN[:-1].encode()).close(),
+    "six who are silent": lambda server: [stranger(server) for _ in range(6)],
+    "a crowd": lambda server: [stranger(server) for _ in range(250)],
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_strangers_neither_stop_rank_0_nor_keep_a_late_rank_out(who):
+    with socket.create_server(("127.0.0.1", 0), backlog=300) as server, ThreadPoolExecutor(1) as pool:
+        answered = pool.submit(answer, server, TOKEN, 2)
+        port = server.getsockname()[1]
+        early = call("127.0.0.1", port, TOKEN, 2)
+        kept = STRANGERS[who](server)
+        time.sleep(0.3)
+        late = call("127.0.0.1", port, TOKEN, 1)
+        late.send("phase", "train")  # may come with the token
+        lines = answered.result(5)
+        assert [line.rank for line in lines] == [2, 1]
+        assert lines[1].receive() == [["phase", "train"]]
+        for line in (early, late, *lines):
+            line.close()
+        del kept
+
+
+def test_a_server_that_was_closed_before_lets_nobody_in():
+    server = socket.create_server(("127.0.0.1", 0))
+    server.close()
+    assert list(accept_known(server, b"token")) == []
+
+
+def test_a_rank_that_never_calls_is_missed(monkeypatch):
+    monkeypatch.setattr("lowpeak.watchdog.connections.CONNECT_SECONDS", 0.5)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()),
+        pytest.raises(TimeoutError),
+    ):
+        answer(server, TOKEN, 1)

@@ -1,0 +1,115 @@
+"""The watch, both ends in one process: who tells whom what, and which errors it explains."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from lowpeak.errors import DataError, RankError
+from lowpeak.watchdog import Line, Watch
+
+BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24223")
+
+
+def ends():
+    """Rank 0's line to rank 1, and rank 1's to rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname(), timeout=5)
+        here, _ = server.accept()
+    return Line(here, 1), Line(there, 0)
+
+
+@contextmanager
+def two_ranks():
+    """Both ranks' watches, and rank 1's line."""
+    first, second = ends()
+    with (
+        Watch(0, [first], lambda: "phase train", 60.0) as zero,
+        Watch(1, [second], lambda: "phase reward", 60.0) as one,
+    ):
+        yield zero, one, second
+
+
+def told(watch):
+    """What the watch makes of a broken collective once it knows of another rank's failure."""
+    deadline = time.monotonic() + 5.0
+    while (found := watch.explain(BROKEN)) is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return str(found)
+
+
+@pytest.mark.parametrize("speaker", [0, 1])
+def test_an_error_that_one_rank_announces_is_the_others_reason(speaker):
+    with two_ranks() as (*watches, _):
+        watches[speaker].announce(DataError("row 3."))
+        where = ("phase train", "phase reward")
+        sentence = told(watches[1 - speaker])
+        assert sentence.startswith(f"rank {speaker} failed in {where[speaker]}: row 3. ")
+        assert f"Rank {1 - speaker} was in {where[1 - speaker]}" in sentence
+
+
+def test_a_rank_that_is_done_may_leave_before_the_others():
+    first, second = ends()
+    with Watch(0, [first], lambda: "phase train", 1.0) as zero:
+        with Watch(1, [second], lambda: "phase train", 1.0):
+            pass
+        assert zero.explain(ValueError("of this rank's own")) is None
+        assert "ddp_timeout" in str(zero.explain(BROKEN))
+
+
+def test_the_first_reason_counts_and_an_error_of_this_ranks_own_is_not_explained_away():
+    with two_ranks() as (zero, one, _):
+        assert zero.explain(ValueError("a bug of the user's")) is None
+        one.announce(ValueError("cause"))
+        assert one.explain(RuntimeError("unrelated")) is None
+        assert "cause" in told(zero)
+        zero.announce(RankError("consequence"))
+        assert "cause" in told(zero)
+
+
+def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it():
+    with two_ranks() as (zero, one, _):
+        one.announce(DataError("caught"))
+        assert "caught" in told(zero)
+        for watch in (zero, one):
+            watch.withdraw()
+            assert watch.explain(ValueError("of this rank's own")) is None
+        zero.withdraw()
+        one.announce(DataError("old"))  # rank 0 has agreed on it already
+        one.withdraw()
+        one.announce(DataError("new"))
+        assert "new" in told(zero)
+
+
+def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
+    with two_ranks() as (zero, _, line):
+        zero.announce(DataError("caught"))
+        line.connection.shutdown(socket.SHUT_RDWR)
+        time.sleep(0.5)
+        zero.withdraw()
+        assert told(zero).startswith("rank 1 ")
+
+
+ENDED = """
+import socket, sys, time
+from lowpeak.watchdog.connections import Line
+from lowpeak.watchdog.watch import Watch
+with socket.create_server(("127.0.0.1", 0)) as server:
+    there = socket.create_connection(server.getsockname())
+    here, _ = server.accept()
+with Watch(0, [Line(here, 1)], lambda: "phase train", grace=0.1):
+    print("  0%|          | 3/900 [00:03<17:11, 1.15s/it, training]", end="", file=sys.stderr, flush=True)
+    there.close()
+    time.sleep(60)
+"""
+
+
+def test_the_sentence_of_a_rank_that_is_ended_is_a_line_by_itself_beside_an_open_progress_bar():
+    ended = subprocess.run([sys.executable, "-c", ENDED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr.splitlines()[-1].startswith("lowpeak: error: rank 1 ")
