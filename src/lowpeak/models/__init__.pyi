@@ -40,6 +40,7 @@ from lowpeak.models.value_heads import Score as Score
 from lowpeak.models.value_heads import SharedCritic as SharedCritic
 from lowpeak.models.value_heads import States as States
 from lowpeak.models.value_heads import attach as attach
+from lowpeak.models.value_heads import check_reads as check_reads
 from lowpeak.models.value_heads import critic_of as critic_of
 from lowpeak.models.value_heads import critics_model as critics_model
 from lowpeak.models.value_heads import is_critics as is_critics

@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 
-from lowpeak.algorithms import Algorithm
 from lowpeak.checkpoint import (
     RunState,
     check_identity,
@@ -32,18 +31,16 @@ from lowpeak.checkpoint import (
     verify_manifest,
 )
 from lowpeak.errors import DataError, EngineError
-from lowpeak.journal import Journal
-from lowpeak.memory import MemoryTracker, Phase
-from lowpeak.parallel import Strategy, has_shards, trained
+from lowpeak.memory import Phase
+from lowpeak.parallel import has_shards, trained
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import check_name, clear_folder, require_same_arguments, require_same_data, take_up
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
     STOPS,
     WISHES,
-    Core,
-    Interrupts,
     Readout,
+    Run,
     Sizes,
     Spent,
     StepWork,
@@ -67,31 +64,6 @@ from lowpeak.training import (
 from lowpeak.watchdog import watched
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Run:
-    """What a run carries besides what transformers' Trainer does.
-
-    `step_seconds` and `num_new` are the time and the new tokens of the step under way (see StepWork); `noted` are numbers
-    of it that were known before it trained; `metrics` those of the steps since the last log.
-    """
-
-    algorithm: Algorithm
-    core: Core
-    strategy: Strategy
-    tracker: MemoryTracker
-    journal: Journal
-    algorithm_state: Mapping[str, float]
-    sizes: Sizes
-    num_parameters: int
-    resumed: RunState | None = None
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    noted: dict[str, Metric] = field(default_factory=dict)
-    readout: Readout | None = None
-    step_seconds: float = 0.0
-    num_new: int = 0
-    interrupts: Interrupts = field(default_factory=Interrupts)
 
 
 class StepTrainer(ModelCardMixin, Trainer):

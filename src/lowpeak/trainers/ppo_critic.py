@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, AutoModelForSequenceClassification
 
 from lowpeak.checkpoint import SLICE_BYTES, staged_files, write_settings, write_weights
 from lowpeak.errors import ArgumentError
@@ -26,7 +26,6 @@ from lowpeak.models import (
     is_peft,
     keeping_critic,
     let_layers_switch,
-    num_embeddings,
     whole_again,
     without_weights,
 )
@@ -138,41 +137,6 @@ def _checked(classifier: Any) -> Any:
         classifier.score = own
     classifier.requires_grad_(True)
     return classifier
-
-
-def check_reads(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
-    """ArgumentError where the policy may write a token that the critic's backbone does not embed.
-
-    Embeddings are often padded beyond the tokenizer's tokens, by different models differently: that much is no difference.
-    """
-    known, spoken = num_embeddings(critic), num_embeddings(policy)
-    needed = len(tokenizer) if spoken is None else min(len(tokenizer), spoken)
-    if known is not None and known < needed:
-        raise ArgumentError(
-            f"the critic embeds {known} tokens and the policy's tokenizer has {needed}: a critic reads the policy's own tokens, "
-            "so start it from a classifier with the same tokenizer, or leave value_model and value_model_path out."
-        )
-    theirs, ours = _vocabulary_beside(critic, policy), tokenizer.get_vocab()
-    other = min(
-        (word for word, number in ours.items() if theirs.get(word, number) != number), key=ours.get, default=None
-    )
-    if other is not None:
-        raise ArgumentError(
-            f"the critic's tokenizer has {other!r} as token {theirs[other]} and the policy's as {ours[other]}: a critic reads the "
-            "policy's own tokens, so start it from a classifier with the same tokenizer, or leave value_model and "
-            "value_model_path out."
-        )
-
-
-def _vocabulary_beside(critic: nn.Module, policy: nn.Module) -> dict[str, int]:
-    """The words of the tokenizer where the critic was loaded from; none where that is the policy's place, or has no tokenizer."""
-    origin, own = (str(getattr(getattr(model, "config", None), "_name_or_path", "")) for model in (critic, policy))
-    if origin in ("", own):
-        return {}
-    try:
-        return dict(AutoTokenizer.from_pretrained(origin).get_vocab())
-    except Exception:  # whatever transformers and tokenizers raise where there is none
-        return {}
 
 
 # an adapter of its own

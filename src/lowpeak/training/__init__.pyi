@@ -35,11 +35,11 @@ from lowpeak.training.phase_progress import explained as explained
 from lowpeak.training.rollout_offload import make_rest as make_rest
 from lowpeak.training.rollout_offload import resting as resting
 from lowpeak.training.rollout_report import print_completions as print_completions
+from lowpeak.training.run import Run as Run
 from lowpeak.training.run_sizes import Sizes as Sizes
 from lowpeak.training.run_sizes import training_bytes as training_bytes
 from lowpeak.training.signals import STOPS as STOPS
 from lowpeak.training.signals import WISHES as WISHES
-from lowpeak.training.signals import Interrupts as Interrupts
 from lowpeak.training.signals import StepCallback as StepCallback
 from lowpeak.training.signals import agree_on as agree_on
 from lowpeak.training.signals import saved_where_it_waits as saved_where_it_waits

@@ -28,6 +28,7 @@ from lowpeak.models import (
     Head,
     Reference,
     adapter_reference,
+    check_reads,
     context_length,
     critics_model,
     disable_dropout,
@@ -44,13 +45,13 @@ from lowpeak.models import (
 from lowpeak.parallel import Frozen, Strategy, check_devices, detect_strategy, is_sharded, shares_of, states_on_host
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings, listed, make_rewards
-from lowpeak.trainers import Run, check_reads
 from lowpeak.training.collector import RolloutMaker, Tally
 from lowpeak.training.engines import OnlineParts, adapters_idle, check_engine, make_engine
 from lowpeak.training.evaluation import Success
 from lowpeak.training.layouts import prepare_layout
 from lowpeak.training.phase_progress import ProgressTracker
 from lowpeak.training.rollout_offload import make_rest, resting
+from lowpeak.training.run import Run
 from lowpeak.training.run_sizes import Sizes, training_bytes
 from lowpeak.training.step import Core
 

@@ -23,9 +23,9 @@ from lowpeak.ranks import Ranks
 from lowpeak.rewards import Reward
 from lowpeak.rollout import FunctionEngine, RolloutEngine
 from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
-from lowpeak.trainers import Run
 from lowpeak.training.collector import Tally
 from lowpeak.training.evaluation import Success
+from lowpeak.training.run import Run
 from lowpeak.vllm import (
     Blueprint,
     Callers,
