@@ -109,7 +109,12 @@ class Watch:
             raise found from error
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others why this rank fails, and give it and them some seconds to end; the first to do so counts."""
+        """Tell the others why this rank fails, and give it and them some seconds to end; the first to do so counts.
+
+        A lost connection is another rank's failure: `explain` finds out which one's.
+        """
+        if not isinstance(error, LowpeakError) and is_lost_connection(error):
+            return
         self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._agreed))
 
     def withdraw(self) -> None:
@@ -126,7 +131,7 @@ class Watch:
     def explain(self, error: Exception) -> RankError | None:
         """Return what a broken collective means; None for an error that has nothing to do with other ranks."""
         lost = is_lost_connection(error)
-        self._concluded.wait(2 * self._grace if lost else 0.0)
+        self._concluded.wait(0.8 * self._grace if lost else 0.0)
         verdict = next(iter(self._verdicts), None)
         if verdict is not None and verdict.rank != self._rank:
             found = RankError(verdict.sentence(self._rank, self._phase()))

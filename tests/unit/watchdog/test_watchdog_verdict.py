@@ -109,6 +109,14 @@ with Watch(0, [Line(here, 1)], lambda: "phase train", grace=0.1):
 """
 
 
+def test_a_lost_connection_is_not_announced_before_the_rank_that_is_gone_is_known():
+    with two_ranks() as (zero, _, line):
+        zero.announce(BROKEN)
+        line.connection.shutdown(socket.SHUT_RDWR)
+        assert told(zero).startswith("rank 1 is gone")
+
+
+
 def test_the_sentence_of_a_rank_that_is_ended_is_a_line_by_itself_beside_an_open_progress_bar():
     ended = subprocess.run([sys.executable, "-c", ENDED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 1
