@@ -10,7 +10,7 @@ import torch
 from algorithm_cases import record
 
 import steps
-from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whitened
+from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whiten
 from lowpeak.arguments import AdaptiveKL
 from lowpeak.records import TokenBatch
 
@@ -55,7 +55,7 @@ def test_whitening_is_over_all_tokens_of_the_rollout():
     rows = draws([3, 0, 5])
     everything = torch.cat(rows)
     for shift, mean in ((True, 0.0), (False, float(everything.mean()))):
-        found = torch.cat(whitened(rows, [True] * 3, shift_mean=shift))
+        found = torch.cat(whiten(rows, [True] * 3, shift_mean=shift))
         assert float(found.mean()) == pytest.approx(mean, abs=1e-12)
         assert float(found.std()) == pytest.approx(1.0, rel=1e-6)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batching_rows import row
 
-from lowpeak.algorithms import pair_sums
+from lowpeak.algorithms import sum_per_pair
 from lowpeak.batching import Budget, pack, share
 
 LAYOUTS = ["padded", "rows", "shared"]
@@ -41,7 +41,7 @@ def test_a_pair_weighs_by_the_counted_tokens_of_both_rows(layout):
     (batch,) = pack(records, range(12), Budget(1000, layout=layout), float, unit="pair")
     assert batch.tokens.weights_U.tolist() == [11.0] * 6
     lengths = torch.bincount(batch.tokens.rows_T).double()
-    assert pair_sums(lengths, batch.tokens).tolist() == [11.0] * 6
+    assert sum_per_pair(lengths, batch.tokens).tolist() == [11.0] * 6
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
