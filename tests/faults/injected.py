@@ -91,7 +91,7 @@ FAULTS = [
         "logprobs_T.detach()",
         ALGORITHMS,
     ),
-    ("ranks are balanced by count, not tokens", "(load + costs[index], rank)", "(load + 1, rank)", BATCHING),
+    ("ranks are balanced by count, not tokens", "(load + costs[index], part)", "(load + 1, part)", BATCHING),
     (
         "a filling micro-batch weighs 1",
         "TokenBatch(one, 1, zero, zero,",

@@ -6,36 +6,36 @@ import pytest
 import torch
 from batching_rows import row
 
-from lowpeak.batching import Budget, CountedTokens, assign, cut, cut_groups, pack, scatter
+from lowpeak.batching import Budget, LossTokens, assign, cut_groups, pack, scatter, split_padded
 
 
 def test_counted_tokens_know_their_row_their_place_and_their_column():
     masks = [(1, 0, 1), (0, 0), (0, 1, 0, 0), (1,)]
-    counted = CountedTokens.of([row([7], range(len(mask)), mask) for mask in masks])
-    assert counted.rows_T.tolist() == [0, 0, 2, 3]
-    assert counted.places_T.tolist() == [0, 2, 6, 9]
-    assert counted.columns_T.tolist() == [0, 2, 1, 0]
+    counted = LossTokens.of([row([7], range(len(mask)), mask) for mask in masks])
+    assert counted.sequences_T.tolist() == [0, 0, 2, 3]
+    assert counted.flat_indices_T.tolist() == [0, 2, 6, 9]
+    assert counted.offsets_T.tolist() == [0, 2, 1, 0]
     assert counted.counts() == [2, 0, 1, 1]
-    assert counted.needed() == [2, 0, 1, 0]  # of a forest: what comes before the last counted token
-    nothing = CountedTokens.of([])
-    assert nothing.counts() == nothing.needed() == nothing.rows_T.tolist() == []
+    assert counted.context_lengths() == [2, 0, 1, 0]  # of a forest: what comes before the last counted token
+    nothing = LossTokens.of([])
+    assert nothing.counts() == nothing.context_lengths() == nothing.sequences_T.tolist() == []
 
 
 def test_every_row_is_in_exactly_one_micro_batch_and_within_the_budget():
     lengths = [5, 17, 3, 9, 9, 2, 30, 11]
-    batches = cut(lengths, Budget(max_tokens=32))
+    batches = split_padded(lengths, Budget(max_tokens=32))
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) * max(lengths[i] for i in batch) <= 32
 
 
 def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own():
-    assert cut([50, 3], Budget(max_tokens=10)) == [(0,), (1,)]
+    assert split_padded([50, 3], Budget(max_tokens=10)) == [(0,), (1,)]
 
 
 def test_padding_to_a_multiple_counts_against_the_budget():
-    assert cut([5, 5], Budget(max_tokens=10)) == [(0, 1)]
-    assert cut([5, 5], Budget(max_tokens=10, multiple=8)) == [(0,), (1,)]
+    assert split_padded([5, 5], Budget(max_tokens=10)) == [(0, 1)]
+    assert split_padded([5, 5], Budget(max_tokens=10, multiple=8)) == [(0,), (1,)]
 
 
 def test_positions_point_at_the_token_before_each_counted_one():
