@@ -1,4 +1,4 @@
-"""The correction of a drifting sampler against its definition, row by row and token by token in float64."""
+"""The correction of the sampler's drift against its definition in float64, sequence by sequence and token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RATIO = "sampling/importance_sampling_ratio"
 
 
 def drawn(rows, seed=7):
-    """What the sampler said of each row's tokens: a drift of either sign; one token is not known."""
+    """Return sampling log-probs of each sequence: drifts of both signs, one unknown token."""
     generator = torch.Generator().manual_seed(seed)
     said = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
     said[0][1] = math.nan
@@ -34,7 +34,7 @@ def drawn(rows, seed=7):
 
 
 def plain_weights(correction, old, sampling):
-    """A row's weights with Python's own numbers."""
+    """Return a sequence's weights, computed with Python numbers."""
     drift = [0.0 if math.isnan(s) else o - s for o, s in zip(old.tolist(), sampling.tolist(), strict=True)]
     if correction.per_sequence:
         drift = [sum(drift)] * len(drift)
@@ -46,7 +46,7 @@ def plain_weights(correction, old, sampling):
 
 
 def on_policy(rows, said):
-    """The rows with their weights where the plain loss multiplies its policy term, and what a step is told."""
+    """Return the sequences with the weights as masks of the plain loss, and the fields of the step's token batch."""
     weights = {
         name: [plain_weights(c, row.logprobs, s) for row, s in zip(rows, said, strict=True)]
         for name, c in MODES.items()
@@ -57,7 +57,7 @@ def on_policy(rows, said):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
-def test_on_policy_the_policy_term_is_weighed_in_the_step(loss_type, level, mode):
+def test_on_policy_the_step_weights_the_policy_term(loss_type, level, mode):
     base = replace(
         CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type, importance_level=level, score_old=False
     )
@@ -73,7 +73,7 @@ def test_on_policy_the_policy_term_is_weighed_in_the_step(loss_type, level, mode
 
 
 @pytest.mark.parametrize("mode", SEQUENCE_MODES)
-def test_on_policy_rloo_weighs_whole_rows(mode):
+def test_on_policy_rloo_weights_whole_sequences(mode):
     rows = ragged_rows()
     weights, told = on_policy(rows, drawn(rows))
     settings = replace(RLOO, score_old=False, correction=MODES[mode])
@@ -82,7 +82,7 @@ def test_on_policy_rloo_weighs_whole_rows(mode):
 
 
 def records_of(rows, said):
-    """Records with scored log-probs; the last token of rows of three and more is not the policy's."""
+    """Return records with scored log-probs; the last token of completions of three or more is not the policy's."""
     records = []
     for number, (row, sampling) in enumerate(zip(rows, said, strict=True)):
         mask = torch.tensor([t < 2 or t < len(sampling) - 1 for t in range(len(sampling))], dtype=torch.bool)
@@ -92,7 +92,7 @@ def records_of(rows, said):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_with_old_scored_the_weights_are_in_the_advantages_and_the_step_has_none(mode):
+def test_with_scored_old_logprobs_the_weights_multiply_the_advantages(mode):
     rows = ragged_rows((3, 1, 6, 2, 5, 4))
     records = records_of(rows, drawn(rows))
     plain, corrected = make_grpo(GRPO), make_grpo(replace(GRPO, correction=MODES[mode]))
@@ -118,7 +118,7 @@ def test_a_kl_in_rloos_reward_fixes_the_weights_on_policy_too():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_formed_in_one_visit_unless_a_row_is_weighed_as_a_whole(mode):
+def test_only_a_weight_per_sequence_needs_the_full_sequence(mode):
     on_policy_settings = replace(GRPO, score_old=False, correction=MODES[mode])
     assert make_grpo(on_policy_settings).coupled is MODES[mode].per_sequence
     assert not make_grpo(replace(on_policy_settings, score_old=True)).coupled
@@ -126,7 +126,7 @@ def test_a_step_is_formed_in_one_visit_unless_a_row_is_weighed_as_a_whole(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_weights_are_measured_alike_whole_and_in_micro_batches(mode):
+def test_metrics_of_weights_do_not_depend_on_micro_batches(mode):
     algorithm = make_grpo(replace(GRPO, score_old=False, correction=MODES[mode]))
     rows = ragged_rows()
     said = drawn(rows)
@@ -145,7 +145,7 @@ def test_the_weights_are_measured_alike_whole_and_in_micro_batches(mode):
     assert merged[f"{RATIO}/max"].value() == pytest.approx(counted.max().item())
 
 
-def test_a_missing_bound_is_none_and_a_ratio_beyond_floats_stays_finite():
+def test_a_missing_bound_bounds_nothing_and_a_huge_ratio_stays_finite():
     drift = torch.tensor([-400.0, -1.0, 0.0, 1.0, 400.0])
     ratios = drift.clamp(max=80.0).exp()
     assert correction_weight(Correction(False, True, None, None), drift).equal(ratios)
@@ -155,7 +155,7 @@ def test_a_missing_bound_is_none_and_a_ratio_beyond_floats_stays_finite():
     assert correction_weight(Correction(False, True, 0.9, None), drift)[:2].tolist() == [0.0, 0.0]
 
 
-def test_what_no_sampler_scored_is_not_corrected():
+def test_tokens_without_sampling_logprobs_are_not_corrected():
     rows = ragged_rows()
     nothing = torch.full((sum(len(row.old) for row in rows),), math.nan)
     settings = replace(GRPO, score_old=False, correction=MODES["sequence_mask"])
@@ -179,7 +179,7 @@ OTHER_ON_POLICY = [
 
 
 def levels_apart(loss_type, changes):
-    """By how much an on-policy step's gradients differ between ratios of tokens and of completions, and the largest gradient."""
+    """Return how much an on-policy step's gradients differ between token and sequence ratios, and the largest gradient."""
     rows = ragged_rows()
     told = {"old_T": None, "sampling_T": torch.cat(drawn(rows))}
     if "top_entropy_quantile" in changes:  # tokens outside of it come with advantage 0
@@ -199,6 +199,6 @@ def levels_apart(loss_type, changes):
     [(each, True) for each in SAME_ON_POLICY] + [(each, False) for each in OTHER_ON_POLICY],
     ids=str,
 )
-def test_on_policy_the_unit_of_ratios_acts_only_where_a_rows_tokens_differ(loss_type, changes, same):
+def test_on_policy_the_level_of_ratios_matters_only_if_a_sequences_tokens_differ(loss_type, changes, same):
     apart, largest = levels_apart(loss_type, changes)
     assert apart <= 1e-14 * largest if same else apart > 1e-3 * largest
