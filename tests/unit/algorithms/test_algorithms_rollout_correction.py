@@ -25,12 +25,12 @@ SEQUENCE_MODES = [name for name in MODES if name.startswith("sequence")]
 RATIO = "sampling/importance_sampling_ratio"
 
 
-def drawn(rows, seed=7):
+def draw_sampling_logprobs(rows, seed=7):
     """Return sampling log-probs of each sequence: drifts of both signs, one unknown token."""
     generator = torch.Generator().manual_seed(seed)
-    said = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
-    said[0][1] = math.nan
-    return said
+    sampling = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
+    sampling[0][1] = math.nan
+    return sampling
 
 
 def plain_weights(correction, old, sampling):
@@ -45,13 +45,13 @@ def plain_weights(correction, old, sampling):
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def on_policy(rows, said):
+def on_policy(rows, sampling):
     """Return the sequences with the weights as masks of the plain loss, and the fields of the step's token batch."""
     weights = {
-        name: [plain_weights(c, row.logprobs, s) for row, s in zip(rows, said, strict=True)]
+        name: [plain_weights(c, row.logprobs, s) for row, s in zip(rows, sampling, strict=True)]
         for name, c in MODES.items()
     }
-    return weights, {"old_T": None, "sampling_T": torch.cat(said)}
+    return weights, {"old_T": None, "sampling_T": torch.cat(sampling)}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -63,30 +63,30 @@ def test_on_policy_the_step_weights_the_policy_term(loss_type, level, mode):
     )
     settings = replace(base, beta=0.1, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3), correction=MODES[mode])
     rows = ragged_rows()
-    weights, told = on_policy(rows, drawn(rows))
+    weights, fields = on_policy(rows, draw_sampling_logprobs(rows))
     found = set(torch.cat(weights[mode]).tolist())
     assert ({0.0} if MODES[mode].masks else {LEAST, MOST}) <= found  # the rows reach every bound
     assert any(LEAST < weight < MOST for weight in found)
     masked = [replace(row, mask=w) for row, w in zip(rows, weights[mode], strict=True)]
-    loss = trained_loss(make_grpo(settings), rows, **told)
+    loss = trained_loss(make_grpo(settings), rows, **fields)
     assert_same(loss, plain_grpo(settings, masked, on_policy=True, masked=True), rows)
 
 
 @pytest.mark.parametrize("mode", SEQUENCE_MODES)
 def test_on_policy_rloo_weights_whole_sequences(mode):
     rows = ragged_rows()
-    weights, told = on_policy(rows, drawn(rows))
+    weights, fields = on_policy(rows, draw_sampling_logprobs(rows))
     settings = replace(RLOO, score_old=False, correction=MODES[mode])
     same = [replace(row, old=row.logprobs.detach(), mask=w) for row, w in zip(rows, weights[mode], strict=True)]
-    assert_same(trained_loss(make_rloo(settings), rows, **told), plain_rloo(settings, same, weighed=True), rows)
+    assert_same(trained_loss(make_rloo(settings), rows, **fields), plain_rloo(settings, same, weighed=True), rows)
 
 
-def records_of(rows, said):
+def records_of(rows, sampling):
     """Return records with scored log-probs; the last token of completions of three or more is not the policy's."""
     records = []
-    for number, (row, sampling) in enumerate(zip(rows, said, strict=True)):
-        mask = torch.tensor([t < 2 or t < len(sampling) - 1 for t in range(len(sampling))], dtype=torch.bool)
-        completion = Completion(torch.zeros(len(sampling), dtype=torch.int32), sampling.float(), mask, "stop")
+    for number, (row, each) in enumerate(zip(rows, sampling, strict=True)):
+        mask = torch.tensor([t < 2 or t < len(each) - 1 for t in range(len(each))], dtype=torch.bool)
+        completion = Completion(torch.zeros(len(each), dtype=torch.int32), each.float(), mask, "stop")
         records.append(Record(number // 2, (1,), completion, (row.advantage,), row.advantage, old=row.old.float()))
     return records
 
@@ -94,7 +94,7 @@ def records_of(rows, said):
 @pytest.mark.parametrize("mode", MODES)
 def test_with_scored_old_logprobs_the_weights_multiply_the_advantages(mode):
     rows = ragged_rows((3, 1, 6, 2, 5, 4))
-    records = records_of(rows, drawn(rows))
+    records = records_of(rows, draw_sampling_logprobs(rows))
     plain, corrected = make_grpo(GRPO), make_grpo(replace(GRPO, correction=MODES[mode]))
     before, after = plain.advantages(records, {}), corrected.advantages(records, {})
     counted = []
@@ -106,8 +106,8 @@ def test_with_scored_old_logprobs_the_weights_multiply_the_advantages(mode):
     assert after.metrics[f"{RATIO}/mean"].value() == pytest.approx(sum(counted) / len(counted), rel=1e-5)
     assert after.metrics[f"{RATIO}/min"].value() == pytest.approx(min(counted))
     assert after.metrics[f"{RATIO}/max"].value() == pytest.approx(max(counted))
-    told = {"sampling_T": torch.cat(drawn(rows))}
-    assert trained_loss(corrected, rows, **told) == trained_loss(plain, rows, **told)
+    fields = {"sampling_T": torch.cat(draw_sampling_logprobs(rows))}
+    assert trained_loss(corrected, rows, **fields) == trained_loss(plain, rows, **fields)
 
 
 def test_a_kl_in_rloos_reward_fixes_the_weights_on_policy_too():
@@ -129,13 +129,13 @@ def test_only_a_weight_per_sequence_needs_the_full_sequence(mode):
 def test_metrics_of_weights_do_not_depend_on_micro_batches(mode):
     algorithm = make_grpo(replace(GRPO, score_old=False, correction=MODES[mode]))
     rows = ragged_rows()
-    said = drawn(rows)
-    weights, _ = on_policy(rows, said)
+    sampling = draw_sampling_logprobs(rows)
+    weights, _ = on_policy(rows, sampling)
     counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
     merged: dict[str, Metric] = {}
     for part in (slice(0, 2), slice(2, 6)):
-        told = {"old_T": None, "sampling_T": torch.cat(said[part])}
-        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **told)
+        fields = {"old_T": None, "sampling_T": torch.cat(sampling[part])}
+        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **fields)
         merged = merge_metrics(
             merged, algorithm.measure(torch.cat([r.logprobs for r in rows[part]]).detach(), None, tokens)
         )
@@ -181,13 +181,13 @@ OTHER_ON_POLICY = [
 def levels_apart(loss_type, changes):
     """Return how much an on-policy step's gradients differ between token and sequence ratios, and the largest gradient."""
     rows = ragged_rows()
-    told = {"old_T": None, "sampling_T": torch.cat(drawn(rows))}
+    fields = {"old_T": None, "sampling_T": torch.cat(draw_sampling_logprobs(rows))}
     if "top_entropy_quantile" in changes:  # tokens outside of it come with advantage 0
         kept = torch.cat([row.mask for row in rows])
-        told["advantages_T"] = kept * torch.cat([torch.full_like(row.old, row.advantage) for row in rows])
+        fields["advantages_T"] = kept * torch.cat([torch.full_like(row.old, row.advantage) for row in rows])
     settings = replace(GRPO, loss_type=loss_type, **{**UNCORRECTED, **changes})
     by_token, by_row = (
-        gradients(trained_loss(make_grpo(replace(settings, importance_level=level)), rows, **told), rows)
+        gradients(trained_loss(make_grpo(replace(settings, importance_level=level)), rows, **fields), rows)
         for level in ("token", "sequence")
     )
     return float((by_token - by_row).abs().max()), float(by_token.abs().max())

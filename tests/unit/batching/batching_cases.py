@@ -7,7 +7,7 @@ import torch
 from lowpeak.records import Completion, Record
 
 
-def row(prompt, ids, mask=None, group=0, **values):
+def make_record(prompt, ids, mask=None, group=0, **values):
     """Return a record with these prompt and completion ids; `mask` is the loss mask (None: all tokens)."""
     ids = torch.tensor(ids, dtype=torch.int32)
     mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import torch
-from batching_cases import row
+from batching_cases import make_record
 
 from lowpeak.batching import Budget, LossTokens, pack, scatter, split_padded
 
 
 def test_loss_tokens_have_the_index_of_their_sequence_and_their_offset_in_it():
     masks = [(1, 0, 1), (0, 0), (0, 1, 0, 0), (1,)]
-    counted = LossTokens.of([row([7], range(len(mask)), mask) for mask in masks])
+    counted = LossTokens.of([make_record([7], range(len(mask)), mask) for mask in masks])
     assert counted.sequences_T.tolist() == [0, 0, 2, 3]
     assert counted.flat_indices_T.tolist() == [0, 2, 6, 9]
     assert counted.offsets_T.tolist() == [0, 2, 1, 0]
@@ -38,7 +38,7 @@ def test_padding_to_a_multiple_counts_against_the_budget():
 
 
 def test_positions_are_before_each_loss_token():
-    records = [row([7, 8], [3, 4, 5], mask=[1, 0, 1]), row([9], [6])]
+    records = [make_record([7, 8], [3, 4, 5], mask=[1, 0, 1]), make_record([9], [6])]
     (batch,) = pack(records, [0, 1], Budget(64, pad_id=0))
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 5], [9, 6, 0, 0, 0]]
     flat = batch.input_ids_BL.flatten()
@@ -50,7 +50,7 @@ def test_positions_are_before_each_loss_token():
 
 def test_constants_follow_their_tokens_through_sorting():
     values = torch.tensor([0.1, 0.2, 0.3])
-    records = [row([1], [2], advantages=torch.tensor([9.0])), row([1], [3, 4, 5], advantages=values)]
+    records = [make_record([1], [2], advantages=torch.tensor([9.0])), make_record([1], [3, 4, 5], advantages=values)]
     (batch,) = pack(records, [0, 1], Budget(64), unit_weight=float)
     assert batch.record_indices == (1, 0)
     torch.testing.assert_close(batch.tokens.advantages_T, torch.tensor([0.1, 0.2, 0.3, 9.0]))
@@ -58,14 +58,14 @@ def test_constants_follow_their_tokens_through_sorting():
 
 
 def test_sequence_units_have_one_weight_per_sequence():
-    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), float, unit="sequence")
+    (batch,) = pack([make_record([1], [2, 3]), make_record([1], [4])], [0, 1], Budget(64), float, unit="sequence")
     assert batch.tokens.weights_U.tolist() == [2.0, 1.0]
 
 
 def test_sequences_without_a_loss_token_are_left_out():
-    assert pack([row([1], [2], mask=[0])], [0], Budget(8)) == []
+    assert pack([make_record([1], [2], mask=[0])], [0], Budget(8)) == []
 
 
 def test_scatter_puts_values_at_loss_tokens_and_zeros_elsewhere():
-    record = row([1], [2, 3, 4], mask=[0, 1, 1])
+    record = make_record([1], [2, 3, 4], mask=[0, 1, 1])
     assert scatter(record, torch.tensor([5.0, 6.0])).tolist() == [0.0, 5.0, 6.0]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batching_cases import row
+from batching_cases import make_record
 
 from lowpeak.algorithms import sum_per_pair
 from lowpeak.batching import Budget, pack, share
@@ -16,8 +16,8 @@ LAYOUTS = ["padded", "rows", "shared"]
 
 def pairs():
     """Return six pairs of two lengths; the records of a pair are not neighbours."""
-    first = [row([1, 2, g], range(2 + g), group=g) for g in range(6)]
-    second = [row([1, 2, g], range(9 - g), group=g) for g in reversed(range(6))]
+    first = [make_record([1, 2, g], range(2 + g), group=g) for g in range(6)]
+    second = [make_record([1, 2, g], range(9 - g), group=g) for g in reversed(range(6))]
     return [*first, *second]
 
 
@@ -46,7 +46,9 @@ def test_a_pair_weighs_by_the_loss_tokens_of_both_sequences(layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_pair_is_left_out_if_one_sequence_has_no_loss_token(layout):
-    records = [row([1], range(n), mask, g) for g, n, mask in ((0, 3, None), (0, 2, [0, 0]), (1, 2, None), (1, 4, None))]
+    records = [
+        make_record([1], range(n), mask, g) for g, n, mask in ((0, 3, None), (0, 2, [0, 0]), (1, 2, None), (1, 4, None))
+    ]
     (batch,) = pack(records, range(4), Budget(64, layout=layout), float, unit="pair")
     assert sorted(batch.record_indices) == [2, 3]
 

@@ -16,9 +16,9 @@ def draw(seed, groups=6, most=9, prompt=40, completion=60):
     """Return prompts and completion lengths of a rollout in random order."""
     rng = random.Random(seed)
     prompts = [tuple(rng.randrange(9) for _ in range(rng.randint(1, prompt))) for _ in range(groups)]
-    rows = [(prompt, rng.randint(0, completion)) for prompt in prompts for _ in range(rng.randint(1, most))]
-    rng.shuffle(rows)
-    return [prompt for prompt, _ in rows], [length for _, length in rows]
+    sequences = [(prompt, rng.randint(0, completion)) for prompt in prompts for _ in range(rng.randint(1, most))]
+    rng.shuffle(sequences)
+    return [prompt for prompt, _ in sequences], [length for _, length in sequences]
 
 
 def test_a_long_prompt_is_shared_and_one_of_three_tokens_is_not():
@@ -67,11 +67,11 @@ def test_a_completion_that_does_not_fit_with_its_prompt_is_a_separate_part():
 def test_every_sequence_is_in_one_tree_that_keeps_the_capacity(costs, seed, capacity):
     prompts, completions = draw(seed)
     parts = plan_trees(prompts, completions, capacity, costs)
-    assert sorted(row for part in parts for row in part.sequences) == list(range(len(prompts)))
+    assert sorted(i for part in parts for i in part.sequences) == list(range(len(prompts)))
     for part in parts:
-        assert len({prompts[row] for row in part.sequences}) == 1
+        assert len({prompts[i] for i in part.sequences}) == 1
         assert part.prompt == len(prompts[part.sequences[0]])
-        assert part.completions == tuple(completions[row] for row in part.sequences)
+        assert part.completions == tuple(completions[i] for i in part.sequences)
         assert part.num_tokens <= capacity or len(part.sequences) == 1
     assert parts == plan_trees(prompts, completions, capacity, costs)
 
@@ -82,14 +82,14 @@ def test_every_sequence_is_assigned_to_one_rank(seed, world_size):
     prompts, completions = draw(seed)
     shares = assign_trees(prompts, completions, world_size, None)
     assert len(shares) == world_size
-    assert sorted(row for share in shares for row in share) == list(range(len(prompts)))
+    assert sorted(i for share in shares for i in share) == list(range(len(prompts)))
     assert assign_trees([], [], world_size, None) == ((),) * world_size
 
 
 def test_a_group_stays_on_one_rank_if_that_is_balanced():
     prompts = [(group,) * 50 for group in range(4) for _ in range(4)]
     shares = assign_trees(prompts, [10] * 16, 2, None)
-    assert [len({prompts[row] for row in share}) for share in shares] == [2, 2]
+    assert [len({prompts[i] for i in share}) for share in shares] == [2, 2]
 
 
 def test_a_single_group_is_split_over_ranks():
