@@ -68,44 +68,42 @@ class ValueTerm:
 class Algorithm:
     """Pure functions of tensors and numbers that define GRPO, RLOO, PPO, Online DPO and the like.
 
-    name        as users know it
-    unit        what has one loss and one weight: a token, a sequence or a pair; micro-batches never split a unit
-    needs       what station 8 scores without gradients and fixes for the rollout
-    select      records with rewards -> records to train on
-    advantages  (records with rewards and scored log-probs, coefficients) -> advantages
-    reduction   (loss tokens of a sequence or pair, counts of the step) -> weight of each of its units
-    loss        (logprobs_T, tokens) -> loss_U: differentiable, no host synchronisation; None if only values are trained
-    measure     (logprobs_T, entropy_T or None, tokens), detached -> metrics
-    idle        skip sequences whose advantages are all exactly zero: they would not change the result
-    entropy_bonus subtract `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens from the loss
-    coupled     a token's loss depends on its whole sequence although the unit is a token, so that the head cannot form
-                it chunk by chunk
-    top1        measure `mean_token_accuracy`, the share of tokens that are the policy's likeliest
-    values      the term on the values that the model returns beside its log-probs, or instead of them
-    state       the initial state: numbers that the step's metrics change (adaptive coefficients); checkpointed
-    update      (state, the step's metrics as numbers) -> next state
-    schedule    (steps done, epochs done) -> coefficients that depend on progress only; a resumed run may change them
-    spent       (the step's metrics as numbers) -> True if the rollout must not serve its remaining steps
-
-    `advantages` and losses (as `tokens.coefficients`) get the state and the schedule's numbers as one mapping.
+    A sequence is a record of the rollout; shapes are T loss tokens of a micro-batch and U units. `coefficients` are the state
+    and the schedule's numbers as one mapping: `advantages` gets them, and losses as `tokens.coefficients`.
     """
 
     name: str
+    # What has one loss and one weight. Micro-batches never split a unit.
     unit: Unit
+    # What station 8 scores without gradients and fixes for the rollout.
     needs: frozenset[Need]
+    # Records with rewards -> records to train on.
     select: Callable[[Sequence[Record]], Selection]
+    # (records with rewards and scored log-probs, coefficients) -> advantages.
     advantages: Callable[[Sequence[Record], Mapping[str, float]], Advantages]
+    # (loss tokens of a sequence or pair, counts of the step) -> weight of each of its units.
     reduction: Callable[[int, StepCounts], float]
+    # (logprobs_T, tokens) -> loss_U: differentiable, no host synchronisation. None if only values are trained.
     loss: Callable[[Tensor, TokenBatch], Tensor] | None
+    # (logprobs_T, entropy_T or None, tokens), detached -> metrics.
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
+    # Skip sequences whose advantages are all exactly zero, since they would not change the result.
     idle: bool
+    # Subtract `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens from the loss.
     entropy_bonus: bool = False
+    # A token's loss depends on its whole sequence although the unit is a token: the head cannot form it chunk by chunk.
     coupled: bool = False
+    # Measure `mean_token_accuracy`, the share of tokens that are the policy's likeliest.
     top1: bool = False
+    # The term on the values that the model returns beside its log-probs, or instead of them.
     values: ValueTerm | None = None
+    # The initial state: numbers that the step's metrics change (adaptive coefficients). Checkpoints store the state.
     state: Mapping[str, float] = field(default_factory=dict)
+    # (state, the step's metrics as numbers) -> next state.
     update: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda state, metrics: state
+    # (steps done, epochs done) -> coefficients that depend on progress only, so that a resumed run may change them.
     schedule: Callable[[int, float], Mapping[str, float]] = lambda step, epoch: {}
+    # The step's metrics as numbers -> whether the rollout's remaining steps are skipped.
     spent: Callable[[Mapping[str, float]], bool] = lambda metrics: False
 
     def coefficients(

@@ -42,7 +42,7 @@ def test_an_algorithm_needs_only_what_its_settings_use(make, settings, changes, 
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "idle", "entropy_bonus", "unit"),
+    ("algorithm", "skips", "entropy_bonus", "unit"),
     [
         (make_grpo(GRPO), True, False, "token"),
         (make_grpo(replace(GRPO, importance_level="sequence")), True, False, "sequence"),
@@ -53,8 +53,8 @@ def test_an_algorithm_needs_only_what_its_settings_use(make, settings, changes, 
         (make_supervised(), False, False, "token"),
     ],
 )
-def test_settings_decide_units_and_whether_zero_advantages_are_skipped(algorithm, idle, entropy_bonus, unit):
-    assert (algorithm.idle, algorithm.entropy_bonus, algorithm.unit) == (idle, entropy_bonus, unit)
+def test_settings_decide_units_and_whether_zero_advantages_are_skipped(algorithm, skips, entropy_bonus, unit):
+    assert (algorithm.idle, algorithm.entropy_bonus, algorithm.unit) == (skips, entropy_bonus, unit)
 
 
 @pytest.mark.parametrize(("make", "settings"), [(make_grpo, GRPO), (make_rloo, RLOO)])

@@ -180,7 +180,7 @@ def test_the_value_loss_is_the_larger_of_the_plain_and_the_clipped_error(clip):
 
 
 def test_the_coefficient_follows_the_kl_in_steps_of_a_fifth_at_most():
-    algorithm = make_ppo(replace(PPO, beta=0.1, adaptive_kl=AdaptiveKL(target=2.0, horizon=100, num_rows=50)))
+    algorithm = make_ppo(replace(PPO, beta=0.1, adaptive_kl=AdaptiveKL(2.0, 100, 50)))
     for kl, factor in ((2.0, 1.0), (2.2, 1 + 0.1 * 0.5), (9.0, 1.1), (0.0, 0.9)):
         found = algorithm.update(algorithm.state, {"objective/kl": kl})
         assert found["kl_coef"] == pytest.approx(0.1 * factor)
