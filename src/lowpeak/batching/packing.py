@@ -84,16 +84,16 @@ def share(
         return [tuple(indices)]
     prompts, lengths = _prompts_and_lengths(records, indices, budget)
     keys = _pair_keys(records, indices, unit)
-    ranks: Sequence[Sequence[int]]
+    per_rank: Sequence[Sequence[int]]
     if keys is not None:
         pairs, blocks = indices_by_key(keys), _blocks(prompts, lengths, budget, keys)
         loads = [sum(tree.num_tokens for tree in block) for block in blocks]
-        ranks = [[i for pair in rank for i in pairs[pair]] for rank in assign(loads, num_ranks)]
+        per_rank = [[i for pair in rank for i in pairs[pair]] for rank in assign(loads, num_ranks)]
     elif budget.layout == "shared":
-        ranks = assign_trees(prompts, lengths, num_ranks, budget.costs)
+        per_rank = assign_trees(prompts, lengths, num_ranks, budget.costs)
     else:
-        ranks = assign([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)], num_ranks)
-    return [tuple(indices[j] for j in rank) for rank in ranks]
+        per_rank = assign([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)], num_ranks)
+    return [tuple(indices[j] for j in rank) for rank in per_rank]
 
 
 def masked(budget: Budget) -> MicroBatch:

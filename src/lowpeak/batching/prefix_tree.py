@@ -138,10 +138,10 @@ def assign_trees(
     while num_parts < 2 * largest_group:
         parts = [part for group in groups for part in _balanced_parts(group, completions, num_parts)]
         loads = [_num_forwarded(prompts, completions, part, costs) for part in parts]
-        ranks = assign(loads, world_size)
-        largest = max(sum(loads[p] for p in rank) for rank in ranks)
+        per_rank = assign(loads, world_size)
+        largest = max(sum(loads[p] for p in rank) for rank in per_rank)
         if largest < least * (1 - _MIN_GAIN):
-            best, least = tuple(tuple(sorted(i for p in rank for i in parts[p])) for rank in ranks), largest
+            best, least = tuple(tuple(sorted(i for p in rank for i in parts[p])) for rank in per_rank), largest
         num_parts *= 2
     return best
 
