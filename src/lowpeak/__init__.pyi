@@ -1,11 +1,11 @@
-from lowpeak.algorithms.advantages import reward_metrics as reward_metrics
 from lowpeak.algorithms.algorithm import Advantages as Advantages
 from lowpeak.algorithms.algorithm import Algorithm as Algorithm
 from lowpeak.algorithms.algorithm import Selection as Selection
 from lowpeak.algorithms.algorithm import StepCounts as StepCounts
-from lowpeak.algorithms.group_filter import select_all as select_all
-from lowpeak.algorithms.kl import kl_estimate as kl_estimate
+from lowpeak.algorithms.groups import reward_metrics as reward_metrics
+from lowpeak.algorithms.groups import select_all as select_all
 from lowpeak.algorithms.metrics import measure_pass as measure_pass
+from lowpeak.algorithms.policy_gradient import kl_estimate as kl_estimate
 from lowpeak.algorithms.reduction import sequence_mean as sequence_mean
 from lowpeak.algorithms.reduction import token_mean as token_mean
 from lowpeak.arguments.configs import GRPOConfig as GRPOConfig

@@ -48,9 +48,9 @@ FAULTS = [
     ("k3 with a wrong sign", "torch.expm1(-log_ratio) + log_ratio", "torch.expm1(-log_ratio) - log_ratio", ALGORITHMS),
     ("GAE forgets gamma in its recursion", "+ gamma * gae_lambda * running_N", "+ gae_lambda * running_N", ALGORITHMS),
     (
-        "dr_grpo divides by the row's length",
-        "1.0 / (max_length * counts.num_rows)",
-        "1.0 / (length * counts.num_rows)",
+        "dr_grpo divides by the sequence's length",
+        "1.0 / (max_length * counts.",
+        "1.0 / (length * counts.",
         ALGORITHMS,
     ),
     ("leave-one-out without n / (n - 1)", "num_scored / (num_scored - 1) if", "num_scored / num_scored if", ALGORITHMS),
@@ -91,7 +91,7 @@ FAULTS = [
         "logprobs_T.detach()",
         ALGORITHMS,
     ),
-    ("ranks are balanced by count, not tokens", "(load + costs[index], rank)", "(load + 1, rank)", BATCHING),
+    ("ranks are balanced by count, not tokens", "(load + costs[index], part)", "(load + 1, part)", BATCHING),
     (
         "a filling micro-batch weighs 1",
         "TokenBatch(one, 1, zero, zero,",

@@ -1,9 +1,12 @@
-"""What an algorithm is: a record of pure functions, made once from resolved settings. No inheritance, no trainer."""
+"""The interface of an algorithm: a record of pure functions, made once from resolved settings, without inheritance.
+
+An algorithm knows no trainer, process group or device. The stations are those of docs/architecture.md.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor
@@ -11,14 +14,15 @@ from torch import Tensor
 from lowpeak.records import Metric, Record, TokenBatch, Unit
 
 Need = Literal["old", "reference", "values", "entropy"]
-# The coefficient that says how much of the values' gradient reaches a backbone that is the policy's too (1: all of it).
-VALUES_GRADIENT = "values_gradient"
-ENTROPY_COEF = "entropy_coef"  # the weight of the entropy bonus
+
+# Names of coefficients that the training step reads.
+ENTROPY_COEF = "entropy_coef"  # weight of the entropy bonus
+VALUES_GRADIENT = "values_gradient"  # factor of the gradient from the values into a backbone shared with the policy
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Counts of a whole step over all ranks: what losses are normalised by, once."""
+    """Counts of a whole step over all ranks, which normalise its loss."""
 
     num_rows: int
     num_tokens: int
@@ -26,9 +30,9 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class Selection:
-    """Station 6's answer: the rows to use, as indices into the records, how many groups were dropped, and numbers of it.
+    """Result of station 6: the records to train on, by index, and the number of dropped groups.
 
-    Where the unit is a pair, the rows kept of a group are one.
+    If the unit is a pair, the two selected records of a group form it.
     """
 
     rows: tuple[int, ...]
@@ -38,9 +42,9 @@ class Selection:
 
 @dataclass(frozen=True)
 class Advantages:
-    """Station 9's answer: per record one float32 [C] of advantages, and the statistics of the whole rollout.
+    """Result of station 9: float32 [C] advantages of each record, and metrics of the whole rollout.
 
-    `returns` are what a critic's values are to become, as long as the advantages.
+    `returns` are the targets of a critic's values, in the same shape.
     """
 
     per_token: tuple[Tensor, ...]
@@ -50,10 +54,10 @@ class Advantages:
 
 @dataclass(frozen=True)
 class ValueTerm:
-    """What is trained on a model's values (PPO's critic, a reward model's scores).
+    """Loss and metrics on a model's values: PPO's critic, or a reward model's scores.
 
     loss     (values_T, tokens) -> loss_U, added to the policy's under the same weights
-    measure  the same, detached -> metrics
+    measure  the same arguments, detached -> metrics
     """
 
     loss: Callable[[Tensor, TokenBatch], Tensor]
@@ -62,48 +66,52 @@ class ValueTerm:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """GRPO, RLOO, PPO or Online DPO as functions of tensors and numbers.
+    """Pure functions of tensors and numbers that define GRPO, RLOO, PPO, Online DPO and the like.
 
-    name        as users know it
-    unit        what the loss's weights weigh: a token's own loss, a sequence's or a pair's; a unit is never cut
-    needs       what station 8 scores, without gradients, and fixes for the rollout
-    select      records with rewards -> rows to use
-    advantages  (records with rewards and scored log-probs, state) -> advantages
-    reduction   (counted tokens of a row, or of a pair, counts of the step) -> weight of each of its units
-    loss        (logprobs_T, tokens) -> loss_U; differentiable, no host synchronisation; None where only values are trained
-    measure     (logprobs_T, entropy_T or None, tokens), detached -> metrics
-    entropy_bonus whether `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens is taken off the loss
-    top1        whether the share of tokens that are the policy's likeliest is measured, as `mean_token_accuracy`
-    values      what is trained on the values that the model gives beside its log-probs, or in their place
-    coupled     whether a token's loss needs its whole row, although the unit is a token: then it is not formed in one visit
-    idle        whether a row whose advantages are all exactly zero changes nothing, so that it need not be trained on
-    state       numbers of its own at the start, which its metrics move (adaptive coefficients); checkpointed
-    update      (state, the step's metrics as numbers) -> next state
-    schedule    (steps done, epochs done) -> numbers that follow from how far the run is, so that a resumed run may be told
-                others. State and schedule together are what `advantages` gets, and losses as `tokens.coefficients`
-    spent       (the step's metrics as numbers) -> whether its rollout shall serve no further step
+    A sequence is a record of the rollout; shapes are T loss tokens of a micro-batch and U units. `coefficients` are the state
+    and the schedule's numbers as one mapping: `advantages` gets them, and losses as `tokens.coefficients`.
     """
 
     name: str
+    # What has one loss and one weight. Micro-batches never split a unit.
     unit: Unit
+    # What station 8 scores without gradients and fixes for the rollout.
     needs: frozenset[Need]
+    # Records with rewards -> records to train on.
     select: Callable[[Sequence[Record]], Selection]
+    # (records with rewards and scored log-probs, coefficients) -> advantages.
     advantages: Callable[[Sequence[Record], Mapping[str, float]], Advantages]
+    # (loss tokens of a sequence or pair, counts of the step) -> weight of each of its units.
     reduction: Callable[[int, StepCounts], float]
+    # (logprobs_T, tokens) -> loss_U: differentiable, no host synchronisation. None if only values are trained.
     loss: Callable[[Tensor, TokenBatch], Tensor] | None
+    # (logprobs_T, entropy_T or None, tokens), detached -> metrics.
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
+    # Skip sequences whose advantages are all exactly zero, since they would not change the result.
     idle: bool
+    # Subtract `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens from the loss.
     entropy_bonus: bool = False
+    # A token's loss depends on its whole sequence although the unit is a token: the head cannot form it chunk by chunk.
     coupled: bool = False
+    # Measure `mean_token_accuracy`, the share of tokens that are the policy's likeliest.
     top1: bool = False
+    # The term on the values that the model returns beside its log-probs, or instead of them.
     values: ValueTerm | None = None
+    # The initial state: numbers that the step's metrics change (adaptive coefficients). Checkpoints store the state.
     state: Mapping[str, float] = field(default_factory=dict)
+    # (state, the step's metrics as numbers) -> next state.
     update: Callable[[Mapping[str, float], Mapping[str, float]], Mapping[str, float]] = lambda state, metrics: state
+    # (steps done, epochs done) -> coefficients that depend on progress only, so that a resumed run may change them.
     schedule: Callable[[int, float], Mapping[str, float]] = lambda step, epoch: {}
+    # The step's metrics as numbers -> whether the rollout's remaining steps are skipped.
     spent: Callable[[Mapping[str, float]], bool] = lambda metrics: False
 
     def coefficients(
         self, state: Mapping[str, float] | None = None, step: int = 0, epoch: float = 0.0
     ) -> dict[str, float]:
-        """The algorithm's numbers for the step after `step` others: its state (None: the first), and what its schedule says."""
+        """Return `state` (None: the initial one) and the schedule's numbers after `step` steps and `epoch` epochs."""
         return {**(self.state if state is None else state), **self.schedule(step, epoch)}
+
+    def without_skipping(self) -> Algorithm:
+        """Return the algorithm that also trains on sequences without an advantage."""
+        return replace(self, idle=False)

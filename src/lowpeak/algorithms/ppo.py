@@ -1,16 +1,18 @@
-"""PPO (Schulman et al. 2017, arXiv 1707.06347) as it is used on language models (Ziegler et al. 2019, arXiv 1909.08593).
+"""PPO (arXiv 1707.06347) as it is used on language models (Ziegler et al. 2019, arXiv 1909.08593).
 
     r_t = -beta * KL_t + (the reward at the last token)      fixed for the rollout
     A   = GAE(r, V), whitened over the rollout
     L   = -min(ratio * A, clip(ratio) * A) + vf_coef * 1/2 * max((V - R)^2, (clip(V) - R)^2)
 
 per token, mean over the step's tokens. Different from the paper:
-1. The KL to the reference is a part of the reward (Ziegler et al., equation 2), its estimator can be chosen and its
-   coefficient steered.
-2. The value's loss is clipped around the old value as OpenAI's baselines do; `cliprange_value=None` is the paper's.
+1. The KL to the reference is part of the reward (Ziegler et al., equation 2). Its estimator can be chosen, and its coefficient
+   can be adaptive.
+2. The value loss is clipped around the old value as in OpenAI's baselines; `cliprange_value=None` is the paper's loss.
 3. There is no entropy bonus.
-4. A completion cut by its length ends there like any other: nothing is bootstrapped.
-5. Equation 9's coefficients are c1 = vf_coef / 2, c2 = 0; value warm-up trains c1's term alone for some steps.
+4. A truncated completion ends its episode like any other: no value is bootstrapped.
+5. Equation 9's coefficients are c1 = vf_coef / 2 and c2 = 0; value warm-up trains c1's term alone for the first steps.
+
+Shapes: N sequences of the rollout, C tokens of one completion, T loss tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -22,13 +24,10 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lowpeak.algorithms.advantages import reward_metrics
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Advantages, Algorithm, Need, ValueTerm
-from lowpeak.algorithms.group_filter import loss_mask, rows_by_group, select_all
-from lowpeak.algorithms.importance import importance_ratio
-from lowpeak.algorithms.kl import kl_estimate
-from lowpeak.algorithms.losses import clipped_surrogate
-from lowpeak.algorithms.metrics import counted_tokens, mean_of, measure_pass
+from lowpeak.algorithms.groups import loss_mask, reward_metrics, rows_by_group, select_all
+from lowpeak.algorithms.metrics import masked_mean, measure_pass, weighted_tokens
+from lowpeak.algorithms.policy_gradient import clipped_surrogate, importance_ratio, kl_estimate
 from lowpeak.algorithms.reduction import token_mean
 from lowpeak.algorithms.rollout_correction import corrected_advantages
 from lowpeak.arguments import PPOSettings
@@ -36,72 +35,72 @@ from lowpeak.records import Metric, Record, TokenBatch
 
 _KL_COEF = "kl_coef"
 _POLICY_COEF = "policy_coef"
-_VARIANCE = 1e-8  # added to a variance before its root divides
+_VARIANCE_EPSILON = 1e-8  # added to a variance before its root divides
 
 
 def make_ppo(settings: PPOSettings) -> Algorithm:
-    """PPO as functions of tensors; no row is idle, since its values are learned from whatever its advantage is."""
+    """Return PPO; no sequence is skipped, since its values are learned whatever its advantages are."""
     needs: dict[Need, bool] = {"old": settings.score_old, "values": True, "reference": settings.beta != 0.0}
     return Algorithm(
         name="ppo",
         unit="token",
         needs=frozenset(need for need, needed in needs.items() if needed),
         select=select_all,
-        advantages=partial(weighed_advantages, settings),
+        advantages=partial(_corrected_ppo_advantages, settings),
         reduction=token_mean,
         loss=partial(policy_loss, settings),
         measure=partial(measure_policy, settings),
         values=ValueTerm(partial(value_loss, settings), partial(measure_values, settings)),
         idle=False,
-        state=start_state(settings),
-        update=partial(next_state, settings),
-        schedule=partial(warm_up, settings),
-        spent=partial(is_spent, settings),
+        state=initial_kl_state(settings),
+        update=partial(next_kl_state, settings),
+        schedule=partial(value_warmup, settings),
+        spent=partial(exceeds_early_stop_kl, settings),
     )
 
 
-# station 9
+# Advantages
 
 
-def weighed_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
-    """`ppo_advantages`, weighed where the engine's drift is corrected."""
+def _corrected_ppo_advantages(
+    settings: PPOSettings, records: Sequence[Record], state: Mapping[str, float]
+) -> Advantages:
     return corrected_advantages(settings, partial(ppo_advantages, settings, state=state), records, state)
 
 
 def ppo_advantages(settings: PPOSettings, records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
-    """GAE over the counted tokens of each completion, computed in float64, whitened over the rollout where asked for.
+    """Return GAE over the loss tokens of each completion, computed in float64, whitened over the rollout if set.
 
-    A row that nobody scored (reward NaN) teaches nothing: advantage 0, and its returns are its values.
+    A sequence without a reward (NaN) teaches nothing: its advantages are 0, and its returns are its values.
     """
     masks = [loss_mask(record.completion, settings.mask_truncated) for record in records]
-    kl = [_kl(settings, *each) for each in zip(records, masks, strict=True)]
+    kl = [_token_kl(settings, *each) for each in zip(records, masks, strict=True)]
     rewards = [_token_rewards(settings, state, *each) for each in zip(records, kl, masks, strict=True)]
-    scored = [record.reward == record.reward for record in records]
+    is_scored = [record.reward == record.reward for record in records]
     if settings.whiten_rewards:
-        rewards = list(whitened(rewards, scored, shift_mean=False))
-    values = [_counted(record.values, mask) for record, mask in zip(records, masks, strict=True)]
+        rewards = list(whiten(rewards, is_scored, shift_mean=False))
+    values = [_loss_tokens(record.values, mask) for record, mask in zip(records, masks, strict=True)]
     advantages, returns = gae(rewards, values, settings.gamma, settings.gae_lambda)
-    advantages = _where_scored(advantages, scored)
-    returns = tuple(r if s else v for r, v, s in zip(returns, values, scored, strict=True))
-    metrics = _metrics(settings, records, state, kl, returns, values)
+    advantages = _zero_unscored(advantages, is_scored)
+    returns = tuple(r if s else v for r, v, s in zip(returns, values, is_scored, strict=True))
+    metrics = _rollout_metrics(settings, records, state, kl, returns, values)
     if settings.whiten_advantages:
-        advantages = _where_scored(whitened(advantages, scored), scored)
-    return Advantages(_in_place(advantages, masks), metrics, _in_place(returns, masks))
+        advantages = _zero_unscored(whiten(advantages, is_scored), is_scored)
+    return Advantages(_scatter(advantages, masks), metrics, _scatter(returns, masks))
 
 
 def gae(
     rewards: Sequence[Tensor], values: Sequence[Tensor], gamma: float, gae_lambda: float
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Advantages, and returns `A_t + V_t`, of each completion's rewards and values per token, in float64.
+    """Return advantages and returns `A_t + V_t` from each completion's rewards and values per token, in float64.
 
         delta_t = r_t + gamma * V_{t+1} - V_t,   A_t = delta_t + gamma * lambda * A_{t+1}
 
     Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, equation 16). A completion is an episode: after
-    its last token the value and the advantage are 0, whether it ended by itself or was cut. N completions, C tokens of the
-    longest, all at once from the end to the beginning.
+    its last token value and advantage are 0, whether it stopped or was truncated.
     """
     lengths = [len(reward) for reward in rewards]
-    rewards_NC, values_NC = _padded(rewards), _padded(values)
+    rewards_NC, values_NC = _pad(rewards), _pad(values)
     # A pad's reward and value are 0, so that its advantage is 0 and adds nothing to the last token's.
     next_values_NC = torch.cat([values_NC[:, 1:], values_NC.new_zeros(len(lengths), 1)], dim=1)
     deltas_NC = rewards_NC + gamma * next_values_NC - values_NC
@@ -110,55 +109,59 @@ def gae(
     for t in reversed(range(deltas_NC.shape[1])):
         running_N = deltas_NC[:, t] + gamma * gae_lambda * running_N
         advantages_NC[:, t] = running_N
-    advantages = tuple(row[:length] for row, length in zip(advantages_NC, lengths, strict=True))
+    advantages = tuple(padded[:length] for padded, length in zip(advantages_NC, lengths, strict=True))
     return advantages, tuple(a + v.double() for a, v in zip(advantages, values, strict=True))
 
 
-def _padded(rows: Sequence[Tensor]) -> Tensor:
-    """Rows side by side, 0 behind them: float64 [N, C], C at least 1."""
-    return pad_sequence([*(row.double() for row in rows), torch.zeros(1, dtype=torch.float64)], batch_first=True)[:-1]
+def _pad(values: Sequence[Tensor]) -> Tensor:
+    """Pad sequences with 0 on the right: float64 [N, C], C at least 1."""
+    # The extra sequence of length 1 gives `pad_sequence` something to pad if there is none, and is removed again.
+    return pad_sequence([*(each.double() for each in values), torch.zeros(1, dtype=torch.float64)], batch_first=True)[
+        :-1
+    ]
 
 
-def whitened(rows: Sequence[Tensor], counts: Sequence[bool], shift_mean: bool = True) -> tuple[Tensor, ...]:
-    """`(x - mean) / sqrt(variance + 1e-8)` by all values of the rows that count, the mean kept without `shift_mean`."""
-    counted = [row for row, counts_too in zip(rows, counts, strict=True) if counts_too]
-    values = torch.cat([*counted, torch.zeros(0, dtype=torch.float64)])
-    mean = values.mean() if len(values) else values.new_zeros(())
-    variance = values.var() if len(values) > 1 else values.new_ones(())
-    kept = 0.0 if shift_mean else mean
-    return tuple((row - mean) * torch.rsqrt(variance + _VARIANCE) + kept for row in rows)
+def whiten(values: Sequence[Tensor], is_scored: Sequence[bool], shift_mean: bool = True) -> tuple[Tensor, ...]:
+    """Return `(x - mean) / sqrt(variance + 1e-8)`, with the statistics of scored sequences.
+
+    Without `shift_mean` the mean is added again.
+    """
+    scored = [each for each, counts in zip(values, is_scored, strict=True) if counts]
+    all_values = torch.cat([*scored, torch.zeros(0, dtype=torch.float64)])
+    mean = all_values.mean() if len(all_values) else all_values.new_zeros(())
+    variance = all_values.var() if len(all_values) > 1 else all_values.new_ones(())
+    kept_mean = 0.0 if shift_mean else mean
+    return tuple((each - mean) * torch.rsqrt(variance + _VARIANCE_EPSILON) + kept_mean for each in values)
 
 
-def _where_scored(advantages: Sequence[Tensor], scored: Sequence[bool]) -> tuple[Tensor, ...]:
-    """The rows' advantages, 0 where nobody scored the row."""
-    return tuple(row * is_scored for row, is_scored in zip(advantages, scored, strict=True))
+def _zero_unscored(advantages: Sequence[Tensor], is_scored: Sequence[bool]) -> tuple[Tensor, ...]:
+    return tuple(each * scored for each, scored in zip(advantages, is_scored, strict=True))
 
 
-def _kl(settings: PPOSettings, record: Record, mask: Tensor) -> Tensor:
-    """The KL of each counted token, between old and reference; zeros without a reference."""
+def _token_kl(settings: PPOSettings, record: Record, mask: Tensor) -> Tensor:
+    """Return the KL of each loss token between old and reference; zeros without a reference."""
     if settings.beta == 0.0:
         return torch.zeros(int(mask.sum()), dtype=torch.float64)
-    return kl_estimate(_counted(record.old, mask), _counted(record.reference, mask), settings.kl_estimator)
+    return kl_estimate(_loss_tokens(record.old, mask), _loss_tokens(record.reference, mask), settings.kl_estimator)
 
 
 def _token_rewards(
     settings: PPOSettings, state: Mapping[str, float], record: Record, kl: Tensor, mask: Tensor
 ) -> Tensor:
-    """`-beta * KL` at each counted token; the reward, less the penalty of one that did not end, at the last one.
+    """Return `-beta * KL` of each loss token plus its reward; the last one gets the sequence's score.
 
-    What a reward function gave for single tokens stands where it gave it.
+    Rewards that functions gave to single tokens stay at these tokens, and the last token gets the rest of the score.
     """
     rewards = -_kl_coefficient(settings, state) * kl if settings.beta else kl.clone()
     if record.token_rewards is not None:
-        rewards = rewards + _counted(record.token_rewards, mask)
+        rewards = rewards + _loss_tokens(record.token_rewards, mask)
     score = _score(settings, record)
-    if len(rewards) and score == score:  # NaN: nobody scored it, and its advantages are left out
-        rewards[-1] += score - _of_tokens(record, mask)
+    if len(rewards) and score == score:  # not NaN; the advantages of a sequence without a reward are left out
+        rewards[-1] += score - _sum_of_token_rewards(record, mask)
     return rewards
 
 
 def _kl_coefficient(settings: PPOSettings, state: Mapping[str, float]) -> float:
-    """The steered coefficient, or `beta`."""
     return state.get(_KL_COEF, settings.beta)
 
 
@@ -166,27 +169,26 @@ def _score(settings: PPOSettings, record: Record) -> float:
     return record.reward - (settings.missing_eos_penalty if record.completion.finish_reason != "stop" else 0.0)
 
 
-def _of_tokens(record: Record, mask: Tensor) -> float:
-    """How much of the reward is at tokens that count."""
-    return 0.0 if record.token_rewards is None else float(_counted(record.token_rewards, mask).sum())
+def _sum_of_token_rewards(record: Record, mask: Tensor) -> float:
+    return 0.0 if record.token_rewards is None else float(_loss_tokens(record.token_rewards, mask).sum())
 
 
-def _counted(values: Tensor | None, mask: Tensor) -> Tensor:
+def _loss_tokens(values: Tensor | None, mask: Tensor) -> Tensor:
     assert values is not None, "a rollout is scored before its advantages"
     return values.double()[mask]
 
 
-def _in_place(rows: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Values of counted tokens in their places of the completion, 0 elsewhere: float32 [C]."""
-    found = []
-    for row, mask in zip(rows, masks, strict=True):
+def _scatter(values: Sequence[Tensor], masks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return values of loss tokens at their positions in the completion, 0 elsewhere: float32 [C]."""
+    scattered = []
+    for each, mask in zip(values, masks, strict=True):
         full = torch.zeros(len(mask))
-        full[mask] = row.float()
-        found.append(full)
-    return tuple(found)
+        full[mask] = each.float()
+        scattered.append(full)
+    return tuple(scattered)
 
 
-def _metrics(
+def _rollout_metrics(
     settings: PPOSettings,
     records: Sequence[Record],
     state: Mapping[str, float],
@@ -194,13 +196,13 @@ def _metrics(
     returns: Sequence[Tensor],
     values: Sequence[Tensor],
 ) -> dict[str, Metric]:
-    """The old TRL trainer's `objective/*`, per completion, and how much of the returns the values explain."""
-    num_rows = float(len(records))
+    """Return `objective/*` of TRL's former trainer, per completion, and the returns' variance that the values explain."""
+    num_sequences = float(len(records))
     scores = [s for record in records if (s := _score(settings, record)) == s]
     all_returns, all_values = torch.cat(list(returns)), torch.cat(list(values))
     variance = float(all_returns.var()) if len(all_returns) > 1 else 0.0
     metrics = reward_metrics(records)
-    if len(rows_by_group(records)) == len(records):  # a group of one has nothing to differ from
+    if len(rows_by_group(records)) == len(records):  # rewards of a group of one are always equal
         del metrics["frac_reward_zero_std"]
     metrics["objective/scores"] = Metric(sum(scores), float(len(scores)))
     metrics["value/mean"] = Metric(float(all_values.sum()), float(len(all_values)))
@@ -208,28 +210,28 @@ def _metrics(
         unexplained = float((all_returns - all_values).var()) / variance
         metrics["value/explained_variance"] = Metric(1.0 - unexplained)
     if settings.beta:
-        total = float(sum(row.sum() for row in kl))
-        metrics["kl"] = Metric(total, float(sum(len(row) for row in kl)))
-        metrics["objective/kl"] = Metric(total, num_rows)
+        total = float(sum(each.sum() for each in kl))
+        metrics["kl"] = Metric(total, float(sum(len(each) for each in kl)))
+        metrics["objective/kl"] = Metric(total, num_sequences)
         coefficient = _kl_coefficient(settings, state)
-        metrics["objective/non_score_reward"] = Metric(-coefficient * total, num_rows)
-        metrics["objective/rlhf_reward"] = Metric(sum(scores) - coefficient * total, num_rows)
+        metrics["objective/non_score_reward"] = Metric(-coefficient * total, num_sequences)
+        metrics["objective/rlhf_reward"] = Metric(sum(scores) - coefficient * total, num_sequences)
         metrics["kl_coef"] = Metric(coefficient)
     return metrics
 
 
-# station 11
+# Losses
 
 
 def policy_loss(settings: PPOSettings, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """The clipped surrogate of each token (arXiv 1707.06347, equation 7): [T]; times 0 while values warm up."""
+    """Return the clipped surrogate of each token (equation 7): [T]; times 0 during value warm-up."""
     ratio_T = importance_ratio(logprobs_T, tokens, "token")
     loss_T = clipped_surrogate(ratio_T, tokens.advantages_T, settings.clip_low, settings.clip_high)
     return loss_T * tokens.coefficients.get(_POLICY_COEF, 1.0)
 
 
 def value_loss(settings: PPOSettings, values_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """`vf_coef / 2 * max((V - R)^2, (clip(V, old V - c, old V + c) - R)^2)` of each token: [T]."""
+    """Return `vf_coef / 2 * max((V - R)^2, (clip(V, old V - c, old V + c) - R)^2)` of each token: [T]."""
     assert tokens.returns_T is not None, "values are trained towards returns"
     loss_T = (values_T - tokens.returns_T).square()
     if settings.value_clip is not None:
@@ -242,44 +244,55 @@ def _clipped(value_clip: float, values_T: Tensor, tokens: TokenBatch) -> Tensor:
     return tokens.values_T + (values_T - tokens.values_T).clamp(-value_clip, value_clip)
 
 
+# Metrics
+
+
 def measure_policy(
     settings: PPOSettings, logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch
 ) -> dict[str, Metric]:
-    """The old TRL trainer's `policy/*` and `val/ratio`: `approxkl_avg` is the mean of half the squared log-ratio."""
-    counted_T = counted_tokens(tokens, "token")
+    """Return `policy/*` and `val/ratio` of TRL's former trainer.
+
+    `approxkl_avg` is the mean of half the squared log-ratio.
+    """
+    mask_T = weighted_tokens(tokens, "token")
     ratio_T = importance_ratio(logprobs_T, tokens, "token")
     surrogate_T = clipped_surrogate(ratio_T, tokens.advantages_T, settings.clip_low, settings.clip_high)
-    clipped_T = surrogate_T > -ratio_T * tokens.advantages_T
-    return measure_pass(logprobs_T, entropy_T, tokens, counted_T) | {
-        "policy/approxkl_avg": mean_of(0.5 * ratio_T.log().square(), counted_T),
-        "policy/clipfrac_avg": mean_of(clipped_T.to(counted_T.dtype), counted_T),
-        "loss/policy_avg": mean_of(surrogate_T, counted_T),
-        "val/ratio": mean_of(ratio_T, counted_T),
+    is_clipped_T = surrogate_T > -ratio_T * tokens.advantages_T
+    return measure_pass(logprobs_T, entropy_T, tokens, mask_T) | {
+        "policy/approxkl_avg": masked_mean(0.5 * ratio_T.log().square(), mask_T),
+        "policy/clipfrac_avg": masked_mean(is_clipped_T.to(mask_T.dtype), mask_T),
+        "loss/policy_avg": masked_mean(surrogate_T, mask_T),
+        "val/ratio": masked_mean(ratio_T, mask_T),
     }
 
 
 def measure_values(settings: PPOSettings, values_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
-    """The value loss without its coefficient, and the share of tokens whose value the clip holds."""
-    counted_T = counted_tokens(tokens, "token")
+    """Return the value loss without its coefficient, and the share of tokens whose value is clipped."""
+    mask_T = weighted_tokens(tokens, "token")
     assert tokens.returns_T is not None, "values are trained towards returns"
-    plain_T = (values_T - tokens.returns_T).square()
-    metrics = {"loss/value_avg": mean_of(0.5 * plain_T, counted_T)}
+    error_T = (values_T - tokens.returns_T).square()
+    metrics = {"loss/value_avg": masked_mean(0.5 * error_T, mask_T)}
     if settings.value_clip is not None:
-        held_T = (_clipped(settings.value_clip, values_T, tokens) - tokens.returns_T).square() > plain_T
-        metrics["val/clipfrac_avg"] = mean_of(held_T.to(counted_T.dtype), counted_T)
+        is_clipped_T = (_clipped(settings.value_clip, values_T, tokens) - tokens.returns_T).square() > error_T
+        metrics["val/clipfrac_avg"] = masked_mean(is_clipped_T.to(mask_T.dtype), mask_T)
     return metrics
 
 
-# the algorithm's own numbers
+# Adaptive KL, value warm-up and early stopping
 
 
-def start_state(settings: PPOSettings) -> dict[str, float]:
-    """The KL coefficient, where it is steered."""
+def initial_kl_state(settings: PPOSettings) -> dict[str, float]:
+    """Return the KL coefficient, if it is adaptive."""
     return {} if settings.adaptive_kl is None else {_KL_COEF: settings.beta}
 
 
-def next_state(settings: PPOSettings, state: Mapping[str, float], metrics: Mapping[str, float]) -> Mapping[str, float]:
-    """The coefficient steered by the rollout's KL, at its first step."""
+def next_kl_state(
+    settings: PPOSettings, state: Mapping[str, float], metrics: Mapping[str, float]
+) -> Mapping[str, float]:
+    """Return the coefficient after a proportional update by the rollout's KL (Ziegler et al., section 2.2).
+
+    Only the first step of a rollout has the metric, so the coefficient changes once a rollout.
+    """
     adaptive = settings.adaptive_kl
     if adaptive is None or "objective/kl" not in metrics:
         return state
@@ -287,13 +300,13 @@ def next_state(settings: PPOSettings, state: Mapping[str, float], metrics: Mappi
     return {_KL_COEF: state[_KL_COEF] * (1.0 + error * adaptive.num_rows / adaptive.horizon)}
 
 
-def warm_up(settings: PPOSettings, step: int, epoch: float) -> dict[str, float]:
-    """While values warm up, a policy term of 0 and no gradient into the policy's backbone; 1 after that."""
-    warm = float(step >= settings.value_warmup_steps)
-    return {_POLICY_COEF: warm, VALUES_GRADIENT: warm}
+def value_warmup(settings: PPOSettings, step: int, epoch: float) -> dict[str, float]:
+    """Return 0 for the policy term and for the values' gradient into the policy's backbone during warm-up, then 1."""
+    coefficient = float(step >= settings.value_warmup_steps)
+    return {_POLICY_COEF: coefficient, VALUES_GRADIENT: coefficient}
 
 
-def is_spent(settings: PPOSettings, metrics: Mapping[str, float]) -> bool:
-    """Whether the policy has moved so far from the rollout's that its other steps are left out."""
+def exceeds_early_stop_kl(settings: PPOSettings, metrics: Mapping[str, float]) -> bool:
+    """Return whether the policy moved so far from the rollout's that the rollout's other steps are skipped."""
     limit = settings.early_stop_kl
     return limit is not None and metrics["policy/approxkl_avg"] > limit

@@ -1,62 +1,63 @@
-"""Reduction: what each of a row's units weighs, from the row's counted tokens and the counts of the whole step.
+"""Reductions: token values to sequences and pairs, and units to the loss of a step.
 
-The trained loss is `sum(weights_U * loss_U)` over all units of all ranks, so micro-batches never change it. With N rows
-in the step, T counted tokens in the step and `length` in the row, a token weighs
+The trained loss is `sum(weights_U * loss_U)` over all units of all ranks, with weights from the counts of the whole step. So
+the split into micro-batches never changes it. An algorithm's `reduction` gives the weight of a unit, for N sequences and T
+loss tokens in the step and `length` loss tokens in the sequence (or pair). Sequences without loss tokens count in N and
+weigh 0.
 
-    grpo                 1 / (length * N)                  each row's mean, averaged over rows
-    dr_grpo              1 / (max_completion_length * N)   arXiv 2503.20783: no length bias
-    dapo, bnpo, cispo    1 / T                             each token alike
-
-`bnpo` is `dapo` here: its batch is the step, not the micro-batch it is in TRL. A sequence weighs as much as its tokens
-together, because its loss is their mean. Rows without counted tokens count in N and weigh 0.
+Shapes: T loss tokens of a micro-batch, B of its sequences, U of its pairs. Segment sums never wait for the device; a sequence
+without loss tokens gives 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+
+import torch
+from torch import Tensor
 
 from lowpeak.algorithms.algorithm import StepCounts
-from lowpeak.arguments import GRPOSettings
+from lowpeak.records import TokenBatch
 
 Reduction = Callable[[int, StepCounts], float]
 
 
-def row_mean(length: int, counts: StepCounts) -> float:
-    """A token's share of its row's mean, rows averaged: 1 / (length * N), 0 for a row without tokens."""
-    return 1.0 / (length * counts.num_rows) if length else 0.0
-
-
-def longest_mean(max_length: int, length: int, counts: StepCounts) -> float:
-    """A token's share when each row is divided by the same `max_length`: 1 / (max_length * N)."""
-    return 1.0 / (max_length * counts.num_rows) if length else 0.0
-
-
 def token_mean(length: int, counts: StepCounts) -> float:
-    """A token's share of the mean over the step's tokens: 1 / T."""
+    """Return a token's weight in the mean over the step's tokens: 1 / T."""
     return 1.0 / counts.num_tokens if length else 0.0
 
 
-def whole_row(token_weight: Reduction, length: int, counts: StepCounts) -> float:
-    """What a row's tokens weigh together: the weight of a sequence whose loss is its tokens' mean."""
-    return length * token_weight(length, counts)
-
-
 def sequence_mean(length: int, counts: StepCounts) -> float:
-    """A sequence's share of the mean over rows: 1 / N, 0 for a row without tokens."""
+    """Return a sequence's weight in the mean over sequences: 1 / N."""
     return 1.0 / counts.num_rows if length else 0.0
 
 
 def pair_mean(length: int, counts: StepCounts) -> float:
-    """A pair's share of the mean over pairs, which have two rows each: 2 / N."""
+    """Return a pair's weight in the mean over pairs, which have two sequences each: 2 / N."""
     return 2.0 / counts.num_rows if length else 0.0
 
 
-def grpo_reduction(settings: GRPOSettings) -> Reduction:
-    """The weight that a loss type gives to a unit: a token, or at sequence level a whole row."""
-    token_weight: Reduction = token_mean
-    if settings.loss_type == "grpo":
-        token_weight = row_mean
-    elif settings.loss_type == "dr_grpo":
-        token_weight = partial(longest_mean, settings.max_completion_length)
-    return partial(whole_row, token_weight) if settings.importance_level == "sequence" else token_weight
+def sum_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the sum over each sequence's tokens: [B]."""
+    return values_T.new_zeros(tokens.num_rows).index_add(0, tokens.rows_T, values_T)
+
+
+def mean_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the mean over each sequence's tokens: [B]."""
+    return sum_per_sequence(values_T, tokens) / sum_per_sequence(torch.ones_like(values_T), tokens).clamp(min=1.0)
+
+
+def value_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the value that all tokens of a sequence share: [B], without the rounding of a mean."""
+    return values_T.new_zeros(tokens.num_rows).scatter(0, tokens.rows_T, values_T)
+
+
+def repeat_per_token(values_B: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return each sequence's value at each of its tokens: [T]."""
+    return values_B.index_select(0, tokens.rows_T)
+
+
+def sum_per_pair(values_B: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the sum over each pair's two sequences: [U]."""
+    assert tokens.pairs_B is not None, "the unit must be a pair"
+    return values_B.new_zeros(len(tokens.weights_U)).index_add(0, tokens.pairs_B, values_B)

@@ -1,11 +1,13 @@
 """Reward models: of two answers, the one that people chose gets the higher score (Bradley and Terry 1952).
 
-The loss of a pair is `-logsigmoid(chosen - rejected)`, InstructGPT's equation 1 (arXiv 2203.02155) with one pair a comparison;
-with a margin Llama 2's equation 2 (arXiv 2307.09288); and `center` keeps rewards around 0 (arXiv 2312.09244, equation 2).
+    L = -logsigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2      per pair
 
-A row's reward is its value at its end. The pair's advantages say which row is which, +1 at the chosen one's counted token and
--1 at the rejected one's; its returns, what values are to become, are apart by the margin. Both are known when a row is read.
-Shapes: T counted tokens, one a row; B rows; U pairs.
+InstructGPT's equation 1 (arXiv 2203.02155) with one pair a comparison; with a margin Llama 2's equation 2 (arXiv 2307.09288).
+`center` keeps rewards around 0 (arXiv 2312.09244, equation 2).
+
+A sequence's reward is its value at its end, its only loss token. The reader of the data set marks the pair: advantages are +1
+at the chosen sequence's loss token and -1 at the rejected one's, and the difference of their returns is the margin.
+Shapes: T loss tokens of a micro-batch, one a sequence; B sequences; U pairs.
 """
 
 from __future__ import annotations
@@ -19,24 +21,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, ValueTerm
-from lowpeak.algorithms.group_filter import select_all
-from lowpeak.algorithms.metrics import mean_of
-from lowpeak.algorithms.reduction import pair_mean
-from lowpeak.algorithms.segment_ops import pair_sums, row_values
+from lowpeak.algorithms.groups import select_all
+from lowpeak.algorithms.metrics import masked_mean
+from lowpeak.algorithms.reduction import pair_mean, sum_per_pair, value_per_sequence
 from lowpeak.records import Metric, Record, TokenBatch
 
 
 def make_reward_model(center: float = 0.0) -> Algorithm:
-    """Return reward training: pairs, each weighing alike; nothing is scored beforehand, and no log-prob is formed.
-
-    `center` weighs the square of a pair's summed rewards in the loss; 0 leaves it out.
-    """
+    """Return reward training: pairs of equal weight, no scoring pass, no log-probs."""
     return Algorithm(
         name="reward",
         unit="pair",
         needs=frozenset(),
         select=select_all,
-        advantages=_as_read,
+        advantages=_advantages_of_data_set,
         reduction=pair_mean,
         loss=None,
         measure=lambda logprobs_T, entropy_T, tokens: {},
@@ -46,39 +44,39 @@ def make_reward_model(center: float = 0.0) -> Algorithm:
 
 
 def preference_loss(center: float, values_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """`-logsigmoid(chosen - rejected - margin) + center * (chosen + rejected)^2` of each pair: [U]."""
+    """Return the loss of each pair: [U]."""
     assert tokens.returns_T is not None, "a pair's margin is in its returns"
-    beyond_U = _difference(values_T, tokens) - _difference(tokens.returns_T, tokens)
-    loss_U = -F.logsigmoid(beyond_U)
+    margin_U = _difference(tokens.returns_T, tokens)
+    loss_U = -F.logsigmoid(_difference(values_T, tokens) - margin_U)
     if center:
-        loss_U = loss_U + center * pair_sums(row_values(values_T, tokens), tokens).square()
+        loss_U = loss_U + center * sum_per_pair(value_per_sequence(values_T, tokens), tokens).square()
     return loss_U
 
 
 def measure_preferences(values_T: Tensor, tokens: TokenBatch) -> dict[str, Metric]:
-    """TRL's metrics: share of pairs in their order, mean difference, mean and extremes of all rows' rewards."""
-    assert tokens.pairs_B is not None, "the unit is a pair"
-    difference_U, rewards_B = _difference(values_T, tokens), row_values(values_T, tokens)
-    counts_U = tokens.weights_U > 0
-    counts_B = counts_U[tokens.pairs_B]
-    kept_U, kept_B = counts_U.to(values_T.dtype), counts_B.to(values_T.dtype)
+    """Return TRL's metrics: share of correctly ordered pairs, mean difference, mean and extremes of rewards."""
+    assert tokens.pairs_B is not None, "the unit must be a pair"
+    difference_U, rewards_B = _difference(values_T, tokens), value_per_sequence(values_T, tokens)
+    has_weight_U = tokens.weights_U > 0
+    has_weight_B = has_weight_U[tokens.pairs_B]
+    mask_U, mask_B = has_weight_U.to(values_T.dtype), has_weight_B.to(values_T.dtype)
     return {
-        "accuracy": mean_of((difference_U > 0).to(values_T.dtype), kept_U),
-        "margin": mean_of(difference_U, kept_U),
-        "mean_reward": mean_of(rewards_B, kept_B),
-        "min_reward": Metric(torch.where(counts_B, rewards_B, math.inf).min(), kind="min"),
-        "max_reward": Metric(torch.where(counts_B, rewards_B, -math.inf).max(), kind="max"),
+        "accuracy": masked_mean((difference_U > 0).to(values_T.dtype), mask_U),
+        "margin": masked_mean(difference_U, mask_U),
+        "mean_reward": masked_mean(rewards_B, mask_B),
+        "min_reward": Metric(torch.where(has_weight_B, rewards_B, math.inf).min(), kind="min"),
+        "max_reward": Metric(torch.where(has_weight_B, rewards_B, -math.inf).max(), kind="max"),
     }
 
 
 def _difference(values_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """The chosen row's value less the rejected one's, of each pair: [U]."""
-    return pair_sums(row_values(values_T * tokens.advantages_T, tokens), tokens)
+    """Return the chosen sequence's value minus the rejected one's: [U]."""
+    return sum_per_pair(value_per_sequence(values_T * tokens.advantages_T, tokens), tokens)
 
 
-def _as_read(records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
-    """The pairs' own."""
+def _advantages_of_data_set(records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
+    """Return the advantages and returns that the records have already."""
     advantages = tuple(record.advantages for record in records if record.advantages is not None)
     returns = tuple(record.returns for record in records if record.returns is not None)
-    assert len(advantages) == len(returns) == len(records), "a preference is known when its row is read"
+    assert len(advantages) == len(returns) == len(records), "the data set's reader sets advantages and returns"
     return Advantages(advantages, {}, returns)

@@ -1,16 +1,17 @@
-"""Truncated importance sampling: an engine with weights of its own, in other kernels or a narrower dtype, samples from a
-policy that is not quite the trainer's; the policy loss is weighed by how likely the trainer makes what was sampled over how
-likely the engine did.
+"""Truncated importance sampling: correct the policy loss for the drift between the sampling engine and the trainer.
 
-    weight = exp(old - sampled) of a token, or exp(sum(old - sampled)) over a completion's counted tokens
-    truncated: held within [minimum, maximum]; masked: 0 outside of them
+An engine with a separate copy of the weights, other kernels or a narrower dtype samples from a slightly different policy.
+The policy loss is weighted by the probability of the sampled token under the trainer over that under the engine:
 
-Names and meanings are TRL 1.16's. The weight has no gradient, and KL and entropy terms have none of it. A token whose sampling
-log-prob is not known (NaN) is not corrected. With old log-probs scored the weight is fixed for the rollout, and since the
-policy term is a product with the advantage, it is carried by the advantages. On-policy old is the policy's own log-prob, and
-the weight is formed in the step.
+    weight = exp(old - sampled) of a token, or exp(sum(old - sampled)) over a completion's loss tokens
+    truncate: clamp the weight to [minimum, maximum]; mask: set it to 0 outside of them
 
-Shapes: T counted tokens of a micro-batch, B of its rows, C tokens of one completion.
+Names and meanings are those of TRL 1.16. The weight has no gradient and does not apply to KL and entropy terms. A token whose
+sampling log-prob is unknown (NaN) is not corrected. If old log-probs are scored, the weight is fixed for the rollout and
+multiplies the advantages, since the policy term is a product with the advantage. On-policy, old is the policy's log-prob, and
+each step forms the weight.
+
+Shapes: T loss tokens of a micro-batch, B of its sequences, C tokens of one completion.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages
-from lowpeak.algorithms.group_filter import loss_mask
-from lowpeak.algorithms.importance import bounded_exp, old_logprobs
-from lowpeak.algorithms.segment_ops import over_tokens, row_sums, row_values
+from lowpeak.algorithms.groups import loss_mask
+from lowpeak.algorithms.policy_gradient import bounded_exp, old_logprobs
+from lowpeak.algorithms.reduction import repeat_per_token, sum_per_sequence, value_per_sequence
 from lowpeak.arguments import Correction
 from lowpeak.records import Metric, Record, TokenBatch
 
 _METRIC = "sampling/importance_sampling_ratio"
 
 
-class Corrected(Protocol):
-    """Settings that say whether a correction is fixed for the rollout, and which tokens it counts."""
+class CorrectionSettings(Protocol):
+    """Settings of an algorithm that a correction reads."""
 
     @property
     def rollout_correction(self) -> Correction | None: ...
@@ -43,7 +44,7 @@ class Corrected(Protocol):
 
 
 def correction_weight(correction: Correction, drift: Tensor) -> Tensor:
-    """`exp(drift)` within the correction's bounds, or 0 outside of them: elementwise, without a gradient."""
+    """Return `exp(drift)` clamped to the correction's bounds, or 0 outside of them: elementwise, without a gradient."""
     weight = bounded_exp(drift.detach())
     if not correction.masks:
         return weight.clamp(correction.minimum, correction.maximum)
@@ -55,65 +56,63 @@ def correction_weight(correction: Correction, drift: Tensor) -> Tensor:
 
 
 def step_weights(correction: Correction, logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """Each token's weight in an on-policy step: [T]; 1 where the micro-batch has no sampling log-probs."""
+    """Return each token's weight in an on-policy step: [T]; 1 if the micro-batch has no sampling log-probs."""
     if tokens.sampling_T is None:
         return torch.ones_like(logprobs_T)
-    drift_T = _known(old_logprobs(logprobs_T, tokens).detach() - tokens.sampling_T)
+    drift_T = _zero_unknown(old_logprobs(logprobs_T, tokens).detach() - tokens.sampling_T)
     if not correction.per_sequence:
         return correction_weight(correction, drift_T)
-    return over_tokens(correction_weight(correction, row_sums(drift_T, tokens)), tokens)
+    return repeat_per_token(correction_weight(correction, sum_per_sequence(drift_T, tokens)), tokens)
 
 
 def corrected_advantages(
-    settings: Corrected,
+    settings: CorrectionSettings,
     advantages: Callable[[Sequence[Record]], Advantages],
     records: Sequence[Record],
     state: Mapping[str, float],
 ) -> Advantages:
-    """The advantages of `advantages(records)` times their weights, where old log-probs are scored; else as they are."""
-    found, correction = advantages(records), settings.rollout_correction
+    """Return `advantages(records)`, times the weights if old log-probs are scored."""
+    uncorrected, correction = advantages(records), settings.rollout_correction
     if correction is None:
-        return found
+        return uncorrected
     masks = [loss_mask(record.completion, settings.mask_truncated) for record in records]
-    weights = [_record_weights(correction, *pair) for pair in zip(records, masks, strict=True)]
-    units = [_units(correction, *pair) for pair in zip(weights, masks, strict=True)]
-    per_token = tuple(a * w for a, w in zip(found.per_token, weights, strict=True))
-    metrics = _metrics(*(torch.cat(part) for part in zip(*units, strict=True)))
-    return replace(found, per_token=per_token, metrics={**found.metrics, **metrics})
+    weights = [_record_weights(correction, *each) for each in zip(records, masks, strict=True)]
+    units = [_units(correction, *each) for each in zip(weights, masks, strict=True)]
+    per_token = tuple(a * w for a, w in zip(uncorrected.per_token, weights, strict=True))
+    metrics = _metrics(*(torch.cat(each) for each in zip(*units, strict=True)))
+    return replace(uncorrected, per_token=per_token, metrics={**uncorrected.metrics, **metrics})
 
 
-def measure_correction(
-    weights_T: Tensor, counted_T: Tensor, per_sequence: bool, tokens: TokenBatch
-) -> dict[str, Metric]:
-    """The least, mean and greatest weight of a micro-batch's counted tokens, or of its rows."""
+def measure_correction(weights_T: Tensor, mask_T: Tensor, per_sequence: bool, tokens: TokenBatch) -> dict[str, Metric]:
+    """Return minimum, mean and maximum weight of a micro-batch's tokens, or of its sequences."""
     if per_sequence:
-        return _metrics(row_values(weights_T, tokens), row_values(counted_T, tokens))
-    return _metrics(weights_T, counted_T)
+        return _metrics(value_per_sequence(weights_T, tokens), value_per_sequence(mask_T, tokens))
+    return _metrics(weights_T, mask_T)
 
 
 def _record_weights(correction: Correction, record: Record, mask: Tensor) -> Tensor:
-    """Each token's weight from what is scored: float32 [C]."""
+    """Return each token's weight from scored log-probs: float32 [C]."""
     assert record.old is not None, "a correction that is fixed for the rollout needs old log-probs"
-    drift_C = torch.where(mask, _known(record.old.double() - record.completion.logprobs.double()), 0.0)
+    drift_C = torch.where(mask, _zero_unknown(record.old.double() - record.completion.logprobs.double()), 0.0)
     if correction.per_sequence:
         drift_C = drift_C.sum().expand(len(mask))
     return correction_weight(correction, drift_C).float()
 
 
-def _known(drift: Tensor) -> Tensor:
+def _zero_unknown(drift: Tensor) -> Tensor:
     return torch.where(drift.isnan(), 0.0, drift)
 
 
 def _units(correction: Correction, weights_C: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A record's weights and which of them count: its tokens', or the one of the whole completion."""
+    """Return a record's weights and their mask: one entry a token, or one for the whole completion."""
     if not correction.per_sequence:
         return weights_C, mask.float()
     return weights_C[:1], mask.any().float()[None]
 
 
-def _metrics(weights: Tensor, counted: Tensor) -> dict[str, Metric]:
+def _metrics(weights: Tensor, mask: Tensor) -> dict[str, Metric]:
     return {
-        f"{_METRIC}/min": Metric(torch.where(counted > 0, weights, torch.inf).min(), kind="min"),
-        f"{_METRIC}/mean": Metric((weights * counted).sum(), counted.sum()),
-        f"{_METRIC}/max": Metric(torch.where(counted > 0, weights, 0.0).max(), kind="max"),
+        f"{_METRIC}/min": Metric(torch.where(mask > 0, weights, torch.inf).min(), kind="min"),
+        f"{_METRIC}/mean": Metric((weights * mask).sum(), mask.sum()),
+        f"{_METRIC}/max": Metric(torch.where(mask > 0, weights, 0.0).max(), kind="max"),
     }

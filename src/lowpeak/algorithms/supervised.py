@@ -1,22 +1,28 @@
-"""Supervised training as an algorithm: maximum likelihood of given completions, each token of the step alike."""
+"""Supervised fine-tuning: maximum likelihood of given completions, as the mean over the step's tokens.
+
+    nll    L = -logprob
+    dft    L = -stopgrad(exp(logprob)) * logprob      dynamic fine-tuning, arXiv 2508.05629
+
+Shape: T loss tokens of a micro-batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm
-from lowpeak.algorithms.group_filter import select_all
-from lowpeak.algorithms.losses import dft_loss, supervised_loss
-from lowpeak.algorithms.metrics import measure_supervised
+from lowpeak.algorithms.groups import select_all
+from lowpeak.algorithms.metrics import masked_mean, weighted_tokens
 from lowpeak.algorithms.reduction import token_mean
 from lowpeak.arguments import SupervisedLossType
-from lowpeak.records import Record
+from lowpeak.records import Metric, Record, TokenBatch
 
 
 def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
-    """Cross-entropy over the step's counted tokens, or DFT's; no row is idle, whatever its advantages."""
+    """Return supervised training; it has no advantages, so no sequence is skipped for them."""
     return Algorithm(
         name="sft",
         unit="token",
@@ -24,7 +30,7 @@ def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
         select=select_all,
         advantages=_no_advantages,
         reduction=token_mean,
-        loss=dft_loss if loss_type == "dft" else supervised_loss,
+        loss=dft_loss if loss_type == "dft" else nll_loss,
         measure=measure_supervised,
         idle=False,
         top1=True,
@@ -33,3 +39,18 @@ def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
 
 def _no_advantages(records: Sequence[Record], state: Mapping[str, float]) -> Advantages:
     return Advantages(tuple(torch.zeros(len(record.completion)) for record in records), {})
+
+
+def nll_loss(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the cross-entropy of each token: [T]."""
+    return -logprobs_T
+
+
+def dft_loss(logprobs_T: Tensor, tokens: TokenBatch) -> Tensor:
+    """Return the cross-entropy of each token, weighted by the token's probability: [T]."""
+    return -logprobs_T.detach().exp() * logprobs_T
+
+
+def measure_supervised(logprobs_T: Tensor, entropy_T: Tensor | None, tokens: TokenBatch) -> dict[str, Metric]:
+    """Return the entropy, if the pass computed it."""
+    return {} if entropy_T is None else {"entropy": masked_mean(entropy_T, weighted_tokens(tokens, "token"))}

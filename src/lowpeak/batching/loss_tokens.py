@@ -1,4 +1,4 @@
-"""The tokens of several rows that the loss counts, found at once: a rollout of short rows has hundreds of them."""
+"""Indices of the loss tokens of several sequences: the tokens of completions that the loss mask counts."""
 
 from __future__ import annotations
 
@@ -12,37 +12,43 @@ from lowpeak.records import Record
 
 
 @dataclass(frozen=True)
-class CountedTokens:
-    """T tokens of R rows, in the rows' order and ascending in each."""
+class LossTokens:
+    """T loss tokens of B sequences, in the sequences' order and ascending within each.
 
-    rows_T: Tensor  # which of the rows
-    places_T: Tensor  # where in the rows' completions laid end to end
-    columns_T: Tensor  # where in its own completion, which is how many of its tokens come before
-    num_rows: int
+    One tensor operation finds all of them: a rollout of short completions has hundreds of sequences.
+    """
+
+    sequences_T: Tensor  # index of the sequence
+    flat_indices_T: Tensor  # index into all completions, concatenated
+    offsets_T: Tensor  # index into the sequence's completion
+    num_sequences: int
 
     @classmethod
-    def of(cls, rows: Sequence[Record]) -> CountedTokens:
-        """Those of these rows."""
-        lengths_R = torch.tensor([len(row.completion) for row in rows], dtype=torch.int64)
-        starts_R = lengths_R.cumsum(0) - lengths_R
-        masks = [torch.zeros(0, dtype=torch.bool), *(row.completion.loss_mask for row in rows)]
-        places_T = torch.cat(masks).nonzero().flatten()
-        rows_T = torch.arange(len(rows)).repeat_interleave(lengths_R)[places_T]
-        return cls(rows_T, places_T, places_T - starts_R[rows_T], len(rows))
+    def of(cls, records: Sequence[Record]) -> LossTokens:
+        """Return the loss tokens of these records."""
+        lengths_B = torch.tensor([len(record.completion) for record in records], dtype=torch.int64)
+        starts_B = lengths_B.cumsum(0) - lengths_B
+        masks = [torch.zeros(0, dtype=torch.bool), *(record.completion.loss_mask for record in records)]
+        flat_indices_T = torch.cat(masks).nonzero().flatten()
+        sequences_T = torch.arange(len(records)).repeat_interleave(lengths_B)[flat_indices_T]
+        return cls(sequences_T, flat_indices_T, flat_indices_T - starts_B[sequences_T], len(records))
 
     def counts(self) -> list[int]:
-        """How many each row has."""
-        return torch.bincount(self.rows_T, minlength=self.num_rows).tolist()
+        """Return each sequence's number of loss tokens."""
+        return torch.bincount(self.sequences_T, minlength=self.num_sequences).tolist()
 
-    def needed(self) -> list[int]:
-        """Tokens of each completion that a forest forwards: those before its last counted one, none where none counts."""
+    def context_lengths(self) -> list[int]:
+        """Return how many tokens of each completion precede its last loss token; 0 without loss tokens.
+
+        Only these are forwarded in the packed layouts: later tokens predict nothing that the loss counts.
+        """
         return (
-            torch.zeros(self.num_rows, dtype=torch.int64)
-            .scatter_reduce(0, self.rows_T, self.columns_T, "amax")
+            torch.zeros(self.num_sequences, dtype=torch.int64)
+            .scatter_reduce(0, self.sequences_T, self.offsets_T, "amax")
             .tolist()
         )
 
 
 def num_counted(record: Record) -> int:
-    """How many tokens of the completion the loss counts."""
+    """Return the number of loss tokens of the completion."""
     return int(record.completion.loss_mask.count_nonzero())

@@ -213,7 +213,7 @@ def make_run(
         head.install(policy, cast_head_to_fp32=args.cast_lm_head_to_fp32)
     load_balance = load_balance_of(transformers_model(policy), args.router_aux_loss_coef)
     if load_balance is not None:  # a row without an advantage moves the routers, too
-        algorithm = replace(algorithm, idle=False)
+        algorithm = algorithm.without_skipping()
     with ExitStack() as ready:
         models = [ready.enter_context(strategy.hold(policy, 0, whole_head=True))]
         with ranks.together(), _computing(trainer, policy):

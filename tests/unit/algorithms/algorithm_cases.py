@@ -37,7 +37,7 @@ def record(
     length: int = 2,
     finish_reason: FinishReason = "stop",
 ) -> Record:
-    """A record of a group with its rewards; the row's reward is their weighted sum, NaN when nobody scored."""
+    """Return a record of a group with its rewards; `reward` is their weighted sum, NaN without any."""
     columns = rewards if isinstance(rewards, tuple) else (rewards,)
     pairs = [(w, r) for w, r in zip(weights or (1.0,) * len(columns), columns, strict=True) if not math.isnan(r)]
     completion = Completion(
@@ -47,7 +47,7 @@ def record(
 
 
 def ragged_rows(lengths: Sequence[int] = (3, 1, 6, 2, 0, 4), seed: int = 0) -> list[Row]:
-    """Rows far enough off-policy that ratios fall below, inside and above every bound, with both signs of advantage."""
+    """Return sequences with ratios below, inside and above every bound, and both signs of advantage."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(n: int) -> Tensor:
@@ -71,7 +71,7 @@ def ragged_rows(lengths: Sequence[int] = (3, 1, 6, 2, 0, 4), seed: int = 0) -> l
 
 
 def token_batch(rows: Sequence[Row], reduction: Callable[[int, StepCounts], float], unit: str, **changes) -> TokenBatch:
-    """The rows as a micro-batch that is the whole step; `changes` replace fields, None included."""
+    """Return the sequences as the only micro-batch of a step; `changes` replace fields, None included."""
     counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
     lengths = [len(row.logprobs) for row in rows]
     weights = [reduction(n, counts) for n in lengths]
@@ -92,7 +92,7 @@ def token_batch(rows: Sequence[Row], reduction: Callable[[int, StepCounts], floa
 
 
 def trained_loss(algorithm: Algorithm, rows: Sequence[Row], **changes) -> Tensor:
-    """What training minimises: `sum(weights_U * loss_U)`, less the entropy bonus."""
+    """Return the trained loss: `sum(weights_U * loss_U)`, less the entropy bonus."""
     tokens = token_batch(rows, algorithm.reduction, algorithm.unit, **changes)
     logprobs_T = torch.cat([row.logprobs for row in rows])
     assert algorithm.loss(logprobs_T, tokens).shape == tokens.weights_U.shape
@@ -100,7 +100,7 @@ def trained_loss(algorithm: Algorithm, rows: Sequence[Row], **changes) -> Tensor
 
 
 def gradients(loss: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The gradients of a loss in all rows' log-probs and entropies, as one vector; 0 where a row has no part."""
+    """Return the gradients in all sequences' log-probs and entropies as one vector; 0 if the loss does not depend on one."""
     inputs = [x for row in rows for x in (row.logprobs, row.entropy)]
     parts = torch.autograd.grad(loss, inputs, allow_unused=True, retain_graph=True)
     return torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(inputs, parts, strict=True)])

@@ -1,4 +1,4 @@
-"""Advantages against numbers worked out by hand, and their edges: one row, equal rewards, nobody scored."""
+"""Advantages of GRPO and RLOO against numbers by hand; groups of one, equal rewards, missing rewards."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN = math.nan
 
 
 def numbers(advantages):
-    """One number per row; every token of a row has the same, as float32."""
+    """Return one number per sequence; all of its tokens have the same, as float32."""
     for values in advantages.per_token:
         assert values.dtype == torch.float32
         assert (values == values[0]).all()
@@ -34,7 +34,7 @@ def metric(advantages, name):
     return advantages.metrics[name].value()
 
 
-def test_a_row_has_one_advantage_per_completion_token():
+def test_a_sequence_has_one_advantage_per_completion_token():
     records = [record(0, 1.0, length=3), record(0, 0.0, length=1)]
     assert [len(values) for values in grpo_advantages(GRPO, records).per_token] == [3, 1]
     assert [len(values) for values in rloo_advantages(RLOO, records).per_token] == [3, 1]
@@ -74,7 +74,7 @@ def test_grpo_scales_the_distance_to_the_mean_of_scattered_groups(scale, rows, e
         ([(0, 1.0), (0, NAN), (1, 0.0), (1, 2.0)], [0.0, 0.0, -2.0, 2.0]),
     ],
 )
-def test_rloo_takes_the_mean_of_the_other_scored_rows_as_the_baseline(rows, expected):
+def test_rloos_baseline_is_the_mean_of_the_other_scored_sequences(rows, expected):
     assert rloo(by_rows(*rows)) == pytest.approx(expected)
 
 
@@ -87,7 +87,7 @@ def test_equal_rewards_give_exactly_zero(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_a_group_of_one_has_advantage_zero_beside_groups_that_learn(scale):
+def test_a_group_of_one_has_advantage_zero(scale):
     records = [record(0, 5.0), record(1, 0.0), record(1, 1.0)]
     first, *others = grpo(records, scale_rewards=scale)
     assert first == 0.0
@@ -96,7 +96,7 @@ def test_a_group_of_one_has_advantage_zero_beside_groups_that_learn(scale):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_rows_that_nobody_scored_leave_the_statistics_and_get_zero(scale):
+def test_unscored_sequences_leave_the_statistics_and_get_zero(scale):
     scored = [record(0, 1.0), record(0, 3.0), record(1, 2.0), record(1, 7.0)]
     with_gaps = [scored[0], record(0, NAN), scored[1], *scored[2:], record(2, NAN), record(2, NAN)]
     a, b, c, d = grpo(scored, scale_rewards=scale)
@@ -111,23 +111,23 @@ def test_gdpo_normalises_each_function_within_the_group_then_the_sum_over_the_ba
     assert grpo(records, **GDPO) == pytest.approx((sums / (sums.std() + 1e-4)).tolist(), rel=1e-6)
 
 
-def test_gdpo_leaves_out_functions_that_did_not_score_a_row_and_rows_that_nobody_scored():
+def test_gdpo_leaves_out_missing_rewards_and_unscored_sequences():
     records = [record(0, r, (1.0, 0.5)) for r in ((1.0, NAN), (0.0, NAN), (NAN, NAN), (NAN, 5.0))]
     a, b, c, d = grpo(records, **GDPO)
-    assert (c, d) == (0.0, 0.0)  # the second function scored one row only
+    assert (c, d) == (0.0, 0.0)  # the second function scored one sequence only
     z = 0.5 / (0.5**0.5 + 1e-4)
     std = torch.tensor([z, -z, 0.0], dtype=torch.float64).std().item()
     assert (a, b) == pytest.approx((z / (std + 1e-4), -z / (std + 1e-4)), rel=1e-6)
 
 
-def test_gdpo_of_equal_rewards_is_exactly_zero_beside_a_group_that_learns():
+def test_gdpo_of_equal_rewards_is_exactly_zero():
     records = [record(0, (0.1, 0.3), (1.0, 0.5)) for _ in range(3)] + [record(1, (0.1, r), (1.0, 0.5)) for r in (0, 1)]
     *zeros, below, above = grpo(records, **GDPO)
     assert zeros == [0.0] * 3
     assert above > 0 > below
 
 
-def test_leave_one_out_skips_unscored_siblings():
+def test_leave_one_out_skips_unscored_sequences():
     values = leave_one_out(torch.tensor([1.0, NAN, 2.0, 6.0], dtype=torch.float64))
     torch.testing.assert_close(values[[0, 2, 3]], torch.tensor([-3.0, -1.5, 4.5], dtype=torch.float64))
     assert values[1].isnan()
@@ -157,7 +157,7 @@ def scored_record(reward, old, reference, mask=None, **kwargs):
         ("k3", math.exp(-0.5) + 0.5 - 1 + math.exp(0.25) - 0.25 - 1),
     ],
 )
-def test_rloo_takes_the_kl_of_counted_tokens_off_the_clipped_reward(estimator, kl):
+def test_rloo_subtracts_the_kl_of_loss_tokens_from_the_clipped_reward(estimator, kl):
     records = [
         scored_record(9.0, [-1.0, -1.0, NAN], [-1.5, -0.75, -9.0], mask=[True, True, False]),
         scored_record(0.0, [-1.0], [-1.0]),
@@ -166,11 +166,11 @@ def test_rloo_takes_the_kl_of_counted_tokens_off_the_clipped_reward(estimator, k
     advantages = rloo_advantages(settings, records)
     difference = 2.0 - 0.1 * kl
     assert numbers(advantages) == pytest.approx([difference, -difference], rel=1e-6)
-    assert metric(advantages, "kl") == pytest.approx(kl / 3)  # three counted tokens
+    assert metric(advantages, "kl") == pytest.approx(kl / 3)  # three loss tokens
     assert metric(advantages, "reward") == 4.5  # before clip and KL
 
 
-def test_the_kl_of_a_truncated_row_does_not_count_when_such_rows_are_masked():
+def test_the_kl_of_a_masked_truncated_completion_does_not_count():
     records = [scored_record(1.0, [-1.0], [-2.0], finish_reason="length"), scored_record(0.0, [-1.0], [-1.0])]
     with_kl, without = (replace(RLOO, beta=0.5, mask_truncated=mask) for mask in (False, True))
     assert numbers(rloo_advantages(with_kl, records)) == pytest.approx([0.5, -0.5])
@@ -179,7 +179,7 @@ def test_the_kl_of_a_truncated_row_does_not_count_when_such_rows_are_masked():
     assert metric(masked, "kl") == 0.0
 
 
-def test_reward_metrics_are_of_scored_rows_and_count_the_rows_of_equal_groups():
+def test_reward_metrics_are_of_scored_sequences_and_count_those_of_equal_groups():
     rows = by_rows((0, 1.0), (0, 1.0), (1, 0.0), (1, 4.0), (1, NAN), (2, NAN))
     advantages = grpo_advantages(GRPO, rows)
     assert metric(advantages, "reward") == 1.5
@@ -191,7 +191,7 @@ def test_reward_metrics_are_of_scored_rows_and_count_the_rows_of_equal_groups():
     assert numbers(unscored) == [0.0, 0.0]
 
 
-def test_truncated_rows_count_in_the_statistics_of_grpo_whatever_mask_truncated_says():
+def test_truncated_completions_count_in_grpos_statistics_despite_mask_truncated():
     records = [record(0, 0.0), record(0, 1.0, finish_reason="length")]
     assert grpo(records, mask_truncated=True) == grpo(records, mask_truncated=False) != [0.0, 0.0]
 

@@ -15,7 +15,7 @@ from lowpeak.arguments import EntropyBonus
 
 @pytest.mark.parametrize("quantile", [0.0, 0.05, 0.2, 0.5, 0.7, 0.8, 1.0])
 @pytest.mark.parametrize("lengths", [(5, 0, 11, 1), (1,), (11,), (2, 4)])
-def test_the_masks_are_those_of_one_interpolated_quantile_over_all_rows(lengths, quantile):
+def test_the_masks_are_those_of_one_interpolated_quantile_over_all_sequences(lengths, quantile):
     generator = torch.Generator().manual_seed(0)
     entropies = [torch.rand(n, generator=generator) for n in lengths]
     masks = top_entropy_masks(entropies, quantile)
@@ -34,7 +34,7 @@ def test_the_masks_are_those_of_one_interpolated_quantile_over_all_rows(lengths,
         ([[]], 0.2, [[]]),
     ],
 )
-def test_the_most_uncertain_tokens_are_in(entropies, quantile, expected):
+def test_tokens_of_the_highest_entropies_are_in(entropies, quantile, expected):
     masks = top_entropy_masks([torch.tensor(row) for row in entropies], quantile)
     assert [mask.tolist() for mask in masks] == expected
 
@@ -47,7 +47,7 @@ def test_a_fixed_coefficient_never_moves():
     assert resumed == {"entropy_coef": 0.1}
 
 
-def test_an_adaptive_coefficient_rises_at_or_below_the_target_and_rests_above_it():
+def test_an_adaptive_coefficient_acts_at_or_below_the_target_only():
     bonus = EntropyBonus(0.5, target=1.0, delta=0.2, minimum=0.1, maximum=0.8)
     algorithm = make_grpo(replace(GRPO, entropy_bonus=bonus))
     state, applied, control = algorithm.state, [], []

@@ -1,4 +1,4 @@
-"""Every loss against its definition, row by row in float64: values, and gradients in log-probs and entropies."""
+"""Every loss against its definition in float64, sequence by sequence: values, gradients in log-probs and entropies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_trained_loss_is_the_definition_with_masked_advantages_too(loss_type
 
 
 @pytest.mark.parametrize("level", LEVELS)
-def test_delta_bounds_what_the_clip_leaves_open(level):
+def test_delta_bounds_ratios_that_the_clip_does_not(level):
     rows, settings = ragged_rows(seed=3), replace(GRPO, importance_level=level)
     bounded, free = (trained_loss(make_grpo(replace(settings, delta=delta)), rows) for delta in (1.35, None))
     assert bounded != free
@@ -117,13 +117,13 @@ def test_a_token_level_loss_of_a_slice_is_the_slice_of_the_loss():
 
 
 def test_rloo_is_its_definition_on_ragged_off_policy_rows():
-    # Short rows stay inside the clip, long ones leave it on both sides; a row without tokens weighs nothing.
+    # Short sequences stay inside the clip, long ones leave it on both sides; one without tokens has no weight.
     for seed in range(3):
         rows = ragged_rows((3, 1, 6, 2, 0, 4, 1, 1), seed)
         assert_same(trained_loss(make_rloo(RLOO), rows), plain_rloo(RLOO, rows), rows)
 
 
-def test_a_sequence_ratio_past_float32_leaves_a_clipped_row_with_a_zero_gradient_instead_of_nan():
+def test_a_sequence_ratio_past_float32_has_a_zero_gradient_instead_of_nan():
     tokens = TokenBatch(
         torch.zeros(200, dtype=torch.int64), 1, torch.ones(1), torch.ones(200), old_T=torch.full((200,), -2.0)
     )
@@ -134,7 +134,7 @@ def test_a_sequence_ratio_past_float32_leaves_a_clipped_row_with_a_zero_gradient
     assert (logprobs_T.grad == 0.0).all()
 
 
-def test_supervised_training_is_the_mean_negative_log_prob_of_the_steps_tokens():
+def test_supervised_training_is_the_mean_negative_logprob_of_the_steps_tokens():
     rows = ragged_rows()
     loss = trained_loss(make_supervised(), rows, old_T=None, reference_T=None)
     assert_same(loss, -torch.cat([row.logprobs for row in rows]).mean(), rows)

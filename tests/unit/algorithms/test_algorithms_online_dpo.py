@@ -1,4 +1,4 @@
-"""Online DPO: which rows are a pair, what is lost on it, and what is said of it, against the formulas written out."""
+"""Online DPO: selected pairs, their loss and metrics against the formulas written out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_best_and_the_worst_of_each_group_are_a_pair():
 
 
 @pytest.mark.parametrize("rewards", [(0.5, 0.5, 0.5), (0.3, 0.1 + 0.2, 0.3), (1.0, NAN, NAN), (NAN, NAN, NAN)])
-def test_a_group_without_a_difference_has_no_pair_and_is_missing(rewards):
+def test_a_group_without_a_difference_has_no_pair_and_counts_as_missing(rewards):
     records = [record(0, r) for r in rewards] + [record(1, 0.0), record(1, 1.0)]
     assert chosen(DPO, records) == ((3, 4), 1)
     assert signs(DPO, records) == [0.0, 0.0, 0.0, -1.0, 1.0]
@@ -61,14 +61,14 @@ SILENT = replace(CUT, completion=replace(CUT.completion, loss_mask=torch.zeros(2
         ({"missing_eos_penalty": 0.1}, [CUT, record(0, 1.0)], [-1.0, 1.0]),
     ],
 )
-def test_rows_are_compared_by_what_they_are_worth_if_they_take_part(changes, records, expected):
+def test_records_are_compared_by_reward_less_penalty(changes, records, expected):
     settings = replace(DPO, **changes)
     assert signs(settings, records) == expected
     pair = tuple(i for i, sign in enumerate(expected) if sign)
     assert chosen(settings, records) == (pair, 0 if pair else 1)
 
 
-def test_what_is_said_of_a_selection_is_about_all_that_was_judged():
+def test_selection_metrics_are_over_all_records():
     records = [record(0, 1.0, finish_reason="length"), record(0, 0.0), record(0, 0.5), record(1, 0.5), record(1, NAN)]
     metrics = make_online_dpo(replace(DPO, missing_eos_penalty=0.25)).select(records).metrics
     said = {name: metric.value() for name, metric in metrics.items()}
@@ -80,7 +80,7 @@ def test_what_is_said_of_a_selection_is_about_all_that_was_judged():
 
 
 def pair_batch(rows, **changes):
-    """Rows 0 and 3 are pair 0, 1 and 2 pair 1, 4 and 5 pair 2; the chosen one of each comes first."""
+    """Return three pairs: sequences (0, 3), (1, 2) and (4, 5), the chosen one first."""
     lengths = [len(row.logprobs) for row in rows]
     signs_B = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, -1.0], dtype=torch.float64)
     counts = StepCounts(len(rows), sum(lengths))
@@ -132,13 +132,13 @@ def test_at_the_start_the_sigmoid_loss_is_log_2_and_ipos_its_target_squared():
     assert pair_loss(replace(DPO, loss_type="ipo"), logprobs_T, tokens).tolist() == pytest.approx([(1 / 0.6) ** 2] * 3)
 
 
-def test_beta_goes_with_the_epochs_and_the_last_one_stays():
+def test_beta_follows_the_epochs_and_the_last_one_stays():
     algorithm = make_online_dpo(replace(DPO, betas=(0.1, 0.2, 0.4)))
     found = [algorithm.coefficients(epoch=epoch)["beta"] for epoch in (0.0, 0.5, 1.0, 1.9, 2.0, 7.5)]
     assert found == [0.1, 0.1, 0.2, 0.2, 0.4, 0.4]
 
 
-def test_metrics_are_of_counted_pairs_alone():
+def test_metrics_are_over_weighted_pairs_only():
     rows = ragged_rows(LENGTHS)
     logprobs_T = torch.cat([row.logprobs for row in rows]).detach()
     tokens = pair_batch(rows, weights_U=torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""PPO's numbers against loops in float64: GAE, whitening, rewards per token, both clipped losses, the steered KL."""
+"""PPO against loops in float64: GAE, whitening, rewards per token, both clipped losses, the adaptive KL."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from algorithm_cases import record
 
 import steps
-from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whitened
+from lowpeak.algorithms import VALUES_GRADIENT, gae, make_ppo, ppo_advantages, whiten
 from lowpeak.arguments import AdaptiveKL
 from lowpeak.records import TokenBatch
 
@@ -24,14 +24,14 @@ def draws(lengths, seed=0):
 
 
 def plain_gae(rewards, values, gamma, lam):
-    """Equation 16 of arXiv 1506.02438 as a sum over later deltas."""
+    """Return equation 16 of arXiv 1506.02438 as a sum over later deltas."""
     following = [*values, 0.0][1:]
     deltas = [r + gamma * after - v for r, v, after in zip(rewards, values, following, strict=True)]
     return [sum((gamma * lam) ** k * delta for k, delta in enumerate(deltas[t:])) for t in range(len(deltas))]
 
 
 def scored(rewards, lengths, seed=0, **changes):
-    """Records of these rewards and lengths with values, old and reference log-probs."""
+    """Return records with these rewards and lengths, values, old and reference log-probs."""
     values, old, reference = (draws(lengths, seed + k) for k in range(3))
     return [
         replace(record(i, reward, length=n), values=v.float(), old=o.float(), reference=f.float(), **changes)
@@ -55,12 +55,12 @@ def test_whitening_is_over_all_tokens_of_the_rollout():
     rows = draws([3, 0, 5])
     everything = torch.cat(rows)
     for shift, mean in ((True, 0.0), (False, float(everything.mean()))):
-        found = torch.cat(whitened(rows, [True] * 3, shift_mean=shift))
+        found = torch.cat(whiten(rows, [True] * 3, shift_mean=shift))
         assert float(found.mean()) == pytest.approx(mean, abs=1e-12)
         assert float(found.std()) == pytest.approx(1.0, rel=1e-6)
 
 
-def test_the_reward_stands_at_the_last_token_and_the_kl_at_each():
+def test_the_reward_is_at_the_last_token_and_the_kl_at_each():
     records = scored([2.0, -1.0], [4, 2])
     found = ppo_advantages(replace(PPO, beta=0.05), records, STATE)
     for each, advantages, returns in zip(records, found.per_token, found.returns, strict=True):
@@ -71,7 +71,7 @@ def test_the_reward_stands_at_the_last_token_and_the_kl_at_each():
         torch.testing.assert_close(returns, torch.tensor(expected) + each.values, rtol=1e-6, atol=1e-6)
 
 
-def test_a_completion_that_did_not_end_loses_the_penalty():
+def test_a_truncated_completion_loses_the_penalty():
     ended, cut = scored([1.0, 1.0], [3, 3])
     cut = replace(cut, completion=replace(cut.completion, finish_reason="length"), values=ended.values)
     fined = replace(PPO, missing_eos_penalty=0.25, gamma=1.0, gae_lambda=1.0)
@@ -86,7 +86,7 @@ def test_a_completion_that_did_not_end_loses_the_penalty():
         (None, [True, False, False, True, True], [0.0, 0.0, 3.0]),  # tokens of another are no steps of the episode
     ],
 )
-def test_rewards_stand_at_their_tokens_and_the_rest_at_the_last_of_the_policys_own(extra, mask, rewards):
+def test_token_rewards_are_at_their_tokens_and_the_rest_at_the_last_loss_token(extra, mask, rewards):
     mask = torch.tensor(mask)
     (each,) = scored([3.0 + sum(extra or ())], [5], token_rewards=None if extra is None else torch.tensor(extra))
     each = replace(each, completion=replace(each.completion, loss_mask=mask))
@@ -96,7 +96,7 @@ def test_rewards_stand_at_their_tokens_and_the_rest_at_the_last_of_the_policys_o
     assert not advantages[~mask].any()
 
 
-def test_a_row_that_nobody_scored_teaches_nothing():
+def test_an_unscored_sequence_has_advantage_zero_and_its_values_as_returns():
     records = scored([math.nan, 1.0], [3, 3])
     found = ppo_advantages(replace(PPO, whiten_advantages=True), records, STATE)
     assert found.per_token[0].tolist() == [0.0] * 3
@@ -104,19 +104,19 @@ def test_a_row_that_nobody_scored_teaches_nothing():
 
 
 @pytest.mark.parametrize("whiten", ["whiten_advantages", "whiten_rewards"])
-def test_whitening_is_by_the_rows_that_somebody_scored(whiten):
+def test_whitening_uses_statistics_of_scored_sequences(whiten):
     settings, records = replace(PPO, **{whiten: True}), scored([math.nan, 1.0, 3.0], [3, 3, 4])
     found, alone = (ppo_advantages(settings, rows, STATE).per_token for rows in (records, records[1:]))
     torch.testing.assert_close(found[1:], alone)
 
 
-def test_a_reference_that_says_nan_is_not_hidden():
+def test_a_nan_from_the_reference_is_not_hidden():
     record = scored([1.0], [3])[0]
     broken = replace(record, reference=torch.full((3,), math.nan))
     assert ppo_advantages(replace(PPO, beta=0.1), [broken], STATE).per_token[0].isnan().all()
 
 
-def test_truncated_completions_count_no_token_where_they_are_masked():
+def test_masked_truncated_completions_have_no_loss_token():
     records = scored([1.0, 1.0], [3, 2])
     records[0] = replace(records[0], completion=replace(records[0].completion, finish_reason="length"))
     for mask in (False, True):
@@ -144,7 +144,7 @@ def batch(seed=0, tokens=40):
 
 
 def assert_same(loss, plain, leaf):
-    """A loss and its gradient are those of the terms of a plain loop; returns the gradient."""
+    """Compare a loss and its gradient with the terms of a plain loop; return the gradient."""
     torch.testing.assert_close(loss, torch.stack(plain), rtol=1e-12, atol=1e-12)
     ours, expected = (torch.autograd.grad(x.sum(), leaf)[0] for x in (loss, torch.stack(plain)))
     torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
@@ -180,14 +180,14 @@ def test_the_value_loss_is_the_larger_of_the_plain_and_the_clipped_error(clip):
 
 
 def test_the_coefficient_follows_the_kl_in_steps_of_a_fifth_at_most():
-    algorithm = make_ppo(replace(PPO, beta=0.1, adaptive_kl=AdaptiveKL(target=2.0, horizon=100, num_rows=50)))
+    algorithm = make_ppo(replace(PPO, beta=0.1, adaptive_kl=AdaptiveKL(2.0, 100, 50)))
     for kl, factor in ((2.0, 1.0), (2.2, 1 + 0.1 * 0.5), (9.0, 1.1), (0.0, 0.9)):
         found = algorithm.update(algorithm.state, {"objective/kl": kl})
         assert found["kl_coef"] == pytest.approx(0.1 * factor)
     assert algorithm.update(algorithm.state, {})["kl_coef"] == 0.1  # a later step of the same rollout
 
 
-def test_while_values_warm_up_the_policy_has_no_loss_and_gets_no_gradient():
+def test_during_value_warmup_the_policy_has_no_loss_and_no_gradient():
     algorithm = make_ppo(replace(PPO, value_warmup_steps=2))
     logprobs, _, tokens = batch()
     for step in range(4):
@@ -197,14 +197,14 @@ def test_while_values_warm_up_the_policy_has_no_loss_and_gets_no_gradient():
         assert coefficients[VALUES_GRADIENT] == float(step >= 2)
 
 
-def test_a_rollout_is_spent_when_the_policy_has_moved_too_far():
+def test_a_rollout_stops_early_if_the_policy_moved_too_far():
     assert not make_ppo(PPO).spent({"policy/approxkl_avg": 9.0})
     algorithm = make_ppo(replace(PPO, early_stop_kl=0.02))
     assert algorithm.spent({"policy/approxkl_avg": 0.03})
     assert not algorithm.spent({"policy/approxkl_avg": 0.02})
 
 
-def test_metrics_say_what_the_old_trl_trainer_said():
+def test_metrics_are_those_of_trls_former_trainer():
     records = scored([2.0, -1.0], [4, 2])
     metrics = ppo_advantages(replace(PPO, beta=0.05), records, STATE).metrics
     kl = sum(float((each.old - each.reference).sum()) for each in records)

@@ -1,4 +1,4 @@
-"""The loss of preferences against its formula in float64, and what is measured of pairs."""
+"""The preference loss against its formula in float64, and the metrics of pairs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MARGINS = [margin for _, _, margin in PAIRS]
 
 
 def tokens_of(records=None):
-    """All pairs as the constants of one micro-batch, and which record each of its rows is."""
+    """Return all pairs as one micro-batch, and the record index of each of its sequences."""
     records = records or records_of()
     (batch,) = pack(records, range(len(records)), Budget(1000), lambda n: 1 / len(PAIRS), unit="pair")
     return batch.tokens, batch.record_indices
 
 
 def in_order(scores, indices):
-    """Values of the rows as the micro-batch has them, from (chosen, rejected, chosen, ...)."""
+    """Reorder values from (chosen, rejected, chosen, ...) to the micro-batch's sequences."""
     return torch.stack([scores[i] for i in indices])
 
 
@@ -46,7 +46,7 @@ def test_a_pairs_loss_and_gradient_are_those_of_the_formula(center):
     torch.testing.assert_close(gradient, torch.tensor(slope, dtype=torch.float64), rtol=1e-6, atol=1e-7)
 
 
-def test_what_is_measured_is_over_all_pairs_and_rows():
+def test_preference_metrics_are_over_all_pairs_and_sequences():
     tokens, indices = tokens_of()
     scores = torch.tensor([1.0, 0.0, 0.5, 2.0, 3.0, -1.0, 0.0, 0.0, 4.0, 3.5])
     found = {name: metric.value() for name, metric in measure_preferences(in_order(scores, indices), tokens).items()}
@@ -59,7 +59,7 @@ def test_what_is_measured_is_over_all_pairs_and_rows():
     }
 
 
-def test_a_masked_micro_batch_adds_nothing_and_is_in_no_metric():
+def test_a_zero_weight_batch_adds_nothing_and_is_in_no_metric():
     tokens = masked(Budget(8)).tokens
     score = torch.tensor([3.0], requires_grad=True)
     loss = (tokens.weights_U * preference_loss(0.5, score, tokens)).sum()
@@ -70,12 +70,12 @@ def test_a_masked_micro_batch_adds_nothing_and_is_in_no_metric():
     assert (found["min_reward"].value(), found["max_reward"].value()) == (math.inf, -math.inf)
 
 
-def test_each_pair_weighs_alike():
+def test_each_pair_has_the_same_weight():
     assert pair_mean(2, StepCounts(num_rows=10, num_tokens=10)) == 1 / 5
     assert pair_mean(0, StepCounts(num_rows=10, num_tokens=10)) == 0.0
 
 
-def test_the_algorithm_trains_values_alone_on_pairs_as_they_were_read():
+def test_the_algorithm_trains_only_values_on_the_data_sets_pairs():
     algorithm, records = make_reward_model(), records_of()
     assert (algorithm.unit, algorithm.loss, algorithm.needs, algorithm.idle) == ("pair", None, frozenset(), False)
     assert algorithm.select(records).rows == tuple(range(len(records)))

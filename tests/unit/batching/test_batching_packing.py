@@ -1,45 +1,44 @@
-"""Cutting rows into micro-batches and sharing them among ranks never loses, doubles or moves anything."""
+"""Packing into micro-batches loses, doubles and moves no token."""
 
 from __future__ import annotations
 
-import pytest
 import torch
-from batching_rows import row
+from batching_cases import make_record
 
-from lowpeak.batching import Budget, CountedTokens, assign, cut, cut_groups, pack, scatter
+from lowpeak.batching import Budget, LossTokens, pack, scatter, split_padded
 
 
-def test_counted_tokens_know_their_row_their_place_and_their_column():
+def test_loss_tokens_have_the_index_of_their_sequence_and_their_offset_in_it():
     masks = [(1, 0, 1), (0, 0), (0, 1, 0, 0), (1,)]
-    counted = CountedTokens.of([row([7], range(len(mask)), mask) for mask in masks])
-    assert counted.rows_T.tolist() == [0, 0, 2, 3]
-    assert counted.places_T.tolist() == [0, 2, 6, 9]
-    assert counted.columns_T.tolist() == [0, 2, 1, 0]
+    counted = LossTokens.of([make_record([7], range(len(mask)), mask) for mask in masks])
+    assert counted.sequences_T.tolist() == [0, 0, 2, 3]
+    assert counted.flat_indices_T.tolist() == [0, 2, 6, 9]
+    assert counted.offsets_T.tolist() == [0, 2, 1, 0]
     assert counted.counts() == [2, 0, 1, 1]
-    assert counted.needed() == [2, 0, 1, 0]  # of a forest: what comes before the last counted token
-    nothing = CountedTokens.of([])
-    assert nothing.counts() == nothing.needed() == nothing.rows_T.tolist() == []
+    assert counted.context_lengths() == [2, 0, 1, 0]  # of a forest: what comes before the last counted token
+    nothing = LossTokens.of([])
+    assert nothing.counts() == nothing.context_lengths() == nothing.sequences_T.tolist() == []
 
 
-def test_every_row_is_in_exactly_one_micro_batch_and_within_the_budget():
+def test_every_sequence_is_in_exactly_one_micro_batch_within_the_budget():
     lengths = [5, 17, 3, 9, 9, 2, 30, 11]
-    batches = cut(lengths, Budget(max_tokens=32))
+    batches = split_padded(lengths, Budget(max_tokens=32))
     assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) * max(lengths[i] for i in batch) <= 32
 
 
-def test_a_row_longer_than_the_budget_is_a_micro_batch_of_its_own():
-    assert cut([50, 3], Budget(max_tokens=10)) == [(0,), (1,)]
+def test_a_sequence_longer_than_the_budget_is_a_separate_micro_batch():
+    assert split_padded([50, 3], Budget(max_tokens=10)) == [(0,), (1,)]
 
 
 def test_padding_to_a_multiple_counts_against_the_budget():
-    assert cut([5, 5], Budget(max_tokens=10)) == [(0, 1)]
-    assert cut([5, 5], Budget(max_tokens=10, multiple=8)) == [(0,), (1,)]
+    assert split_padded([5, 5], Budget(max_tokens=10)) == [(0, 1)]
+    assert split_padded([5, 5], Budget(max_tokens=10, multiple=8)) == [(0,), (1,)]
 
 
-def test_positions_point_at_the_token_before_each_counted_one():
-    records = [row([7, 8], [3, 4, 5], mask=[1, 0, 1]), row([9], [6])]
+def test_positions_are_before_each_loss_token():
+    records = [make_record([7, 8], [3, 4, 5], mask=[1, 0, 1]), make_record([9], [6])]
     (batch,) = pack(records, [0, 1], Budget(64, pad_id=0))
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 5], [9, 6, 0, 0, 0]]
     flat = batch.input_ids_BL.flatten()
@@ -51,46 +50,22 @@ def test_positions_point_at_the_token_before_each_counted_one():
 
 def test_constants_follow_their_tokens_through_sorting():
     values = torch.tensor([0.1, 0.2, 0.3])
-    records = [row([1], [2], advantages=torch.tensor([9.0])), row([1], [3, 4, 5], advantages=values)]
+    records = [make_record([1], [2], advantages=torch.tensor([9.0])), make_record([1], [3, 4, 5], advantages=values)]
     (batch,) = pack(records, [0, 1], Budget(64), unit_weight=float)
     assert batch.record_indices == (1, 0)
     torch.testing.assert_close(batch.tokens.advantages_T, torch.tensor([0.1, 0.2, 0.3, 9.0]))
     assert batch.tokens.weights_U.tolist() == [3.0, 3.0, 3.0, 1.0]
 
 
-def test_sequence_units_carry_one_weight_per_row():
-    (batch,) = pack([row([1], [2, 3]), row([1], [4])], [0, 1], Budget(64), float, unit="sequence")
+def test_sequence_units_have_one_weight_per_sequence():
+    (batch,) = pack([make_record([1], [2, 3]), make_record([1], [4])], [0, 1], Budget(64), float, unit="sequence")
     assert batch.tokens.weights_U.tolist() == [2.0, 1.0]
 
 
-def test_rows_without_a_counted_token_are_left_out():
-    assert pack([row([1], [2], mask=[0])], [0], Budget(8)) == []
+def test_sequences_without_a_loss_token_are_left_out():
+    assert pack([make_record([1], [2], mask=[0])], [0], Budget(8)) == []
 
 
-def test_scattering_puts_counted_values_back_and_zeros_elsewhere():
-    record = row([1], [2, 3, 4], mask=[0, 1, 1])
+def test_scatter_puts_values_at_loss_tokens_and_zeros_elsewhere():
+    record = make_record([1], [2, 3, 4], mask=[0, 1, 1])
     assert scatter(record, torch.tensor([5.0, 6.0])).tolist() == [0.0, 5.0, 6.0]
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
-def test_assignment_covers_every_row_once_and_balances_cost(world_size):
-    costs = [9, 1, 8, 2, 7, 3, 6, 4, 5]
-    shares = assign(costs, world_size)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in share) for share in shares]
-    assert max(loads) <= sum(costs) / world_size + max(costs)
-
-
-def test_more_ranks_than_rows_leaves_some_with_none():
-    assert assign([4], 3) == ((0,), (), ())
-
-
-@pytest.mark.parametrize(("num_groups", "size", "world_size"), [(1, 8, 8), (1, 8, 3), (2, 5, 7), (3, 2, 8), (1, 1, 4)])
-def test_each_completion_of_each_group_is_one_ranks(num_groups, size, world_size):
-    pieces = cut_groups(num_groups, size, world_size)
-    assert len(pieces) == world_size
-    found = sorted((group, completion) for group, part in pieces for completion in part)
-    assert found == [(group, completion) for group in range(num_groups) for completion in range(size)]
-    for group in range(num_groups):
-        sizes = [len(part) for each, part in pieces if each == group]
-        assert max(sizes) - min(sizes) <= 1

@@ -1,4 +1,4 @@
-"""Metrics by hand, and over micro-batches: masked tokens are in none of them."""
+"""Metrics by hand, and merged over micro-batches; tokens of weight 0 are in none of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("case", MEASURED)
-def test_clip_ratios_are_of_the_units_that_are_clipped(case):
+def test_clip_ratios_count_the_clipped_units(case):
     algorithm, changes, expected = MEASURED[case]
     measured = values(algorithm.measure(LOGPROBS, ENTROPY, replace(TOKENS, **changes)))
     assert measured["entropy"] == 4.0
@@ -93,13 +93,13 @@ def test_clip_ratios_are_of_the_units_that_are_clipped(case):
         (make_rloo(RLOO), "clip_ratio/low_mean", 1 / 6),
     ],
 )
-def test_clip_ratios_are_shares_of_the_whole_step_also_of_rows_that_are_not_trained_on(algorithm, name, expected):
+def test_clip_ratios_are_shares_of_the_whole_step_with_skipped_sequences(algorithm, name, expected):
     weights = torch.ones(6 if algorithm.unit == "token" else 3)
     tokens = replace(TOKENS, weights_U=weights, token_share=1 / 12, row_share=1 / 6)  # as many rows have no advantage
     assert values(algorithm.measure(LOGPROBS, None, tokens))[name] == pytest.approx(expected)
 
 
-def test_kl_is_the_one_in_the_loss_and_only_with_a_beta():
+def test_the_kl_metric_is_the_losss_kl_and_needs_a_beta():
     ratios = RATIOS.double()
     k3 = 1 / ratios + ratios.log() - 1
     plain, corrected = (
@@ -112,7 +112,7 @@ def test_kl_is_the_one_in_the_loss_and_only_with_a_beta():
 
 
 @pytest.mark.parametrize("algorithm", [make_grpo(GRPO), make_rloo(RLOO)])
-def test_drift_of_the_sampler_is_between_old_and_sampling_where_the_sampler_said_something(algorithm):
+def test_sampling_drift_is_between_old_and_known_sampling_logprobs(algorithm):
     sampling = torch.tensor([-3.0, -3.5, -2.0, math.nan, -3.0, -3.0])
     weights = torch.ones(6 if algorithm.unit == "token" else 3)
     measured = values(algorithm.measure(LOGPROBS, None, replace(TOKENS, sampling_T=sampling, weights_U=weights)))
@@ -120,7 +120,7 @@ def test_drift_of_the_sampler_is_between_old_and_sampling_where_the_sampler_said
     assert measured["sampling/sampling_logp_difference/max"] == 1.0
 
 
-def test_on_policy_the_drift_is_of_the_policy_itself():
+def test_on_policy_the_drift_is_that_of_the_policys_logprobs():
     tokens = replace(TOKENS, old_T=None, sampling_T=LOGPROBS - 0.25)
     measured = values(make_grpo(GRPO).measure(LOGPROBS, None, tokens))
     assert measured["sampling/sampling_logp_difference/max"] == pytest.approx(0.25)
@@ -136,7 +136,7 @@ def test_on_policy_the_drift_is_of_the_policy_itself():
         make_supervised(),
     ],
 )
-def test_a_masked_micro_batch_changes_no_metric(algorithm):
+def test_a_zero_weight_batch_changes_no_metric(algorithm):
     weights = torch.ones(6 if algorithm.unit == "token" else 3)
     tokens = replace(TOKENS, weights_U=weights, sampling_T=LOGPROBS)
     alone = algorithm.measure(LOGPROBS, ENTROPY, tokens)

@@ -1,11 +1,11 @@
-"""Rows laid out as forests: every token where its position says, nothing that no result needs."""
+"""Packed layouts: every token at its position, no token that changes no result."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from batching_rows import row
+from batching_cases import make_record
 
 from lowpeak.batching import Budget, masked, num_counted, pack, share
 from lowpeak.records import Tree
@@ -14,20 +14,20 @@ SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")
 
 
 def draw(seed):
-    """A rollout of groups and strays: mixed prompts, completions of length 1, holes in the masks, rows without any."""
+    """Return records of groups and single sequences: completions of one token, masks with holes, empty masks."""
     rng = random.Random(seed)
     prompts = [[rng.randrange(2, 50) for _ in range(rng.randint(1, 12))] for _ in range(4)]
     records = []
     for prompt in prompts:
         for _ in range(rng.randint(1, 6)):
             ids = [rng.randrange(2, 50) for _ in range(rng.choice([1, 1, 2, 5, 11]))]
-            records.append(row(prompt, ids, [rng.random() < 0.8 for _ in ids]))
+            records.append(make_record(prompt, ids, [rng.random() < 0.8 for _ in ids]))
     rng.shuffle(records)
     return records
 
 
 def predicted(batch):
-    """Of each counted token of a forest: what is before it in its own sequence, and what stands at its position."""
+    """Return the ids of each sequence of a forest and their positions in the row."""
     (forest, ids) = (batch.forest, batch.input_ids_BL[0].tolist())
     sequences = []
     for tree in forest.trees:
@@ -39,8 +39,8 @@ def predicted(batch):
     return sequences
 
 
-def test_a_prompt_stands_once_and_predicts_every_completions_first_token():
-    records = [row([7, 8], [3, 4, 5]), row([7, 8], [6, 9])]
+def test_a_prompt_is_packed_once_and_predicts_every_completions_first_token():
+    records = [make_record([7, 8], [3, 4, 5]), make_record([7, 8], [6, 9])]
     (batch,) = pack(records, [0, 1], SHARED)
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 6]]
     assert batch.forest.trees == (Tree(0, 2, (2, 1)),)
@@ -51,8 +51,8 @@ def test_a_prompt_stands_once_and_predicts_every_completions_first_token():
     assert batch.record_indices == (0, 1)
 
 
-def test_plain_rows_stand_one_after_another():
-    records = [row([7, 8], [3, 4, 5]), row([7, 8], [6, 9])]
+def test_plain_sequences_are_concatenated():
+    records = [make_record([7, 8], [3, 4, 5]), make_record([7, 8], [6, 9])]
     (batch,) = pack(records, [0, 1], ROWS)
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 7, 8, 6]]
     assert batch.forest.trees == (Tree(0, 0, (4,)), Tree(4, 0, (3,)))
@@ -60,37 +60,37 @@ def test_plain_rows_stand_one_after_another():
     assert batch.num_useful == 7 - 2
 
 
-def test_completions_of_one_token_are_no_branches():
-    (batch,) = pack([row([7], [3]), row([7], [4]), row([7], [5, 6])], [0, 1, 2], SHARED)
+def test_completions_of_one_token_are_not_branches():
+    (batch,) = pack([make_record([7], [3]), make_record([7], [4]), make_record([7], [5, 6])], [0, 1, 2], SHARED)
     assert batch.input_ids_BL.tolist() == [[7, 5]]
     assert batch.forest.trees == (Tree(0, 0, (2,)),)
     assert batch.positions_T.tolist() == [0, 0, 0, 1]
-    (batch,) = pack([row([7, 8], [3]), row([7, 8], [4])], [0, 1], SHARED)
+    (batch,) = pack([make_record([7, 8], [3]), make_record([7, 8], [4])], [0, 1], SHARED)
     assert batch.forest.trees == (Tree(0, 0, (2,)),)
     assert batch.positions_T.tolist() == [1, 1]
 
 
-def test_what_stands_after_the_last_counted_token_is_left_out():
-    (batch,) = pack([row([7], [3, 4, 5, 6], mask=[0, 1, 0, 0])], [0], ROWS)
+def test_tokens_after_the_last_loss_token_are_left_out():
+    (batch,) = pack([make_record([7], [3, 4, 5, 6], mask=[0, 1, 0, 0])], [0], ROWS)
     assert batch.input_ids_BL.tolist() == [[7, 3]]
     assert batch.targets_T.tolist() == [4]
 
 
-def test_padding_stands_at_the_end_and_is_not_useful():
-    (batch,) = pack([row([7, 8], [3, 4])], [0], Budget(64, 8, 5, "rows"))
+def test_padding_is_at_the_end_and_not_useful():
+    (batch,) = pack([make_record([7, 8], [3, 4])], [0], Budget(64, 8, 5, "rows"))
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 5, 5, 5, 5, 5]]
     assert batch.forest.position_ids_1L.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0]]
     assert batch.num_useful == 3
 
 
-def test_a_prompt_of_its_own_keeps_a_row_out_of_the_tree():
-    records = [row([7, 8], [3, 4]), row([7, 9], [3, 4]), row([7, 8], [5, 6])]
+def test_a_different_prompt_keeps_a_sequence_out_of_the_tree():
+    records = [make_record([7, 8], [3, 4]), make_record([7, 9], [3, 4]), make_record([7, 8], [5, 6])]
     (batch,) = pack(records, range(3), SHARED)
     assert sorted(tree.prompt for tree in batch.forest.trees) == [0, 2]
 
 
-def test_a_group_larger_than_the_budget_is_cut_into_parts_with_the_prompt_in_each():
-    records = [row([7] * 6, [3] * 5) for _ in range(8)]
+def test_a_group_larger_than_the_budget_is_split_with_the_prompt_in_each_part():
+    records = [make_record([7] * 6, [3] * 5) for _ in range(8)]
     batches = pack(records, range(8), Budget(20, layout="shared"))
     assert [tree.prompt for batch in batches for tree in batch.forest.trees] == [6, 6, 6]
     assert sum(batch.num_useful for batch in batches) == 6 + 8 * 4
@@ -99,13 +99,13 @@ def test_a_group_larger_than_the_budget_is_cut_into_parts_with_the_prompt_in_eac
 
 def test_a_prompt_without_a_token_is_refused():
     with pytest.raises(AssertionError, match="prompt"):
-        pack([row([], [3, 4])], [0], ROWS)
+        pack([make_record([], [3, 4])], [0], ROWS)
 
 
 @pytest.mark.parametrize("layout", ["shared", "rows"])
 @pytest.mark.parametrize(("max_tokens", "multiple"), [(8, 1), (40, 1), (40, 16), (500, 8)])
 @pytest.mark.parametrize("seed", range(12))
-def test_every_counted_token_is_predicted_from_its_own_sequence(seed, max_tokens, multiple, layout):
+def test_every_loss_token_is_predicted_from_its_sequence(seed, max_tokens, multiple, layout):
     records = draw(seed)
     budget = Budget(max_tokens, multiple, 0, layout)
     batches = pack(records, range(len(records)), budget)
@@ -139,7 +139,9 @@ def test_packing_is_deterministic(layout):
 def test_on_skewed_lengths_nearly_every_token_of_a_forest_is_useful(layout):
     rng = random.Random(0)
     prompts = [[group + 2] * 64 for group in range(8)] if layout == "shared" else [[i + 2] * 64 for i in range(64)]
-    records = [row(prompts[i % len(prompts)], [3] * min(256, 1 + int(rng.expovariate(1 / 60)))) for i in range(64)]
+    records = [
+        make_record(prompts[i % len(prompts)], [3] * min(256, 1 + int(rng.expovariate(1 / 60)))) for i in range(64)
+    ]
     batches = pack(records, range(64), Budget(4096, 8, 0, layout))
     computed = sum(batch.input_ids_BL.numel() for batch in batches)
     assert sum(batch.num_useful for batch in batches) >= 0.95 * computed
@@ -147,7 +149,7 @@ def test_on_skewed_lengths_nearly_every_token_of_a_forest_is_useful(layout):
     assert sum(batch.input_ids_BL.numel() for batch in padded) > 1.2 * computed
 
 
-def test_a_rank_with_nothing_left_runs_a_forest_where_the_others_do():
+def test_a_zero_weight_batch_has_the_layout_of_the_others():
     for layout in ("padded", "shared", "rows"):
         batch = masked(Budget(8, pad_id=5, layout=layout))
         assert (batch.input_ids_BL.tolist(), batch.record_indices) == ([[5, 5]], ())
@@ -156,7 +158,7 @@ def test_a_rank_with_nothing_left_runs_a_forest_where_the_others_do():
 
 
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
-def test_ranks_share_rows_in_every_layout(layout):
+def test_every_layout_assigns_each_sequence_to_one_rank(layout):
     records = draw(1)
     shares = share(records, range(2, len(records)), Budget(64, layout=layout), 3)
     assert sorted(i for mine in shares for i in mine) == list(range(2, len(records)))
@@ -164,8 +166,8 @@ def test_ranks_share_rows_in_every_layout(layout):
 
 @pytest.mark.parametrize("unit", ["token", "pair"])
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
-def test_ranks_are_balanced_in_tokens_not_in_rows(layout, unit):
-    records = [row([2 + i // 2], [3] * (40 if i < 2 else 2), group=i // 2) for i in range(12)]
-    whole = 2 if unit == "pair" else 1  # the long rows that stay together
+def test_ranks_are_balanced_in_tokens_not_in_sequences(layout, unit):
+    records = [make_record([2 + i // 2], [3] * (40 if i < 2 else 2), group=i // 2) for i in range(12)]
+    whole = 2 if unit == "pair" else 1  # the long sequences that stay together
     shares = share(records, range(2 - whole, 12), Budget(64, layout=layout), 2, unit)
     assert sorted(map(len, shares)) == [whole, 10]

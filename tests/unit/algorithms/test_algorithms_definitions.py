@@ -1,4 +1,4 @@
-"""What each algorithm asks of a run, which rows and tokens take part, what a unit weighs, and the estimators of KL."""
+"""Fields of each algorithm: needs, units, selection, weights of units; loss masks and KL estimators."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ NAN = math.nan
         (make_rloo, RLOO, {"score_old": False, "beta": 0.1}, {"old", "reference"}),  # for a KL in the reward
     ],
 )
-def test_an_algorithm_has_scored_only_what_its_settings_use(make, settings, changes, needs):
+def test_an_algorithm_needs_only_what_its_settings_use(make, settings, changes, needs):
     assert make(replace(settings, **changes)).needs == needs
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "idle", "entropy_bonus", "unit"),
+    ("algorithm", "skips", "entropy_bonus", "unit"),
     [
         (make_grpo(GRPO), True, False, "token"),
         (make_grpo(replace(GRPO, importance_level="sequence")), True, False, "sequence"),
@@ -53,20 +53,18 @@ def test_an_algorithm_has_scored_only_what_its_settings_use(make, settings, chan
         (make_supervised(), False, False, "token"),
     ],
 )
-def test_rows_without_an_advantage_are_idle_and_units_are_tokens_unless_something_else_acts_on_them(
-    algorithm, idle, entropy_bonus, unit
-):
-    assert (algorithm.idle, algorithm.entropy_bonus, algorithm.unit) == (idle, entropy_bonus, unit)
+def test_settings_decide_units_and_whether_zero_advantages_are_skipped(algorithm, skips, entropy_bonus, unit):
+    assert (algorithm.idle, algorithm.entropy_bonus, algorithm.unit) == (skips, entropy_bonus, unit)
 
 
 @pytest.mark.parametrize(("make", "settings"), [(make_grpo, GRPO), (make_rloo, RLOO)])
-def test_equal_groups_are_dropped_only_when_asked(make, settings):
+def test_groups_of_equal_rewards_are_dropped_only_if_set(make, settings):
     records = [record(0, 1.0), record(0, 1.0), record(1, 1.0), record(1, 0.0)]
     assert make(settings).select(records).rows == (0, 1, 2, 3)
     assert make(replace(settings, drop_equal_groups=True)).select(records).rows == (2, 3)
 
 
-def test_supervised_training_keeps_every_row_and_has_no_advantages():
+def test_supervised_training_selects_every_record_and_has_no_advantages():
     records = [record(0, 1.0, length=3), record(1, 0.0, length=1)]
     assert make_supervised().select(records).rows == (0, 1)
     assert [x.tolist() for x in make_supervised().advantages(records, {}).per_token] == [[0, 0, 0], [0]]
@@ -80,10 +78,10 @@ def test_supervised_training_keeps_every_row_and_has_no_advantages():
             (1, 5),
             4,
         ),
-        ([(0, 1.0), (0, NAN), (0, 0.0)], (0, 1, 2), 0),  # an unscored row of a group that teaches
+        ([(0, 1.0), (0, NAN), (0, 0.0)], (0, 1, 2), 0),  # an unscored sequence of a group with a difference
     ],
 )
-def test_dynamic_sampling_drops_and_counts_groups_that_teach_nothing(rewards, rows, missing):
+def test_dynamic_sampling_drops_and_counts_groups_without_a_difference(rewards, rows, missing):
     records = [record(group, reward) for group, reward in rewards]
     selection = select_unequal(records)
     assert (selection.rows, selection.num_missing_groups) == (rows, missing)
@@ -99,7 +97,7 @@ def test_dynamic_sampling_drops_and_counts_groups_that_teach_nothing(rewards, ro
         ("stop", True, [True, False, True]),
     ],
 )
-def test_a_truncated_row_counts_no_token_only_when_such_rows_are_masked(reason, mask_truncated, counted):
+def test_a_truncated_completion_has_no_loss_token_only_if_masked(reason, mask_truncated, counted):
     completion = record(0, 1.0, length=3, finish_reason=reason).completion
     completion.loss_mask[1] = False
     assert loss_mask(completion, mask_truncated).tolist() == counted
@@ -117,7 +115,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize(("loss_type", "token", "sequence"), BY_HAND)
-def test_a_row_of_four_tokens_weighs_what_its_loss_type_says(loss_type, token, sequence):
+def test_a_sequence_of_four_tokens_has_the_weight_of_its_loss_type(loss_type, token, sequence):
     settings = replace(CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type)
     assert make_grpo(settings).reduction(4, COUNTS) == pytest.approx(token)
     by_row = make_grpo(replace(settings, importance_level="sequence"))
@@ -133,7 +131,7 @@ def test_a_row_of_four_tokens_weighs_what_its_loss_type_says(loss_type, token, s
     ]
     + [make_rloo(RLOO), make_supervised()],
 )
-def test_a_row_without_counted_tokens_weighs_nothing_even_in_an_empty_step(algorithm):
+def test_a_sequence_without_loss_tokens_has_no_weight_even_in_an_empty_step(algorithm):
     assert algorithm.reduction(0, COUNTS) == 0.0
     assert algorithm.reduction(0, StepCounts(0, 0)) == 0.0
     if algorithm.name in ("rloo", "sft"):
@@ -155,7 +153,7 @@ def test_k1_and_k3_have_the_mean_of_the_kl_divergence():
         torch.testing.assert_close((policy.exp() * kl_estimate(policy, reference, estimator)).sum(), kl)
 
 
-def test_k3_of_nearly_equal_log_probs_is_not_lost_to_rounding():
+def test_k3_of_nearly_equal_logprobs_is_not_lost_to_rounding():
     p = torch.tensor([-1.0], dtype=torch.float32)
     r = p + 2.0**-10
     assert kl_estimate(p, r, "k3").item() == pytest.approx(2.0**-21, rel=2e-3)

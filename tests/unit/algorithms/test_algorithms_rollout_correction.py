@@ -1,4 +1,4 @@
-"""The correction of a drifting sampler against its definition, row by row and token by token in float64."""
+"""The correction of the sampler's drift against its definition in float64, sequence by sequence and token by token."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ SEQUENCE_MODES = [name for name in MODES if name.startswith("sequence")]
 RATIO = "sampling/importance_sampling_ratio"
 
 
-def drawn(rows, seed=7):
-    """What the sampler said of each row's tokens: a drift of either sign; one token is not known."""
+def draw_sampling_logprobs(rows, seed=7):
+    """Return sampling log-probs of each sequence: drifts of both signs, one unknown token."""
     generator = torch.Generator().manual_seed(seed)
-    said = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
-    said[0][1] = math.nan
-    return said
+    sampling = [row.logprobs.detach() + 0.4 * torch.randn(len(row.old), generator=generator).double() for row in rows]
+    sampling[0][1] = math.nan
+    return sampling
 
 
 def plain_weights(correction, old, sampling):
-    """A row's weights with Python's own numbers."""
+    """Return a sequence's weights, computed with Python numbers."""
     drift = [0.0 if math.isnan(s) else o - s for o, s in zip(old.tolist(), sampling.tolist(), strict=True)]
     if correction.per_sequence:
         drift = [sum(drift)] * len(drift)
@@ -45,56 +45,56 @@ def plain_weights(correction, old, sampling):
     return torch.tensor(weights, dtype=torch.float64)
 
 
-def on_policy(rows, said):
-    """The rows with their weights where the plain loss multiplies its policy term, and what a step is told."""
+def on_policy(rows, sampling):
+    """Return the sequences with the weights as masks of the plain loss, and the fields of the step's token batch."""
     weights = {
-        name: [plain_weights(c, row.logprobs, s) for row, s in zip(rows, said, strict=True)]
+        name: [plain_weights(c, row.logprobs, s) for row, s in zip(rows, sampling, strict=True)]
         for name, c in MODES.items()
     }
-    return weights, {"old_T": None, "sampling_T": torch.cat(said)}
+    return weights, {"old_T": None, "sampling_T": torch.cat(sampling)}
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("loss_type", ["grpo", "bnpo", "dr_grpo", "dapo", "cispo"])
-def test_on_policy_the_policy_term_is_weighed_in_the_step(loss_type, level, mode):
+def test_on_policy_the_step_weights_the_policy_term(loss_type, level, mode):
     base = replace(
         CISPO if loss_type == "cispo" else GRPO, loss_type=loss_type, importance_level=level, score_old=False
     )
     settings = replace(base, beta=0.1, bias_corrected_kl=True, entropy_bonus=EntropyBonus(0.3), correction=MODES[mode])
     rows = ragged_rows()
-    weights, told = on_policy(rows, drawn(rows))
+    weights, fields = on_policy(rows, draw_sampling_logprobs(rows))
     found = set(torch.cat(weights[mode]).tolist())
     assert ({0.0} if MODES[mode].masks else {LEAST, MOST}) <= found  # the rows reach every bound
     assert any(LEAST < weight < MOST for weight in found)
     masked = [replace(row, mask=w) for row, w in zip(rows, weights[mode], strict=True)]
-    loss = trained_loss(make_grpo(settings), rows, **told)
+    loss = trained_loss(make_grpo(settings), rows, **fields)
     assert_same(loss, plain_grpo(settings, masked, on_policy=True, masked=True), rows)
 
 
 @pytest.mark.parametrize("mode", SEQUENCE_MODES)
-def test_on_policy_rloo_weighs_whole_rows(mode):
+def test_on_policy_rloo_weights_whole_sequences(mode):
     rows = ragged_rows()
-    weights, told = on_policy(rows, drawn(rows))
+    weights, fields = on_policy(rows, draw_sampling_logprobs(rows))
     settings = replace(RLOO, score_old=False, correction=MODES[mode])
     same = [replace(row, old=row.logprobs.detach(), mask=w) for row, w in zip(rows, weights[mode], strict=True)]
-    assert_same(trained_loss(make_rloo(settings), rows, **told), plain_rloo(settings, same, weighed=True), rows)
+    assert_same(trained_loss(make_rloo(settings), rows, **fields), plain_rloo(settings, same, weighed=True), rows)
 
 
-def records_of(rows, said):
-    """Records with scored log-probs; the last token of rows of three and more is not the policy's."""
+def records_of(rows, sampling):
+    """Return records with scored log-probs; the last token of completions of three or more is not the policy's."""
     records = []
-    for number, (row, sampling) in enumerate(zip(rows, said, strict=True)):
-        mask = torch.tensor([t < 2 or t < len(sampling) - 1 for t in range(len(sampling))], dtype=torch.bool)
-        completion = Completion(torch.zeros(len(sampling), dtype=torch.int32), sampling.float(), mask, "stop")
+    for number, (row, each) in enumerate(zip(rows, sampling, strict=True)):
+        mask = torch.tensor([t < 2 or t < len(each) - 1 for t in range(len(each))], dtype=torch.bool)
+        completion = Completion(torch.zeros(len(each), dtype=torch.int32), each.float(), mask, "stop")
         records.append(Record(number // 2, (1,), completion, (row.advantage,), row.advantage, old=row.old.float()))
     return records
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_with_old_scored_the_weights_are_in_the_advantages_and_the_step_has_none(mode):
+def test_with_scored_old_logprobs_the_weights_multiply_the_advantages(mode):
     rows = ragged_rows((3, 1, 6, 2, 5, 4))
-    records = records_of(rows, drawn(rows))
+    records = records_of(rows, draw_sampling_logprobs(rows))
     plain, corrected = make_grpo(GRPO), make_grpo(replace(GRPO, correction=MODES[mode]))
     before, after = plain.advantages(records, {}), corrected.advantages(records, {})
     counted = []
@@ -106,8 +106,8 @@ def test_with_old_scored_the_weights_are_in_the_advantages_and_the_step_has_none
     assert after.metrics[f"{RATIO}/mean"].value() == pytest.approx(sum(counted) / len(counted), rel=1e-5)
     assert after.metrics[f"{RATIO}/min"].value() == pytest.approx(min(counted))
     assert after.metrics[f"{RATIO}/max"].value() == pytest.approx(max(counted))
-    told = {"sampling_T": torch.cat(drawn(rows))}
-    assert trained_loss(corrected, rows, **told) == trained_loss(plain, rows, **told)
+    fields = {"sampling_T": torch.cat(draw_sampling_logprobs(rows))}
+    assert trained_loss(corrected, rows, **fields) == trained_loss(plain, rows, **fields)
 
 
 def test_a_kl_in_rloos_reward_fixes_the_weights_on_policy_too():
@@ -118,7 +118,7 @@ def test_a_kl_in_rloos_reward_fixes_the_weights_on_policy_too():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_step_is_formed_in_one_visit_unless_a_row_is_weighed_as_a_whole(mode):
+def test_only_a_weight_per_sequence_needs_the_full_sequence(mode):
     on_policy_settings = replace(GRPO, score_old=False, correction=MODES[mode])
     assert make_grpo(on_policy_settings).coupled is MODES[mode].per_sequence
     assert not make_grpo(replace(on_policy_settings, score_old=True)).coupled
@@ -126,16 +126,16 @@ def test_a_step_is_formed_in_one_visit_unless_a_row_is_weighed_as_a_whole(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_weights_are_measured_alike_whole_and_in_micro_batches(mode):
+def test_metrics_of_weights_do_not_depend_on_micro_batches(mode):
     algorithm = make_grpo(replace(GRPO, score_old=False, correction=MODES[mode]))
     rows = ragged_rows()
-    said = drawn(rows)
-    weights, _ = on_policy(rows, said)
+    sampling = draw_sampling_logprobs(rows)
+    weights, _ = on_policy(rows, sampling)
     counts = StepCounts(len(rows), sum(len(row.logprobs) for row in rows))
     merged: dict[str, Metric] = {}
     for part in (slice(0, 2), slice(2, 6)):
-        told = {"old_T": None, "sampling_T": torch.cat(said[part])}
-        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **told)
+        fields = {"old_T": None, "sampling_T": torch.cat(sampling[part])}
+        tokens = token_batch(rows[part], lambda n, _: algorithm.reduction(n, counts), "token", **fields)
         merged = merge_metrics(
             merged, algorithm.measure(torch.cat([r.logprobs for r in rows[part]]).detach(), None, tokens)
         )
@@ -145,7 +145,7 @@ def test_the_weights_are_measured_alike_whole_and_in_micro_batches(mode):
     assert merged[f"{RATIO}/max"].value() == pytest.approx(counted.max().item())
 
 
-def test_a_missing_bound_is_none_and_a_ratio_beyond_floats_stays_finite():
+def test_a_missing_bound_bounds_nothing_and_a_huge_ratio_stays_finite():
     drift = torch.tensor([-400.0, -1.0, 0.0, 1.0, 400.0])
     ratios = drift.clamp(max=80.0).exp()
     assert correction_weight(Correction(False, True, None, None), drift).equal(ratios)
@@ -155,7 +155,7 @@ def test_a_missing_bound_is_none_and_a_ratio_beyond_floats_stays_finite():
     assert correction_weight(Correction(False, True, 0.9, None), drift)[:2].tolist() == [0.0, 0.0]
 
 
-def test_what_no_sampler_scored_is_not_corrected():
+def test_tokens_without_sampling_logprobs_are_not_corrected():
     rows = ragged_rows()
     nothing = torch.full((sum(len(row.old) for row in rows),), math.nan)
     settings = replace(GRPO, score_old=False, correction=MODES["sequence_mask"])
@@ -179,15 +179,15 @@ OTHER_ON_POLICY = [
 
 
 def levels_apart(loss_type, changes):
-    """By how much an on-policy step's gradients differ between ratios of tokens and of completions, and the largest gradient."""
+    """Return how much an on-policy step's gradients differ between token and sequence ratios, and the largest gradient."""
     rows = ragged_rows()
-    told = {"old_T": None, "sampling_T": torch.cat(drawn(rows))}
+    fields = {"old_T": None, "sampling_T": torch.cat(draw_sampling_logprobs(rows))}
     if "top_entropy_quantile" in changes:  # tokens outside of it come with advantage 0
         kept = torch.cat([row.mask for row in rows])
-        told["advantages_T"] = kept * torch.cat([torch.full_like(row.old, row.advantage) for row in rows])
+        fields["advantages_T"] = kept * torch.cat([torch.full_like(row.old, row.advantage) for row in rows])
     settings = replace(GRPO, loss_type=loss_type, **{**UNCORRECTED, **changes})
     by_token, by_row = (
-        gradients(trained_loss(make_grpo(replace(settings, importance_level=level)), rows, **told), rows)
+        gradients(trained_loss(make_grpo(replace(settings, importance_level=level)), rows, **fields), rows)
         for level in ("token", "sequence")
     )
     return float((by_token - by_row).abs().max()), float(by_token.abs().max())
@@ -199,6 +199,6 @@ def levels_apart(loss_type, changes):
     [(each, True) for each in SAME_ON_POLICY] + [(each, False) for each in OTHER_ON_POLICY],
     ids=str,
 )
-def test_on_policy_the_unit_of_ratios_acts_only_where_a_rows_tokens_differ(loss_type, changes, same):
+def test_on_policy_the_level_of_ratios_matters_only_if_a_sequences_tokens_differ(loss_type, changes, same):
     apart, largest = levels_apart(loss_type, changes)
     assert apart <= 1e-14 * largest if same else apart > 1e-3 * largest

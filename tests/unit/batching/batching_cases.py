@@ -1,4 +1,4 @@
-"""Rows for the tests of batching."""
+"""Records for the tests of batching."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import torch
 from lowpeak.records import Completion, Record
 
 
-def row(prompt, ids, mask=None, group=0, **values):
-    """A row of these prompt and completion ids, all of which count unless `mask` says otherwise."""
+def make_record(prompt, ids, mask=None, group=0, **values):
+    """Return a record with these prompt and completion ids; `mask` is the loss mask (None: all tokens)."""
     ids = torch.tensor(ids, dtype=torch.int32)
     mask = torch.ones(len(ids), dtype=torch.bool) if mask is None else torch.tensor(mask, dtype=torch.bool)
     logprobs = -torch.arange(1.0, len(ids) + 1)

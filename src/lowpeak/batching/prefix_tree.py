@@ -1,0 +1,217 @@
+"""Prefix trees: sequences of one prompt that forward the prompt once, packed into a row without padding between them.
+
+A row of ids holds several trees one after another, [prompt, c1, ..., cG] each; a sequence that shares nothing is a tree with
+one completion. The functions here decide which sequences form a tree, split trees by capacity and over ranks, and build the
+row. All but the last work on numbers: the prompts' ids (equal ids share) and how many tokens of each completion a pass
+forwards. They are deterministic, so that all ranks get the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from lowpeak.batching.balance import assign
+from lowpeak.batching.loss_tokens import LossTokens
+from lowpeak.records import Forest, Record, Tree
+
+Layout = Literal["shared", "rows", "padded"]
+
+# Multiply-adds in the time that a tree costs by itself in one layer (more calls of the attention), and that attending to
+# a prompt elsewhere in the row costs per token and unit of width. Fitted on a CPU core to where trees begin to win: widths
+# 64 to 512, prompts of 2 to 16 tokens, completions of 8 and 64. What is near that point costs the same either way.
+_TREE = 2e6
+_MERGE = 200.0
+# Splitting groups over ranks forwards prompts more often. It must lower the largest load by more than this share.
+_MIN_GAIN = 0.05
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Multiply-adds of one layer: per token, per pair of tokens of which one sees the other, and of a tree."""
+
+    token: float
+    pair: float
+    merge: float
+    tree: float
+
+    @classmethod
+    def of(cls, hidden: int, intermediate: int) -> Costs:
+        """Return the costs of a decoder layer: 4 D^2 + 3 D I a token, 2 D a pair (Kaplan et al. 2020, table 1).
+
+        The cost of a pair is that of scores and values.
+        """
+        return cls(4.0 * hidden * hidden + 3.0 * hidden * intermediate, 2.0 * hidden, _MERGE * hidden, _TREE)
+
+    def savings(self, prompt: int, completions: Sequence[int]) -> float:
+        """Return the multiply-adds a layer that a tree saves over plain sequences; negative if those are cheaper.
+
+        All but one of the prompt's passes, (G - 1) (token P + pair P^2 / 2), less tree + merge * sum of completions.
+        """
+        repeated = (len(completions) - 1) * (self.token * prompt + self.pair * prompt * prompt / 2)
+        return repeated - self.tree - self.merge * sum(completions)
+
+
+@dataclass(frozen=True)
+class TreePlan:
+    """Sequences that form one tree, by index, and how many tokens of the prompt and of each completion it has."""
+
+    sequences: tuple[int, ...]
+    prompt: int
+    completions: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.prompt + sum(self.completions)
+
+
+def indices_by_key(keys: Sequence[Hashable]) -> list[list[int]]:
+    """Return the indices of equal keys together, in the order of their first index."""
+    indices: dict[Hashable, list[int]] = {}
+    for index, key in enumerate(keys):
+        indices.setdefault(key, []).append(index)
+    return list(indices.values())
+
+
+def plan_trees(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], capacity: int, costs: Costs | None
+) -> list[TreePlan]:
+    """Plan trees of at most `capacity` tokens, and plain sequences if `costs` says that they are cheaper.
+
+    None shares every prompt that can be shared. Each sequence is in exactly one tree.
+    """
+    trees: list[TreePlan] = []
+    for group in indices_by_key(prompts):
+        prompt, lengths = len(prompts[group[0]]), [completions[i] for i in group]
+        for part in split_group(prompt, lengths, capacity):
+            trees += _one_tree_or_many(prompt, [group[i] for i in part], [lengths[i] for i in part], costs)
+    return trees
+
+
+def _one_tree_or_many(
+    prompt: int, sequences: Sequence[int], completions: Sequence[int], costs: Costs | None
+) -> list[TreePlan]:
+    """Return one tree of all sequences of a prompt, or a tree for each if that is cheaper."""
+    if len(sequences) > 1 and (costs is None or costs.savings(prompt, completions) > 0):
+        return [TreePlan(tuple(sequences), prompt, tuple(completions))]
+    return [TreePlan((i,), prompt, (length,)) for i, length in zip(sequences, completions, strict=True)]
+
+
+def split_group(prompt: int, completions: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
+    """Split a group into few parts, balanced in tokens, that fit `capacity` together with the prompt.
+
+    A completion is never split: one that does not fit with its prompt is a separate part.
+    """
+    room = capacity - prompt
+    fitting = [i for i, length in enumerate(completions) if length <= room]
+    too_long: list[tuple[int, ...]] = [(i,) for i, length in enumerate(completions) if length > room]
+    if not fitting:
+        return too_long
+    lengths = [completions[i] for i in fitting]
+    num_parts = max(1, -(-sum(lengths) // max(1, room)))
+    parts = assign(lengths, num_parts)
+    while max(sum(lengths[j] for j in part) for part in parts) > room:
+        num_parts += 1
+        parts = assign(lengths, num_parts)
+    return [tuple(fitting[j] for j in part) for part in parts if part] + too_long
+
+
+def assign_trees(
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[int],
+    world_size: int,
+    costs: Costs | None,
+) -> tuple[tuple[int, ...], ...]:
+    """Assign sequences to ranks, balanced in tokens, with a group on one rank as far as the balance allows.
+
+    Groups are split into 1, 2, 4, ... parts as long as that lowers the largest rank's tokens, with shared prompts counted
+    once, by more than a twentieth.
+    """
+    groups = indices_by_key(prompts)
+    largest_group = max((len(group) for group in groups), default=0)
+    best: tuple[tuple[int, ...], ...] = ((),) * world_size
+    least, num_parts = float("inf"), 1
+    while num_parts < 2 * largest_group:
+        parts = [part for group in groups for part in _balanced_parts(group, completions, num_parts)]
+        loads = [_num_forwarded(prompts, completions, part, costs) for part in parts]
+        per_rank = assign(loads, world_size)
+        largest = max(sum(loads[p] for p in rank) for rank in per_rank)
+        if largest < least * (1 - _MIN_GAIN):
+            best, least = tuple(tuple(sorted(i for p in rank for i in parts[p])) for rank in per_rank), largest
+        num_parts *= 2
+    return best
+
+
+def _balanced_parts(group: Sequence[int], completions: Sequence[int], num_parts: int) -> list[list[int]]:
+    parts = assign([completions[i] for i in group], min(num_parts, len(group)))
+    return [[group[j] for j in part] for part in parts if part]
+
+
+def _num_forwarded(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], sequences: Sequence[int], costs: Costs | None
+) -> int:
+    """Return how many tokens a forward of these sequences of one prompt has."""
+    trees = _one_tree_or_many(len(prompts[sequences[0]]), sequences, [completions[i] for i in sequences], costs)
+    return sum(tree.num_tokens for tree in trees)
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """Inputs of a forward: ids, the positions that predict the loss tokens, and the forest if the layout is packed."""
+
+    input_ids_BL: Tensor
+    positions_T: Tensor
+    forest: Forest | None
+    num_tokens: int  # without padding
+
+
+def pack_trees(
+    records: Sequence[Record],
+    loss_tokens: LossTokens,
+    tree_sizes: Sequence[int],
+    round_up: Callable[[int], int],
+    pad_id: int,
+) -> ModelInputs:
+    """Concatenate trees into one row of ids, padded at its end to `round_up` of its length.
+
+    The first `tree_sizes[0]` records form the first tree, and so on. A tree takes its first record's prompt. Tokens from a
+    completion's last loss token on are left out, since they predict nothing that the loss counts. A prompt's last position
+    predicts the first token of each completion, so `positions_T` repeats it.
+    """
+    remaining = iter(zip(records, loss_tokens.context_lengths(), strict=True))
+    ids: list[Tensor] = []
+    position_ids: list[int] = []
+    # Of each sequence: the position of its prompt's last token, and the position before its completion.
+    predecessors: list[tuple[int, int]] = []
+    trees: list[Tree] = []
+    for size in tree_sizes:
+        members = [next(remaining) for _ in range(size)]
+        prompt_ids, start = members[0][0].prompt_ids, len(position_ids)
+        assert prompt_ids, "a prompt has at least one token: it predicts the completion's first"
+        ids.append(torch.tensor(prompt_ids))
+        position_ids += range(len(prompt_ids))
+        prompt_end = len(position_ids) - 1
+        for record, length in members:
+            predecessors.append((prompt_end, len(position_ids) - 1))
+            ids.append(record.completion.ids[:length])
+            position_ids += range(len(prompt_ids), len(prompt_ids) + length)
+        trees.append(_tree(start, len(prompt_ids), [length for _, length in members]))
+    num_tokens = len(position_ids)
+    padding = [0] * (round_up(num_tokens) - num_tokens)
+    ids.append(torch.tensor([pad_id] * len(padding), dtype=torch.int64))
+    prompt_ends_T, starts_T = torch.tensor(predecessors)[loss_tokens.sequences_T].unbind(-1)
+    positions_T = torch.where(loss_tokens.offsets_T > 0, starts_T + loss_tokens.offsets_T, prompt_ends_T)
+    forest = Forest(tuple(trees), torch.tensor([position_ids + padding]))
+    return ModelInputs(torch.cat(ids)[None], positions_T, forest, num_tokens)
+
+
+def _tree(start: int, prompt: int, completions: Sequence[int]) -> Tree:
+    """Return a tree without empty completions; with fewer than two others it is a plain sequence."""
+    branches = tuple(length for length in completions if length)
+    if len(branches) < 2:
+        return Tree(start, 0, (prompt + sum(branches),))
+    return Tree(start, prompt, branches)
