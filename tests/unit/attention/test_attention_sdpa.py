@@ -119,9 +119,9 @@ def test_what_another_completion_says_changes_no_bit():
 def summary(forest):
     """Each call's number of segments, queries and keys of each, the layout's of all layers."""
     layout, query = ForestLayout(forest, CPU), heads(forest, 4, 4)[0]
-    assert layout.calls(query) is layout.calls(query)
-    each = layout.calls(query).calls
-    return [(c.num_segments, len(c.rows) // c.num_segments, len(c.columns) // c.num_segments) for c in each]
+    assert layout.sdpa_calls(query) is layout.sdpa_calls(query)
+    each = layout.sdpa_calls(query).calls
+    return [(c.num_segments, len(c.queries) // c.num_segments, len(c.keys) // c.num_segments) for c in each]
 
 
 @pytest.mark.parametrize(
