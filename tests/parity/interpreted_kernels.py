@@ -1,4 +1,4 @@
-"""The Triton kernels against the torch passes, on a CPU: run with TRITON_INTERPRET=1; prints one line a case."""
+"""The Triton kernels against the torch kernels, on a CPU: run with TRITON_INTERPRET=1; prints one line a case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: bool, narrow: bool) -> float:
-    """The largest relative difference between kernels, torch passes and, in fp64, the definition's gradients."""
+    """The largest relative difference between kernels, torch kernels and, in fp64, the naive gradients."""
     torch.manual_seed(num_rows + num_ids)
     settings = ChunkSettings(num_rows, 0.7, scale, entropy=entropy, entropy_grad=entropy)
     logits = torch.randn(num_rows, num_ids) * 4

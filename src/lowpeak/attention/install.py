@@ -1,5 +1,6 @@
 """Forests of packed sequences as an input of unmodified transformers causal LMs.
 
+A forest is a row of trees without padding between them; a tree is a prompt followed by its completions.
 `install_attention` registers "lowpeak" in transformers' attention registry and selects it for the model. Without the
 keyword `forest` it calls sdpa with the same arguments, so generation, verification and padded batches are unchanged.
 With it every layer attends as the forest says. The keyword goes from the model's forward to each layer's attention, and
@@ -35,7 +36,7 @@ _IGNORED = {
 }  # fmt: skip
 
 _detection_is_off: ContextVar[bool] = ContextVar("_detection_is_off", default=False)
-_search = masking_utils.find_packed_sequence_indices
+_detect_packing = masking_utils.find_packed_sequence_indices
 
 
 class ForestLayout:
@@ -94,7 +95,7 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
 @contextmanager
 def padded_rows() -> Iterator[None]:
     """Turn off transformers' search of position ids for packed sequences, which reads the device, in this context."""
-    masking_utils.find_packed_sequence_indices = _find_packed_sequences
+    masking_utils.find_packed_sequence_indices = _detect_packing_if_on
     token = _detection_is_off.set(True)
     try:
         yield
@@ -102,9 +103,9 @@ def padded_rows() -> Iterator[None]:
         _detection_is_off.reset(token)
 
 
-def _find_packed_sequences(position_ids: Tensor) -> Tensor | None:
+def _detect_packing_if_on(position_ids: Tensor) -> Tensor | None:
     """Return transformers' answer; None inside `no_packing_detection` in this thread."""
-    return None if _detection_is_off.get() else _search(position_ids)
+    return None if _detection_is_off.get() else _detect_packing(position_ids)
 
 
 def _attend(

@@ -45,7 +45,7 @@ def chunked_logprobs(
     """Return log-probs [T] and, if asked, entropies [T], differentiable (the entropies with `entropy_grad` only).
 
     Computed in hidden's dtype (autocast's inside autocast, as in a linear layer), returned in fp32. With a
-    `promised_scale` backward adds the head's gradient to its `.grad`.
+    `inplace_grad_scale` backward adds the head's gradient to its `.grad`.
     """
     hidden_TD = cast_for_autocast(hidden_TD)
     with no_autocast(hidden_TD.device):
@@ -67,7 +67,7 @@ def one_visit(
     Gradients of hidden, weight and bias are formed in forward, and backward, which can run once, only scales them.
     `loss` must be a sum over its tokens, differentiable in nothing but its arguments.
 
-    With a `promised_scale` forward adds the head's gradient, times that scale, to its `.grad`. Backward fails if the
+    With a `inplace_grad_scale` forward adds the head's gradient, times that scale, to its `.grad`. Backward fails if the
     loss's gradient is not that scale: RuntimeError on a CPU; on CUDA a device assertion, which ends the process. After an
     error between forward and backward the `.grad` stays changed: zero the gradients, as after any step that was aborted
     between two micro-batches.

@@ -22,7 +22,7 @@ _embeddings_inplace: ContextVar[bool] = ContextVar("embeddings_inplace", default
 def allows_inplace_grad(parameter: Tensor) -> bool:
     """Return whether a gradient may be added to `parameter.grad` directly: a plain leaf, trained, without hooks.
 
-    Hooks on the node that accumulates (DDP's) are not visible here: a strategy with such hooks sets no `promised_scale`.
+    Hooks on the node that accumulates (DDP's) are not visible here: a strategy with such hooks sets no `inplace_grad_scale`.
     """
     if not (parameter.is_leaf and parameter.requires_grad) or torch.compiler.is_compiling():
         return False

@@ -51,8 +51,8 @@ class HeadRequest:
       that the critic shares with the policy.
     - "routing" [2, E] of a mixture of experts, with `routing`; see `routing_sums`.
 
-    `promised_scale` is the factor by which backward will multiply the loss: with it a plain head and plain embeddings add
-    their gradients to `.grad` themselves (see `inplace_grad.py`). Strategies allow that if nothing else needs them first.
+    `inplace_grad_scale` is the factor by which backward will multiply the loss. With it a plain head and plain embeddings
+    add their gradients to `.grad` themselves (see `inplace_grad.py`); set it only if nothing must see them before that.
     """
 
     positions_T: Tensor

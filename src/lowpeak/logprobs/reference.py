@@ -29,7 +29,7 @@ class HeadScale:
 class ChunkSettings:
     """Settings of one pass over T tokens, C = `chunk_size` at a time.
 
-    `entropy_grad` lets gradients flow through the entropy. `promised_scale` is the factor by which backward will multiply
+    `entropy_grad` lets gradients flow through the entropy. `inplace_grad_scale` is the factor by which backward will multiply
     the loss; set it only if the head's gradient may be added to its `.grad` during forward (see `inplace_grad.py`).
     `is_top1_T`, bool [T], is an output buffer: True if no id has a greater logit than the target (ties are True).
     """

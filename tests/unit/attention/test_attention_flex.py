@@ -1,4 +1,4 @@
-"""FlexAttention's block mask is the definition's; uncompiled, its forward is too."""
+"""FlexAttention's block mask and its uncompiled forward equal the reference."""
 
 from __future__ import annotations
 
