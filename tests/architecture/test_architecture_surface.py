@@ -10,11 +10,11 @@ import lowpeak
 from architecture.sources import PACKAGE, ROOT, exports, files, is_under, module_of, modules, tree_of
 
 PACKAGES = {module_of(path) for path in PACKAGE.rglob("__init__.py")} - {"lowpeak"}
-# Tests of the passes over logits as such: torch's and Triton's are modules with the same functions.
+# Tests of the kernels over logits: the protocol is implemented by two modules.
 LOOK_INSIDE = {
     "tests/parity/compiled_kernels.py",
     "tests/parity/interpreted_kernels.py",
-    "tests/unit/logprobs/test_logprobs_agreement.py",
+    "tests/unit/logprobs/test_logprobs_self_check.py",
 }
 USERS = sorted(path for folder in ("tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
 CHECKED = [path for path in (*files(), *USERS) if str(path.relative_to(ROOT)) not in LOOK_INSIDE]

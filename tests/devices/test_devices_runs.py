@@ -11,7 +11,7 @@ from children import succeed
 
 SECONDS = 400.0  # for a process on a busy machine
 # Attention's on the CPU's way are none on a GPU. accelerate uploads each layer of a model that waits on the host.
-WAITS = ("attention/layout.py", "accelerate/utils/modeling.py")
+WAITS = ("attention/sdpa.py", "accelerate/utils/modeling.py")
 
 
 def waits_in_passes(waits):

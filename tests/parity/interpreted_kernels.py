@@ -1,4 +1,4 @@
-"""The Triton kernels against the torch passes, on a CPU: run with TRITON_INTERPRET=1; prints one line a case."""
+"""The Triton kernels against the torch kernels, on a CPU: run with TRITON_INTERPRET=1; prints one line a case."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 
 import torch
 
-from lowpeak.logprobs import softmax_passes as rows
-from lowpeak.logprobs import triton_kernels
+from lowpeak.logprobs import torch_kernels, triton_kernels
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, naive_logprobs
-from lowpeak.logprobs.softmax_passes import RowDerivatives
+from lowpeak.logprobs.torch_kernels import LossDerivatives
 
 SCALES = (HeadScale(), HeadScale(0.3), HeadScale(0.8, 2.5))
 
@@ -21,7 +20,7 @@ def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: bool, narrow: bool) -> float:
-    """The largest relative difference between kernels, torch passes and, in fp64, the definition's gradients."""
+    """The largest relative difference between kernels, torch kernels and, in fp64, the naive gradients."""
     torch.manual_seed(num_rows + num_ids)
     settings = ChunkSettings(num_rows, 0.7, scale, entropy=entropy, entropy_grad=entropy)
     logits = torch.randn(num_rows, num_ids) * 4
@@ -31,15 +30,15 @@ def case(num_rows: int, num_ids: int, scale: HeadScale, biased: bool, entropy: b
     targets[0] = greatest[0]
     by_logprobs, by_entropy = torch.randn(num_rows), torch.randn(num_rows) if entropy else None
     found = []
-    for passes in (triton_kernels, rows):
+    for kernels in (triton_kernels, torch_kernels):
         raw = logits.clone()
-        chosen = passes.chosen_logits(raw, bias, targets, settings)
-        statistics = passes.row_statistics(raw, bias, settings)
+        chosen = kernels.target_logits(raw, bias, targets, settings)
+        statistics = kernels.softmax_statistics(raw, bias, settings)
         assert torch.equal(statistics.is_top1(chosen), targets == greatest)
         assert torch.equal(raw, logits), "the statistics are a read"
-        derivatives = RowDerivatives(by_logprobs, by_entropy, statistics.entropy())
+        derivatives = LossDerivatives(by_logprobs, by_entropy, statistics.entropy())
         half = torch.zeros(num_rows, num_ids, dtype=torch.bfloat16) if narrow else None
-        passes.row_gradient_(raw, bias, settings, targets, statistics, derivatives, half)
+        kernels.logits_gradient_(raw, bias, settings, targets, statistics, derivatives, half)
         if half is not None:
             torch.testing.assert_close(half.float(), raw, rtol=2**-7, atol=1e-30)  # the interpreter may cut, not round
         values = [statistics.logprobs(chosen), raw]

@@ -268,7 +268,7 @@ def test_a_loss_of_the_entropy_alone_has_its_gradient():
         assert_same_gradients(loss, expected.sum(), leaves)
 
 
-def test_a_second_backward_through_one_visit_is_refused():
+def test_a_second_backward_through_a_fused_loss_is_refused():
     leaves, targets, weights = inputs()
     loss, _, _ = visited(leaves, targets, weights, SETTINGS["plain"])
     loss.backward(retain_graph=True)

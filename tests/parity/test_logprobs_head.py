@@ -313,5 +313,5 @@ def test_a_head_that_is_a_class_of_fsdp2_counts_as_linear():
     loss = model(input_ids=data[0], head_request=ask(data, loss=token_loss))["loss"]
     loss.backward()
     # Only the visit itself is this function; a head called as a module would have been checkpointed.
-    assert "_Visited" in type(loss.grad_fn).__name__
+    assert "_FusedLoss" in type(loss.grad_fn).__name__
     assert len(check_visits) == 1

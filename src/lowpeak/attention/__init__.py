@@ -1,4 +1,4 @@
-"""Attention over a forest: several sequences in one row, and a prompt's completions beside each other, unpadded."""
+"""Attention over packed sequences without padding, in which a prompt's completions share its tokens."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,13 +1,13 @@
+from lowpeak.attention.flex import attend_flex as attend_flex
 from lowpeak.attention.flex import block_mask as block_mask
-from lowpeak.attention.flex import flex_attention_row as flex_attention_row
+from lowpeak.attention.install import ForestLayout as ForestLayout
 from lowpeak.attention.install import attend_forest as attend_forest
 from lowpeak.attention.install import forward_arguments as forward_arguments
 from lowpeak.attention.install import install_attention as install_attention
 from lowpeak.attention.install import padded_rows as padded_rows
 from lowpeak.attention.install import uninstall_attention as uninstall_attention
-from lowpeak.attention.layout import ForestLayout as ForestLayout
 from lowpeak.attention.reference import forest_mask as forest_mask
 from lowpeak.attention.self_check import forests_agree as forests_agree
 from lowpeak.attention.self_check import kernel_differs as kernel_differs
-from lowpeak.attention.support import NAME as NAME
-from lowpeak.attention.support import why_not as why_not
+from lowpeak.attention.supported_models import NAME as NAME
+from lowpeak.attention.supported_models import why_not as why_not

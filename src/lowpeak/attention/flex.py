@@ -1,15 +1,15 @@
 """Attention over a forest on CUDA: FlexAttention with a block mask that is built once per forest.
 
-Blocks of 128 x 128 in which no token sees another cost nothing; those in which every token sees every other need no
-mask (Dong et al., 2024, arXiv:2412.05496). The block mask is formed on the host from the trees' numbers, in
-(L / 128)^2, where `create_block_mask` would form all of [L, L].
+Blocks of 128 x 128 in which no token attends to another cost nothing; those in which every token attends to every other
+need no mask (Dong et al., 2024, arXiv:2412.05496). The host computes the block mask from the trees' lengths, in
+(L / 128)^2 steps; `create_block_mask` would compute all of [L, L].
 
-Two numbers per token say who sees whom. `segment` counts prompts and completions along the row, and `root` is the
-segment of the tree's prompt (a token's own where the tree has none): token i sees token j <= i if segment[j] is
-segment[i] or root[i]. Both grow along the row, so a block's extremes are its ends.
+Two numbers per token define the mask. `segment` counts prompts and completions along the L packed tokens, and `root` is
+the segment of the tree's prompt (without a prompt, the token's segment). Token i attends to j <= i if segment[j] is
+segment[i] or root[i]. Both increase along the tokens, so a block's extremes are at its ends.
 
-The tests run it uncompiled on the CPU, where it has no backward. Compiled, with gradients, on CUDA it is not covered by
-them: there it is compared with `forest_mask` when a run starts (`forests_agree`), and in the self-test's row FlexAttention.
+Tests run it uncompiled on the CPU, without backward. The compiled kernel and its gradients on CUDA are compared with
+`forest_mask` when a run starts (`self_check.py`), and in the self-test `FlexAttention`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from lowpeak.records import Tree
 BLOCK = 128
 
 
-def flex_attention_row(
+def attend_flex(
     query_1HLE: Tensor, key_1KLE: Tensor, value_1KLF: Tensor, mask: Any, scale: float, *, compiled: bool = True
 ) -> Tensor:
-    """[1, L, H, F]: the same as `Calls.attend`, of a `block_mask`."""
-    attend = _compiled() if compiled else _flex()
-    # The decoding kernel, which short rows would take, knows neither this mask's shape nor every ratio of heads.
+    """Return the same as `SdpaCalls.attend`, [1, L, H, F], given a `block_mask`."""
+    attend = _compiled() if compiled else _flex_attention()
+    # The decoding kernel, which torch would choose for short inputs, lacks this mask's shape and some ratios of heads.
     options = {"FORCE_USE_FLEX_ATTENTION": True} if compiled else None
     out_1HLF = attend(
         query_1HLE, key_1KLE, value_1KLF, block_mask=mask, scale=scale, enable_gqa=True, kernel_options=options
@@ -40,24 +40,24 @@ def flex_attention_row(
 
 
 def block_mask(trees: tuple[Tree, ...], length: int, device: torch.device) -> Any:
-    """FlexAttention's BlockMask of `forest_mask`, for a row of `length` tokens; copied to `device` without waiting."""
+    """Return FlexAttention's BlockMask of `forest_mask` for `length` packed tokens; copies to `device` do not wait."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    segments_L, roots_L = _segments(trees, length)
-    some, every = _blocks(segments_L, roots_L)
+    segments_L, roots_L = _segments_and_roots(trees, length)
+    some, every = _visible_blocks(segments_L, roots_L)
     segments_L, roots_L = segments_L.to(device, non_blocking=True), roots_L.to(device, non_blocking=True)
 
-    def sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        own = segments_L[i] == segments_L[j]
-        return (j <= i) & (own | (roots_L[i] == segments_L[j]))
+    def attends(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        same_segment = segments_L[i] == segments_L[j]
+        return (j <= i) & (same_segment | (roots_L[i] == segments_L[j]))
 
     return BlockMask.from_kv_blocks(
-        *_listed(some & ~every, device), *_listed(every, device), BLOCK, sees, seq_lengths=(length, length)
+        *_kv_blocks(some & ~every, device), *_kv_blocks(every, device), BLOCK, attends, seq_lengths=(length, length)
     )
 
 
-def _segments(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
-    """`segment` and `root` of each token, int32 [L]; the padding is a segment of its own, so that no row is empty."""
+def _segments_and_roots(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
+    """Return `segment` and `root` of each token, int32 [L]."""
     tokens: list[int] = []
     roots: list[int] = []
     for tree in trees:
@@ -65,51 +65,57 @@ def _segments(trees: tuple[Tree, ...], length: int) -> tuple[Tensor, Tensor]:
         for number, part in enumerate((tree.prompt, *tree.completions)):
             roots.append(root if tree.prompt else root + number)
             tokens.append(part)
+    # Padding is a separate segment, so that every token attends to some token.
     roots.append(len(tokens))
     tokens.append(length - sum(tokens))
     counts_S, roots_S = torch.tensor(tokens), torch.tensor(roots, dtype=torch.int32)
     segments_S = torch.arange(len(tokens), dtype=torch.int32)
-    return _each(segments_S, counts_S, length), _each(roots_S, counts_S, length)
+    return _repeat(segments_S, counts_S, length), _repeat(roots_S, counts_S, length)
 
 
-def _each(values_S: Tensor, counts_S: Tensor, length: int) -> Tensor:
-    """Each value as often as its count says; the length is given, so that the counts need not be read."""
+def _repeat(values_S: Tensor, counts_S: Tensor, length: int) -> Tensor:
+    """Return each value repeated as often as its count says: [length]."""
+    # With `output_size` the counts are not read from fake tensors.
     return values_S.repeat_interleave(counts_S, output_size=length)
 
 
-def _blocks(segments_L: Tensor, roots_L: Tensor) -> tuple[Tensor, Tensor]:
-    """Bool [N, N] for N blocks: where some token may see another, and where all tokens see all others."""
-    first, last = segments_L[::BLOCK], segments_L[_ends(segments_L)]
-    root_first, root_last = roots_L[::BLOCK], roots_L[_ends(segments_L)]
+def _visible_blocks(segments_L: Tensor, roots_L: Tensor) -> tuple[Tensor, Tensor]:
+    """Return, for N blocks of queries and keys, which have some and which only visible pairs: bool [N, N] each."""
+    first, last = segments_L[::BLOCK], segments_L[_block_ends(segments_L)]
+    root_first, root_last = roots_L[::BLOCK], roots_L[_block_ends(segments_L)]
     index = torch.arange(len(first))
     below, at = index[:, None] > index[None, :], index[:, None] == index[None, :]
-    own = _meet(first, last, first, last)
-    prompt = _meet(root_first, root_last, first, last)
-    some = at | (below & (own | prompt))
-    column_single = (first == last)[None, :]
-    whole_own = (first == last)[:, None] & column_single & (first[:, None] == first[None, :])
-    whole_prompt = (root_first == root_last)[:, None] & column_single & (root_first[:, None] == first[None, :])
-    return some, below & (whole_own | whole_prompt)
+    in_segment = _overlap(first, last, first, last)
+    in_prompt = _overlap(root_first, root_last, first, last)
+    some = at | (below & (in_segment | in_prompt))
+    # Blocks of a single segment, or with a single root.
+    one_key_segment = (first == last)[None, :]
+    all_in_segment = (first == last)[:, None] & one_key_segment & (first[:, None] == first[None, :])
+    all_in_prompt = (root_first == root_last)[:, None] & one_key_segment & (root_first[:, None] == first[None, :])
+    return some, below & (all_in_segment | all_in_prompt)
 
 
-def _ends(values_L: Tensor) -> Tensor:
+def _block_ends(values_L: Tensor) -> Tensor:
     length = len(values_L)
     return torch.arange(BLOCK - 1, length + BLOCK - 1, BLOCK).clamp(max=length - 1)
 
 
-def _meet(first_q: Tensor, last_q: Tensor, first_k: Tensor, last_k: Tensor) -> Tensor:
-    """Whether two ranges overlap: exact for segments, which are consecutive; for roots at worst a block too many."""
+def _overlap(first_q: Tensor, last_q: Tensor, first_k: Tensor, last_k: Tensor) -> Tensor:
+    """Return whether the ranges of query and key blocks overlap: [N, N].
+
+    Exact for segments, which are consecutive; for roots some blocks without a visible pair count too.
+    """
     return (first_k[None, :] <= last_q[:, None]) & (first_q[:, None] <= last_k[None, :])
 
 
-def _listed(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-    """How many blocks of each row are chosen, [1, 1, N], and which, [1, 1, N, N], the chosen ones first."""
+def _kv_blocks(chosen: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return how many key blocks are chosen per query block, [1, 1, N], and all, the chosen first, [1, 1, N, N]."""
     order = torch.argsort(chosen.int(), dim=-1, descending=True, stable=True).int()
     listed = chosen.sum(-1, dtype=torch.int32)[None, None], order[None, None]
     return listed[0].to(device, non_blocking=True), listed[1].to(device, non_blocking=True)
 
 
-def _flex() -> Callable[..., Tensor]:
+def _flex_attention() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     return flex_attention
@@ -117,10 +123,8 @@ def _flex() -> Callable[..., Tensor]:
 
 @cache
 def _compiled() -> Callable[..., Tensor]:
-    """Compiled at its first use: seconds, once for the first length and once more for any other.
-
-    A policy, another architecture beside it, short rows: each is a variant, and beyond the limit they would run uncompiled,
-    in memory of [L, L].
-    """
+    """Return FlexAttention, compiled at its first use: seconds for the first length, and once more for any other."""
+    # Each architecture and short inputs are further variants; beyond the limit torch would run uncompiled, in memory
+    # of [L, L].
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(_flex())
+    return torch.compile(_flex_attention())

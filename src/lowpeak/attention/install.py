@@ -1,10 +1,10 @@
-"""An unmodified transformers causal LM that takes forests, through the library's registry of attention functions.
+"""Forests of packed sequences as an input of unmodified transformers causal LMs.
 
-`install_attention` names "lowpeak" as the model's attention. Without a `forest` it is sdpa, argument for argument, so
-that generation, verification and padded rows are what they were; with one, every layer attends as the forest says.
-The forest travels as a keyword argument from the model's forward to each layer's attention; activation checkpointing
-keeps it for the recomputation. The dummy mask of four dimensions is what transformers passes on as it is: it keeps it
-from building a mask of its own, and from looking for packed sequences in the position ids, which reads the device.
+A forest is a row of trees without padding between them; a tree is a prompt followed by its completions.
+`install_attention` registers "lowpeak" in transformers' attention registry and selects it for the model. Without the
+keyword `forest` it calls sdpa with the same arguments, so generation, verification and padded batches are unchanged.
+With it every layer attends as the forest says. The keyword goes from the model's forward to each layer's attention, and
+activation checkpointing keeps it for the recomputation.
 """
 
 from __future__ import annotations
@@ -22,48 +22,71 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from lowpeak.attention.flex import flex_attention_row
-from lowpeak.attention.layout import ForestLayout
-from lowpeak.attention.support import NAME, REPLACED, why_not
+from lowpeak.attention.flex import attend_flex, block_mask
+from lowpeak.attention.sdpa import SdpaCalls
+from lowpeak.attention.supported_models import NAME, SDPA, why_not
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import causal_lm
-from lowpeak.records import Forest
+from lowpeak.logprobs import cast_for_autocast, causal_lm
+from lowpeak.records import Forest, Tree
 
-# What a layer may pass on to its attention that does not change what the attention means.
-_WITHOUT_MEANING = {
+# Keywords that a layer may pass to its attention and that do not change the result.
+_IGNORED = {
     "cache_position", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "position_embeddings", "position_ids", "return_dict", "use_cache",
 }  # fmt: skip
 
-_rows_are_padded: ContextVar[bool] = ContextVar("_rows_are_padded", default=False)
-_find_packed_sequences = masking_utils.find_packed_sequence_indices
+_detection_is_off: ContextVar[bool] = ContextVar("_detection_is_off", default=False)
+_detect_packing = masking_utils.find_packed_sequence_indices
+
+
+class ForestLayout:
+    """A forest's block mask or kernel calls, built once per forward: the keyword argument `forest` of a model's forward.
+
+    Neither a tuple nor a dataclass, because wrappers (DDP, FSDP) take these apart to move and cast tensors.
+    """
+
+    __slots__ = ("_sdpa_calls", "block_mask", "trees")
+
+    def __init__(self, forest: Forest, device: torch.device) -> None:
+        self.trees: tuple[Tree, ...] = forest.trees
+        length = forest.position_ids_1L.shape[1]
+        self.block_mask = block_mask(forest.trees, length, device) if device.type == "cuda" else None
+        self._sdpa_calls: SdpaCalls | None = None
+
+    def sdpa_calls(self, query_1HLE: Tensor) -> SdpaCalls:
+        """Return the kernel calls off CUDA, built by the first layer that needs them."""
+        if self._sdpa_calls is None:
+            self._sdpa_calls = SdpaCalls(self.trees, query_1HLE)
+        return self._sdpa_calls
 
 
 def install_attention(model: nn.Module) -> None:
     """Let a causal LM, plain or wrapped, take `model(input_ids, **forward_arguments(forest, device))`.
 
-    Its saved config does not change, and a deep copy takes forests too. Raises ModelError where `why_not` has a reason.
+    Its saved config does not change, and deep copies take forests too. Raises ModelError for unsupported models.
     """
     reason = why_not(model)
     if reason is not None:
-        raise ModelError(f"cannot run several sequences in one row: {reason}")
+        raise ModelError(f"cannot run packed sequences: {reason}")
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[REPLACED])
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[SDPA])
     causal_lm(model).set_attn_implementation(NAME)
 
 
 def uninstall_attention(model: nn.Module) -> None:
-    """Give a model back the attention it had; nothing happens where none was installed."""
+    """Restore the attention that the model had before `install_attention`, if it was installed."""
     causal = causal_lm(model)
     if causal.config._attn_implementation == NAME:
-        causal.set_attn_implementation(REPLACED)
+        causal.set_attn_implementation(SDPA)
 
 
 def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, Any]:
-    """What to add to `model(input_ids=ids_1L, ...)` for a row that holds `forest`."""
+    """Return the keywords to add to `model(input_ids=ids_1L, ...)` for the packed sequences of `forest`."""
     device = torch.device(device)
     return {
         "position_ids": forest.position_ids_1L.to(device, non_blocking=True),
+        # transformers passes a mask of four dimensions on. Without one it would build a mask, and search the position ids
+        # for packed sequences, which reads the device.
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
         "forest": ForestLayout(forest, device),
     }
@@ -71,18 +94,18 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
 
 @contextmanager
 def padded_rows() -> Iterator[None]:
-    """Keep transformers from searching position ids for packed sequences: padded rows have none, and a search reads the device."""
-    masking_utils.find_packed_sequence_indices = _packed_sequences
-    token = _rows_are_padded.set(True)
+    """Turn off transformers' search of position ids for packed sequences, which reads the device, in this context."""
+    masking_utils.find_packed_sequence_indices = _detect_packing_if_on
+    token = _detection_is_off.set(True)
     try:
         yield
     finally:
-        _rows_are_padded.reset(token)
+        _detection_is_off.reset(token)
 
 
-def _packed_sequences(position_ids: Tensor) -> Tensor | None:
-    """Return what transformers finds; None without a search where `padded_rows` is open in this thread."""
-    return None if _rows_are_padded.get() else _find_packed_sequences(position_ids)
+def _detect_packing_if_on(position_ids: Tensor) -> Tensor | None:
+    """Return transformers' answer; None inside `no_packing_detection` in this thread."""
+    return None if _detection_is_off.get() else _detect_packing(position_ids)
 
 
 def _attend(
@@ -95,28 +118,27 @@ def _attend(
     forest: ForestLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of transformers' registry."""
+    """Return attention's output, [1, L, H, F], and no weights, as transformers' registry expects of a function."""
     if forest is None:
-        return ALL_ATTENTION_FUNCTIONS[REPLACED](module, query, key, value, attention_mask, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS[SDPA](module, query, key, value, attention_mask, **kwargs)
     _check(module, query, attention_mask, kwargs)
     scale = kwargs.get("scaling")
-    query, key, value = _autocast(query, key, value)
+    # autocast casts the inputs of scaled_dot_product_attention, but not those of this function.
+    query, key, value = cast_for_autocast(query), cast_for_autocast(key), cast_for_autocast(value)
     return attend_forest(query, key, value, forest, query.shape[-1] ** -0.5 if scale is None else scale), None
 
 
 def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayout, scale: float) -> Tensor:
-    """[1, L, H, F]: attention as the forest says, the way of the tensors' device.
-
-    Nothing can be compiled for tensors without numbers: on CUDA plain causal attention stands in, which takes as much memory.
-    """
+    """Return attention over a forest, [1, L, H, F], by FlexAttention on CUDA and by `SdpaCalls` elsewhere."""
     if forest.block_mask is not None and not isinstance(query, FakeTensor):
-        return flex_attention_row(query, key, value, forest.block_mask, scale)
+        return attend_flex(query, key, value, forest.block_mask, scale)
     width = value.shape[-1]
-    # The kernel takes one width for queries and values; latent attention has narrower values.
+    # The kernel needs one width for queries and values; latent attention has narrower values.
     value = F.pad(value, (0, query.shape[-1] - width))
     if forest.block_mask is None:
-        out = forest.calls(query).attend(query, key, value, scale)
+        out = forest.sdpa_calls(query).attend(query, key, value, scale)
     else:
+        # Nothing can be compiled for fake tensors: plain causal attention takes the same memory.
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True).transpose(
             1, 2
         )
@@ -124,30 +146,21 @@ def attend_forest(query: Tensor, key: Tensor, value: Tensor, forest: ForestLayou
 
 
 def _unknown(kwargs: dict[str, Any]) -> list[str]:
-    """Names of what a layer asks for that has a meaning which nobody here knows."""
-    known = _WITHOUT_MEANING | {"scaling", "dropout", "is_causal"}
+    """Return the names of a layer's keywords that this module does not know and that may change the result."""
+    known = _IGNORED | {"scaling", "dropout", "is_causal"}
     return [key for key, value in kwargs.items() if key not in known and value is not None and value is not False]
 
 
 def _check(module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
-    """Raise ModelError for what a layer asks of its attention that would be ignored."""
+    """Raise ModelError if a layer passes arguments to its attention that would be ignored."""
     name = type(module).__name__
     if mask is None or mask.shape != (1, 1, 1, 1) or query.shape[0] != 1:
-        raise ModelError(f"{name} changes its attention mask, which a row of several sequences does not have")
+        raise ModelError(f"{name} changes its attention mask, which packed sequences do not have")
     if kwargs.get("dropout"):
-        raise ModelError(f"{name} has attention dropout, which a row of several sequences cannot have: set it to 0")
+        raise ModelError(f"{name} has attention dropout, which packed sequences cannot have: set it to 0")
     causal = kwargs.get("is_causal")
     if (getattr(module, "is_causal", True) if causal is None else causal) is False:
-        raise ModelError(f"{name} is not causal, so its sequences cannot share a row")
+        raise ModelError(f"{name} is not causal, so its sequences cannot be packed")
     unknown = _unknown(kwargs)
     if unknown:
-        raise ModelError(f"{name} passes {', '.join(unknown)} to its attention, which lowpeak does not know")
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """As autocast does for scaled_dot_product_attention, which a function of our own is not listed beside."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x if x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+        raise ModelError(f"{name} passes {', '.join(unknown)} to its attention, which packed sequences do not support")

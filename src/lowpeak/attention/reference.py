@@ -1,4 +1,4 @@
-"""What attention over a forest means: the naive mask that the fast ways are tested against."""
+"""The mask of attention over a forest, which defines the fast paths."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lowpeak.records import Forest
 
 
 def forest_mask(forest: Forest, length: int, device: torch.device | str | None = None) -> Tensor:
-    """Bool [L, L]: whether token i of the row sees token j; rows and columns of padding are False.
+    """Return whether packed token i attends to token j: bool [L, L]; False in rows and columns of padding.
 
-    As an additive mask, `zeros.masked_fill(~mask, -inf)`, it runs a forest through any attention at the cost of the
-    whole row's square; a row of padding then sees nothing and must be given something to see.
+    As an additive mask, `zeros.masked_fill(~mask, -inf)`, it runs a forest through any attention, in O(L^2). Let padding
+    attend to something then: softmax over nothing is NaN.
     """
     mask_LL = torch.zeros(length, length, dtype=torch.bool, device=device)
     for tree in forest.trees:
@@ -20,10 +20,10 @@ def forest_mask(forest: Forest, length: int, device: torch.device | str | None =
         mask_LL[prompt, prompt] = _causal(tree.prompt, device)
         start = prompt.stop
         for tokens in tree.completions:
-            own = slice(start, start + tokens)
-            mask_LL[own, prompt] = True
-            mask_LL[own, own] = _causal(tokens, device)
-            start = own.stop
+            completion = slice(start, start + tokens)
+            mask_LL[completion, prompt] = True
+            mask_LL[completion, completion] = _causal(tokens, device)
+            start = completion.stop
     return mask_LL
 
 

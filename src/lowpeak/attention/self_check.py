@@ -1,7 +1,7 @@
-"""The start-up check: a small forest through the model against the same rows run one by one, and the kernel's gradient.
+"""Start-up checks of packed sequences: a model's hidden states, and the device's attention kernel with its gradient.
 
-It is what finds a model whose layers look at more than their attention's answer (state, windows, positions), and a
-device whose kernel does not do what its tests on another one promise.
+The first detects models whose layers use more than their attention's output (states, windows, positions), the second
+devices whose kernel differs from the one that the tests ran on.
 """
 
 from __future__ import annotations
@@ -15,38 +15,40 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lowpeak.attention.install import attend_forest, forward_arguments
-from lowpeak.attention.layout import ForestLayout
+from lowpeak.attention.install import ForestLayout, attend_forest, forward_arguments
 from lowpeak.attention.reference import forest_mask
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import backbone_of, causal_lm, evaluated, rounding
+from lowpeak.logprobs import backbone_of, causal_lm, evaluated, matmul_eps
 from lowpeak.records import Forest, Tree
 
-# Two completions behind a prompt, a sequence on its own, two completions behind another prompt; then padding.
+# A prompt with two completions, a plain sequence, another prompt with two completions; then padding.
 _TREES = (Tree(0, 5, (4, 3)), Tree(12, 0, (6,)), Tree(18, 2, (1, 5)))
 _LENGTH = 29
 
 
 def forests_agree(model: nn.Module, device: torch.device | str, now_on: torch.device | None = None) -> str | None:
-    """None where a forest gives the hidden states of plain rows; else a sentence that says what went wrong.
+    """Return what is wrong with the model's hidden states, or the device's kernel, for packed sequences; None if nothing.
 
-    `model` as it will be called, wrapped or not, with `install_attention` done; it runs in eval mode without gradients
-    and is left as it was; on `now_on` where that is not yet the device it will be on. The kernel's gradient is checked on
-    that device, on its own, in the model's dtype and its heads' width. What is tolerated is the
-    rounding of hidden states in the dtype that the model computes in. Every rank of a sharded model calls it.
+    A small forest is compared with its sequences run one by one, up to rounding in the dtype that the model computes in.
+    Pass the model as it will be called (wrapped or not) after `install_attention`; it runs in eval mode without gradients,
+    on `now_on` if it is not on `device` yet. The kernel is checked on `device`, in the model's dtype and head width. Every
+    rank of a sharded model must call this.
     """
     device = torch.device(device)
     causal = causal_lm(model)
-    if causal.get_input_embeddings().weight.is_meta:  # this rank has no weights yet; one that has them looks
+    # This rank has no weights yet; a rank that has them runs the check.
+    if causal.get_input_embeddings().weight.is_meta:
         return None
     try:
         with evaluated(model):
             largest, dtype = _largest_difference(model, causal, now_on or device)
-        allowed = _rounding(rounding(dtype, now_on or device), causal.config.get_text_config().num_hidden_layers)
+        allowed = _allowed_difference(
+            matmul_eps(dtype, now_on or device), causal.config.get_text_config().num_hidden_layers
+        )
         if not largest <= allowed:
             return (
-                f"{type(causal).__name__} gives other hidden states for several sequences in one row than for each on "
-                f"its own: they differ by {largest:.2g} of their size, where rounding explains {allowed:.2g}"
+                f"{type(causal).__name__} computes other hidden states for packed sequences than for separate ones: they "
+                f"differ by {largest:.2g} of their size, and rounding explains at most {allowed:.2g}"
             )
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
@@ -55,55 +57,58 @@ def forests_agree(model: nn.Module, device: torch.device | str, now_on: torch.de
         raise
     except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return f"{type(causal).__name__} cannot run several sequences in one row: {reason}"
+        return f"{type(causal).__name__} cannot run packed sequences: {reason}"
 
 
 def _heads_of(config: Any) -> tuple[int, int]:
-    """The width of a head, and how many query heads have a key head in common."""
+    """Return the width of a head, and the number of query heads per key head."""
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     return width, heads // (getattr(config, "num_key_value_heads", None) or heads)
 
 
 @dataclass
-class _Watch:
-    """The backbone's hidden states in the dtype it computes in, which wrappers may change on the way out."""
+class _Capture:
+    """The backbone's last hidden states, and the dtype it computes in, before wrappers cast its output."""
 
     hidden: Tensor
     dtype: torch.dtype
 
 
 def _largest_difference(model: nn.Module, causal: Any, device: torch.device) -> tuple[float, torch.dtype]:
-    """The largest distance between a token's two hidden states, relative to its size; and the dtype computed in."""
+    """Return the largest distance of a token's two hidden states, relative to their norm, and the dtype computed in."""
     num_ids = causal.config.get_text_config().vocab_size
     ids_1L = (torch.arange(_LENGTH, device=device) * 7919 + 3).remainder(num_ids)[None]
     forest = _forest()
-    with _watched(causal) as watch:
+    with _capture_hidden(causal) as capture:
         model(input_ids=ids_1L, **forward_arguments(forest, device))
-        together = watch.hidden
+        packed = capture.hidden
         distances = []
-        for row in _rows(forest):
-            model(input_ids=ids_1L[:, row])
-            alone = watch.hidden.float()
-            size = alone.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)  # a pad's embedding may be zero
-            distances.append(((together[:, row].float() - alone).norm(dim=-1) / size).amax())
-    return float(torch.stack(distances).amax()), watch.dtype  # NaN where one is: it must not pass
+        for indices in _sequences(forest):
+            model(input_ids=ids_1L[:, indices])
+            separate = capture.hidden.float()
+            # The embedding of a padding id may be zero.
+            norm = separate.norm(dim=-1).clamp(min=torch.finfo(torch.float32).tiny)
+            distances.append(((packed[:, indices].float() - separate).norm(dim=-1) / norm).amax())
+    # amax keeps NaN, which must not pass.
+    return float(torch.stack(distances).amax()), capture.dtype
 
 
 @contextmanager
-def _watched(causal: Any) -> Iterator[_Watch]:
-    watch = _Watch(torch.empty(0), torch.float32)
+def _capture_hidden(causal: Any) -> Iterator[_Capture]:
+    capture = _Capture(torch.empty(0), torch.float32)
 
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        watch.hidden = output[0]
-        kind = watch.hidden.device.type
-        watch.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else watch.hidden.dtype
+    def store(module: nn.Module, args: Any, output: Any) -> None:
+        capture.hidden = output[0]
+        kind = capture.hidden.device.type
+        capture.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else capture.hidden.dtype
 
-    # Some call the decoder inside their backbone; where both run the outer one ends last, with the same states.
-    watched = {id(part): part for part in (backbone_of(causal), causal.get_decoder())}
-    handles = [part.register_forward_hook(look) for part in watched.values()]
+    # Some models call the decoder inside their backbone, past the backbone's forward. If both run, the outer one ends last,
+    # with the same states.
+    modules = {id(module): module for module in (backbone_of(causal), causal.get_decoder())}
+    handles = [module.register_forward_hook(store) for module in modules.values()]
     try:
-        yield watch
+        yield capture
     finally:
         for handle in handles:
             handle.remove()
@@ -119,8 +124,8 @@ def _forest() -> Forest:
     return Forest(_TREES, positions)
 
 
-def _rows(forest: Forest) -> Iterator[list[int]]:
-    """Where in the forest's row the tokens of each plain row are."""
+def _sequences(forest: Forest) -> Iterator[list[int]]:
+    """Yield the indices of each sequence's tokens among the packed tokens."""
     for tree in forest.trees:
         start = tree.start + tree.prompt
         for tokens in tree.completions:
@@ -128,11 +133,11 @@ def _rows(forest: Forest) -> Iterator[list[int]]:
             start += tokens
 
 
-def _rounding(eps: float, num_layers: int) -> float:
-    """What rounding does to a token's hidden state, relative to its size.
+def _allowed_difference(eps: float, num_layers: int) -> float:
+    """Return the relative difference of hidden states that rounding may explain.
 
     Measured on models of 2 to 32 layers with small and with large weights: at most a fifth of this in fp32, and 0.16 in
-    bf16, where tokens that see what they should not are off by 0.6 to 1.6.
+    bf16, where tokens that attend to what they should not differ by 0.6 to 1.6.
     """
     return min(0.25, 256 * eps * num_layers**0.5)
 
@@ -143,34 +148,34 @@ _KERNEL_TREES = (Tree(0, 70, (90, 40)), Tree(200, 0, (30,)), Tree(230, 3, (30, 2
 
 
 def kernel_differs(dtype: torch.dtype, device: torch.device, width: int = 64, share: int = 2) -> str | None:
-    """What is wrong with the kernel of a device in a dtype, as a sentence; None where it agrees with the definition.
+    """Return how a device's attention differs from that with `forest_mask` in float64; None if only by rounding.
 
-    Two key heads of `width` numbers, each with `share` query heads, against `forest_mask` in float64.
+    Runs two key heads of `width` numbers, each with `share` query heads, forward and backward.
     """
     forest = Forest(_KERNEL_TREES, torch.zeros(1, _KERNEL_LENGTH, dtype=torch.int64))
     query, key, value, grad = _random_heads(dtype, device, width, share)
     scale = width**-0.5
-    seen_LL = forest_mask(forest, _KERNEL_LENGTH, device)
-    real_L = seen_LL.any(1)
+    mask_LL = forest_mask(forest, _KERNEL_LENGTH, device)
+    real_L = mask_LL.any(1)
     grad = grad * real_L[:, None, None]
     layout = ForestLayout(forest, device)
     with torch.enable_grad():
         fast = [x.clone().requires_grad_() for x in (query, key, value)]
         out = attend_forest(fast[0], fast[1], fast[2], layout, scale)
         exact = [x.double().requires_grad_() for x in (query, key, value)]
-        meant = scaled_dot_product_attention(
-            exact[0], exact[1], exact[2], attn_mask=seen_LL | ~real_L[:, None], scale=scale, enable_gqa=True
+        reference = scaled_dot_product_attention(
+            exact[0], exact[1], exact[2], attn_mask=mask_LL | ~real_L[:, None], scale=scale, enable_gqa=True
         ).transpose(1, 2)
-    found = [out.detach()[:, real_L], *torch.autograd.grad(out, fast, grad)]
-    expected = [meant.detach()[:, real_L], *torch.autograd.grad(meant, exact, grad.double())]
-    allowed = min(0.1, 32 * rounding(dtype, device))
-    for name, a, b in zip(("values", "query", "key", "value"), found, expected, strict=True):
-        off = float((a - b).norm() / b.norm())
-        if not off <= allowed:
+    results = [out.detach()[:, real_L], *torch.autograd.grad(out, fast, grad)]
+    expected = [reference.detach()[:, real_L], *torch.autograd.grad(reference, exact, grad.double())]
+    allowed = min(0.1, 32 * matmul_eps(dtype, device))
+    for name, a, b in zip(("values", "query", "key", "value"), results, expected, strict=True):
+        difference = float((a - b).norm() / b.norm())
+        if not difference <= allowed:
             what = name if name == "values" else f"gradient of the {name}"
             return (
-                f"attention over several sequences in {dtype} on {device.type} is wrong: its {what} differs by {off:.2g} of "
-                f"its size, where rounding explains {allowed:.2g}"
+                f"attention over packed sequences in {dtype} on {device.type} is wrong: its {what} differs by "
+                f"{difference:.2g} of its size, and rounding explains at most {allowed:.2g}"
             )
     return None
 

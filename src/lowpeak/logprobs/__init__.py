@@ -1,4 +1,4 @@
-"""Log-probs, entropies and their gradients from hidden states, chunk by chunk, without whole logits."""
+"""Log-probs, entropies and their gradients from hidden states, chunk by chunk, without logits of shape [T, V]."""
 
 from lowpeak.exports import lazy_exports
 

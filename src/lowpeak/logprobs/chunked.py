@@ -1,8 +1,9 @@
-"""Log-probs and entropies of chosen targets from hidden states and a plain linear head, without [T, V] ever existing.
+"""Log-probs and entropies of targets from hidden states, chunk by chunk, without logits of shape [T, V].
 
-Naive equivalent of everything here: `definition.naive_logprobs`. `chunked_logprobs` visits the head again in backward
-(four head products); `one_visit` forms a per-token loss and all gradients where the logits are (three). Both hold one
-chunk's logits. Sums over the vocabulary and over tokens are fp32; sizes are numbers, so nothing waits for the device.
+`reference.naive_logprobs` is the naive equivalent. For a plain linear head, `chunked_logprobs` recomputes the logits in
+backward (four head products) and `fused_loss` forms a per-token loss and all gradients along with them (three). For any
+other head `module_logprobs` and `module_loss` recompute by activation checkpointing. All keep one chunk's logits alive.
+Sums over the vocabulary and over tokens are fp32; sizes are Python numbers, so nothing waits for the device.
 
 With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum(p log p) and targets t:
 
@@ -12,37 +13,44 @@ With z = scale(hidden @ weight.T + bias) / temperature, p = softmax(z), H = -sum
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
-from lowpeak.logprobs import softmax_passes as torch_rows
-from lowpeak.logprobs.agreement import cuda_passes
-from lowpeak.logprobs.inplace_grad import takes_direct
-from lowpeak.logprobs.matmul import HeadGradients, has_wide_product, project, wide_dtype
-from lowpeak.logprobs.reference import ChunkSettings
-from lowpeak.logprobs.softmax_passes import RowDerivatives
+from lowpeak.logprobs.inplace_grad import allows_inplace_grad
+from lowpeak.logprobs.kernels import kernels_for
+from lowpeak.logprobs.matmul import (
+    HeadGradients,
+    cast_for_autocast,
+    has_wide_product,
+    no_autocast,
+    project,
+    wide_dtype,
+)
+from lowpeak.logprobs.reference import ChunkSettings, is_top1, logprobs_and_entropy
+from lowpeak.logprobs.torch_kernels import LossDerivatives
 
 # (logprobs_C, entropy_C or None, start, stop) -> the scalar sum of the losses of tokens [start, stop)
 TokenLoss = Callable[[Tensor, Tensor | None, int, int], Tensor]
+Head = Callable[[Tensor], Tensor]  # hidden_CD -> logits_CV
+LogprobsAndEntropy = tuple[Tensor, Tensor | None]
 
 
 def chunked_logprobs(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs [T] and entropies [T] (None unless asked), both differentiable, the entropy where `entropy_grad` says.
+) -> LogprobsAndEntropy:
+    """Return log-probs [T] and, if asked, entropies [T], differentiable (the entropies with `entropy_grad` only).
 
-    Computed in hidden's dtype (autocast's, where it is on, as a linear layer would be), returned in fp32. With a
-    `promised_scale` backward adds the head's gradient to its `.grad`.
+    Computed in hidden's dtype (autocast's inside autocast, as in a linear layer), returned in fp32. With a
+    `inplace_grad_scale` backward adds the head's gradient to its `.grad`.
     """
-    hidden_TD = autocast_hidden(hidden_TD)
+    hidden_TD = cast_for_autocast(hidden_TD)
     with no_autocast(hidden_TD.device):
-        if not _wants_gradient(hidden_TD, weight_VD, bias_V):
-            return _values(hidden_TD, weight_VD, bias_V, targets_T, settings)
+        if not _needs_gradient(hidden_TD, weight_VD, bias_V):
+            return _without_gradient(hidden_TD, weight_VD, bias_V, targets_T, settings)
         return _Recomputed.apply(hidden_TD, weight_VD, bias_V, targets_T, settings)
 
 
@@ -54,42 +62,29 @@ def one_visit(
     loss: TokenLoss,
     settings: ChunkSettings,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`sum(loss(chunk))` over chunks, a differentiable scalar, with the detached log-probs and entropies [T].
+    """Return `sum(loss(chunk))` over chunks, a differentiable scalar, and detached log-probs and entropies [T].
 
-    Gradients of hidden, weight and bias are formed with the logits and only scaled in backward, which can run once.
-    `loss` must be a sum over its tokens; it may depend on nothing differentiable but what it is given.
+    Gradients of hidden, weight and bias are formed in forward, and backward, which can run once, only scales them.
+    `loss` must be a sum over its tokens, differentiable in nothing but its arguments.
 
-    With a `promised_scale` the head's gradient is in its `.grad` when this returns, times that scale, and backward
-    fails where it is given another (RuntimeError on a CPU; on CUDA an assertion of the device, which ends the process).
-    What fails before backward has run leaves it there: whoever catches that zeroes the gradients, as after any step that
-    was cut off between two micro-batches.
+    With a `inplace_grad_scale` forward adds the head's gradient, times that scale, to its `.grad`. Backward fails if the
+    loss's gradient is not that scale: RuntimeError on a CPU; on CUDA a device assertion, which ends the process. After an
+    error between forward and backward the `.grad` stays changed: zero the gradients, as after any step that was aborted
+    between two micro-batches.
     """
-    hidden_TD = autocast_hidden(hidden_TD)
+    hidden_TD = cast_for_autocast(hidden_TD)
     with no_autocast(hidden_TD.device):
-        if _wants_gradient(hidden_TD, weight_VD, bias_V):
-            return _Visited.apply(hidden_TD, weight_VD, bias_V, targets_T, loss, settings)
-        logprobs_T, entropy_T = _values(hidden_TD, weight_VD, bias_V, targets_T, settings)
+        if _needs_gradient(hidden_TD, weight_VD, bias_V):
+            return _FusedLoss.apply(hidden_TD, weight_VD, bias_V, targets_T, loss, settings)
+        logprobs_T, entropy_T = _without_gradient(hidden_TD, weight_VD, bias_V, targets_T, settings)
         total = logprobs_T.new_zeros(())
         for start, stop in settings.spans(len(targets_T)):
-            total = total + loss(logprobs_T[start:stop], _cut(entropy_T, start, stop), start, stop)
+            total = total + loss(logprobs_T[start:stop], _slice(entropy_T, start, stop), start, stop)
         return total, logprobs_T, entropy_T
 
 
-def autocast_hidden(hidden_TD: Tensor) -> Tensor:
-    """Hidden states as a linear layer would take them: cast where autocast is on, fp64 aside, else unchanged."""
-    device_type = hidden_TD.device.type
-    if not torch.is_autocast_enabled(device_type) or hidden_TD.dtype == torch.float64:
-        return hidden_TD
-    return hidden_TD.to(torch.get_autocast_dtype(device_type))
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which operations keep the dtypes they are given."""
-    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
-
-
 class _Recomputed(torch.autograd.Function):
-    """Saves its inputs and visits the head again in backward."""
+    """Log-probs and entropies whose logits are computed again in backward."""
 
     @staticmethod
     def forward(
@@ -99,13 +94,13 @@ class _Recomputed(torch.autograd.Function):
         bias_V: Tensor | None,
         targets_T: Tensor,
         settings: ChunkSettings,
-    ) -> tuple[Tensor, Tensor | None]:
-        # The head itself, not what saved-tensor hooks would make of it: its `.grad` may be added to.
+    ) -> LogprobsAndEntropy:
+        # Not a saved tensor, which saved-tensor hooks may replace: backward may add to this parameter's `.grad`.
         ctx.weight_VD = weight_VD
         ctx.save_for_backward(hidden_TD, bias_V, targets_T)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
-        logprobs_T, entropy_T = _values(hidden_TD, weight_VD, bias_V, targets_T, settings)
+        logprobs_T, entropy_T = _without_gradient(hidden_TD, weight_VD, bias_V, targets_T, settings)
         if entropy_T is not None and not settings.entropy_grad:
             ctx.mark_non_differentiable(entropy_T)
         return logprobs_T, entropy_T
@@ -119,19 +114,19 @@ class _Recomputed(torch.autograd.Function):
                 return None, None, None, None, None
             grad_logprobs_T = torch.zeros_like(grad_entropy_T)
         settings, wanted = ctx.settings, ctx.needs_input_grad[:3]
-        direct = settings.promised_scale is not None and takes_direct(weight_VD)
+        inplace = settings.promised_scale is not None and allows_inplace_grad(weight_VD)
         with no_autocast(hidden_TD.device):
-            sums = HeadGradients(hidden_TD, weight_VD, wanted, direct)
-            visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
+            gradients = HeadGradients(hidden_TD, weight_VD, wanted, inplace)
+            head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
             for start, stop in settings.spans(len(targets_T)):
-                visit.values(hidden_TD[start:stop], targets_T[start:stop])
-                derivatives = grad_logprobs_T[start:stop], _cut(grad_entropy_T, start, stop)
-                visit.gradients(*derivatives, sums, slice(start, stop))
-        return *sums.scaled(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
+                head.forward(hidden_TD[start:stop], targets_T[start:stop])
+                derivatives = grad_logprobs_T[start:stop], _slice(grad_entropy_T, start, stop)
+                head.backward(*derivatives, gradients, slice(start, stop))
+        return *gradients.finish(None, _dtypes(hidden_TD, weight_VD, bias_V)), None, None
 
 
-class _Visited(torch.autograd.Function):
-    """Forms the loss and all gradients in one visit to each chunk; backward scales the gradients."""
+class _FusedLoss(torch.autograd.Function):
+    """A loss whose gradients are formed in forward, chunk by chunk; backward scales them."""
 
     @staticmethod
     def forward(
@@ -143,146 +138,188 @@ class _Visited(torch.autograd.Function):
         loss: TokenLoss,
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        scale = settings.promised_scale if takes_direct(weight_VD) else None
-        sums = HeadGradients(hidden_TD, weight_VD, ctx.needs_input_grad[:3], direct=scale is not None)
-        visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
-        logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
+        scale = settings.promised_scale if allows_inplace_grad(weight_VD) else None
+        gradients = HeadGradients(hidden_TD, weight_VD, ctx.needs_input_grad[:3], inplace=scale is not None)
+        head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
+        logprobs_T, entropy_T = _empty_results(hidden_TD, settings)
         total = logprobs_T.new_zeros(())
         for start, stop in settings.spans(len(targets_T)):
-            values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
-            loss_C, derivatives = _loss_derivatives(loss, values, (start, stop), settings, scale)
-            visit.gradients(*derivatives, sums, slice(start, stop))
+            results = head.forward(hidden_TD[start:stop], targets_T[start:stop])
+            loss_C, derivatives = _loss_derivatives(loss, results, (start, stop), settings, scale)
+            head.backward(*derivatives, gradients, slice(start, stop))
             total += loss_C
-            _keep(logprobs_T, entropy_T, *values, start, stop)
+            _store(logprobs_T, entropy_T, *results, start, stop)
             if settings.is_top1_T is not None:
-                settings.is_top1_T[start:stop] = visit.is_top1()
-        # Kept on ctx, not as saved tensors: they are used next, so nothing should offload them or check their versions.
-        ctx.sums, ctx.dtypes, ctx.scale = sums, _dtypes(hidden_TD, weight_VD, bias_V), scale
+                settings.is_top1_T[start:stop] = head.is_top1()
+        # Not saved tensors: backward uses these next, so nothing should offload them or check their versions.
+        ctx.gradients, ctx.dtypes, ctx.scale = gradients, _dtypes(hidden_TD, weight_VD, bias_V), scale
         if scale is not None:
-            sums.settle()
+            gradients.store_weight()
         ctx.mark_non_differentiable(*(x for x in (logprobs_T, entropy_T) if x is not None))
         return total, logprobs_T, entropy_T
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.sums is None:
-            raise RuntimeError("the gradients of a one-visit loss were used up by its first backward; visit again")
-        sums, ctx.sums = ctx.sums, None
+        if ctx.gradients is None:
+            raise RuntimeError("backward ran twice through one fused loss, whose first backward used its gradients up")
+        gradients, ctx.gradients = ctx.gradients, None
         if ctx.scale is None:
-            return *sums.scaled(grad_loss, ctx.dtypes), None, None, None
-        kept = (grad_loss - ctx.scale).abs() <= 1e-6 * abs(ctx.scale)
-        torch._assert_async(kept, f"a loss whose head gradient was formed to be scaled by {ctx.scale} was not")
-        return *sums.scaled(None, ctx.dtypes), None, None, None
+            return *gradients.finish(grad_loss, ctx.dtypes), None, None, None
+        is_promised = (grad_loss - ctx.scale).abs() <= 1e-6 * abs(ctx.scale)
+        torch._assert_async(is_promised, f"the loss's gradient is not the scale {ctx.scale} that forward was given")
+        return *gradients.finish(None, ctx.dtypes), None, None, None
 
 
-class HeadVisit:
-    """Visits chunk after chunk: `values`, and then `gradients` of that same chunk, which uses its logits up.
+class _ChunkedHead:
+    """A linear head run on one chunk after another: `forward`, then optionally `backward`, which consumes its logits.
 
-    There is one [C, V] buffer, made once and reused (two where the tensor cores want the gradient in bf16).
+    All chunks share one [C, V] buffer (and a second, in bf16, for gradients in the tensor cores).
     """
 
     def __init__(
         self, weight_VD: Tensor, bias_V: Tensor | None, settings: ChunkSettings, hidden_TD: Tensor, for_gradients: bool
     ) -> None:
-        # For tensor cores the head is cast once per pass; elsewhere a stripe at a time, in the products.
+        # For tensor cores the head is cast once per pass; elsewhere the products cast it a stripe at a time.
         casts = has_wide_product(hidden_TD)
         self._weight_VD = weight_VD.to(hidden_TD.dtype) if casts else weight_VD
         self._bias_V, self._settings = bias_V, settings
         shape = (min(settings.chunk_size, len(hidden_TD)), weight_VD.shape[0])
         self._logits = hidden_TD.new_empty(shape, dtype=wide_dtype(hidden_TD.dtype))
         self._narrow = hidden_TD.new_empty(shape) if casts and for_gradients else None
-        self._passes = passes_for(self._logits)
+        self._kernels = kernels_for(self._logits)
 
-    def values(self, hidden_CD: Tensor, targets_C: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Log-probs and entropies of a chunk, [C] and [C] or None."""
+    def forward(self, hidden_CD: Tensor, targets_C: Tensor) -> LogprobsAndEntropy:
+        """Return the chunk's log-probs and, if asked, entropies: [C] and [C]."""
         self._hidden_CD, self._targets_C = hidden_CD, targets_C
         logits_CV = self._logits[: len(hidden_CD)]
         project(logits_CV, hidden_CD, self._weight_VD)
-        self._chosen_C = self._passes.chosen_logits(logits_CV, self._bias_V, targets_C, self._settings)
-        self._statistics = self._passes.row_statistics(logits_CV, self._bias_V, self._settings)
+        self._chosen_C = self._kernels.target_logits(logits_CV, self._bias_V, targets_C, self._settings)
+        self._statistics = self._kernels.softmax_statistics(logits_CV, self._bias_V, self._settings)
         self._entropy_C = self._statistics.entropy()
         return self._statistics.logprobs(self._chosen_C), self._entropy_C
 
     def is_top1(self) -> Tensor:
-        """Whether the visited chunk's targets are their rows' greatest logits: bool [C]."""
+        """Return whether the chunk's targets have the greatest logits: bool [C]."""
         return self._statistics.is_top1(self._chosen_C)
 
-    def gradients(self, by_logprobs_C: Tensor, by_entropy_C: Tensor | None, sums: HeadGradients, chunk: slice) -> None:
-        """Add the visited chunk's part to `sums`, given the loss's derivative by its log-probs and entropies."""
+    def backward(
+        self, by_logprobs_C: Tensor, by_entropy_C: Tensor | None, gradients: HeadGradients, chunk: slice
+    ) -> None:
+        """Add the chunk's part to `gradients`, given the loss's derivatives by its log-probs and entropies."""
         logits_CV = self._logits[: len(self._hidden_CD)]
-        derivatives = RowDerivatives(by_logprobs_C, by_entropy_C, self._entropy_C)
+        derivatives = LossDerivatives(by_logprobs_C, by_entropy_C, self._entropy_C)
         narrow_CV = None if self._narrow is None else self._narrow[: len(logits_CV)]
         inputs = (self._bias_V, self._settings, self._targets_C, self._statistics, derivatives)
-        grad_CV = self._passes.row_gradient_(logits_CV, *inputs, narrow_CV)
-        sums.add(chunk, grad_CV, narrow_CV, self._hidden_CD, self._weight_VD)
-
-
-def passes_for(logits_CV: Tensor) -> Any:
-    """The module of passes over the logits: Triton's on CUDA where they agree with torch's, else torch's."""
-    fake = isinstance(logits_CV, FakeTensor)
-    return (
-        cuda_passes(logits_CV.device)
-        if logits_CV.is_cuda and logits_CV.dtype == torch.float32 and not fake
-        else torch_rows
-    )
+        grad_CV = self._kernels.logits_gradient_(logits_CV, *inputs, narrow_CV)
+        gradients.add(chunk, grad_CV, narrow_CV, self._hidden_CD, self._weight_VD)
 
 
 def _loss_derivatives(
     loss: TokenLoss,
-    values: tuple[Tensor, Tensor | None],
+    results: LogprobsAndEntropy,
     span: tuple[int, int],
     settings: ChunkSettings,
     scale: float | None,
-) -> tuple[Tensor, tuple[Tensor, Tensor | None]]:
-    """The chunk's loss, and its derivatives times `scale` by each log-prob and, where wanted, each entropy."""
+) -> tuple[Tensor, LogprobsAndEntropy]:
+    """Return the chunk's loss, and its derivatives times `scale` by log-probs and, with `entropy_grad`, entropies."""
     with torch.enable_grad():
-        logprobs_C, entropy_C = values[0].detach().requires_grad_(), values[1]
+        logprobs_C, entropy_C = results[0].detach().requires_grad_(), results[1]
         if entropy_C is not None:
             entropy_C = entropy_C.detach().requires_grad_(settings.entropy_grad)
         value = loss(logprobs_C, entropy_C, *span)
         leaves = [logprobs_C] + ([entropy_C] if settings.entropy_grad and entropy_C is not None else [])
-        if not value.requires_grad:  # a constant: every token of the chunk is masked or clipped away
+        # A constant loss: every token of the chunk is masked or clipped away.
+        if not value.requires_grad:
             return value, (torch.zeros_like(logprobs_C), None)
-        found = torch.autograd.grad(value if scale is None else value * scale, leaves, allow_unused=True)
-    by_logprobs_C = found[0] if found[0] is not None else torch.zeros_like(logprobs_C)
-    return value.detach(), (by_logprobs_C, found[1] if len(found) == 2 else None)
+        grads = torch.autograd.grad(value if scale is None else value * scale, leaves, allow_unused=True)
+    by_logprobs_C = grads[0] if grads[0] is not None else torch.zeros_like(logprobs_C)
+    return value.detach(), (by_logprobs_C, grads[1] if len(grads) == 2 else None)
 
 
 @torch.no_grad()
-def _values(
+def _without_gradient(
     hidden_TD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, targets_T: Tensor, settings: ChunkSettings
-) -> tuple[Tensor, Tensor | None]:
-    visit = HeadVisit(weight_VD, bias_V, settings, hidden_TD, for_gradients=False)
-    logprobs_T, entropy_T = _empty_values(hidden_TD, settings)
+) -> LogprobsAndEntropy:
+    head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=False)
+    logprobs_T, entropy_T = _empty_results(hidden_TD, settings)
     for start, stop in settings.spans(len(targets_T)):
-        values = visit.values(hidden_TD[start:stop], targets_T[start:stop])
-        _keep(logprobs_T, entropy_T, *values, start, stop)
+        results = head.forward(hidden_TD[start:stop], targets_T[start:stop])
+        _store(logprobs_T, entropy_T, *results, start, stop)
         if settings.is_top1_T is not None:
-            settings.is_top1_T[start:stop] = visit.is_top1()
+            settings.is_top1_T[start:stop] = head.is_top1()
     return logprobs_T, entropy_T
 
 
-def _empty_values(hidden_TD: Tensor, settings: ChunkSettings) -> tuple[Tensor, Tensor | None]:
+def _empty_results(hidden_TD: Tensor, settings: ChunkSettings) -> LogprobsAndEntropy:
     logprobs_T = hidden_TD.new_empty(len(hidden_TD), dtype=wide_dtype(hidden_TD.dtype))
     return logprobs_T, torch.empty_like(logprobs_T) if settings.entropy else None
 
 
-def _keep(
-    first_T: Tensor, second_T: Tensor | None, first_C: Tensor, second_C: Tensor | None, start: int, stop: int
+def _store(
+    logprobs_T: Tensor, entropy_T: Tensor | None, logprobs_C: Tensor, entropy_C: Tensor | None, start: int, stop: int
 ) -> None:
-    first_T[start:stop] = first_C
-    if second_T is not None and second_C is not None:
-        second_T[start:stop] = second_C
+    logprobs_T[start:stop] = logprobs_C
+    if entropy_T is not None and entropy_C is not None:
+        entropy_T[start:stop] = entropy_C
 
 
 def _dtypes(*inputs: Tensor | None) -> list[torch.dtype | None]:
     return [None if x is None else x.dtype for x in inputs]
 
 
-def _cut(values_T: Tensor | None, start: int, stop: int) -> Tensor | None:
+def _slice(values_T: Tensor | None, start: int, stop: int) -> Tensor | None:
     return None if values_T is None else values_T[start:stop]
 
 
-def _wants_gradient(*inputs: Tensor | None) -> bool:
+def _needs_gradient(*inputs: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+
+
+def module_logprobs(head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSettings) -> LogprobsAndEntropy:
+    """Return what `chunked_logprobs` does for a head that is any module: LoRA, 4-bit, parametrised, tensor subclasses.
+
+    The module computes each chunk's logits, and non-reentrant checkpointing computes them again in backward. So frozen
+    and trained parameters, dropout and hooks inside the module act as in an ordinary forward.
+    """
+    chunks = [_module_chunk(head, hidden_TD, targets_T, settings, *span) for span in settings.spans(len(targets_T))]
+    return _concatenate(chunks)
+
+
+def module_loss(
+    head: Head, hidden_TD: Tensor, targets_T: Tensor, loss: TokenLoss, settings: ChunkSettings
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what `fused_loss` does for a head that is any module: the summed loss, detached log-probs and entropies."""
+    spans = settings.spans(len(targets_T))
+    chunks = [_module_chunk(head, hidden_TD, targets_T, settings, *span) for span in spans]
+    losses = [loss(*chunk, *span) for chunk, span in zip(chunks, spans, strict=True)]
+    logprobs_T, entropy_T = _concatenate([(x.detach(), None if h is None else h.detach()) for x, h in chunks])
+    return torch.stack(losses).sum(), logprobs_T, entropy_T
+
+
+def _concatenate(chunks: list[LogprobsAndEntropy]) -> LogprobsAndEntropy:
+    entropies = [entropy_C for _, entropy_C in chunks if entropy_C is not None]
+    return torch.cat([logprobs_C for logprobs_C, _ in chunks]), torch.cat(entropies) if entropies else None
+
+
+def _module_chunk(
+    head: Head, hidden_TD: Tensor, targets_T: Tensor, settings: ChunkSettings, start: int, stop: int
+) -> LogprobsAndEntropy:
+    hidden_CD, targets_C = hidden_TD[start:stop], targets_T[start:stop]
+    if not torch.is_grad_enabled():
+        return _module_forward(head, hidden_CD, targets_C, settings, start)
+    return checkpoint(_module_forward, head, hidden_CD, targets_C, settings, start, use_reentrant=False)
+
+
+def _module_forward(
+    head: Head, hidden_CD: Tensor, targets_C: Tensor, settings: ChunkSettings, start: int
+) -> LogprobsAndEntropy:
+    logits_CV = head(hidden_CD)
+    wide_CV = logits_CV.to(wide_dtype(logits_CV.dtype))
+    logprobs_C, entropy_C = logprobs_and_entropy(settings.scale.apply(wide_CV) / settings.temperature, targets_C)
+    # Last, because it saves nothing for backward: the recomputation stops before it.
+    if settings.is_top1_T is not None:
+        settings.is_top1_T[start : start + len(targets_C)] = is_top1(logits_CV.detach(), targets_C)
+    if not settings.entropy:
+        return logprobs_C, None
+    return logprobs_C, entropy_C if settings.entropy_grad else entropy_C.detach()

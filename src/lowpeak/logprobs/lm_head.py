@@ -1,10 +1,9 @@
-"""The log-prob core's home: a causal LM's own head, inside the model's single forward.
+"""A causal LM's head that returns log-probs from inside the model's single forward.
 
-`install_head` gives a transformers causal LM one more keyword, `head_request`. With it the backbone runs and `lm_head`
-is called as a module with the hidden states and the request, so that whatever wraps the model (DDP's reducer, FSDP2's
-and ZeRO-3's hooks) sees an ordinary forward with ordinary outputs; beside the model the core would get unaveraged or
-mismatched gradients. Without it both forwards are unchanged, except that a mixture of experts adds no
-load-balancing loss.
+`install_head` adds the keyword `head_request` to a transformers causal LM. With a request the backbone runs, and `lm_head`
+is called as a module with the hidden states. Wrappers of the model (DDP's reducer, FSDP2's and ZeRO-3's hooks) thus see an
+ordinary forward with ordinary outputs; a call of the head outside of it would get unaveraged or mismatched gradients.
+Without a request both forwards are unchanged, except that a mixture of experts adds no load-balancing loss.
 """
 
 from __future__ import annotations
@@ -20,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, no_autocast, one_visit
-from lowpeak.logprobs.hidden import at_positions, fp32_product, linear
-from lowpeak.logprobs.inplace_grad import direct_lookups, looks_up_directly, lookup
-from lowpeak.logprobs.module_head import module_logprobs, module_loss
+from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, module_logprobs, module_loss, one_visit
+from lowpeak.logprobs.inplace_grad import allows_inplace_embedding, inplace_embedding_grads, inplace_grad_embedding
+from lowpeak.logprobs.matmul import at_positions, fp32_product, linear, no_autocast
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, head_scale
 from lowpeak.models import RoutingRequest, States, critic_of, routing_sums, transformers_model
 
-# What a causal LM's forward takes and its backbone does not, or what a request decides.
+# Keywords of a causal LM's forward that its backbone does not take, or that a request decides.
 _NOT_FOR_BACKBONE = (
     "labels",
     "logits_to_keep",
@@ -36,21 +34,25 @@ _NOT_FOR_BACKBONE = (
     "num_items_in_batch",
     "output_router_logits",
 )
-_MARK = "_lowpeak_head"
+_STATE = "_lowpeak_head"
 
 
 @dataclass(frozen=True)
 class HeadRequest:
-    """What is wanted of the head: log-probs of T targets at T positions of the flattened [B*L] hidden states.
+    """A request for log-probs of T targets at T positions of the flattened [B*L] hidden states.
 
-    `loss(logprobs_C, entropy_C, start, stop)` is the summed loss of tokens [start, stop): with it the answer has a
-    differentiable "loss", and log-probs and entropies come detached. Without it the log-probs are differentiable.
-    With `values` the answer has the critic's "values" [T], of whose gradient `values_gradient` reaches a backbone that is the
-    policy's too; without `logprobs` it has nothing else, and the head does not run.
-    With `top1` the answer has "top1", bool [T]: whether no id is likelier than the target (ties count).
-    With `routing` it has a mixture of experts' "routing" [2, E], see `routing_sums`.
-    `promised_scale` is what backward will multiply the loss by: with it a plain head and plain embeddings add their
-    gradients to `.grad` themselves (`direct.py`), which a strategy allows where nothing has to see them on their way.
+    The model's answer is a dict of tensors, each in it only if requested:
+
+    - "logprobs" [T] (with `logprobs`), and with `entropy` "entropy" [T], through which gradients flow with `entropy_grad`.
+    - "loss", a differentiable scalar, with `loss(logprobs_C, entropy_C, start, stop)`, the summed loss of tokens
+      [start, stop); log-probs and entropies are then detached.
+    - "top1", bool [T], with `top1`: True if no id is likelier than the target (ties are True).
+    - "values" [T] of the critic, with `values`; `values_gradient` is the share of their gradient that reaches a backbone
+      that the critic shares with the policy.
+    - "routing" [2, E] of a mixture of experts, with `routing`; see `routing_sums`.
+
+    `inplace_grad_scale` is the factor by which backward will multiply the loss. With it a plain head and plain embeddings
+    add their gradients to `.grad` themselves (see `inplace_grad.py`); set it only if nothing must see them before that.
     """
 
     positions_T: Tensor
@@ -69,87 +71,94 @@ class HeadRequest:
 
 
 @dataclass(frozen=True)
-class Installed:
-    """What a module with a replaced forward remembers. Bound methods follow their module through `copy.deepcopy`."""
+class PatchedForward:
+    """State of a module whose forward was replaced; its bound methods follow the module through `copy.deepcopy`."""
 
-    forward: Callable[..., Any]
-    on_instance: bool
+    original: Callable[..., Any]
+    on_instance: bool  # whether the instance itself had a forward, as accelerate sets it
     scale: HeadScale
     in_fp32: bool
 
 
 def install_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
-    """Make a causal LM, plain or under peft, answer `model(..., head_request=HeadRequest(...))`; returns the model.
+    """Let a causal LM, plain or under peft, answer `model(..., head_request=HeadRequest(...))`; return the model.
 
-    The answer is a dict of tensors: "logprobs" [T], "entropy" and "top1" [T] if asked, "loss" if the request has one. Installing
-    again renews it: needed after adapters were added to the head. `cast_head_to_fp32` makes the head's product fp32
-    with and without a request. Raises ModelError for a model without a backbone followed by a head.
+    Install again after adding adapters to the head. `cast_head_to_fp32` computes the head's product in fp32, with and
+    without a request. Raises ModelError for a model without a backbone followed by a head.
     """
     causal = causal_lm(model)
     backbone_of(causal)
     head, scale = _head_of(causal), head_scale(causal.config)
-    parts = head_parts(head)
-    for module in head.modules():  # what was a head before an adapter wrapped it is a plain layer of the new head
-        if module not in parts:
-            _restore(module)
-    for part in parts:
-        if cast_head_to_fp32 and not is_linear(part):
+    patched = head_modules(head)
+    # A former head that an adapter has wrapped since is a plain layer of the new head.
+    for module in head.modules():
+        if module not in patched:
+            _restore_forward(module)
+    for module in patched:
+        if cast_head_to_fp32 and not is_linear(module):
             raise ModelError(
                 f"cast_lm_head_to_fp32 needs a plain linear head, and {type(causal).__name__}'s is "
-                f"{type(part).__module__}.{type(part).__name__}; leave it off, or keep adapters and quantization away from the head"
+                f"{type(module).__module__}.{type(module).__name__}; leave it off, or keep adapters and "
+                "quantization away from the head"
             )
-        replace_forward(part, _head_forward, scale, cast_head_to_fp32)
-        setattr(part, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010, for whoever computes logits in its place
+        replace_forward(module, _head_forward, scale, cast_head_to_fp32)
+        # For generation with a sharded head, which computes the logits instead.
+        setattr(module, "computes_in_fp32", cast_head_to_fp32)  # noqa: B010
     embeddings = causal.get_input_embeddings()
-    if type(embeddings) is nn.Embedding and (_MARK in embeddings.__dict__ or "forward" not in embeddings.__dict__):
+    if type(embeddings) is nn.Embedding and (_STATE in embeddings.__dict__ or "forward" not in embeddings.__dict__):
         replace_forward(embeddings, _embedding_forward, scale, in_fp32=False)
     replace_forward(causal, _causal_forward, scale, cast_head_to_fp32)
     return model
 
 
 def causal_lm(model: Any) -> Any:
-    """The transformers causal LM itself, taken out of DDP's and peft's wrappers where there are any."""
+    """Return the transformers causal LM inside DDP's and peft's wrappers, if any; raise ModelError if there is none."""
     while not hasattr(model, "get_output_embeddings") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     inner = transformers_model(model)
     if not hasattr(inner, "get_output_embeddings") or not hasattr(inner, "config"):
-        raise ModelError(f"{type(inner).__name__} is not a transformers causal language model; load one for causal LM")
+        raise ModelError(
+            f"{type(inner).__name__} is not a transformers causal language model; load the model with AutoModelForCausalLM"
+        )
     if getattr(inner.config, "is_encoder_decoder", False):
         raise ModelError(f"{type(inner).__name__} is an encoder-decoder model; only causal language models can be used")
     return inner
 
 
 def backbone_of(causal: Any) -> nn.Module:
-    """The module that turns ids into the hidden states that the head reads."""
+    """Return the module that computes the hidden states that the head reads."""
     for backbone in (causal.base_model, causal.get_decoder()):
         if isinstance(backbone, nn.Module) and backbone is not causal:
             return backbone
     raise ModelError(
         f"{type(causal).__name__} has no separate backbone (base_model_prefix, get_decoder()) below its head, so "
-        "log-probs cannot be formed without its logits; use a model whose head is a module of its own"
+        "lowpeak cannot compute log-probs from its hidden states; use a model with a separate backbone and head"
     )
 
 
 def _head_of(causal: Any) -> nn.Module:
     head = causal.get_output_embeddings()
     if not isinstance(head, nn.Module):
-        raise ModelError(f"{type(causal).__name__} has no output head (get_output_embeddings() gives none)")
+        raise ModelError(
+            f"{type(causal).__name__} has no output head (get_output_embeddings() returned none); load the "
+            "model with AutoModelForCausalLM"
+        )
     return head
 
 
 def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
-    installed = installed_on(self)
+    patch = patched_forward(self)
     if head_request is None:
         if getattr(self.config.get_text_config(), "output_router_logits", False):
-            # transformers' load-balancing loss takes a mask of the tokens of this call, and with a cache gets one of all
+            # transformers' load-balancing loss needs a mask of this call's tokens; with a cache it gets one of all tokens.
             kwargs.setdefault("output_router_logits", False)
-        return installed.forward(*args, **kwargs)
+        return patch.original(*args, **kwargs)
     head = _head_of(self)
-    if not all(_MARK in part.__dict__ for part in head_parts(head)):
+    if not all(_STATE in module.__dict__ for module in head_modules(head)):
         raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
-    inputs, backbone = backbone_inputs(kwargs), backbone_of(self)
+    inputs, backbone = backbone_kwargs(kwargs), backbone_of(self)
     routing = {} if head_request.routing is None else {"output_router_logits": True}
-    with direct_lookups(head_request.promised_scale is not None):
+    with inplace_embedding_grads(head_request.promised_scale is not None):
         outputs = backbone(*args, **inputs, **routing, use_cache=False)
     answer = head(outputs[0], head_request=head_request) if head_request.logprobs else {}
     if head_request.values:
@@ -160,42 +169,48 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
 
 
 def _values(causal: Any, request: HeadRequest, states: States) -> Tensor:
-    """The critic's values, formed in the policy's forward."""
+    """Return the critic's values, computed in the policy's forward: [T]."""
     critic = critic_of(causal)
     if critic is None:
-        raise ModelError(f"{type(causal).__name__} has no critic, so it gives no values; PPOTrainer attaches one")
+        raise ModelError(f"{type(causal).__name__} has no critic, so it cannot return values; PPOTrainer attaches one")
     return critic(states, request.positions_T, request.values_gradient)
 
 
-def backbone_inputs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a model's keywords is its backbone's; wrappers pass arguments on as None that not every backbone knows."""
+def backbone_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of a model's forward that its backbone takes, without None.
+
+    Wrappers pass unused arguments on as None, and not every backbone knows them.
+    """
     return {name: value for name, value in kwargs.items() if value is not None and name not in _NOT_FOR_BACKBONE}
 
 
 def _embedding_forward(self: Any, input: Tensor) -> Tensor:
-    return lookup(self, input) if looks_up_directly(self) else installed_on(self).forward(input)
+    if allows_inplace_embedding(self):
+        return inplace_grad_embedding(self, input)
+    return patched_forward(self).original(input)
 
 
 def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadRequest | None = None, **kwargs: Any) -> Any:
-    installed = installed_on(self)
+    patch = patched_forward(self)
     if head_request is None:
-        if installed.in_fp32:
+        if patch.in_fp32:
             return fp32_product(self, hidden)
         if is_linear(self):
             return linear(hidden, self.weight, self.bias)
-        return installed.forward(hidden, *args, **kwargs)
-    hidden_TD = at_positions(hidden, head_request.positions_T)  # prompts and padding never reach the head
-    if not installed.in_fp32:
-        return _answer(self, installed, hidden_TD, head_request)
+        return patch.original(hidden, *args, **kwargs)
+    # Only the requested positions reach the head: no prompts, no padding.
+    hidden_TD = at_positions(hidden, head_request.positions_T)
+    if not patch.in_fp32:
+        return _answer(self, patch, hidden_TD, head_request)
     with no_autocast(hidden.device):
-        return _answer(self, installed, hidden_TD.float(), head_request)
+        return _answer(self, patch, hidden_TD.float(), head_request)
 
 
-def _answer(module: Any, installed: Installed, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
+def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: HeadRequest) -> dict[str, Tensor]:
     settings = ChunkSettings(
         request.chunk_size,
         request.temperature,
-        installed.scale,
+        patch.scale,
         request.entropy,
         request.entropy_grad,
         request.promised_scale,
@@ -209,26 +224,26 @@ def _answer(module: Any, installed: Installed, hidden_TD: Tensor, request: HeadR
         else:
             loss, logprobs_T, entropy_T = one_visit(*head, request.loss, settings)
     elif request.loss is None:
-        logprobs_T, entropy_T = module_logprobs(installed.forward, hidden_TD, targets_T, settings)
+        logprobs_T, entropy_T = module_logprobs(patch.original, hidden_TD, targets_T, settings)
     else:
-        loss, logprobs_T, entropy_T = module_loss(installed.forward, hidden_TD, targets_T, request.loss, settings)
+        loss, logprobs_T, entropy_T = module_loss(patch.original, hidden_TD, targets_T, request.loss, settings)
     answer = {"logprobs": logprobs_T, "entropy": entropy_T, "loss": loss, "top1": settings.is_top1_T}
     return {name: value for name, value in answer.items() if value is not None}
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module computes hidden @ weight.T + bias from plain tensors, also as FSDP2's subclass of nn.Linear."""
-    installed = module.__dict__.get(_MARK)
-    hooked = installed.on_instance if installed is not None else "forward" in module.__dict__
-    if hooked or type(module).forward is not nn.Linear.forward:
+    """Return whether a module computes hidden @ weight.T + bias of plain tensors; FSDP2's subclass of nn.Linear does."""
+    patch = module.__dict__.get(_STATE)
+    is_replaced = patch.on_instance if patch is not None else "forward" in module.__dict__
+    if is_replaced or type(module).forward is not nn.Linear.forward:
         return False
     weight: Any = module.weight
-    # A tensor made of others (quantized, distributed) has products of its own.
+    # Quantized and distributed tensors, which wrap others, define their products themselves.
     return weight.is_floating_point() and not hasattr(type(weight), "__tensor_flatten__")
 
 
-def head_parts(head: nn.Module) -> list[nn.Module]:
-    """The modules that do the head's work: peft keeps an original and a trained copy, and routes calls to one."""
+def head_modules(head: nn.Module) -> list[nn.Module]:
+    """Return the modules that compute the head: under peft's `modules_to_save` the original and its trained copies."""
     copies = getattr(head, "modules_to_save", None)
     if isinstance(copies, nn.ModuleDict):
         return [head.original_module, *copies.values()]  # type: ignore[list-item]
@@ -236,38 +251,39 @@ def head_parts(head: nn.Module) -> list[nn.Module]:
 
 
 def replace_forward(module: Any, replacement: Callable[..., Any], scale: HeadScale, in_fp32: bool) -> None:
-    """Let `module(...)` call `replacement(module, ...)`, which finds the module's own forward by `installed_on`."""
-    if _MARK in module.__dict__:  # renewed; its forward may by now be wrapped by others, so it is left in place
-        setattr(module, _MARK, replace(module.__dict__[_MARK], scale=scale, in_fp32=in_fp32))
+    """Let `module(...)` call `replacement(module, ...)`; `patched_forward(module).original` is the forward before."""
+    # Installed before: other libraries may have wrapped the forward since, so only the settings change.
+    if _STATE in module.__dict__:
+        setattr(module, _STATE, replace(module.__dict__[_STATE], scale=scale, in_fp32=in_fp32))
         return
     original = module.forward
-    setattr(module, _MARK, Installed(original, "forward" in module.__dict__, scale, in_fp32))
+    setattr(module, _STATE, PatchedForward(original, "forward" in module.__dict__, scale, in_fp32))
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(self, *args, **kwargs)
 
-    # generate() and the Trainer read the signature. Not by `__wrapped__`: accelerate unwraps a forward along it.
+    # generate() and the Trainer read the signature. It cannot come from `__wrapped__`, along which accelerate unwraps forwards.
     del forward.__wrapped__
-    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     signature = inspect.signature(original)
-    signature = signature.replace(parameters=[own, *signature.parameters.values()])
+    signature = signature.replace(parameters=[first, *signature.parameters.values()])
     forward.__signature__ = signature  # type: ignore[attr-defined]
-    # A method of the instance: a deep copy gets one that is bound to the copy.
+    # A bound method: a deep copy of the module gets one that is bound to the copy.
     module.forward = MethodType(forward, module)
 
 
-def installed_on(module: nn.Module) -> Installed:
-    """What `replace_forward` keeps of a module."""
-    found: Installed = getattr(module, _MARK)
-    return found
+def patched_forward(module: nn.Module) -> PatchedForward:
+    """Return the state that `replace_forward` stored on a module."""
+    patch: PatchedForward = getattr(module, _STATE)
+    return patch
 
 
-def _restore(module: Any) -> None:
-    installed = module.__dict__.pop(_MARK, None)
-    if installed is None:
+def _restore_forward(module: Any) -> None:
+    patch = module.__dict__.pop(_STATE, None)
+    if patch is None:
         return
-    if installed.on_instance:
-        module.forward = installed.forward
+    if patch.on_instance:
+        module.forward = patch.original
     else:
         del module.forward

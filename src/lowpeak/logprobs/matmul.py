@@ -1,27 +1,96 @@
-"""The head's three matrix products, each accumulated in fp32 at least, whatever dtype the operands have.
+"""Matrix products of heads: logits and gradients accumulated in fp32 at least, and plain linear layers.
 
-fp32 and fp64 operands multiply as they are. bf16 on CUDA goes through the tensor cores with fp32 results. Elsewhere
-(bf16 on a CPU, whose products would be rounded to bf16; fp16, whose range is too small for gradients that no loss scale
-has touched yet) the head is widened a stripe of its rows at a time, never whole.
+fp32 and fp64 operands multiply as they are. bf16 on CUDA uses the tensor cores with fp32 results. All else is widened, a
+stripe of the head's weight rows at a time: bf16 on a CPU, whose products would be rounded to bf16, and fp16, whose range
+is too small for gradients that no loss scale has multiplied yet.
+
+Shapes: B sequences of L positions, T chosen positions, C tokens of a chunk, S weight rows of a stripe, D hidden,
+V vocabulary (or the number of a head's outputs).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _STRIPE = 1 << 22  # numbers
+_ONEDNN_BATCH = range(3, 65)  # hidden states for which oneDNN is faster than MKL
+_ONEDNN_BYTES = 1 << 26  # size of a head that caches do not hold
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums over the vocabulary and over tokens are kept in: fp32, or fp64 for fp64."""
+    """Return the dtype of sums over the vocabulary and over tokens: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
 
 
+def cast_for_autocast(tensor: Tensor) -> Tensor:
+    """Return the tensor in autocast's dtype, as autocast casts a linear layer's input; unchanged in fp64 or outside."""
+    device_type = tensor.device.type
+    if not torch.is_autocast_enabled(device_type) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device_type))
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which operations keep the dtypes of their operands."""
+    return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
+
+
+def at_positions(hidden_BLD: Tensor, positions_T: Tensor) -> Tensor:
+    """Return `hidden.reshape(B * L, D)[positions]`: [T, D].
+
+    The last position of a prompt with several completions is repeated for each of them.
+    """
+    hidden_ND = hidden_BLD.reshape(-1, hidden_BLD.shape[-1])
+    # On CUDA indexing adds up a repeated position's gradients in one order, `index_select` in any. On CPUs both are
+    # deterministic, and the second is faster.
+    return hidden_ND[positions_T] if hidden_ND.is_cuda else hidden_ND.index_select(0, positions_T)
+
+
+def fp32_product(module: Any, hidden: Tensor) -> Tensor:
+    """Return a linear head's `hidden @ weight.T + bias` in fp32, also under autocast: [..., D] -> [..., V]."""
+    with no_autocast(hidden.device):
+        bias = None if module.bias is None else module.bias.float()
+        return linear(hidden.float(), module.weight.float(), bias)
+
+
+def linear(hidden: Tensor, weight_VD: Tensor, bias_V: Tensor | None) -> Tensor:
+    """Return `nn.functional.linear(hidden, weight, bias)`, [..., D] -> [..., V], equal up to fp32 rounding.
+
+    Small fp32 batches without gradients before a large head on a CPU, as in generation, use oneDNN. MKL reads a head
+    that exceeds its caches once for every three hidden states or so below 16, oneDNN once for all of them. Milliseconds
+    on one thread, for a head of 151,936 x 512:
+
+        hidden states          2      4      8     15     16     32     64
+        nn.functional.linear   25     51     81    138    61     74     81
+        oneDNN                 31     36     39     48     46     54     80
+    """
+    if _onednn_is_faster(hidden, weight_VD):
+        # No public call of torch reaches oneDNN's fp32 product; this operator is private to its compiler.
+        return torch.ops.mkldnn._linear_pointwise(hidden, weight_VD, bias_V, "none", [], "")
+    return nn.functional.linear(hidden, weight_VD, bias_V)
+
+
+def _onednn_is_faster(hidden: Tensor, weight_VD: Tensor) -> bool:
+    """Return whether torch would compute this product in fp32 with MKL, and oneDNN is available and faster."""
+    return (
+        weight_VD.device.type == "cpu"
+        and weight_VD.dtype == hidden.dtype == torch.float32
+        and weight_VD.numel() * weight_VD.itemsize >= _ONEDNN_BYTES
+        and hidden.numel() // hidden.shape[-1] in _ONEDNN_BATCH
+        and not torch.is_grad_enabled()
+        and not torch.is_autocast_enabled("cpu")
+        and torch.backends.mkl.is_available()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
 def project(out_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
-    """`out = hidden @ weight.T`, written into the wide buffer `out`; the head counts in hidden's dtype."""
+    """Write `hidden @ weight.T` into the wide buffer `out`; the head is rounded to hidden's dtype."""
     if weight_VD.dtype == hidden_CD.dtype == out_CV.dtype:
         torch.mm(hidden_CD, weight_VD.T, out=out_CV)
     elif has_wide_product(weight_VD) and hidden_CD.dtype == weight_VD.dtype:
@@ -33,24 +102,28 @@ def project(out_CV: Tensor, hidden_CD: Tensor, weight_VD: Tensor) -> None:
 
 
 class HeadGradients:
-    """Gradients of a head's inputs on their way, None where nothing wants one; weight's and bias's are wide sums."""
+    """Running gradients of a head's hidden states, weight and bias; None for each that needs none.
 
-    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, wanted: tuple[bool, bool, bool], direct: bool) -> None:
+    The weight's and the bias's are wide sums over chunks. With `inplace` the weight's goes into its `.grad`.
+    """
+
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, wanted: tuple[bool, bool, bool], inplace: bool) -> None:
         wide = wide_dtype(hidden_TD.dtype)
-        # A row of hidden is written once, so bf16 loses what it would in any product; fp16 may yet be scaled.
-        row_dtype = torch.bfloat16 if hidden_TD.dtype == torch.bfloat16 else wide
-        self.hidden_TD = torch.empty_like(hidden_TD, dtype=row_dtype) if wanted[0] else None
-        self.weight = WeightSum(weight_VD, wide, direct) if wanted[1] else None
+        # A hidden state's gradient is written once, so bf16 rounds it as any product would. fp16 stays wide: it may be
+        # scaled later.
+        hidden_dtype = torch.bfloat16 if hidden_TD.dtype == torch.bfloat16 else wide
+        self.hidden_TD = torch.empty_like(hidden_TD, dtype=hidden_dtype) if wanted[0] else None
+        self.weight = WeightGradient(weight_VD, wide, inplace) if wanted[1] else None
         self.bias_V = weight_VD.new_zeros(weight_VD.shape[0], dtype=wide) if wanted[2] else None
 
-    def settle(self) -> None:
-        """Put a direct sum for the head into its `.grad` now, so that nothing of that size waits for backward."""
+    def store_weight(self) -> None:
+        """Put the weight's in-place gradient into its `.grad` now, so that no such buffer lives until backward."""
         if self.weight is not None:
             self.weight.finish(None)
             self.weight = None
 
-    def scaled(self, factor: Tensor | None, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-        """The finished gradients in the inputs' dtypes, times `factor`: uses the sums up."""
+    def finish(self, factor: Tensor | None, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+        """Return the gradients times `factor` in the inputs' dtypes; consumes the sums."""
         by_hidden, by_bias = (
             None if x is None else (x if factor is None else x.mul_(factor)).to(dtype)
             for x, dtype in ((self.hidden_TD, dtypes[0]), (self.bias_V, dtypes[2]))
@@ -60,30 +133,30 @@ class HeadGradients:
     def add(
         self, chunk: slice, grad_CV: Tensor, narrow_CV: Tensor | None, hidden_CD: Tensor, weight_VD: Tensor
     ) -> None:
-        """Take in a chunk: `grad` is the loss's derivative by its logits, wide; `narrow` the same for tensor cores."""
+        """Add a chunk's part, given the loss's gradient by its logits: wide, and in bf16 for tensor cores (`narrow`)."""
         if self.bias_V is not None:
             self.bias_V.add_(grad_CV.sum(0))
         factor_CV = grad_CV if narrow_CV is None else narrow_CV
         if self.hidden_TD is not None:
-            self.hidden_TD[chunk] = _to_hidden(factor_CV, weight_VD, hidden_CD.dtype, grad_CV.dtype)
+            self.hidden_TD[chunk] = _hidden_gradient(factor_CV, weight_VD, hidden_CD.dtype, grad_CV.dtype)
         if self.weight is not None:
             self.weight.add(factor_CV, hidden_CD)
 
 
-class WeightSum:
-    """The head's gradient on its way, in fp32 at least.
+class WeightGradient:
+    """The running gradient of a head's weight, in fp32 at least.
 
-    Whole if that is the head's dtype, else in stripes that are rounded and freed one by one. With `direct` it is added
-    to the head's `.grad`, into which a whole one is summed from the start; else `finish` returns it.
+    One matrix if the weight has that dtype, else stripes, each rounded and freed in turn. With `inplace` it ends in the
+    weight's `.grad`, which is itself the buffer if the dtypes are equal; else `finish` returns it.
     """
 
-    def __init__(self, weight_VD: Tensor, wide: torch.dtype, direct: bool) -> None:
-        self._weight_VD, self._direct = weight_VD, direct
-        self._whole = weight_VD.dtype == wide
+    def __init__(self, weight_VD: Tensor, wide: torch.dtype, inplace: bool) -> None:
+        self._weight_VD, self._inplace = weight_VD, inplace
+        self._single = weight_VD.dtype == wide
         self._fresh = True  # the first chunk is written, not added to zeros
-        if self._whole and direct and weight_VD.grad is not None:
+        if self._single and inplace and weight_VD.grad is not None:
             self._sums, self._fresh = [weight_VD.grad], False
-        elif self._whole:
+        elif self._single:
             self._sums = [torch.empty_like(weight_VD)]
         else:
             self._sums = [torch.empty_like(weight_VD[rows], dtype=wide) for rows in _stripes(weight_VD)]
@@ -99,29 +172,30 @@ class WeightSum:
             if grad_CV.dtype == sum_SD.dtype:
                 sum_SD.addmm_(grad_SC, wide_CD, beta=beta)
                 continue
-            # Not every torch adds bf16 products to a wide sum in one call (addmm); mm with a wide result is in all.
+            # Not every torch adds bf16 products to a wide sum in one call (addmm); all have mm with a wide result.
             for rows in _stripes(sum_SD):
                 product_SD = torch.mm(grad_SC[rows], hidden_CD, out_dtype=sum_SD.dtype)
                 sum_SD[rows] = product_SD if beta == 0 else product_SD.add_(sum_SD[rows])
 
     def finish(self, factor: Tensor | None) -> Tensor | None:
-        """The sum times `factor` in the head's dtype, or None once it is in `.grad`. Uses the sum up."""
+        """Return the gradient times `factor` in the weight's dtype, or None once it is in `.grad`; consumes it."""
         if factor is not None:
             for sum_SD in self._sums:
                 sum_SD.mul_(factor)
         sums, self._sums = self._sums, []
-        total_VD = sums[0] if self._whole else self._rounded(sums)
-        if not self._direct:
+        total_VD = sums[0] if self._single else self._rounded(sums)
+        if not self._inplace:
             return total_VD
         self._weight_VD.grad = total_VD
         return None
 
     def _rounded(self, sums: list[Tensor]) -> Tensor:
-        """The stripes in the head's dtype, on top of what a direct sum finds in `.grad`; empties the list."""
-        before_VD = self._weight_VD.grad if self._direct else None
+        """Return the stripes in the weight's dtype, added to an earlier `.grad` if `inplace`; empties the list."""
+        before_VD = self._weight_VD.grad if self._inplace else None
         total_VD = torch.empty_like(self._weight_VD) if before_VD is None else before_VD
         stop = len(total_VD)
-        while sums:  # each stripe is gone once it is rounded
+        while sums:
+            # `pop` frees each stripe after it is rounded.
             sum_SD = sums.pop()
             rows = slice(stop - len(sum_SD), stop)
             total_VD[rows] = sum_SD if before_VD is None else sum_SD.add_(before_VD[rows])
@@ -129,7 +203,8 @@ class WeightSum:
         return total_VD
 
 
-def _to_hidden(grad_CV: Tensor, weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+def _hidden_gradient(grad_CV: Tensor, weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Tensor:
+    """Return `grad @ weight`: [C, D]."""
     if weight_VD.dtype == dtype == wide:
         return torch.mm(grad_CV, weight_VD)
     if has_wide_product(weight_VD) and grad_CV.dtype == weight_VD.dtype:
@@ -141,12 +216,12 @@ def _to_hidden(grad_CV: Tensor, weight_VD: Tensor, dtype: torch.dtype, wide: tor
 
 
 def has_wide_product(matrix: Tensor) -> bool:
-    """Whether products of such a matrix can have fp32 results straight from bf16 operands."""
+    """Return whether products of such a matrix can have fp32 results from bf16 operands."""
     return matrix.is_cuda and matrix.dtype == torch.bfloat16
 
 
 def _widened(weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """Stripes of a [V, D] matrix rounded to `dtype` and then widened, each in the buffer of the one before."""
+    """Yield stripes of a [V, D] matrix, rounded to `dtype` and widened; all share one buffer."""
     buffer_SD: Tensor | None = None
     for rows in _stripes(weight_VD):
         if buffer_SD is None:
@@ -156,7 +231,7 @@ def _widened(weight_VD: Tensor, dtype: torch.dtype, wide: torch.dtype) -> Iterat
 
 
 def _stripes(matrix_VD: Tensor) -> Iterator[slice]:
-    """Rows of a [V, D] matrix in stripes of 16 MB in fp32, which are small beside a chunk's logits."""
+    """Return the rows of a [V, D] matrix in stripes of 16 MB in fp32, which are small beside a chunk's logits."""
     num_rows, width = matrix_VD.shape
     step = max(1, _STRIPE // width)
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))

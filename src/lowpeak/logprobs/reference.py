@@ -1,4 +1,4 @@
-"""What a log-prob is: the naive meaning that every fast path is tested against, and the scales that models give logits.
+"""Naive log-probs that define the fast paths, their settings, and the scales that models apply to logits.
 
 Shapes: T chosen positions, D hidden, V vocabulary, C tokens of a chunk.
 """
@@ -14,24 +14,24 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HeadScale:
-    """What a model does to its logits: `x = logits * logit_scale`, then `softcap * tanh(x / softcap)` if capped."""
+    """A model's scaling of its logits: `x = logits * logit_scale`, then `softcap * tanh(x / softcap)` if capped."""
 
     logit_scale: float = 1.0
     softcap: float | None = None
 
     def apply(self, logits_TV: Tensor) -> Tensor:
-        """The scaled and capped logits, as a new tensor."""
+        """Return the scaled and capped logits as a new tensor."""
         scaled_TV = logits_TV * self.logit_scale
         return scaled_TV if self.softcap is None else self.softcap * torch.tanh(scaled_TV / self.softcap)
 
 
 @dataclass(frozen=True)
 class ChunkSettings:
-    """How one pass is made: C = `chunk_size` tokens at a time. `entropy_grad` lets a gradient through the entropy.
+    """Settings of one pass over T tokens, C = `chunk_size` at a time.
 
-    `promised_scale` is what backward will multiply the loss by, if that is known and the head's gradient may be added
-    to its `.grad` where it is formed (see `direct.py`). `is_top1_T`, bool [T], is filled in: whether no id of the row
-    has a greater logit than the target, so that a target that ties with the greatest counts.
+    `entropy_grad` lets gradients flow through the entropy. `inplace_grad_scale` is the factor by which backward will multiply
+    the loss; set it only if the head's gradient may be added to its `.grad` during forward (see `inplace_grad.py`).
+    `is_top1_T`, bool [T], is an output buffer: True if no id has a greater logit than the target (ties are True).
     """
 
     chunk_size: int
@@ -44,16 +44,17 @@ class ChunkSettings:
 
     @property
     def gain(self) -> float:
-        """What a logit is multiplied by where nothing caps it."""
+        """Factor between a raw and a final logit, without bias and cap."""
         return self.scale.logit_scale / self.temperature
 
     def __post_init__(self) -> None:
-        assert self.chunk_size >= 1, f"a chunk holds at least one token, got {self.chunk_size}"
-        assert self.temperature > 0, f"log-probs need a temperature above 0, got {self.temperature}"
-        assert self.entropy or not self.entropy_grad, "a gradient of the entropy needs the entropy"
+        assert self.chunk_size >= 1, f"chunk_size must be at least 1, got {self.chunk_size}"
+        assert self.temperature > 0, f"temperature must be above 0, got {self.temperature}"
+        assert self.entropy or not self.entropy_grad, "entropy_grad=True needs entropy=True"
 
     def spans(self, num_tokens: int) -> list[tuple[int, int]]:
-        """[start, stop) of each chunk; one empty chunk for no tokens, so that the graph still reaches the head."""
+        """Return [start, stop) of each chunk."""
+        # One empty chunk for no tokens, so that the autograd graph still reaches the head.
         starts = range(0, max(num_tokens, 1), self.chunk_size)
         return [(start, min(start + self.chunk_size, num_tokens)) for start in starts]
 
@@ -66,24 +67,24 @@ def naive_logprobs(
     temperature: float = 1.0,
     scale: HeadScale = HeadScale(),
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy at each position, [T] and [T], with all of [T, V] alive.
+    """Return the log-prob of each target and the entropy at each position, [T] and [T], from logits [T, V].
 
     `log_softmax(scale(hidden @ weight.T + bias) / temperature)[targets]` and `-sum(p * log(p))`.
     """
     logits_TV = torch.nn.functional.linear(hidden_TD, weight_VD, bias_V)
-    return pick(scale.apply(logits_TV) / temperature, targets_T)
+    return logprobs_and_entropy(scale.apply(logits_TV) / temperature, targets_T)
 
 
-def pick(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and entropy of each row of final logits, in fp32 at least: [T] and [T]."""
+def logprobs_and_entropy(logits_TV: Tensor, targets_T: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-prob of each target and each position's entropy of final logits, in fp32 at least: [T] and [T]."""
     wide = torch.promote_types(logits_TV.dtype, torch.float32)
     logprobs_TV = torch.log_softmax(logits_TV, dim=-1, dtype=wide)
     logprobs_T = logprobs_TV.gather(-1, targets_T[:, None])[:, 0]
     return logprobs_T, -(logprobs_TV.exp() * logprobs_TV).sum(-1)
 
 
-def top1(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
-    """Whether no logit of a row is greater than its target's: bool [T]; a target that ties with the greatest counts."""
+def is_top1(logits_TV: Tensor, targets_T: Tensor) -> Tensor:
+    """Return whether no logit is greater than the target's, bool [T]; ties are True."""
     return logits_TV.gather(-1, targets_T[:, None])[:, 0] >= logits_TV.amax(-1)
 
 
@@ -94,9 +95,9 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap") 
 
 
 def head_scale(config: Any) -> HeadScale:
-    """The scale and cap that a transformers config names; whatever else a model does is found by `verify_head`.
+    """Return the scale and cap that a transformers config names; `verify_head` detects any other change of the logits.
 
-    A divisor of the hidden states is a divisor of the logits where the head has no bias, which holds for these models.
+    A divisor of the hidden states counts as a divisor of the logits: true without a bias, as in these models.
     """
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     scale = 1.0
@@ -104,7 +105,7 @@ def head_scale(config: Any) -> HeadScale:
         scale *= _number(text, name) or 1.0
     for name in _DIVISORS:
         value = _number(text, name) or 1.0
-        # HyperCLOVAX took Granite's name for a factor.
+        # HyperCLOVAX uses Granite's attribute as a factor.
         scale = scale * value if str(getattr(text, "model_type", "")).startswith("hyperclovax") else scale / value
     caps = [cap for name in _CAPS if (cap := _number(text, name))]
     return HeadScale(scale, caps[0] if caps else None)

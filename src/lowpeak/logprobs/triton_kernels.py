@@ -1,7 +1,7 @@
-"""The two passes over a chunk's raw logits as Triton kernels, one program a row: the same as `rows.py`, its definition.
+"""The passes of `torch_kernels.py` over a chunk's raw logits as Triton kernels, one program per token.
 
-`row_statistics` reads [C, V] once; `row_gradient_` reads and writes it once, and can emit bf16 beside it for products in
-the tensor cores. Imported on CUDA only, where torch brings Triton (or under TRITON_INTERPRET=1, which needs no GPU).
+`softmax_statistics` reads [C, V] once; `logits_gradient_` reads and writes it once, and can also write bf16 for products
+in the tensor cores. Imported on CUDA only, where torch installs Triton (or with TRITON_INTERPRET=1, without a GPU).
 """
 
 from __future__ import annotations
@@ -14,14 +14,15 @@ import triton.language as tl
 from torch import Tensor
 
 from lowpeak.logprobs.reference import ChunkSettings
-from lowpeak.logprobs.softmax_passes import RowDerivatives, RowStatistics
+from lowpeak.logprobs.torch_kernels import LossDerivatives, SoftmaxStatistics
 
 _BLOCK = 4096  # ids at a time
 _NUM_WARPS = 8
 
 
-def chosen_logits(raw_CV: Tensor, bias_V: Tensor | None, targets_C: Tensor, settings: ChunkSettings) -> Tensor:
-    """Finished logits of the targets, [C], to the bit those that `row_statistics` takes the maximum of."""
+def target_logits(raw_CV: Tensor, bias_V: Tensor | None, targets_C: Tensor, settings: ChunkSettings) -> Tensor:
+    """Return the final logits of the targets: [C]."""
+    # Computed as in `softmax_statistics`, to the bit: `is_top1` compares them with its maximum.
     chosen_C = raw_CV.new_empty(len(raw_CV))
     if len(raw_CV):
         with torch.cuda.device_of(raw_CV):
@@ -36,13 +37,13 @@ def chosen_logits(raw_CV: Tensor, bias_V: Tensor | None, targets_C: Tensor, sett
     return chosen_C
 
 
-def row_statistics(raw_CV: Tensor, bias_V: Tensor | None, settings: ChunkSettings) -> RowStatistics:
-    """One read of `raw`: it is left as it was."""
-    num_rows, num_ids = raw_CV.shape
-    max_C, sum_C, dot_C = (raw_CV.new_empty(num_rows) for _ in range(3))
-    if num_rows:
+def softmax_statistics(raw_CV: Tensor, bias_V: Tensor | None, settings: ChunkSettings) -> SoftmaxStatistics:
+    """Return each token's sums over the vocabulary; reads `raw` once and leaves it unchanged."""
+    num_tokens, num_ids = raw_CV.shape
+    max_C, sum_C, dot_C = (raw_CV.new_empty(num_tokens) for _ in range(3))
+    if num_tokens:
         with torch.cuda.device_of(raw_CV):
-            _statistics[(num_rows,)](
+            _statistics[(num_tokens,)](
                 raw_CV,
                 raw_CV if bias_V is None else bias_V,
                 max_C,
@@ -55,24 +56,24 @@ def row_statistics(raw_CV: Tensor, bias_V: Tensor | None, settings: ChunkSetting
                 BLOCK=_BLOCK,
                 num_warps=_NUM_WARPS,
             )
-    return RowStatistics(max_C, sum_C, dot_C if settings.entropy else None)
+    return SoftmaxStatistics(max_C, sum_C, dot_C if settings.entropy else None)
 
 
-def row_gradient_(
+def logits_gradient_(
     raw_CV: Tensor,
     bias_V: Tensor | None,
     settings: ChunkSettings,
     targets_C: Tensor,
-    statistics: RowStatistics,
-    derivatives: RowDerivatives,
+    statistics: SoftmaxStatistics,
+    derivatives: LossDerivatives,
     narrow_CV: Tensor | None = None,
 ) -> Tensor:
-    """Turn raw logits into the loss's derivative by them, in place, and into `narrow` where it is given; returns them."""
-    num_rows, num_ids = raw_CV.shape
+    """Overwrite raw logits with the loss's gradient by them and return it; copy it into `narrow` if given."""
+    num_tokens, num_ids = raw_CV.shape
     a_C, b_C, k_C = derivatives.coefficients(statistics, settings.gain)
-    if num_rows:
+    if num_tokens:
         with torch.cuda.device_of(raw_CV):
-            _gradient[(num_rows,)](
+            _gradient[(num_tokens,)](
                 raw_CV,
                 raw_CV if bias_V is None else bias_V,
                 raw_CV if narrow_CV is None else narrow_CV,
@@ -94,7 +95,7 @@ def row_gradient_(
 
 
 def _finish_arguments(bias_V: Tensor | None, settings: ChunkSettings) -> dict[str, Any]:
-    """z = outer * tanh(inner * (x + bias)) with a cap, else inner * (x + bias)."""
+    """Return the arguments of z = outer * tanh(inner * (x + bias)) with a cap, else z = inner * (x + bias)."""
     cap = settings.scale.softcap
     inner = settings.gain if cap is None else settings.scale.logit_scale / cap
     outer = 1.0 if cap is None else cap / settings.temperature
@@ -103,7 +104,7 @@ def _finish_arguments(bias_V: Tensor | None, settings: ChunkSettings) -> dict[st
 
 @triton.jit
 def _tanh(x: tl.tensor) -> tl.tensor:
-    # From exp alone, which every version of Triton has, of a number up to 0, which cannot overflow.
+    # Every version of Triton has exp. Its argument is at most 0, so it cannot overflow.
     small = tl.exp(-2.0 * tl.abs(x))
     size = (1.0 - small) / (1.0 + small)
     return tl.where(x < 0, -size, size)
@@ -119,7 +120,7 @@ def _load(
     WITH_BIAS: tl.constexpr,
     WITH_CAP: tl.constexpr,
 ) -> tl.tensor:
-    """inner * (x + bias), or its tanh; 0 of it where no id is."""
+    """Return inner * (x + bias), or its tanh; x and bias are 0 where `inside` is False."""
     x = tl.load(raw + columns, mask=inside, other=0.0)
     if WITH_BIAS:
         x += tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
@@ -165,7 +166,7 @@ def _statistics(
 ) -> None:
     row = tl.program_id(0)
     raw += row.to(tl.int64) * stride
-    # One running maximum for each lane, so that lanes meet once a row; all sums are relative to it.
+    # Each lane has a running maximum, to which its sums are relative; lanes are combined once, at the end.
     top = tl.full((BLOCK,), -3.0e38, tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     dot = tl.zeros((BLOCK,), tl.float32)

@@ -1,4 +1,4 @@
-"""FlexAttention's block mask is the definition's; uncompiled, its forward is too."""
+"""FlexAttention's block mask and its uncompiled forward equal the reference."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from closeness import assert_close_to_largest
 from forests import forest_of, length_of
-from lowpeak.attention import block_mask, flex_attention_row, forest_mask
+from lowpeak.attention import attend_flex, block_mask, forest_mask
 
 FORESTS = {
     "less than a block": forest_of((5, (3, 1, 4)), (0, (6,)), padding=2),
@@ -28,7 +28,7 @@ def test_the_forward_is_the_definitions(name):
     length = length_of(forest)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, h, length, w) for h, w in ((6, 16), (2, 16), (2, 12)))
-    out = flex_attention_row(query, key, value, block_mask(forest.trees, length, CPU), 0.3, compiled=False)
+    out = attend_flex(query, key, value, block_mask(forest.trees, length, CPU), 0.3, compiled=False)
     mask = forest_mask(forest, length)
     real = mask.any(1)
     mask = mask | ~real[:, None]

@@ -1,4 +1,4 @@
-"""Installing attention changes nothing but what a forest may do."""
+"""Installed attention changes nothing without a forest, and refuses unknown arguments with one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scores inside a classifier's forward, and the start-up check that finds a model whose scores mean something else."""
+"""Scores inside a classifier's forward, and their start-up check."""
 
 from __future__ import annotations
 

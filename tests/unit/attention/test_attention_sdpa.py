@@ -1,4 +1,4 @@
-"""Attention over a forest off CUDA: values and gradients are the definition's, in few calls of the kernel."""
+"""Attention over a forest off CUDA: values and gradients equal the reference, in few calls of the kernel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PADDED = FORESTS["mixed, with padding"]
 
 
 def heads(forest, num_heads, num_kv, dtype=torch.float64, width=16, value_width=16):
-    """Query, key and value as a layer makes them: projected together, then transposed."""
+    """Return query, key and value as a layer makes them: projected together, then transposed."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((num_heads, width), (num_kv, width), (num_kv, value_width))
     drawn = [torch.randn(1, length_of(forest), *shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -38,7 +38,7 @@ def heads(forest, num_heads, num_kv, dtype=torch.float64, width=16, value_width=
 
 
 def dense(query, key, value, forest):
-    """Attention under the definition's mask; zeros where a token sees nothing."""
+    """Return attention under the reference mask; zeros for padding."""
     mask = forest_mask(forest, length_of(forest))
     real = mask.any(1)
     mask = mask | ~real[:, None]
@@ -54,7 +54,7 @@ def values_and_gradients(attend, tensors):
 
 
 def fast(forest, kept=False):
-    """Attention by the fast way, the layout made once; `kept` recomputes it in backward."""
+    """Return attention as a function of the tensors; with `kept` under activation checkpointing."""
     layout = ForestLayout(forest, CPU)
     if kept:
         return lambda q, k, v: checkpoint(attend_forest, q, k, v, layout, SCALE, use_reentrant=False)
@@ -117,11 +117,11 @@ def test_what_another_completion_says_changes_no_bit():
 
 
 def summary(forest):
-    """Each call's number of segments, queries and keys of each, the layout's of all layers."""
+    """Return each call's number of segments, of queries and of keys per segment."""
     layout, query = ForestLayout(forest, CPU), heads(forest, 4, 4)[0]
-    assert layout.calls(query) is layout.calls(query)
-    each = layout.calls(query).calls
-    return [(c.num_segments, len(c.rows) // c.num_segments, len(c.columns) // c.num_segments) for c in each]
+    assert layout.sdpa_calls(query) is layout.sdpa_calls(query)
+    each = layout.sdpa_calls(query).calls
+    return [(c.num_segments, len(c.queries) // c.num_segments, len(c.keys) // c.num_segments) for c in each]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,83 @@
-"""The start-up check, and the models that install_head refuses."""
+"""The start-up checks of kernels and of models, and the models that install_head refuses."""
 
 from __future__ import annotations
+
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import BertConfig, BertLMHeadModel, Qwen2ForCausalLM, Qwen2Model, T5Config, T5ForConditionalGeneration
 
 from lowpeak.errors import HeadMismatchError, ModelError
-from lowpeak.logprobs import install_head, rounding, verify_head
+from lowpeak.logprobs import torch_kernels
+from lowpeak.logprobs.kernels import kernel_mismatch
+from lowpeak.logprobs.lm_head import install_head
+from lowpeak.logprobs.self_check import matmul_eps, verify_head
 from tiny import tiny_model
+
+CPU = torch.device("cpu")
+
+
+def kernels(
+    statistics=torch_kernels.softmax_statistics,
+    gradient=torch_kernels.logits_gradient_,
+    chosen=torch_kernels.target_logits,
+):
+    return SimpleNamespace(target_logits=chosen, softmax_statistics=statistics, logits_gradient_=gradient)
+
+
+def off_by_little(raw, *inputs):
+    found = torch_kernels.logits_gradient_(raw, *inputs)
+    found[0, 0] += 0.01 * found.abs().max()
+    return found
+
+
+def off_in_bf16(raw, *inputs):
+    found = torch_kernels.logits_gradient_(raw, *inputs)
+    inputs[-1][-1, -1] = found.abs().max()
+    return found
+
+
+def no_numbers(raw, *inputs):
+    return torch_kernels.logits_gradient_(raw, *inputs).mul_(float("nan"))
+
+
+def forgets_the_cap(raw, bias, settings):
+    return torch_kernels.softmax_statistics(
+        raw, bias, settings if settings.scale.softcap is None else type(settings)(5, 0.7, entropy=True)
+    )
+
+
+def short_of_the_maximum(*inputs):
+    return torch_kernels.target_logits(*inputs) * (1 - 1e-6)
+
+
+def fails(raw, bias, settings):
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+def test_the_same_passes_agree():
+    assert kernel_mismatch(torch_kernels, CPU) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"gradient": off_by_little},
+        {"gradient": off_in_bf16},
+        {"gradient": no_numbers},
+        {"statistics": forgets_the_cap},
+        {"chosen": short_of_the_maximum},
+    ],
+    ids=lambda other: next(iter(other.values())).__name__,
+)
+def test_passes_that_compute_something_else_are_found(other):
+    assert re.search(r"\b(\d\S*|nan) ", kernel_mismatch(kernels(**other), CPU))
+
+
+def test_a_failure_is_a_reason():
+    assert kernel_mismatch(kernels(fails), CPU) == "RuntimeError: no kernel image is available"
 
 
 class OtherQwen2(Qwen2ForCausalLM):
@@ -106,10 +175,10 @@ def rough_products():
 
 def test_products_that_may_be_rougher_are_asked_for_by_their_newer_names(rough_products):
     assert verify_head(install_head(tiny_model())) < 1e-5
-    assert rounding(torch.float32, torch.device("cuda")) == 2.0**-10
-    assert rounding(torch.bfloat16, torch.device("cuda")) == 2.0**-7
+    assert matmul_eps(torch.float32, torch.device("cuda")) == 2.0**-10
+    assert matmul_eps(torch.bfloat16, torch.device("cuda")) == 2.0**-7
 
 
 def test_products_are_exact_unless_they_were_allowed_not_to_be():
     for device in ("cpu", "cuda"):
-        assert rounding(torch.float32, torch.device(device)) == torch.finfo(torch.float32).eps
+        assert matmul_eps(torch.float32, torch.device(device)) == torch.finfo(torch.float32).eps

@@ -1,4 +1,4 @@
-"""The start-up check lets right models pass and finds what why_not does not know of."""
+"""The start-up check passes plain models, and finds the unsupported ones that their configs do not reveal."""
 
 from __future__ import annotations
 

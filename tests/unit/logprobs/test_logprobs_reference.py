@@ -1,4 +1,4 @@
-"""The meaning of a log-prob, and what a config says about its logits."""
+"""The naive log-probs, and the scales of logits that configs name."""
 
 from __future__ import annotations
 

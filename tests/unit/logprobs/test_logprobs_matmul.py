@@ -1,4 +1,4 @@
-"""A few rows before a large head on a CPU: which product multiplies them, and that the logits are the same."""
+"""Small batches before a large head on a CPU: oneDNN multiplies them, to the same logits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGE, WIDTH = 1 << 19, 32  # 64 MB of fp32
 
 
 class Operators(TorchDispatchMode):
-    """The names of the operators that ran."""
+    """A record of the names of the operators that ran."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def ran_by_onednn(hidden, weight, bias=None) -> bool:
 
 @pytest.mark.parametrize(("shape", "has_bias"), [((3,), True), ((5, 2), False), ((15, 1), True), ((64,), False)])
 def test_a_few_rows_before_a_large_head_have_its_logits(head, shape, has_bias):
-    # The last position of several, as generation cuts it out: not contiguous.
+    # A non-contiguous slice of the last position, as generation makes it.
     hidden = torch.randn(*shape, 4, WIDTH)[..., -1, :]
     bias = head.bias if has_bias else None
     with torch.no_grad(), Operators() as operators:
