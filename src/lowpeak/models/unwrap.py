@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
+
 
 def transformers_model(model: Any) -> Any:
     """Return the model that has `generate`, a named signature and a head: the one inside an adapter's wrapper, if any."""
@@ -17,3 +19,8 @@ def num_embeddings(model: Any) -> int | None:
     while embedding is not None and not hasattr(embedding, "num_embeddings"):
         embedding = getattr(embedding, "base_layer", None) or getattr(embedding, "original_module", None)
     return getattr(embedding, "num_embeddings", None)
+
+
+def is_peft(model: nn.Module) -> bool:
+    """Whether the model is a peft model, without importing peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
