@@ -20,14 +20,14 @@ from lowpeak.models.lora import add_adapter as add_adapter
 from lowpeak.models.pretrained import check_dtype as check_dtype
 from lowpeak.models.pretrained import check_shapes as check_shapes
 from lowpeak.models.pretrained import from_pretrained as from_pretrained
-from lowpeak.models.sharded_loading import IN_PARTS as IN_PARTS
-from lowpeak.models.sharded_loading import MEETING as MEETING
+from lowpeak.models.sharded_loading import COLLECTIVE_STYLES as COLLECTIVE_STYLES
+from lowpeak.models.sharded_loading import GRAD_ALLREDUCE_STYLE as GRAD_ALLREDUCE_STYLE
+from lowpeak.models.sharded_loading import device_map_for_loading as device_map_for_loading
 from lowpeak.models.sharded_loading import find_config as find_config
 from lowpeak.models.sharded_loading import give_room as give_room
-from lowpeak.models.sharded_loading import in_parts as in_parts
+from lowpeak.models.sharded_loading import load_tensor_parallel as load_tensor_parallel
+from lowpeak.models.sharded_loading import modules_with_style as modules_with_style
 from lowpeak.models.sharded_loading import reads_weights as reads_weights
-from lowpeak.models.sharded_loading import straight_to as straight_to
-from lowpeak.models.sharded_loading import styled as styled
 from lowpeak.models.sharded_loading import whole_again as whole_again
 from lowpeak.models.sharded_loading import without_weights as without_weights
 from lowpeak.models.unwrap import is_peft as is_peft
@@ -46,4 +46,4 @@ from lowpeak.models.value_heads import critics_model as critics_model
 from lowpeak.models.value_heads import is_critics as is_critics
 from lowpeak.models.value_heads import keeping_critic as keeping_critic
 from lowpeak.models.value_heads import let_layers_switch as let_layers_switch
-from lowpeak.models.value_heads import own_modules as own_modules
+from lowpeak.models.value_heads import modules_without_critic as modules_without_critic

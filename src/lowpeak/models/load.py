@@ -1,7 +1,7 @@
-"""Loading: the policy, its tokenizer, the reference; precision and adapters are settled here and nowhere else.
+"""Loading of the policy, its tokenizer and the reference, and the precision of their weights.
 
-Trainable weights are fp32 from loading (said once in the log) with bf16 compute where asked; frozen weights, and the
-base under LoRA, stay in the checkpoint's dtype; adapters are fp32.
+Trainable weights are fp32 from loading on (logged once), with bf16 computation if the user sets it. Frozen weights, and the base
+under LoRA, keep the checkpoint's dtype; adapters are fp32.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lowpeak.arguments import WHOLE, Cut
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
-from lowpeak.models.lora import add_training_adapter, remove_earlier_adapters, ties_lora_weights
+from lowpeak.models.lora import add_training_adapter, remove_added_modules, ties_lora_weights
 from lowpeak.models.pretrained import from_pretrained
-from lowpeak.models.sharded_loading import straight_to
+from lowpeak.models.sharded_loading import device_map_for_loading
 from lowpeak.models.unwrap import is_peft
-from lowpeak.models.value_heads import detach
+from lowpeak.models.value_heads import remove_critic
 
 logger = logging.getLogger(__name__)
 
@@ -38,14 +38,15 @@ def load_policy(
     cut: Cut = WHOLE,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """The model to train, by name, path or instance; with `peft_config`, under an adapter. See `upcast_trainable`.
+    """Return the model to train, from a name, path or instance; under a new adapter if `peft_config` is given.
 
-    One that is `cut` where it is loaded is fp32 from there on; one that trains whole is read into the memory of its `device`.
+    A tensor parallel model (`cut`) is loaded in fp32; see `upcast_trainable` for the others. A model that will not be sharded is
+    read directly into the memory of its `device`.
     """
     if cut != WHOLE:
-        _check_cut(model, init_kwargs, peft_config)
+        _check_tensor_parallel(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
-    policy = _loaded_or_given(model, init_kwargs, trust_remote_code, cut, device)
+    policy = _load_or_take(model, init_kwargs, trust_remote_code, cut, device)
     _keep_training_format(policy)
     if peft_config is not None:
         policy = add_training_adapter(policy, peft_config)
@@ -55,7 +56,7 @@ def load_policy(
     return policy
 
 
-def _loaded_or_given(
+def _load_or_take(
     model: str | nn.Module,
     init_kwargs: Mapping[str, Any] | None,
     trust_remote_code: bool,
@@ -63,23 +64,23 @@ def _loaded_or_given(
     device: torch.device | None,
 ) -> nn.Module:
     if isinstance(model, str):
-        given = dict(init_kwargs or {})
-        placed = straight_to(device, given) if cut == WHOLE else {}
-        return _load_causal(model, given | placed, trust_remote_code, cut)
+        options = dict(init_kwargs or {})
+        device_map = device_map_for_loading(device, options) if cut == WHOLE else {}
+        return _load_causal(model, options | device_map, trust_remote_code, cut)
     _check_instance(model, bool(init_kwargs) or trust_remote_code)
-    remove_earlier_adapters(model)
+    remove_added_modules(model)
     return model
 
 
 def _check_instance(model: Any, has_load_arguments: bool) -> None:
     if has_load_arguments:
         raise ArgumentError(
-            "model_init_kwargs and trust_remote_code act when the model is given by name or path; an instance was given: "
+            "model_init_kwargs and trust_remote_code have an effect only on a model by name or path, and model is an instance: "
             "remove them."
         )
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"model is {model!r:.80}, a {type(model).__name__}; pass a name or path as a string, or a model."
+            f"model must be a name, a path or a torch module, got {model!r:.80} of type {type(model).__name__}"
         )
 
 
@@ -94,42 +95,45 @@ def _load_causal(
     return from_pretrained(AutoModelForCausalLM, name, cut, frozen_on, **kwargs)
 
 
-def _check_cut(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
+def _check_tensor_parallel(model: Any, init_kwargs: Mapping[str, Any] | None, peft_config: Any) -> None:
     if not isinstance(model, str):
         raise ArgumentError(
-            "tensor parallelism cuts a model where it is loaded: pass its name or path, not an instance."
+            "tensor parallelism shards a model while it is loaded: pass its name or path, not an instance."
         )
     if peft_config is not None or "quantization_config" in (init_kwargs or {}):
         raise ArgumentError(
-            "adapters and quantised models do not run under tensor parallelism: train them under fsdp2 or zero3."
+            "tensor parallelism does not support adapters and quantised models: train them under fsdp2 or zero3."
         )
 
 
 def _check_policy(policy: nn.Module) -> None:
-    """Raise ModelError where training would silently do less than it seems to."""
+    """Raise an error for a policy whose training would silently have no effect, or a wrong one."""
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise ModelError(
-            "no weight of the model is trainable, so nothing would be learned: call requires_grad_(True) on what is to "
+            "the model has no trainable weights, so training would change nothing: call requires_grad_(True) on the weights to "
             "train, or load the adapter with PeftModel.from_pretrained(..., is_trainable=True)."
         )
     if ties_lora_weights(policy):
         raise ArgumentError(
-            "ensure_weight_tying=True gives LoRA of a tied embedding and head one memory and two parameters, which an optimizer "
-            "changes twice: put the embedding in modules_to_save in place of target_modules, or leave ensure_weight_tying out."
+            "ensure_weight_tying=True makes two LoRA parameters of a tied embedding and head share memory, so an optimizer would "
+            "update it twice: move the embedding from target_modules to modules_to_save, or remove ensure_weight_tying."
         )
 
 
 def load_tokenizer(processing_class: Any, model: str | nn.Module, trust_remote_code: bool) -> Any:
-    """The tokenizer passed in, or the one beside the model; ModelError where it is of no use (see `check_tokenizer`)."""
+    """Return the tokenizer passed in, or the model's; ModelError if it cannot be used (see `check_tokenizer`)."""
     if processing_class is not None:
         check_tokenizer(processing_class)
         return processing_class
     name = model if isinstance(model, str) else getattr(getattr(model, "config", None), "_name_or_path", "")
     if not name:
-        raise ArgumentError("the model instance does not say where its tokenizer is: pass processing_class=tokenizer.")
+        raise ArgumentError(
+            "the model instance has no name or path to load a tokenizer from: pass processing_class=tokenizer."
+        )
     tokenizer = from_pretrained(AutoTokenizer, name, trust_remote_code=trust_remote_code)
-    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):  # what transformers makes of a missing one
-        raise ModelError(f"there is no tokenizer beside {name!r}: save one there, or pass processing_class=tokenizer.")
+    # transformers returns a tokenizer with special tokens alone if there are no files.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(f"{name!r} has no tokenizer: save one there, or pass processing_class=tokenizer.")
     check_tokenizer(tokenizer)
     return tokenizer
 
@@ -144,14 +148,14 @@ def load_reference(
     cut: Cut = WHOLE,
     device: torch.device | None = None,
 ) -> nn.Module | None:
-    """The frozen reference as a model of its own, for a `device`; None under LoRA, where it is the policy with adapters off.
+    """Return the frozen reference as a separate model, for a `device`; None under LoRA (see `adapter_reference`).
 
-    `origin` is what the user passed as the model: a name is loaded again in the checkpoint's dtype, an instance is
-    copied as it stands now, before training moves it. A `ref_model` is taken in its place; an instance is used itself.
+    `origin` is the user's model argument: a name is loaded again in the checkpoint's dtype, an instance is copied before training
+    changes it. A `ref_model` replaces it; an instance is used without a copy.
     """
     if isinstance(ref_model, nn.Module):
         if ref_model is origin:
-            raise ArgumentError("ref_model is the model itself, which training moves: leave it out.")
+            raise ArgumentError("ref_model is the model itself, which training changes: remove it.")
         return ref_model
     if ref_model is not None:
         return _load_causal(ref_model, init_kwargs, trust_remote_code, cut, device)
@@ -160,12 +164,12 @@ def load_reference(
     if isinstance(origin, str):
         return _load_causal(origin, init_kwargs, trust_remote_code, cut, device)
     reference = copy.deepcopy(policy)
-    detach(reference)
+    remove_critic(reference)
     return reference
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to 0: of dropout modules, and those that a module keeps as a number of its own."""
+    """Set every dropout probability to 0: of dropout modules, and of modules that store it as an attribute."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -175,19 +179,14 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Most tokens that the model takes, by its config; None when it does not say.
-
-    With longrope that is where its first rotations end.
-    """
+    """Return the maximum number of tokens by the model's config, None if it has none; for longrope see `first_rotations`."""
     return first_rotations(model) or getattr(_text_config(model), "max_position_embeddings", None)
 
 
 def first_rotations(model: Any) -> int | None:
-    """Up to which length a longrope model has one set of rotations; None for other models.
-
-    Beyond, a row's numbers would depend on the longest row beside it, and on whether it was still short when its first tokens
-    were cached. vLLM takes the second set for all rows where its context is longer.
-    """
+    """Return the length up to which a longrope model uses its first set of rotations; None for other models."""
+    # Beyond it, a sequence's result would depend on the longest sequence in its batch, and on its length when its first tokens
+    # were cached. vLLM uses the second set for all sequences if its context is longer.
     text = _text_config(model)
     rope = getattr(text, "rope_parameters", None) or {}
     if rope.get("rope_type") != "longrope":
@@ -201,31 +200,32 @@ def _text_config(model: Any) -> Any:
 
 
 def _keep_training_format(policy: nn.Module) -> None:
-    """bitsandbytes repacks 4-bit weights at the first inference on a CPU, and its backward cannot read that format."""
+    # bitsandbytes repacks 4-bit weights at the first inference on a CPU, in a format that its backward cannot read.
     for module in policy.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
 
 
 def upcast_trainable(policy: nn.Module) -> None:
-    """Make trainable weights fp32, said once in the log; call it after the reference was taken in its own dtype."""
-    low = [p for p in policy.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
-    for parameter in low:
+    """Convert trainable weights to fp32, and log it; call after a reference in the checkpoint's dtype was copied."""
+    half = [p for p in policy.parameters() if p.requires_grad and p.dtype in (torch.bfloat16, torch.float16)]
+    for parameter in half:
         parameter.data = parameter.data.float()
-    if low:
-        count = sum(p.numel() for p in low)
+    if half:
+        count = sum(p.numel() for p in half)
         logger.warning(
-            "%s trainable weights were loaded in half precision and are now fp32; compute follows bf16.", f"{count:,}"
+            "%s trainable weights were loaded in half precision and converted to fp32; computation follows bf16.",
+            f"{count:,}",
         )
 
 
 @dataclass(frozen=True)
 class Head:
-    """`install(model, cast_head_to_fp32=...)` lets a model take a `HeadRequest`; `verify(model)` raises where it answers wrong."""
+    """A kind of output head: `install` makes a model accept a `HeadRequest`, `verify` raises if its results are wrong."""
 
     install: Callable[..., Any]
     verify: Callable[[nn.Module], float]
 
 
 LOGPROBS: Head = Head(install_head, verify_head)
-SCORES = Head(install_score_head, verify_score_head)
+SCORES: Head = Head(install_score_head, verify_score_head)

@@ -1,4 +1,4 @@
-"""LoRA adapters: adding one to a policy, and the reference that a policy under an adapter carries in itself."""
+"""LoRA adapters: adding one to a policy, and the reference model inside a policy with an adapter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from lowpeak.errors import ArgumentError, first_line, require_package
 from lowpeak.models.unwrap import is_peft
-from lowpeak.models.value_heads import CRITIC, detach, keeping_critic, without_critic
+from lowpeak.models.value_heads import CRITIC, keeping_critic, remove_critic, without_critic
 from lowpeak.ranks import Ranks
 
 REFERENCE_ADAPTER = "reference"
@@ -20,76 +20,79 @@ REFERENCE_ADAPTER = "reference"
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen reference: a model of its own, or (None) the policy itself while the context `use` is open."""
+    """The frozen reference: a separate model, or (None) the policy inside the context `use`."""
 
     model: nn.Module | None
     use: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def adapter_reference(policy: Any) -> Reference:
-    """The reference under LoRA: adapters off; or, for an adapter that came in trained, a frozen copy of that adapter."""
-    adapter = _only_adapter(policy)
-    if Ranks().first(lambda: _has_effect(policy, adapter)):  # others may have no weights of it yet
+    """Return the reference under LoRA: the policy without adapters, or with a frozen copy of an adapter that was trained before."""
+    adapter = _trained_adapter(policy)
+    # Rank 0 decides, since the other ranks may not have the adapter's weights yet.
+    if Ranks().first(lambda: _has_effect(policy, adapter)):
         with keeping_critic(policy):
             _copy_adapter(policy, adapter)
-        return Reference(None, lambda: _other_adapter(policy, adapter))
-    return Reference(None, lambda: _no_adapter(policy))
+        return Reference(None, lambda: _reference_adapter_on(policy, adapter))
+    return Reference(None, lambda: _adapters_off(policy))
 
 
-def _only_adapter(policy: Any) -> str:
-    """The adapter that trains; ArgumentError where there are several, or where the base below it trains too."""
-    own = [name for name in policy.active_adapters if name != CRITIC]
-    if len(own) != 1:
+def _trained_adapter(policy: Any) -> str:
+    """Return the adapter to train; ArgumentError unless it is the only one and the base model is frozen."""
+    active = [name for name in policy.active_adapters if name != CRITIC]
+    if len(active) != 1:
         raise ArgumentError(
-            f"beta above 0 takes a reference by one adapter, and {', '.join(own) or 'none'} are active: activate one with "
-            "model.set_adapter(name), or set beta=0."
+            f"beta above 0 needs exactly one active adapter for its reference, got {', '.join(active) or 'none'}: "
+            "activate one with model.set_adapter(name), or set beta=0."
         )
-    if getattr(policy.peft_config[own[0]], "bias", "none") not in ("none", False):
+    if getattr(policy.peft_config[active[0]], "bias", "none") not in ("none", False):
         raise ArgumentError(
-            "the adapter's bias setting trains biases of the base, which then is no reference any more: set bias='none', or beta=0."
+            "the adapter's bias setting trains biases of the base model, which is the reference: set bias='none', or beta=0."
         )
-    return own[0]
+    return active[0]
 
 
 def _has_effect(policy: nn.Module, adapter: str) -> bool:
-    """Whether the adapter may change the model: a fresh LoRA has a factor of zeros, a module to save is the base's own still."""
+    """Return whether the adapter changes the model's output; a new one has a zero factor, or copies of the base's modules."""
     named = dict(policy.named_parameters())
     return any(
-        _acts(name, parameter, adapter, named) for name, parameter in named.items() if adapter in name.split(".")
+        _changes_output(name, parameter, adapter, named)
+        for name, parameter in named.items()
+        if adapter in name.split(".")
     )
 
 
-def _acts(name: str, parameter: nn.Parameter, adapter: str, named: Mapping[str, nn.Parameter]) -> bool:
+def _changes_output(name: str, parameter: nn.Parameter, adapter: str, named: Mapping[str, nn.Parameter]) -> bool:
     parts = name.split(".")
-    if {"lora_A", "lora_embedding_B", "lora_magnitude_vector"} & set(parts):  # nothing without the other factor
+    if {"lora_A", "lora_embedding_B", "lora_magnitude_vector"} & set(parts):  # no effect while the other factor is zero
         return False
     if {"lora_B", "lora_embedding_A"} & set(parts):
         return bool(parameter.detach().any())
     original = named.get(name.replace(f".modules_to_save.{adapter}.", ".original_module."))
     if original is not None and original is not parameter:
         return not torch.equal(parameter.detach(), original.detach().to(parameter))
-    return True  # of another kind: a copy of it is right in any case
+    return True  # another kind of adapter: a copy is correct in any case
 
 
 def _copy_adapter(policy: Any, adapter: str) -> None:
     with without_critic(policy.get_base_model()):
         policy.add_adapter(REFERENCE_ADAPTER, policy.peft_config[adapter])
-    own = dict(policy.named_parameters())
+    params = dict(policy.named_parameters())
     with torch.no_grad():
-        for name, parameter in own.items():
+        for name, parameter in params.items():
             if REFERENCE_ADAPTER in (parts := name.split(".")):
-                parameter.copy_(own[".".join(adapter if part == REFERENCE_ADAPTER else part for part in parts)])
+                parameter.copy_(params[".".join(adapter if part == REFERENCE_ADAPTER else part for part in parts)])
     _activate(policy, adapter)
 
 
 @contextmanager
-def _no_adapter(policy: Any) -> Iterator[None]:
+def _adapters_off(policy: Any) -> Iterator[None]:
     with keeping_critic(policy), policy.disable_adapter():
         yield
 
 
 @contextmanager
-def _other_adapter(policy: Any, adapter: str) -> Iterator[None]:
+def _reference_adapter_on(policy: Any, adapter: str) -> Iterator[None]:
     with keeping_critic(policy):
         _activate(policy, REFERENCE_ADAPTER)
         try:
@@ -106,8 +109,9 @@ def _activate(policy: Any, adapter: str) -> None:
 
 
 def add_training_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
+    """Return the policy under a new adapter; a quantised policy is prepared for training first."""
     if is_peft(policy):
-        raise ArgumentError("the model already has an adapter and peft_config asks for another: pass one of the two.")
+        raise ArgumentError("the model has an adapter already and peft_config adds another: pass one of the two.")
     require_package("peft", "peft_config", "peft")
     from peft import prepare_model_for_kbit_training
 
@@ -127,25 +131,25 @@ def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
         raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
 
 
-def remove_earlier_adapters(policy: Any) -> None:
-    """Take away what an earlier run left in an instance, its critic and its copy of an adapter: each run makes its own."""
+def remove_added_modules(policy: Any) -> None:
+    """Remove the critic and the reference adapter that an earlier run added to a model instance."""
     if not is_peft(policy):
-        detach(policy)
+        remove_critic(policy)
         return
     for adapter in (CRITIC, REFERENCE_ADAPTER):
         if policy.active_adapters == [adapter]:
             raise ArgumentError(
-                f"the model trains an adapter of the name {adapter!r}, which is what lowpeak calls one of its own: load it under "
-                "another adapter_name."
+                f"the model's active adapter is named {adapter!r}, a name that lowpeak uses: load it under another "
+                "adapter_name."
             )
-    detach(policy.get_base_model())
+    remove_critic(policy.get_base_model())
     for adapter in (CRITIC, REFERENCE_ADAPTER):
         if adapter in policy.peft_config:
             policy.delete_adapter(adapter)
 
 
 def ties_lora_weights(policy: Any) -> bool:
-    """Whether peft has made LoRA of the head out of views of the embedding's."""
+    """Return whether peft has tied the LoRA weights of the head to the embedding's, as views."""
     if not is_peft(policy) or not any(getattr(c, "ensure_weight_tying", False) for c in policy.peft_config.values()):
         return False
     base = policy.get_base_model()

@@ -17,7 +17,14 @@ from torch import nn
 from lowpeak import PPOConfig
 from lowpeak.arguments import Cut, resolve_online, resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.models import IN_PARTS, from_pretrained, in_parts, load_policy, straight_to, styled
+from lowpeak.models import (
+    GRAD_ALLREDUCE_STYLE,
+    device_map_for_loading,
+    from_pretrained,
+    load_policy,
+    load_tensor_parallel,
+    modules_with_style,
+)
 from tiny import tiny_model
 
 DEVICE = torch.device("meta")  # apart from the host's memory, as a GPU is
@@ -32,11 +39,11 @@ def test_a_policy_that_trains_whole_is_read_into_the_memory_of_its_device(tmp_pa
 
 @patch.dict(os.environ)
 def test_one_that_fsdp_will_cut_or_the_user_or_a_quantiser_places_is_not():
-    assert straight_to(DEVICE, {}) == {"device_map": {"": DEVICE}}
+    assert device_map_for_loading(DEVICE, {}) == {"device_map": {"": DEVICE}}
     for given in ("device_map", "quantization_config"):
-        assert straight_to(DEVICE, {given: object()}) == {}
+        assert device_map_for_loading(DEVICE, {given: object()}) == {}
     os.environ["ACCELERATE_USE_FSDP"] = "true"
-    assert straight_to(DEVICE, {}) == {}
+    assert device_map_for_loading(DEVICE, {}) == {}
 
 
 class Auto:
@@ -53,7 +60,7 @@ class Auto:
 
 
 def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
-    model, _ = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
+    model, _ = load_tensor_parallel(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
     assert model.asked == ("m", 2, 4, {"dtype": "auto"})
     assert not model.is_distributed_loading_by_transformers
 
@@ -68,12 +75,12 @@ def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
 )
 def test_a_model_that_would_be_cut_wrong_is_refused(auto, cut, message):
     with pytest.raises(ArgumentError, match=message):
-        in_parts(auto, "m", {}, cut)
+        load_tensor_parallel(auto, "m", {}, cut)
 
 
 def test_a_weight_that_is_not_tied_or_not_cut_by_rows_may_have_any_number_of_them():
-    in_parts(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
-    in_parts(Auto(vocab_size=13), "m", {}, Cut(2, 1))
+    load_tensor_parallel(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
+    load_tensor_parallel(Auto(vocab_size=13), "m", {}, Cut(2, 1))
 
 
 def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
@@ -89,12 +96,12 @@ def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
 
 
 def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
-    auto = Auto({"model.layers.*.input_layernorm": IN_PARTS})
+    auto = Auto({"model.layers.*.input_layernorm": GRAD_ALLREDUCE_STYLE})
     layers = auto._model.model.layers
     for layer in layers:
         layer.input_layernorm.forward = lambda hidden: hidden
-    model, _ = in_parts(auto, "m", {}, Cut(2, 1))
-    assert list(styled(model, IN_PARTS)) == [layer.input_layernorm for layer in layers]
+    model, _ = load_tensor_parallel(auto, "m", {}, Cut(2, 1))
+    assert list(modules_with_style(model, GRAD_ALLREDUCE_STYLE)) == [layer.input_layernorm for layer in layers]
     assert all("forward" not in vars(layer.input_layernorm) for layer in layers)
 
 
