@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
 
 def transformers_model(model: Any) -> Any:
     """Return the transformers model, from inside a PEFT wrapper if there is one: it has `generate` and a named signature."""
@@ -21,6 +19,6 @@ def num_embeddings(model: Any) -> int | None:
     return getattr(embedding, "num_embeddings", None)
 
 
-def is_peft(model: nn.Module) -> bool:
+def is_peft(model: Any) -> bool:
     """Return whether the model is a peft model, without importing peft."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

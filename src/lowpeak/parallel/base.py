@@ -73,13 +73,13 @@ class AccelerateStrategy(Strategy):
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         load_torch_state(checkpoint, self._unwrapped(model), optimizer, self.ranks.processes)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
         model = freeze(model)
         # A quantised model stays on the device where its quantiser placed it.
         if not getattr(model, "is_quantized", False):
-            exceeds_room = self.ranks.max([float(parameter_bytes(model) > room)])[0]
+            too_large = self.ranks.max([float(parameter_bytes(model) > free_bytes)])[0]
             from_rank_0 = self._only_rank_0_has_weights(model)
-            if self.ranks.world_size > 1 and (on_host or exceeds_room):
+            if self.ranks.world_size > 1 and (on_host or too_large):
                 shard_layers(model, None, on_host, self._device if from_rank_0 else None)
             elif on_host:
                 cpu_offload(model, self._device)

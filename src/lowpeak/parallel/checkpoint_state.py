@@ -103,16 +103,16 @@ def local_range(tensor: Any) -> Fragment:
         return Fragment("", tensor.numel(), 0, tensor.detach().view(-1))
     values = tensor.to_local().detach().view(-1)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert not any(offsets[1:]), "sharded by rows"
+    assert not any(offsets[1:]), "the tensor is sharded by rows"
     start = offsets[0] * (tensor.numel() // tensor.shape[0]) if offsets else 0
     return Fragment("", tensor.numel(), start, values)
 
 
 def row_sharded(tensor: Any) -> Any:
     """Return a tensor sharded by rows: the tensor itself, or a copy if tensor parallelism sharded it by columns."""
-    if not isinstance(tensor, DTensor) or all(getattr(fragment_of, "dim", 0) == 0 for fragment_of in tensor.placements):
+    if not isinstance(tensor, DTensor) or all(getattr(placement, "dim", 0) == 0 for placement in tensor.placements):
         return tensor
-    placements = [Shard(0) if getattr(fragment_of, "dim", 0) else fragment_of for fragment_of in tensor.placements]
+    placements = [Shard(0) if getattr(placement, "dim", 0) else placement for placement in tensor.placements]
     detached: Any = tensor.detach()
     return detached.redistribute(placements=placements)
 

@@ -36,8 +36,8 @@ class Fsdp2(AccelerateStrategy):
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
         save_shards(checkpoint, torch_training_state(trained(self._unwrapped(model)), optimizer), self.ranks.processes)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        # Sharded on the policy's mesh even if there is `room`: `average` then needs no communication.
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+        # Sharded on the policy's mesh even if a replica would fit: `average` then needs no communication.
         from_rank_0 = (
             self._only_rank_0_has_weights(model) or self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
         )

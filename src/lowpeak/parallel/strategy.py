@@ -72,10 +72,10 @@ class InferenceStrategy(Protocol):
         """
         ...
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
         """Place a model that is never trained on the devices, in eval mode.
 
-        It is sharded if the policy is, or if a replica exceeds `room` bytes. With `on_host` it is stored in host memory, and
+        It is sharded if the policy is, or if a replica exceeds `free_bytes`. With `on_host` it is stored in host memory, and
         copied to the device one layer at a time.
         """
         ...

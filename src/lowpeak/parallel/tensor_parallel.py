@@ -76,12 +76,12 @@ class TensorParallel(Fsdp2):
                     if parameter.grad is not None:
                         dist.all_reduce(local_shard(parameter.grad).local, group=group)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
         if on_host:
             raise ArgumentError("offload_frozen_models does not work with tensor parallelism: remove one of the two.")
         if _is_tensor_parallel(model):
             return self._frozen(freeze(model))
-        return AccelerateStrategy.prepare_frozen(self, model, room, on_host)
+        return AccelerateStrategy.prepare_frozen(self, model, free_bytes, on_host)
 
     def _tp_collectives(self, model: nn.Module) -> TPCollectives | None:
         """Return the modules whose forwards transformers ends with a collective; None for a model that is not tensor parallel."""

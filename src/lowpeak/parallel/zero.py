@@ -101,9 +101,9 @@ class Zero(AccelerateStrategy):
         else:
             _copy_masters_to_model(engine.optimizer, params)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
         if self._stage < 3:
-            return super().prepare_frozen(model, room, on_host)
+            return super().prepare_frozen(model, free_bytes, on_host)
         import deepspeed
 
         # A model that was loaded under ZeRO-3 is sharded already.
