@@ -70,6 +70,7 @@ class Zero(AccelerateStrategy):
     def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         if self._accelerator.deepspeed_engine_wrapped is None:
             return []
+        # Only the step reads the fp32 master weights, their states, and the gradients.
         zero = self._engine.optimizer
         stage3 = getattr(zero, "fp32_partitioned_groups_flat", None)
         masters = zero.single_partition_of_fp32_groups if stage3 is None else stage3
@@ -96,6 +97,7 @@ class Zero(AccelerateStrategy):
             setattr(engine.optimizer.loss_scaler, key, value)
         if engine.lr_scheduler is not None and "schedule" in saved.engine:
             engine.lr_scheduler.load_state_dict(saved.engine["schedule"])
+        # The checkpoint has the master weights alone; copy them to the model on all ranks.
         if stage < 3:
             engine.optimizer.update_lp_params()
         else:
