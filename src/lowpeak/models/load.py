@@ -107,7 +107,7 @@ def _check_tensor_parallel(model: Any, init_kwargs: Mapping[str, Any] | None, pe
 
 
 def _check_policy(policy: nn.Module) -> None:
-    """Raise an error for a policy whose training would silently have no effect, or a wrong one."""
+    """Raise an error for a policy whose training would silently fail or have no effect."""
     if not any(parameter.requires_grad for parameter in policy.parameters()):
         raise ModelError(
             "the model has no trainable weights, so training would change nothing: call requires_grad_(True) on the weights to "

@@ -1,4 +1,4 @@
-"""Checked loading of a model or tokenizer through transformers: all damage and missing tensors are one ModelError."""
+"""Loading of models and tokenizers through transformers, with a ModelError for damaged or incomplete files."""
 
 from __future__ import annotations
 

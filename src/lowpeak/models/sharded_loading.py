@@ -31,7 +31,7 @@ def reads_weights(frozen_on: torch.device | None = None) -> bool:
 
 
 def device_map_for_loading(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `device_map` keyword that loads an unsharded policy directly onto its device, one tensor at a time.
+    """Return the `device_map` keyword that loads an unsharded policy directly onto its device.
 
     Empty on CPUs, under FSDP and DeepSpeed, and if a quantiser or the user's `device_map` places the model.
     """

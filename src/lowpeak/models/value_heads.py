@@ -153,7 +153,7 @@ def modules_without_critic(model: nn.Module) -> list[nn.Module]:
 
 
 def let_layers_switch(critic: AdapterCritic, layers: Iterable[nn.Module]) -> None:
-    """Make each layer run under the adapter "critic" alone if it is called for the critic, else under its active ones."""
+    """Make each layer run under the adapter "critic" alone whenever the critic calls it."""
     # Switch per layer: activation checkpointing reruns a layer in the backward, outside of a switch around the whole forward.
     for layer in layers:
         switch = _AdapterSwitch([part for part in layer.modules() if hasattr(part, "lora_A")])
@@ -165,7 +165,7 @@ def let_layers_switch(critic: AdapterCritic, layers: Iterable[nn.Module]) -> Non
 
 
 class _AdapterSwitch:
-    """The hooks that activate the critic's adapter while a layer runs for the critic, and while checkpointing reruns it.
+    """The hooks that activate the critic's adapter while a layer runs, or reruns, for the critic.
 
     In some versions of transformers checkpointing reruns a layer's forward without the hooks around it, so the function passed to
     checkpointing includes the switch.
@@ -222,7 +222,7 @@ def _scale_gradient(hidden: Tensor, gradient: float) -> Tensor:
 
 
 def check_reads(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
-    """Raise ArgumentError if the policy can generate a token that the critic's backbone does not embed, or reads differently."""
+    """Raise ArgumentError if the policy can generate a token that the critic lacks or reads differently."""
     # Padding rows of embeddings differ between models and are ignored.
     num_known, num_generated = num_embeddings(critic), num_embeddings(policy)
     needed = len(tokenizer) if num_generated is None else min(len(tokenizer), num_generated)

@@ -1,4 +1,4 @@
-"""The choice of a run's strategy from accelerate's state, and the checks that the user's request is in force.
+"""The choice of a run's strategy, and the checks that the requested parallelism is in force.
 
 Also the fraction of a model that the strategy stores on each device, known before the model is sharded or moved.
 """
@@ -59,7 +59,7 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Return whether a rank stores only shards of the model's parameters, so that a forward needs all ranks."""
+    """Return whether ranks store only shards of the parameters, so that a forward needs all ranks."""
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
@@ -127,7 +127,7 @@ def zero_offloads(plugin: Any, section: str) -> bool:
 
 @dataclass(frozen=True)
 class Shares:
-    """The fractions of weights, gradients and AdamW states that each rank's device stores, from 0 to 1."""
+    """The fractions, from 0 to 1, of weights, gradients and AdamW states on each rank's device."""
 
     weights: float = 1.0
     gradients: float = 1.0

@@ -90,7 +90,7 @@ def adapter_state(model: Any, exported: Mapping[str, Tensor]) -> dict[str, Tenso
 
 
 def parts_tied(model: Any, exported_names: Collection[str]) -> bool:
-    """Return whether the `merged` export has a separate head, though the model's config ties it to the embedding."""
+    """Return whether the `merged` export has a head separate from the embedding although the config ties them."""
     base = transformers_model(model)
     head = base.get_output_embeddings()
     name = next((plain_name(name) for name, module in base.named_modules() if module is head), "")
@@ -149,7 +149,7 @@ def _checkpoint_name(name: str, adapters: list[str]) -> str | None:
 def _lora_product(
     layer: Any, adapter: str, to_shard: Callable[[nn.Parameter], FlatShard], base: FlatShard
 ) -> LoraDelta:
-    """Return a function that computes `scaling * B @ A` for a range of the flat weight [rows, columns], and for its rows alone."""
+    """Return the delta `scaling * B @ A` of a weight [rows, columns]; it is computed for a range's rows alone."""
     if adapter in layer.lora_A:
         left, right = layer.lora_B[adapter].weight, layer.lora_A[adapter].weight
         left_OR, right_RI = to_shard(left).full_tensor(), to_shard(right).full_tensor()
@@ -180,7 +180,7 @@ def _lora_delta(
 
 
 def _check_mergeable(layer: Any, adapters: list[str], name: str, shape: torch.Size) -> None:
-    """Raise ArgumentError for adapters other than plain LoRA (`W + scaling * B @ A`) of a matrix."""
+    """Raise ArgumentError unless the adapters are plain LoRA (`W + scaling * B @ A`) of a matrix."""
     variants = getattr(layer, "lora_variant", {})
     known = all(adapter in layer.lora_A or adapter in layer.lora_embedding_A for adapter in adapters)
     biased = any(getattr(layer, "lora_bias", {}).get(adapter) for adapter in adapters)

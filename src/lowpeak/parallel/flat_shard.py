@@ -29,7 +29,7 @@ _REPLICATED = object()  # the group of a replicated parameter, which needs no co
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A parameter of `shape`, of which rank r of the group stores the flat range [r * chunk, (r + 1) * chunk).
+    """A sharded parameter of `shape`: rank r of the group stores the flat range [r * chunk, (r + 1) * chunk).
 
     `local` is a view of this rank's values, at most `chunk`; `dtype` is the dtype that the model computes in. `to_param`
     converts the gathered values to what the model expects: a DTensor under tensor parallelism.
@@ -75,9 +75,9 @@ class FlatShard:
         return all_gather(into[: self.padded_numel], self.padded_local(), group=self.group, async_op=True)
 
     def broadcast(self, first: int, last: int, into: Tensor, delta: LoraDelta | None = None) -> Tensor:
-        """Broadcast values [first, last), which one rank stores, to its group, after the owner has added `delta`.
+        """Broadcast values [first, last) from the rank that stores them; that rank adds `delta` first.
 
-        Returns a view of the flat buffer `into`, in its dtype; the owner returns its own storage if dtype and device match.
+        Returns a view of the flat buffer `into`, in its dtype; the sender returns its own storage if dtype and device match.
         """
         owner, values = first // self.chunk, into[: last - first]
         if self.group is _REPLICATED or self.rank == owner:

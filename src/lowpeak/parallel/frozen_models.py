@@ -45,7 +45,7 @@ def shard_layers(model: nn.Module, mesh: Any, on_host: bool, from_rank_0: torch.
 
 
 def replicate(model: nn.Module, device: torch.device) -> nn.Module:
-    """Copy the weights that rank 0 alone has read to each rank's device, without using the other ranks' host memory."""
+    """Copy rank 0's weights to each rank's device, without using the other ranks' host memory."""
     give_room(model, device)
     model.to(device)
     _broadcast_weights(model, device)

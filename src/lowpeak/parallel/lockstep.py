@@ -83,7 +83,7 @@ class Lockstep:
             self._in_order = True
 
     def fail(self) -> None:
-        """Tell the other ranks that this rank raises, unless they know already or are inside another collective."""
+        """Tell the other ranks that this rank raises, unless they know or are inside another collective."""
         if self._in_order:
             self._in_order = False
             self._gather(_FAILED)
@@ -157,7 +157,7 @@ class TPCollectives:
     group: Any = None
 
     def register(self, stack: ExitStack, lockstep: Lockstep, part: nn.Module | None, is_head: bool = False) -> None:
-        """Register the modules at or below `part` with the lockstep, in the order in which they run."""
+        """Register the modules at or below `part` with the lockstep, in their order of execution."""
         for module in part.modules() if part is not None else ():
             if any(module is each for each in self.modules):
                 make_inputs = _zero_head_inputs if is_head else _zero_inputs
@@ -174,7 +174,7 @@ def _dummy_call(
 
 
 def _zero_inputs(module: Any, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return zeros in the shape of the ids or hidden states that this forward passes to the module."""
+    """Return zeros in the shape of the module's input in this forward: ids or hidden states."""
     ids_BL = forward_kwargs["input_ids"]
     if isinstance(module, nn.Embedding):
         return torch.zeros_like(ids_BL), {}
@@ -182,7 +182,7 @@ def _zero_inputs(module: Any, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor
 
 
 def _zero_head_inputs(head: Any, forward_kwargs: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-    """Return zeros for the positions whose logits this forward computes, or for all positions and the head request."""
+    """Return zeros for the positions whose logits this forward computes; with a head request, for all positions."""
     num_rows, length = forward_kwargs["input_ids"].shape
     if forward_kwargs.get("head_request") is not None:
         return _zeros(head, num_rows, length), {"head_request": forward_kwargs["head_request"]}

@@ -135,7 +135,7 @@ def _install(
     lockstep: Lockstep,
     tp_collectives: TPCollectives,
 ) -> None:
-    """Gather what is kept, and register the collectives of a forward for the rest, in the order in which they run."""
+    """Gather what is kept; for the rest, register a forward's collectives in the order in which they run."""
     _keep_gathered(stack, parts.rest, _buffers(parts.rest))
     for (_, params), layer_buffers in zip(parts.layers[: plan.num_layers], buffers, strict=False):
         _keep_gathered(stack, params, layer_buffers)
@@ -205,7 +205,7 @@ def _sharded_params(module: nn.Module, shard_of: ShardOf) -> list[ShardedParam]:
 
 
 def _plan(parts: ShardedParts, budget: int | None) -> GatherPlan:
-    """Return what fits into the budget, less the buffers of one layer and of the rest, which are always allocated."""
+    """Return what fits into the budget; buffers for one layer and the rest are always allocated."""
     if budget is None:
         return GatherPlan(len(parts.layers), True)
     sizes = [_nbytes(params) for _, params in parts.layers]

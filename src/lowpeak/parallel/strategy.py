@@ -27,13 +27,13 @@ class Frozen:
 
 
 class TrainingStrategy(Protocol):
-    """Gradients of a training step: their computation, their average over ranks, their norm and the update."""
+    """A training step's gradients: backward, reduction over ranks, norm and update."""
 
     ranks: Ranks
 
     @property
     def promised_scale(self) -> float | None:
-        """Return the factor by which `backward` scales gradients if the head may add its gradient to `.grad` in place.
+        """Return the factor by which `backward` scales gradients, for a head that adds to `.grad` in place.
 
         None if a gradient must be observed on its way: by a reduction over ranks, by hooks or by a loss scaler.
         """
@@ -91,7 +91,7 @@ class ParameterExport(Protocol):
     def slices(
         self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
     ) -> Iterator[WeightSlice]:
-        """Yield the parameters in flat slices of at most `max_bytes`, in the same order on every rank.
+        """Yield the parameters in flat slices of at most `max_bytes`, in one order on all ranks.
 
         Values are cast to `dtype` (None: keep each parameter's). `merged` is the whole model under its checkpoint's names,
         with a LoRA adapter added to it; `adapter` is what training an adapter changes, under peft's names; `base` is the model
@@ -105,7 +105,7 @@ class ParameterExport(Protocol):
 
 
 class ShardedState(Protocol):
-    """Trained weights and optimizer states as this rank stores them: in memory and in checkpoints.
+    """Trained weights and optimizer states of this rank, in memory and in checkpoints.
 
     `cuts_states` is True if ranks store different parts of the trained weights or of their states, so that all ranks write.
     """
@@ -121,9 +121,9 @@ class ShardedState(Protocol):
         ...
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        """Write this rank's part of the trained weights and optimizer states into a staged folder, on all ranks together.
+        """Write this rank's part of the trained weights and optimizer states into a staged folder.
 
-        Does nothing if rank 0 writes them as transformers does.
+        All ranks call it together. Does nothing if rank 0 writes them as transformers does.
         """
         return
 

@@ -126,7 +126,7 @@ class TensorParallel(Fsdp2):
 
 
 def cut_alike(module: nn.Module, model: nn.Module) -> None:
-    """Apply FSDP2 to a module on the mesh on which a model was sharded while it was loaded; do nothing for other models."""
+    """Apply FSDP2 to a module on the data mesh of a model that was sharded while loading; skip other models."""
     for parameter in model.parameters():
         if _DATA_AXIS in _axes(parameter):
             assert isinstance(parameter, DTensor)

@@ -130,7 +130,7 @@ class Zero(AccelerateStrategy):
 
 @dataclass(frozen=True)
 class MasterRange:
-    """Values [start, start + count) of a parameter of `numel`, at [flat_start, flat_start + count) of a flat fp32 tensor."""
+    """Values [start, start + count) of a parameter; in `flat`, an fp32 tensor, they begin at `flat_start`."""
 
     name: str
     numel: int
@@ -168,7 +168,7 @@ def _master_ranges(optimizer: Any, stage: int, params: Mapping[str, nn.Parameter
 
 
 def _stage3_range(optimizer: Any, name: str, parameter: Any) -> MasterRange | None:
-    """Return rank r's range under stage 3, [r * c, (r + 1) * c), without the padding at the end."""
+    """Return this rank's range under stage 3: rank r has [r * c, (r + 1) * c), less the padding at the end."""
     group, flat_start, chunk = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = torch.distributed.get_rank(parameter.ds_process_group) * chunk
     count = max(0, min(chunk, parameter.ds_numel - start))
@@ -177,7 +177,7 @@ def _stage3_range(optimizer: Any, name: str, parameter: Any) -> MasterRange | No
 
 
 def _flat_group_range(optimizer: Any, name: str, parameter: Any) -> MasterRange | None:
-    """Return the range of the parameter in this rank's part of its group, under stages 1 and 2."""
+    """Return the parameter's range in this rank's part of its group, under stages 1 and 2."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
