@@ -110,7 +110,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
     for number, error in ((20, torch.OutOfMemoryError("no room")), (49, RuntimeError("can't allocate memory"))):
         gatherer = Gatherer(strategy.ranks, trainer.accelerator.device, without_room_at(number, 1, error))
         tokens[str(number)] = generate(
-            trainer, lambda g=gatherer: g.gathered(model, strategy._shard, None), TEXTS["uneven"][rank()]
+            trainer, lambda g=gatherer: g.gathered_model(model, strategy._shard, None), TEXTS["uneven"][rank()]
         )
         assert rank() == 0 or not strategy.cuts_parameters or error.__traceback__, "nothing ran out of room"
     return {"told": told, "without_room": tokens}

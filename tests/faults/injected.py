@@ -212,7 +212,7 @@ FAULTS = [
     ),
     (
         "ZeRO's fp32 weights are not loaded into the model",
-        "local[: master.count].copy_(master.cut(master.flat).values)",
+        "local[: master.count].copy_(master.fragment(master.flat).values)",
         "local[: master.count]",
         CHECKPOINTS,
     ),

@@ -1,4 +1,4 @@
-"""Models: loaded whole or in shards, with adapters, critics and mixtures of experts."""
+"""Models: loading, LoRA adapters, critics, and the load balancing of mixtures of experts."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,11 +1,11 @@
-"""Mixtures of experts: Switch Transformer's load-balancing loss (arXiv 2101.03961, equations 4 to 6) over a whole step.
+"""Mixture of experts: Switch Transformer's load-balancing loss (arXiv 2101.03961, equations 4 to 6) over a whole step.
 
     loss = E * sum over experts e of f_e * P_e
 
-`f_e` is the share of tokens that a router sends to e (times k, as each token has k experts), without a gradient; `P_e` is the
+`f_e` is the fraction of tokens that a router sends to e (times k, as each token has k experts), without a gradient; `P_e` is the
 routers' mean probability of e. Both are means over all layers and over the tokens of the step's sequences, on all ranks: a
-product of means over a micro-batch would change with the micro-batches (arXiv 2501.11873). A prompt that several completions
-share counts once for each; padding and tokens that nothing is predicted from do not count.
+product of means over one micro-batch would depend on how the step is split (arXiv 2501.11873). A prompt that several completions
+share counts once for each; padding and tokens from which nothing is predicted do not count.
 
 Shapes: E experts, N = B*L tokens of a micro-batch.
 """
@@ -27,7 +27,7 @@ from lowpeak.records import MicroBatch, Tree
 
 @dataclass(frozen=True)
 class LoadBalance:
-    """The weight of the load-balancing loss, and how many experts a token has."""
+    """The weight of the load-balancing loss, and the number of experts per token."""
 
     coefficient: float
     top_k: int
@@ -35,14 +35,14 @@ class LoadBalance:
 
 @dataclass(frozen=True)
 class RoutingRequest:
-    """Asks a forward for `routing_sums`; `sequences_N` says in how many sequences each token is."""
+    """A forward's request for `routing_sums`; `sequences_N` is the number of sequences that contain each token."""
 
     sequences_N: Tensor  # float32 [N]
     top_k: int
 
 
 def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | None:
-    """Return the load-balancing loss of a model, weighed by `coefficient` (None: by its config's); None if it is off.
+    """Return the load-balancing loss of a model, weighted by `coefficient` (None: by the config's); None if it is off.
 
     Raises ArgumentError if a coefficient is given for a model that reports no router logits.
     """
@@ -51,7 +51,7 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
         if coefficient:
             raise ArgumentError(
                 f"router_aux_loss_coef={coefficient} has no effect: {type(causal).__name__} is not a mixture of experts with a "
-                "load-balancing loss; remove it."
+                "load-balancing loss. Remove it."
             )
         return None
     weight = getattr(config, "router_aux_loss_coef", 0.0) if coefficient is None else coefficient
@@ -59,9 +59,9 @@ def load_balance_of(causal: Any, coefficient: float | None) -> LoadBalance | Non
 
 
 def sequences_per_token(batch: MicroBatch) -> Tensor:
-    """Count the sequences that each token of a micro-batch is in: float32 [N], 0 for padding and what predicts nothing."""
+    """Count the sequences that contain each token of a micro-batch: float32 [N], 0 for padding and tokens without a prediction."""
     counts_N = torch.zeros(batch.input_ids_BL.numel())
-    if not batch.record_indices:  # a masked micro-batch
+    if not batch.record_indices:  # a dummy micro-batch, whose tokens are masked
         return counts_N
     ends = torch.zeros(batch.tokens.num_rows, dtype=torch.int64)
     ends = ends.scatter_reduce(0, batch.tokens.rows_T, batch.positions_T, "amax")
@@ -75,7 +75,7 @@ def sequences_per_token(batch: MicroBatch) -> Tensor:
 
 
 def _spans(tree: Tree, end: int) -> list[tuple[int, int]]:
-    """The positions of the sequence that ends at position `end`: its prompt's, and its completion's."""
+    """Return the spans of the sequence that ends at position `end`: its prompt's, and its completion's."""
     prompt_end = tree.start + tree.prompt
     if end < prompt_end or tree.prompt == 0:
         return [(tree.start, end + 1)]
@@ -84,7 +84,7 @@ def _spans(tree: Tree, end: int) -> list[tuple[int, int]]:
 
 
 def routing_sums(router_logits: Sequence[Tensor], request: RoutingRequest) -> Tensor:
-    """Sum, over layers and sequences' tokens, the choices of each expert and its probabilities: float32 [2, E].
+    """Return each expert's number of choices and sum of probabilities, over layers and sequences' tokens: float32 [2, E].
 
     The probabilities are differentiable, the choices are not.
     """
@@ -99,6 +99,6 @@ def routing_sums(router_logits: Sequence[Tensor], request: RoutingRequest) -> Te
 
 
 def balance_loss(choices_E: Tensor, probabilities_E: Tensor, top_k: int) -> Tensor:
-    """Return `E * sum(f * P)`: of the whole step's choices, and of the probabilities of a part of it or of all: a scalar."""
-    num_tokens = (choices_E.sum() / top_k).clamp(min=1.0)  # of all layers
+    """Return the scalar `E * sum(f * P)`; `choices_E` are the whole step's, `probabilities_E` those of a part of it or of all."""
+    num_tokens = (choices_E.sum() / top_k).clamp(min=1.0)  # over all layers
     return len(choices_E) * (choices_E / num_tokens * (probabilities_E / num_tokens)).sum()

@@ -1,4 +1,4 @@
-"""Reading a model or a tokenizer of a name or a folder through transformers, whole: what is wrong with it is one ModelError."""
+"""Loading of models and tokenizers through transformers, with a ModelError for damaged or incomplete files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowpeak.arguments import WHOLE, Cut
 from lowpeak.damage import check_generation_config, name_damaged_file
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
 from lowpeak.memory import is_exhaustion
-from lowpeak.models.sharded_loading import in_parts, reads_weights, without_weights
+from lowpeak.models.sharded_loading import load_tensor_parallel, reads_weights, without_weights
 
-_SHOWN = 3  # missing tensors that an error names
-_KINDS = ("missing_keys", "mismatched_keys")  # of transformers' report; the latter with both shapes
+_MAX_NAMES_SHOWN = 3  # of missing tensors in an error
+_REPORTED = ("missing_keys", "mismatched_keys")  # keys of transformers' report; mismatched ones come with both shapes
 
 
 def from_pretrained(
@@ -27,10 +27,11 @@ def from_pretrained(
     may_lack: str = "",
     **options: Any,
 ) -> Any:
-    """`auto.from_pretrained(name, **options)`; ModelError where it fails, or would draw weights that the checkpoint lacks.
+    """Return `auto.from_pretrained(name, **options)`; ModelError if it fails or would initialise missing weights at random.
 
     Tensors whose names begin with `may_lack` may be missing, or have another shape. On a rank that reads no weights (see
-    `reads_weights`) a model has none. With `output_loading_info` a model that was read comes with its report, as from transformers.
+    `reads_weights`) the model's parameters are on the meta device. With `output_loading_info` a model that was read comes with
+    transformers' report.
     """
     try:
         with name_damaged_file(name, ModelError, "copy or download the model again"):
@@ -42,10 +43,10 @@ def from_pretrained(
         raise
     except ImportError as error:
         raise MissingPackageError(f"loading {name!r} needs a package that is missing: {error}") from error
-    except Exception as error:  # transformers and tokenizers raise whatever a file or an option leads them to
+    except Exception as error:  # transformers and tokenizers raise any class for bad files and options
         if is_exhaustion(error):
             raise
-        raise _explained(auto, name, error) from error
+        raise _explain(auto, name, error) from error
 
 
 def _read_model(
@@ -57,37 +58,41 @@ def _read_model(
     if cut == WHOLE and "quantization_config" not in options and not reads_weights(frozen_on):
         return without_weights(auto, name, options)
     reporting = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
-    model, report = in_parts(auto, name, reporting, cut) if cut != WHOLE else auto.from_pretrained(name, **reporting)
-    own = {
-        kind: [each for each in report[kind] if not (may_lack and _name(each).startswith(may_lack))] for kind in _KINDS
+    model, report = (
+        load_tensor_parallel(auto, name, reporting, cut) if cut != WHOLE else auto.from_pretrained(name, **reporting)
+    )
+    problems = {
+        kind: [each for each in report[kind] if not (may_lack and _tensor_name(each).startswith(may_lack))]
+        for kind in _REPORTED
     }
     if not options.get("ignore_mismatched_sizes", False):
-        check_shapes(name, own)
-    if missing := sorted(own["missing_keys"]):
-        more = len(missing) - _SHOWN
-        shown = ", ".join(missing[:_SHOWN]) + (f" and {more} more tensors" if more > 0 else "")
+        check_shapes(name, problems)
+    if missing := sorted(problems["missing_keys"]):
+        num_more = len(missing) - _MAX_NAMES_SHOWN
+        names = ", ".join(missing[:_MAX_NAMES_SHOWN]) + (f" and {num_more} more tensors" if num_more > 0 else "")
         raise ModelError(
-            f"{name!r} lacks {shown}, which would be random: copy or download the model again, or correct its config.json."
+            f"{name!r} lacks {names}, which would be initialised at random: copy or download the model again, or correct its "
+            "config.json."
         )
     return (model, report) if with_report else model
 
 
-def _name(reported: Any) -> str:
+def _tensor_name(reported: Any) -> str:
     return reported if isinstance(reported, str) else str(reported[0])
 
 
 def check_dtype(options: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the name of a dtype that torch does not have."""
+    """Raise ArgumentError if `dtype` is a name that torch does not have."""
     dtype = options.get("dtype")
     if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ArgumentError(f"dtype={dtype!r} is no dtype of torch: write 'auto', 'bfloat16', 'float16' or 'float32'.")
+        raise ArgumentError(f"dtype={dtype!r} is not a dtype of torch: use 'auto', 'bfloat16', 'float16' or 'float32'.")
 
 
 def check_shapes(name: str, report: Mapping[str, Any]) -> None:
-    """Raise ModelError for the first tensor of transformers' report that has another shape than the model's."""
-    for key, there, wanted in sorted(report["mismatched_keys"], key=_name):
+    """Raise ModelError for the first tensor in transformers' report whose shape differs from the model's."""
+    for key, in_file, in_model in sorted(report["mismatched_keys"], key=_tensor_name):
         raise ModelError(
-            f"{name!r} cannot be loaded: {key} has the shape {_shape(there)} in the file, and {_shape(wanted)} in the model: "
+            f"{name!r} cannot be loaded: {key} has shape {_shape(in_file)} in the file and {_shape(in_model)} in the model; "
             "correct its config.json, or choose another model."
         )
 
@@ -96,10 +101,10 @@ def _shape(sizes: Sequence[int]) -> str:
     return "x".join(map(str, sizes)) or "()"
 
 
-def _explained(auto: Any, name: str, error: Exception) -> ModelError:
+def _explain(auto: Any, name: str, error: Exception) -> ModelError:
     reason = first_line(error)
     if "trust_remote_code" in str(error):
-        return ModelError(f"{name!r} brings code of its own: read it, then set trust_remote_code=True.")
+        return ModelError(f"{name!r} contains Python code: review it, then set trust_remote_code=True.")
     if "Unrecognized configuration class" in reason:
         return ModelError(
             f"transformers has no {auto.__name__} for {name!r} ({reason.partition(' for this')[0]}): choose a model of "
@@ -107,12 +112,12 @@ def _explained(auto: Any, name: str, error: Exception) -> ModelError:
         )
     if isinstance(error, OSError) and not Path(name).is_dir():
         return ModelError(
-            f"cannot load {name!r}: it is neither a folder with a model on this machine nor a model that could be fetched "
-            f"from the hub ({reason}). Check the path, or fetch it once while online."
+            f"cannot load {name!r}: it is neither a local folder with a model nor a model that could be downloaded from the hub "
+            f"({reason}). Check the path, or download the model once while online."
         )
-    if isinstance(error, ArithmeticError | LookupError | AttributeError):  # words of Python alone
+    if isinstance(error, ArithmeticError | LookupError | AttributeError):  # its message alone says little
         reason = f"{type(error).__name__}: {reason}"
     return ModelError(
-        f"cannot load {name!r} ({reason}): correct its config.json or its other files, "
-        "or model_init_kwargs where it is set."
+        f"cannot load {name!r} ({reason}): correct its config.json or other files, "
+        "or model_init_kwargs if you set them."
     )

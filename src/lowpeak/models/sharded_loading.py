@@ -1,8 +1,8 @@
-"""Which ranks read a model's weights from disk, what of them, and into which memory: no host holds a copy for each of its ranks.
+"""Sharded loading: which ranks read a model's weights, which part, and into which memory; no host has a copy per rank.
 
-Where rank 0 alone reads and hands weights out (FSDP's efficient loading; frozen models for devices with memory of their own), the
-other ranks make the model without weights, on the meta device. A policy that trains whole is read into its device's memory. On
-CPUs all ranks read, and what keeps the file's dtype is the file itself, mapped: one copy in the system's cache.
+If rank 0 alone reads the weights and broadcasts them (FSDP's efficient loading; frozen models on GPUs), the other ranks create
+the model on the meta device. A policy that is not sharded is read directly into its device's memory. On CPUs all ranks read, and
+weights in the file's dtype stay mapped: one copy in the page cache. Tensor parallelism is applied by transformers while it loads.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ from lowpeak.arguments import Cut, is_on
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 
-_ASKED = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
+_EFFICIENT_LOADING = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
 
 
 def reads_weights(frozen_on: torch.device | None = None) -> bool:
-    """Whether this rank reads weights itself; `frozen_on` is the device of a model that will not train, None for one that will."""
-    efficient = all(os.environ.get(name, "false").lower() in ("true", "1") for name in _ASKED)
-    handed_out = efficient or (frozen_on is not None and _apart(frozen_on))
-    return not handed_out or Ranks().rank == 0
+    """Return whether this rank reads weights; `frozen_on` is the device of a frozen model, None for a trained model."""
+    efficient = all(os.environ.get(name, "false").lower() in ("true", "1") for name in _EFFICIENT_LOADING)
+    is_broadcast = efficient or (frozen_on is not None and _needs_device_copy(frozen_on))
+    return not is_broadcast or Ranks().rank == 0
 
 
-def straight_to(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return more keywords of `from_pretrained`: a policy that trains whole is read into its device's memory, a tensor at a time.
+def device_map_for_loading(device: torch.device | None, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `device_map` keyword that loads an unsharded policy directly onto its device.
 
-    None where that memory is the host's, and where FSDP or DeepSpeed will cut the model or a quantiser places it.
+    Empty on CPUs, under FSDP and DeepSpeed, and if a quantiser or the user's `device_map` places the model.
     """
-    placed_else = is_on(os.environ, _ASKED[0]) or {"device_map", "quantization_config"} & options.keys()
-    return {} if device is None or placed_else or not _apart(device) else {"device_map": {"": device}}
+    is_placed = is_on(os.environ, _EFFICIENT_LOADING[0]) or {"device_map", "quantization_config"} & options.keys()
+    return {} if device is None or is_placed or not _needs_device_copy(device) else {"device_map": {"": device}}
 
 
-def _apart(device: torch.device) -> bool:
-    """Whether weights have to be moved from the host to the device, and by us: ZeRO-3 does so while it loads."""
+def _needs_device_copy(device: torch.device) -> bool:
+    """Return whether weights must be copied from the host to the device here; ZeRO-3 does it while it loads."""
     from transformers.integrations import is_deepspeed_zero3_enabled
 
     return device.type != "cpu" and not is_deepspeed_zero3_enabled()
 
 
 def whole_again(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
-    """Gather parameters that ZeRO-3 cut as they were made, for a block; what rank 0 writes into them stays."""
+    """Gather parameters that ZeRO-3 sharded at their creation, for a block; what rank 0 writes into them is kept."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
     import deepspeed
@@ -56,9 +56,9 @@ def whole_again(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
 
 
 def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
-    """Return the model that `auto.from_pretrained(name, **options)` gives, its parameters on the meta device.
+    """Return the model of `auto.from_pretrained(name, **options)` with its parameters on the meta device.
 
-    A checkpoint that is quantised is read after all: its quantiser has put it on the device when it is loaded.
+    A quantised checkpoint is read nevertheless, since its quantiser places it on the device while it is loaded.
     """
     from accelerate import init_empty_weights
 
@@ -66,70 +66,68 @@ def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
     if getattr(config, "quantization_config", None) is not None:
         return auto.from_pretrained(name, **options)
     dtype = options.get("dtype", "auto")
-    kept = {key: options[key] for key in ("attn_implementation", "trust_remote_code") if key in options}
+    model_options = {key: options[key] for key in ("attn_implementation", "trust_remote_code") if key in options}
     with init_empty_weights(include_buffers=False):
-        model = auto.from_config(config, dtype=config.dtype if dtype == "auto" else dtype, **kept)
-    model.tie_weights()  # making parameters one by one has cut the ties
+        model = auto.from_config(config, dtype=config.dtype if dtype == "auto" else dtype, **model_options)
+    model.tie_weights()  # creating the parameters one by one has untied them
     model.name_or_path = name
     return model.eval()
 
 
 def find_config(name: str, options: Mapping[str, Any]) -> Any:
-    """Return the config with which `from_pretrained(name, **options)` makes a model."""
+    """Return the config with which `from_pretrained(name, **options)` creates a model."""
     from transformers import AutoConfig
 
-    own = ("config", "dtype", "attn_implementation", "quantization_config", "device_map")
-    given = options.get("config")
-    return given or AutoConfig.from_pretrained(name, **{key: options[key] for key in options if key not in own})
+    of_model = ("config", "dtype", "attn_implementation", "quantization_config", "device_map")
+    explicit = options.get("config")
+    return explicit or AutoConfig.from_pretrained(name, **{key: options[key] for key in options if key not in of_model})
 
 
 def give_room(module: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Make room in a device's memory, untouched, for parameters on the meta device; for a tied one once.
-
-    Whoever hands out rank 0's weights finds an optimizer's parameters by where they lie.
-    """
-    made: dict[int, nn.Parameter] = {}
+    """Allocate uninitialised memory for parameters on the meta device; a tied parameter is allocated once."""
+    # Needed before FSDP broadcasts rank 0's weights: accelerate matches the optimizer's parameters by their data pointers.
+    allocated: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if type(parameter) is nn.Parameter and parameter.is_meta:  # not one that is cut already
+            if type(parameter) is nn.Parameter and parameter.is_meta:  # not a sharded one
                 real = torch.empty_like(parameter, device=device)
-                made.setdefault(id(parameter), nn.Parameter(real, requires_grad=parameter.requires_grad))
-                part._parameters[name] = made[id(parameter)]
+                allocated.setdefault(id(parameter), nn.Parameter(real, requires_grad=parameter.requires_grad))
+                part._parameters[name] = allocated[id(parameter)]
 
 
-# A norm of single heads (Qwen3): every peer has all of its weight, and the gradient from its own heads.
-IN_PARTS = "replicated_with_grad_allreduce"
-MEETING = ("rowwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")  # end in a collective of peers
-_STYLES = ("colwise", *MEETING, IN_PARTS)
+# A norm per head (Qwen3): each process of a TP group has the whole weight, and the gradient from its heads alone.
+GRAD_ALLREDUCE_STYLE = "replicated_with_grad_allreduce"
+# Modules of these styles end in a collective of the TP group.
+COLLECTIVE_STYLES = ("rowwise", "colwise_gather_output", "colwise_rep", "embedding_rowwise")
+_SUPPORTED_STYLES = ("colwise", *COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE)
 
 
-def in_parts(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
-    """Return what `auto.from_pretrained(name, **options)` gives with its report, cut by transformers.
+def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
+    """Return the model of `auto.from_pretrained(name, **options)`, sharded by transformers, and its loading report.
 
-    Each process reads its part alone.
-
-    ArgumentError for a model whose plan does what was not tried here. The model is then told that nobody has cut it:
-    transformers' Trainer else saves no states, and averages gradients in its own way. Hooks that add up a gradient over peers
-    go: they do so after each micro-batch, with the sums of those before in it (transformers 5.23); the strategy does it once.
+    Each process reads only its part. Raises ArgumentError for a model whose plan has styles that lowpeak does not support.
     """
     from transformers import PreTrainedModel
     from transformers.distributed import DistributedConfig
 
-    # Accelerate's way of cutting over tensors and data ranks together needs one of transformers' older names.
+    # accelerate needs this older name of transformers to combine tensor parallelism with FSDP2.
     if not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
         raise MissingPackageError("tensor parallelism needs transformers 5.23 or later.")
     sizes = DistributedConfig(tp_size=cut.tensor, fsdp_size=cut.data)
     model, report = auto.from_pretrained(name, **options, distributed_config=sizes)
-    unknown = sorted(set(model.tp_plan.values()) - set(_STYLES))
+    unknown = sorted(set(model.tp_plan.values()) - set(_SUPPORTED_STYLES))
     if unknown:
         raise ArgumentError(
-            f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown)}, with which lowpeak was not tried: "
+            f"the tensor parallel plan of {type(model).__name__} has {', '.join(unknown)}, which lowpeak does not support: "
             "use fsdp2 or zero3."
         )
     _check_heads(model, cut)
-    _check_tied(model, cut)
+    _check_tied_embedding(model, cut)
+    # Otherwise transformers' Trainer saves no optimizer states, and averages gradients in a different way.
     model._is_distributed_loading_by_transformers = False
-    for module in styled(model, IN_PARTS):
+    # Remove hooks that all-reduce a gradient after each micro-batch, together with sums of earlier ones (transformers 5.23);
+    # the strategy reduces once per step.
+    for module in modules_with_style(model, GRAD_ALLREDUCE_STYLE):
         module.__dict__.pop("forward", None)
     return model, report
 
@@ -144,8 +142,8 @@ def _check_heads(model: Any, cut: Cut) -> None:
             )
 
 
-def _check_tied(model: Any, cut: Cut) -> None:
-    """ArgumentError where FSDP2 would keep two copies of a tied weight, one for each of its places, and pad each by itself."""
+def _check_tied_embedding(model: Any, cut: Cut) -> None:
+    """Raise ArgumentError if FSDP2 would pad, and so untie, the two uses of a tied weight."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight
     if tied and cut.data > 1 and table.weight.shape[0] % (cut.tensor * cut.data):
@@ -155,7 +153,7 @@ def _check_tied(model: Any, cut: Cut) -> None:
         )
 
 
-def styled(model: Any, style: str) -> Iterator[nn.Module]:
+def modules_with_style(model: Any, style: str) -> Iterator[nn.Module]:
     """Yield the modules to which a model's tensor parallel plan gives this style."""
     for name, module in model.named_modules():
         if model.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) == style:

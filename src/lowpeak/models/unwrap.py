@@ -1,4 +1,4 @@
-"""What adapters' wrappers are around."""
+"""Access to the model inside a PEFT wrapper: detection, the transformers model and its vocabulary size."""
 
 from __future__ import annotations
 
@@ -6,14 +6,19 @@ from typing import Any
 
 
 def transformers_model(model: Any) -> Any:
-    """Return the model that has `generate`, a named signature and a head: the one inside an adapter's wrapper, if any."""
+    """Return the transformers model, from inside a PEFT wrapper if there is one: it has `generate` and a named signature."""
     inner = getattr(model, "get_base_model", None)
     return inner() if callable(inner) else model
 
 
 def num_embeddings(model: Any) -> int | None:
-    """Return how many tokens the model embeds, below what an adapter wraps its embedding in; None if that does not say."""
+    """Return the number of tokens that the model embeds, from inside adapters; None if the embedding does not tell it."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     while embedding is not None and not hasattr(embedding, "num_embeddings"):
         embedding = getattr(embedding, "base_layer", None) or getattr(embedding, "original_module", None)
     return getattr(embedding, "num_embeddings", None)
+
+
+def is_peft(model: Any) -> bool:
+    """Return whether the model is a peft model, without importing peft."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")

@@ -1,12 +1,12 @@
-"""PPO's critic as a part of the policy's module: one module is prepared, and one forward gives log-probs and values.
+"""PPO's critic as a part of the policy's module: accelerate prepares one module, and one forward returns log-probs and values.
 
 Three layouts:
-1. `SharedCritic`: a value head on the policy's hidden states. One forward, no memory to speak of.
-2. `AdapterCritic`: a value head on the same frozen base under a LoRA adapter of its own. Two forwards through one base.
-3. `OwnCritic`: a classifier with one label and a backbone of its own.
+1. `SharedCritic`: a value head on the policy's hidden states. One forward, almost no memory.
+2. `AdapterCritic`: a value head on the same frozen base under a separate LoRA adapter. Two forwards through one base.
+3. `OwnCritic`: a sequence classifier with one label and a separate backbone.
 
-What belongs to the critic is under the name "critic" somewhere in a parameter's name (a module, or an adapter): so what
-leaves for engines, exports and generation leaves it out (`is_critics`).
+The critic's parameters have "critic" in their names (a module's or an adapter's name), by which engines, exports and generation
+leave them out (`is_critics`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from lowpeak.logprobs import at_positions, fp32_product
 from lowpeak.models.unwrap import num_embeddings
 
 CRITIC = "critic"
-# The keyword with which a layer is told that it runs for the critic; activation checkpointing keeps it for its recomputation.
-_FOR_CRITIC = "for_critic"
+# The keyword argument of a layer that runs for the critic; activation checkpointing passes it again in its recomputation.
+_CRITIC_KEYWORD = "for_critic"
 
 
 @dataclass(frozen=True)
 class States:
-    """What values are formed from: the policy's hidden states [B, L, D], and how its backbone was called for them."""
+    """The critic's inputs: the policy's hidden states [B, L, D], its backbone, and the arguments of the backbone's call."""
 
     hidden_BLD: Tensor
     backbone: Callable[..., Any]
@@ -41,7 +41,7 @@ class States:
 
 
 class Score(nn.Linear):
-    """One number for a hidden state [..., D]: `hidden @ weight.T` in fp32 whatever computes around it; it begins at 0."""
+    """A value head: `hidden @ weight.T` for hidden states [..., D], in fp32 even under autocast; initialised to 0."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__(hidden, 1, bias=False)
@@ -52,37 +52,37 @@ class Score(nn.Linear):
 
 
 class SharedCritic(nn.Module):
-    """`score(policy's hidden state)`, values [T]; `gradient` is the share of their gradient that reaches the policy."""
+    """Values [T] = `score(policy's hidden states)`; `gradient` is the fraction of their gradient that reaches the policy."""
 
     def __init__(self, score: Score) -> None:
         super().__init__()
         self.score = score
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
-        return self.score(_scaled(at_positions(states.hidden_BLD, positions_T), gradient))[:, 0]
+        return self.score(_scale_gradient(at_positions(states.hidden_BLD, positions_T), gradient))[:, 0]
 
 
 class AdapterCritic(nn.Module):
-    """`score(hidden state of the base under the adapter "critic")`; ModelError where its layers do not take the adapter."""
+    """Values = `score(hidden states of the base under the adapter "critic")`; ModelError if layers cannot switch adapters."""
 
     def __init__(self, score: Score) -> None:
         super().__init__()
         self.score = score
-        self.switches: list[_Switch] = []
+        self.switches: list[_AdapterSwitch] = []
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
         before = [switch.calls for switch in self.switches]
-        outputs = states.backbone(*states.args, **states.inputs, **{_FOR_CRITIC: True}, use_cache=False)
+        outputs = states.backbone(*states.args, **states.inputs, **{_CRITIC_KEYWORD: True}, use_cache=False)
         if any(switch.calls == calls for switch, calls in zip(self.switches, before, strict=True)):
             raise ModelError(
-                f"{type(states.backbone).__name__} does not pass keywords on to its layers, so none could run under an adapter "
-                "of the critic's own; use critic='head' or critic='model'"
+                f"{type(states.backbone).__name__} does not pass keyword arguments on to its layers, so they cannot run under the "
+                "critic's adapter: use critic='head' or critic='model'."
             )
         return self.score(at_positions(outputs[0], positions_T))[:, 0]
 
 
 class OwnCritic(nn.Module):
-    """The classifier's own `score(backbone(ids))`, a transformers sequence classifier with one label."""
+    """Values = the classifier's `score(backbone(ids))`, of a transformers sequence classifier with one label."""
 
     def __init__(self, classifier: Any) -> None:
         super().__init__()
@@ -94,11 +94,12 @@ class OwnCritic(nn.Module):
 
 
 def attach(causal: nn.Module, critic: nn.Module) -> None:
-    """Make `critic` a part of a causal LM, in place of one that it has."""
+    """Add a critic to a causal LM, replacing an earlier one."""
     causal.add_module(CRITIC, critic)
-    own = getattr(critic, "classifier", None)
-    if own is not None:  # so that its layers are cut one by one, as the policy's are
-        both = [*(getattr(causal, "_no_split_modules", None) or ()), *(own._no_split_modules or ())]
+    classifier = getattr(critic, "classifier", None)
+    if classifier is not None:
+        # FSDP then shards the classifier's layers one by one, as it does the policy's.
+        both = [*(getattr(causal, "_no_split_modules", None) or ()), *(classifier._no_split_modules or ())]
         setattr(causal, "_no_split_modules", list(dict.fromkeys(both)))  # noqa: B010
 
 
@@ -108,12 +109,12 @@ def critic_of(causal: nn.Module) -> nn.Module | None:
 
 
 def critics_model(causal: nn.Module) -> nn.Module | None:
-    """Return the critic's classifier, where it has a separate backbone."""
+    """Return the critic's classifier, if it has a separate backbone."""
     return getattr(critic_of(causal), "classifier", None)
 
 
-def detach(causal: nn.Module) -> None:
-    """Take the critic away, where there is one; an adapter of its own stays in the layers, which run without it."""
+def remove_critic(causal: nn.Module) -> None:
+    """Remove the critic, if there is one; its adapter stays in the layers, inactive."""
     critic = causal._modules.pop(CRITIC, None)
     for switch in getattr(critic, "switches", ()):
         switch.remove()
@@ -121,7 +122,7 @@ def detach(causal: nn.Module) -> None:
 
 @contextmanager
 def without_critic(causal: nn.Module) -> Iterator[None]:
-    """Around what changes all modules of the policy: a critic with a backbone of its own has layers of the same names."""
+    """Take the critic out of the model for a block that changes modules by name: its backbone has layers of the same names."""
     critic = causal._modules.pop(CRITIC, None)
     try:
         yield
@@ -132,7 +133,7 @@ def without_critic(causal: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def keeping_critic(policy: nn.Module) -> Iterator[None]:
-    """Around what changes which adapters are in use: peft freezes those that are not, and the critic's is still trained."""
+    """Keep the critic trainable over a block that switches adapters: peft freezes inactive adapters, the critic's among them."""
     try:
         yield
     finally:
@@ -142,22 +143,20 @@ def keeping_critic(policy: nn.Module) -> Iterator[None]:
 
 
 def is_critics(name: str) -> bool:
-    """Return whether a parameter's or module's name says that it is the critic's."""
+    """Return whether a parameter or module belongs to the critic, by its name."""
     return CRITIC in name.split(".")
 
 
-def own_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model without its critic's; of a critic, all."""
+def modules_without_critic(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of a model without its critic's; for a critic itself, all of its modules."""
     return [module for name, module in model.named_modules() if not is_critics(name)]
 
 
 def let_layers_switch(critic: AdapterCritic, layers: Iterable[nn.Module]) -> None:
-    """Let each layer run under the adapter "critic" alone where it is called for the critic, and under its own ones else.
-
-    A switch around the whole forward would not be seen by activation checkpointing, which runs a layer again later on.
-    """
+    """Make each layer run under the adapter "critic" alone whenever the critic calls it."""
+    # Switch per layer: activation checkpointing reruns a layer in the backward, outside of a switch around the whole forward.
     for layer in layers:
-        switch = _Switch([part for part in layer.modules() if hasattr(part, "lora_A")])
+        switch = _AdapterSwitch([part for part in layer.modules() if hasattr(part, "lora_A")])
         critic.switches.append(switch)
         switch.hooks = [
             layer.register_forward_pre_hook(switch.before, with_kwargs=True),
@@ -165,11 +164,11 @@ def let_layers_switch(critic: AdapterCritic, layers: Iterable[nn.Module]) -> Non
         ]
 
 
-class _Switch:
-    """Puts the critic's adapter in force while a layer runs for the critic, and while it is run again for its backward.
+class _AdapterSwitch:
+    """The hooks that activate the critic's adapter while a layer runs, or reruns, for the critic.
 
-    What checkpointing runs again is a layer's forward, in some versions of transformers without the hooks around it: so the
-    function that it is given carries the switch.
+    In some versions of transformers checkpointing reruns a layer's forward without the hooks around it, so the function passed to
+    checkpointing includes the switch.
     """
 
     def __init__(self, parts: list[Any]) -> None:
@@ -182,7 +181,7 @@ class _Switch:
             hook.remove()
 
     def before(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if kwargs.pop(_FOR_CRITIC, False):
+        if kwargs.pop(_CRITIC_KEYWORD, False):
             self.calls += 1
             self.inside.enter_context(_under_critic(self.parts))
             checkpointing = getattr(layer, "_gradient_checkpointing_func", None)
@@ -215,43 +214,45 @@ def _under_critic(parts: list[Any]) -> Iterator[None]:
             part._active_adapter = adapters
 
 
-def _scaled(hidden: Tensor, gradient: float) -> Tensor:
-    """Return the same values, of whose gradient this share goes on."""
+def _scale_gradient(hidden: Tensor, gradient: float) -> Tensor:
+    """Return `hidden` with its gradient multiplied by `gradient`."""
     if gradient == 1.0:
         return hidden
     return hidden.detach() if gradient == 0.0 else hidden.detach() + gradient * (hidden - hidden.detach())
 
 
 def check_reads(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
-    """ArgumentError where the policy may write a token that the critic's backbone does not embed.
-
-    Embeddings are often padded beyond the tokenizer's tokens, by different models differently: that much is no difference.
-    """
-    known, spoken = num_embeddings(critic), num_embeddings(policy)
-    needed = len(tokenizer) if spoken is None else min(len(tokenizer), spoken)
-    if known is not None and known < needed:
+    """Raise ArgumentError if the policy can generate a token that the critic lacks or reads differently."""
+    # Padding rows of embeddings differ between models and are ignored.
+    num_known, num_generated = num_embeddings(critic), num_embeddings(policy)
+    needed = len(tokenizer) if num_generated is None else min(len(tokenizer), num_generated)
+    if num_known is not None and num_known < needed:
         raise ArgumentError(
-            f"the critic embeds {known} tokens and the policy's tokenizer has {needed}: a critic reads the policy's own tokens, "
-            "so start it from a classifier with the same tokenizer, or leave value_model and value_model_path out."
+            f"the critic embeds {num_known} tokens and the policy's tokenizer has {needed}, but the critic reads the policy's "
+            "tokens: use a classifier with the same tokenizer, or remove value_model and value_model_path."
         )
-    theirs, ours = _vocabulary_beside(critic, policy), tokenizer.get_vocab()
+    critic_vocabulary, vocabulary = _critic_vocabulary(critic, policy), tokenizer.get_vocab()
     other = min(
-        (word for word, number in ours.items() if theirs.get(word, number) != number), key=ours.get, default=None
+        (token for token, id_ in vocabulary.items() if critic_vocabulary.get(token, id_) != id_),
+        key=vocabulary.get,
+        default=None,
     )
     if other is not None:
         raise ArgumentError(
-            f"the critic's tokenizer has {other!r} as token {theirs[other]} and the policy's as {ours[other]}: a critic reads the "
-            "policy's own tokens, so start it from a classifier with the same tokenizer, or leave value_model and "
-            "value_model_path out."
+            f"the critic's tokenizer has {other!r} as token {critic_vocabulary[other]} and the policy's as {vocabulary[other]}, "
+            "but the critic reads the policy's tokens: use a classifier with the same tokenizer, or remove value_model and "
+            "value_model_path."
         )
 
 
-def _vocabulary_beside(critic: nn.Module, policy: nn.Module) -> dict[str, int]:
-    """The words of the tokenizer where the critic was loaded from; none where that is the policy's place, or has no tokenizer."""
-    origin, own = (str(getattr(getattr(model, "config", None), "_name_or_path", "")) for model in (critic, policy))
-    if origin in ("", own):
+def _critic_vocabulary(critic: nn.Module, policy: nn.Module) -> dict[str, int]:
+    """Return the vocabulary of the critic's checkpoint; empty if it has no tokenizer, or is the policy's checkpoint."""
+    origin, policy_origin = (
+        str(getattr(getattr(model, "config", None), "_name_or_path", "")) for model in (critic, policy)
+    )
+    if origin in ("", policy_origin):
         return {}
     try:
         return dict(AutoTokenizer.from_pretrained(origin).get_vocab())
-    except Exception:  # whatever transformers and tokenizers raise where there is none
+    except Exception:  # transformers and tokenizers raise any class for a missing tokenizer
         return {}

@@ -6,7 +6,7 @@ from lowpeak.parallel.checkpoint_shards import read_saved as read_saved
 from lowpeak.parallel.checkpoint_shards import save_shards as save_shards
 from lowpeak.parallel.checkpoint_state import WEIGHT as WEIGHT
 from lowpeak.parallel.checkpoint_state import TrainingState as TrainingState
-from lowpeak.parallel.checkpoint_state import torch_state as torch_state
+from lowpeak.parallel.checkpoint_state import torch_training_state as torch_training_state
 from lowpeak.parallel.checkpoint_state import trained as trained
 from lowpeak.parallel.detect import Shares as Shares
 from lowpeak.parallel.detect import check_cut as check_cut

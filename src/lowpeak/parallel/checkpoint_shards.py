@@ -1,10 +1,10 @@
-"""A training state on the disk: each rank writes its ranges, and any number of ranks reads them again.
+"""Sharded checkpoints of the training state: each rank writes its ranges, and any number of ranks reads them.
 
-torch.distributed.checkpoint carries them: its planners' write and read items are made of flat ranges here, whoever cut
-them, and it finds out which saved ranges cover a wanted one. Nothing is gathered, and what is copied at a time is a piece
-of at most `_PIECE_BYTES`. Errors of one rank reach all of them in writing; reading is each rank's own.
+torch.distributed.checkpoint writes and reads the files, from plans of flat ranges made here for every strategy; it finds the saved
+ranges that cover a requested one. Nothing is gathered, and copies are pieces of at most `_PIECE_BYTES`. An error of one rank
+while writing is raised on all ranks; each rank reads by itself.
 
-Which ranges lie where is in `ranges.json`. torch's own file of them is a pickle, and unpickling runs what it says.
+`ranges.json` lists the files' ranges. torch's metadata file is a pickle, and unpickling can run code.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from lowpeak.errors import CheckpointError
 from lowpeak.parallel.checkpoint_state import (
     WEIGHT,
     Fragment,
-    Saved,
+    SavedState,
     TrainingState,
-    make_torch_state,
-    torch_state,
+    allocate_torch_state,
+    torch_training_state,
     trained,
 )
 from lowpeak.ranks import Ranks
@@ -62,110 +62,110 @@ _PIECE_BYTES = 8 << 20
 
 
 def has_shards(checkpoint: Path) -> bool:
-    """Whether a checkpoint holds a training state of several ranks."""
+    """Return whether a checkpoint has a training state that several ranks wrote."""
     return (checkpoint / FOLDER).is_dir()
 
 
-def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, inside: str = FOLDER) -> None:
-    """Write a training state into a (staged) checkpoint, on all ranks together; all raise what one of them met."""
-    folder = checkpoint / inside
+def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, subfolder: str = FOLDER) -> None:
+    """Write a training state into a (staged) checkpoint, on all ranks together; an error of one rank is raised on all."""
+    folder = checkpoint / subfolder
     pieces = {(p.name, p.start): p for fragment in state.fragments for p in _pieces(fragment)}
-    scalars = ranks.gather(_on_cpu(state.scalars))
-    with _raising_the_first():
+    scalars = ranks.gather(_to_cpu(state.scalars))
+    with _raise_first_error():
         dcp.save(
             dict.fromkeys((name for name, _ in pieces), None),
-            storage_writer=_Writer(folder, sync_files=False),  # the staged folder is synced as a whole
+            storage_writer=_Writer(folder, sync_files=False),  # the staged folder is synced at its commit
             planner=_SavePlanner(pieces),
             no_dist=ranks.world_size == 1,
         )
     if ranks.rank == 0:
-        merged = {name: values for found in scalars for name, values in found.items()}
+        merged = {name: values for of_rank in scalars for name, values in of_rank.items()}
         numbers = {"options": state.options, "scalars": merged, "engine": state.engine, "ranks": ranks.world_size}
-        _save(folder / _NUMBERS, numbers)
+        _write_torch_file(folder / _NUMBERS, numbers)
     if state.opaque:
-        _save(_opaque_file(folder, ranks.rank), state.opaque)
+        _write_torch_file(_opaque_file(folder, ranks.rank), state.opaque)
 
 
-def read_saved(checkpoint: Path, ranks: Ranks, inside: str = FOLDER) -> Saved:
-    """Return what a checkpoint's training state consists of."""
-    folder = checkpoint / inside
+def read_saved(checkpoint: Path, ranks: Ranks, subfolder: str = FOLDER) -> SavedState:
+    """Read which tensors a checkpoint's training state has, and its numbers."""
+    folder = checkpoint / subfolder
     metadata = _Reader(folder).read_metadata()
     sizes: dict[str, int] = {}
     states: dict[str, dict[str, torch.dtype]] = {}
-    for full, found in metadata.state_dict_metadata.items():
-        assert isinstance(found, TensorStorageMetadata)
-        key, _, name = full.partition("/")
-        sizes[full] = found.size.numel()
+    for full_name, tensor in metadata.state_dict_metadata.items():
+        assert isinstance(tensor, TensorStorageMetadata)
+        key, _, name = full_name.partition("/")
+        sizes[full_name] = tensor.size.numel()
         if key != WEIGHT:
-            states.setdefault(name, {})[key] = found.properties.dtype
+            states.setdefault(name, {})[key] = tensor.properties.dtype
     numbers = torch.load(folder / _NUMBERS, map_location="cpu", weights_only=True)
     others: dict[str, dict[str, Any]] = numbers["scalars"]
     for name, opaque in _read_opaque(folder, numbers["ranks"], ranks).items():
         others.setdefault(name, {}).update(opaque)
-    return Saved(sizes, states, others, numbers["options"], numbers["engine"])
+    return SavedState(sizes, states, others, numbers["options"], numbers["engine"])
 
 
-def load_shards(checkpoint: Path, saved: Saved, wanted: Sequence[Fragment], inside: str = FOLDER) -> None:
-    """Fill this rank's ranges from a checkpoint, whatever ranks wrote it; CheckpointError where they do not fit."""
-    _check_fit(checkpoint, saved, wanted)
-    fragments = {(fragment.name, fragment.start): fragment for fragment in wanted}
-    with _raising_the_first():
+def load_shards(checkpoint: Path, saved: SavedState, fragments: Sequence[Fragment], subfolder: str = FOLDER) -> None:
+    """Fill this rank's ranges from a checkpoint of any number of ranks; CheckpointError if sizes differ."""
+    _check_fit(checkpoint, saved, fragments)
+    by_offset = {(fragment.name, fragment.start): fragment for fragment in fragments}
+    with _raise_first_error():
         dcp.load(
-            dict.fromkeys((name for name, _ in fragments), None),
-            storage_reader=_Reader(checkpoint / inside),
-            planner=_LoadPlanner(fragments),
+            dict.fromkeys((name for name, _ in by_offset), None),
+            storage_reader=_Reader(checkpoint / subfolder),
+            planner=_LoadPlanner(by_offset),
             no_dist=True,
         )
 
 
 def load_torch_state(checkpoint: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> None:
-    """Fill parameters that a torch optimizer steps itself, and its states; without an optimizer, the parameters alone."""
-    named, saved = trained(model), read_saved(checkpoint, ranks)
+    """Load parameters and the states of their torch optimizer; without an optimizer, the parameters alone."""
+    params, saved = trained(model), read_saved(checkpoint, ranks)
     if optimizer is not None:
-        make_torch_state(named, optimizer, saved)
-    state = torch_state(named, optimizer)
+        allocate_torch_state(params, optimizer, saved)
+    state = torch_training_state(params, optimizer)
     load_shards(checkpoint, saved, state.fragments)
     state.put_back()
 
 
-def _check_fit(checkpoint: Path, saved: Saved, fragments: Sequence[Fragment]) -> None:
+def _check_fit(checkpoint: Path, saved: SavedState, fragments: Sequence[Fragment]) -> None:
     for fragment in fragments:
         numel = saved.sizes.get(fragment.name)
         if numel != fragment.numel:
             kind, _, name = fragment.name.partition("/")
-            found = "none" if numel is None else f"{numel} values"
+            saved_values = "none" if numel is None else f"{numel} values"
             raise CheckpointError(
-                f"{checkpoint} does not fit this run: of {kind} of {name} it holds {found}, and {fragment.numel} are needed; "
-                "resume with the same model, optim and trained parameters, or start a new run."
+                f"{checkpoint} does not fit this run: for {kind} of {name} it has {saved_values}, and the run needs "
+                f"{fragment.numel} values: resume with the same model, optim and trained parameters, or start a new run."
             )
 
 
 def _read_opaque(folder: Path, num_ranks: int, ranks: Ranks) -> dict[str, dict[str, Tensor]]:
-    """Return states that cannot be cut anew, on the ranks that they were of."""
+    """Read this rank's states that cannot be resharded; CheckpointError on another number of ranks."""
     if not any(folder.glob("opaque_*.pt")):
         return {}
     if num_ranks != ranks.world_size:
         raise CheckpointError(
-            f"{folder} was written on {num_ranks} ranks with an optimizer whose states cannot be cut for "
-            f"{ranks.world_size} (they have scales of blocks): resume on {num_ranks} ranks, or train with another optim."
+            f"{folder} was written on {num_ranks} ranks with an optimizer whose states cannot be resharded for "
+            f"{ranks.world_size} ranks (they have block scales): resume on {num_ranks} ranks, or train with another optim."
         )
     return torch.load(_opaque_file(folder, ranks.rank), map_location="cpu", weights_only=True)
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Writes the ranges' places as JSON: [start, values, file, offset, bytes] of each piece, by tensor."""
+    """A writer whose index is JSON: [start, values, file, offset, bytes] of each piece, by tensor."""
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        places = {written.index: written.storage_data for each in results for written in each}
+        locations = {written.index: written.storage_data for of_rank in results for written in of_rank}
         tensors = {}
-        for name, found in metadata.state_dict_metadata.items():
-            assert isinstance(found, TensorStorageMetadata)
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
             pieces = []
-            for chunk in found.chunks:
-                place = places[MetadataIndex(name, chunk.offsets)]
-                pieces.append([chunk.offsets[0], chunk.sizes[0], place.relative_path, place.offset, place.length])
-            dtype = str(found.properties.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "numel": found.size.numel(), "pieces": pieces}
+            for chunk in tensor.chunks:
+                at = locations[MetadataIndex(name, chunk.offsets)]
+                pieces.append([chunk.offsets[0], chunk.sizes[0], at.relative_path, at.offset, at.length])
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"dtype": dtype, "numel": tensor.size.numel(), "pieces": pieces}
         Path(self.path, _RANGES).write_text(json.dumps(tensors), encoding="utf-8")
 
 
@@ -174,22 +174,24 @@ class _Reader(dcp.FileSystemReader):
         file = Path(self.path, _RANGES)
         if not file.exists():
             raise CheckpointError(
-                f"{self.path} has no {_RANGES}, so nothing tells where its tensors lie: remove the folder if the run did not write "
-                "it, resume from another checkpoint, or start a new run from the weights (model=that folder)."
+                f"{self.path} has no {_RANGES}, the index of its tensors: remove the folder if the run did not write it, "
+                "resume from another checkpoint, or start a new run from the weights (model=that folder)."
             )
         metadata = Metadata({}, storage_data={}, storage_meta=StorageMeta(load_id=self.load_id))
-        for name, found in json.loads(file.read_text(encoding="utf-8")).items():
+        for name, tensor in json.loads(file.read_text(encoding="utf-8")).items():
             chunks = []
-            for start, values, path, offset, length in found["pieces"]:
+            for start, values, path, offset, length in tensor["pieces"]:
                 chunks.append(ChunkStorageMetadata(torch.Size([start]), torch.Size([values])))
                 metadata.storage_data[MetadataIndex(name, [start])] = _StorageInfo(Path(path).name, offset, length)
-            properties = TensorProperties(dtype=getattr(torch, found["dtype"]))
-            metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size([found["numel"]]), chunks)
+            properties = TensorProperties(dtype=getattr(torch, tensor["dtype"]))
+            metadata.state_dict_metadata[name] = TensorStorageMetadata(
+                properties, torch.Size([tensor["numel"]]), chunks
+            )
         return metadata
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes pieces of flat ranges; ranges that several ranks have are written by one of them."""
+    """A plan to write flat ranges; a range that several ranks have is written by one of them."""
 
     def __init__(self, pieces: Mapping[tuple[str, int], Fragment]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -200,7 +202,7 @@ class _SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self._pieces[_place(write_item.index)].values
+        return self._pieces[_tensor_offset(write_item.index)].values
 
 
 class _LoadPlanner(DefaultLoadPlanner):
@@ -212,13 +214,13 @@ class _LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         items = []
         for (name, _), fragment in self._fragments.items():
-            found = self.metadata.state_dict_metadata[name]
-            assert isinstance(found, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, found, [_chunk(fragment)])
+            tensor = self.metadata.state_dict_metadata[name]
+            assert isinstance(tensor, TensorStorageMetadata)
+            items += create_read_items_for_chunk_list(name, tensor, [_chunk(fragment)])
         return LoadPlan(items)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        values = self._fragments[_place(read_item.dest_index)].values
+        values = self._fragments[_tensor_offset(read_item.dest_index)].values
         return values.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
 
 
@@ -239,20 +241,20 @@ def _chunk(fragment: Fragment) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(torch.Size([fragment.start]), torch.Size([fragment.values.numel()]))
 
 
-def _place(index: MetadataIndex) -> tuple[str, int]:
+def _tensor_offset(index: MetadataIndex) -> tuple[str, int]:
     assert index.offset is not None
     return index.fqn, index.offset[0]
 
 
-def _on_cpu(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _to_cpu(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {
         name: {key: value.cpu() if isinstance(value, Tensor) else value for key, value in values.items()}
         for name, values in scalars.items()
     }
 
 
-def _save(file: Path, data: Any) -> None:
-    """Made in memory and written by Python, so that a full disk is a plain OSError."""
+def _write_torch_file(file: Path, data: Any) -> None:
+    # torch.save to a full disk raises a RuntimeError; writing through Python raises a plain OSError.
     buffer = io.BytesIO()
     torch.save(data, buffer)
     file.write_bytes(buffer.getvalue())
@@ -263,8 +265,8 @@ def _opaque_file(folder: Path, rank: int) -> Path:
 
 
 @contextmanager
-def _raising_the_first() -> Iterator[None]:
-    """Raise what the first rank met for which torch failed; without the warning that a process is alone, where that is meant."""
+def _raise_first_error() -> Iterator[None]:
+    """Raise the first failed rank's error instead of torch's collection; silence torch's warning about a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*assuming the intent is to")
         try:

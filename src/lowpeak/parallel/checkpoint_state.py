@@ -1,7 +1,7 @@
-"""What training changes, as one rank has it: flat ranges of weights and optimizer states, and a few numbers.
+"""The training state of one rank: flat ranges of trained weights and optimizer states, and a few numbers.
 
-A range says where it lies in its whole tensor, and no more about who has the rest. So what one strategy wrote on some
-ranks, another may read on others (`shards.py`).
+A range stores its position in the unsharded tensor, and nothing about other ranks. So another strategy, on another number of
+ranks, can read it (`checkpoint_shards.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from lowpeak.errors import CheckpointError
 from lowpeak.parallel.export_params import plain_name
 
-WEIGHT = "weight"  # beside the optimizer's own names of states (exp_avg, ...)
+WEIGHT = "weight"  # the key of weights, next to the optimizer's keys of states (exp_avg, ...)
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """Values [start, start + len(values)) of a tensor of `numel` values; `values` are the ones in use, not a copy."""
+    """Values [start, start + len(values)) of a tensor of `numel` values; `values` is a view, not a copy."""
 
     name: str
     numel: int
@@ -33,12 +33,12 @@ class Fragment:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """What a checkpoint holds of a training state.
+class SavedState:
+    """The contents of a checkpoint's training state.
 
-    `sizes` are of its tensors by their full names. `states` are each parameter's optimizer states of one value per weight,
-    by name, with their dtypes; `others` those that are numbers or this rank's alone. `options` are each parameter group's,
-    `engine` what a strategy counts itself.
+    `sizes` maps full tensor names to their numbers of values. `states` maps each parameter to the dtypes of its optimizer states
+    that have one value per weight; `others` are its remaining states, scalars or this rank's opaque ones. `options` are the
+    parameter groups' options, `engine` the counters of DeepSpeed's engine.
     """
 
     sizes: Mapping[str, int]
@@ -50,49 +50,51 @@ class Saved:
 
 @dataclass
 class TrainingState:
-    """This rank's part. `opaque` are states that are not one value per weight (block scales): this rank's alone."""
+    """This rank's part of a training state; `opaque` are states that cannot be resharded, such as block scales."""
 
     fragments: list[Fragment] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)
     scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
     opaque: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     engine: dict[str, Any] = field(default_factory=dict)
-    turned: list[tuple[DTensor, DTensor]] = field(default_factory=list)
+    row_copies: list[tuple[DTensor, DTensor]] = field(default_factory=list)
 
     def range_of(self, tensor: Any) -> Fragment:
-        """Return the range that this rank has of a tensor; of one that peers have cut between columns, rows in their place.
+        """Return this rank's range of a tensor; a tensor that tensor parallelism sharded by columns is resharded by rows.
 
-        Such rows are a copy, which peers make together, and `put_back` brings back what was read into it.
+        The resharded rows are a copy, made by the TP group together; `put_back` copies loaded values to the tensor.
         """
-        rows = in_rows(tensor)
+        rows = row_sharded(tensor)
         if rows is not tensor:
-            self.turned.append((tensor, rows))
-        return own_range(rows)
+            self.row_copies.append((tensor, rows))
+        return local_range(rows)
 
     def put_back(self) -> None:
-        """Let tensors that are cut between columns have what their rows were filled with; peers do it together."""
+        """Copy loaded rows to the tensors that are sharded by columns; all processes of a TP group call it together."""
         with torch.no_grad():
-            for tensor, rows in self.turned:
+            for tensor, rows in self.row_copies:
                 tensor.copy_(rows.redistribute(placements=tensor.placements))
 
-    def add(self, name: str, states: Mapping[str, Any], like: Tensor, cut: Callable[[Tensor], Fragment]) -> None:
-        """Take up a parameter's states: those shaped `like` it as ranges that `cut` makes, the others as numbers."""
+    def add(
+        self, name: str, states: Mapping[str, Any], like: Tensor, fragment_of: Callable[[Tensor], Fragment]
+    ) -> None:
+        """Add a parameter's states: those in the shape of `like` as ranges, by `fragment_of`; the others as scalars or opaque."""
         for key, value in states.items():
             if isinstance(value, Tensor) and value.shape == like.shape:
-                self.add_range(f"{key}/{name}", cut(value))
+                self.add_range(f"{key}/{name}", fragment_of(value))
             elif isinstance(value, Tensor) and value.numel() > 1:
                 self.opaque.setdefault(name, {})[key] = value
             else:
                 self.scalars.setdefault(name, {})[key] = value
 
     def add_range(self, name: str, fragment: Fragment) -> None:
-        """Take up a range under a name; ranks may have nothing of a small tensor."""
+        """Add a range under a name, unless it is empty: a rank may have no values of a small tensor."""
         if fragment.values.numel():
             self.fragments.append(replace(fragment, name=name))
 
 
-def own_range(tensor: Any) -> Fragment:
-    """Return the range that this rank has of a tensor: rows that `fully_shard` cut, values that ZeRO-3 cut, or all of it."""
+def local_range(tensor: Any) -> Fragment:
+    """Return this rank's range of a tensor: its rows under FSDP2, its values under ZeRO-3, else the whole tensor."""
     if hasattr(tensor, "ds_tensor"):
         local = tensor.ds_tensor.detach().view(-1)
         start = torch.distributed.get_rank(tensor.ds_process_group) * local.numel()
@@ -101,27 +103,27 @@ def own_range(tensor: Any) -> Fragment:
         return Fragment("", tensor.numel(), 0, tensor.detach().view(-1))
     values = tensor.to_local().detach().view(-1)
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    assert not any(offsets[1:]), "rows are cut"
+    assert not any(offsets[1:]), "the tensor is sharded by rows"
     start = offsets[0] * (tensor.numel() // tensor.shape[0]) if offsets else 0
     return Fragment("", tensor.numel(), start, values)
 
 
-def in_rows(tensor: Any) -> Any:
-    """Return a tensor cut between rows alone: itself, or a copy of one that tensor parallelism cut between columns."""
-    if not isinstance(tensor, DTensor) or all(getattr(cut, "dim", 0) == 0 for cut in tensor.placements):
+def row_sharded(tensor: Any) -> Any:
+    """Return a tensor sharded by rows: the tensor itself, or a copy if tensor parallelism sharded it by columns."""
+    if not isinstance(tensor, DTensor) or all(getattr(placement, "dim", 0) == 0 for placement in tensor.placements):
         return tensor
-    placements = [Shard(0) if getattr(cut, "dim", 0) else cut for cut in tensor.placements]
+    placements = [Shard(0) if getattr(placement, "dim", 0) else placement for placement in tensor.placements]
     detached: Any = tensor.detach()
     return detached.redistribute(placements=placements)
 
 
 def trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters that training changes, by their names without wrappers'."""
+    """Return the trainable parameters by their names without wrappers."""
     return {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def torch_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> TrainingState:
-    """Return the training state of parameters that a torch optimizer steps itself; without one, of the parameters alone."""
+def torch_training_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> TrainingState:
+    """Return the training state of parameters under a torch optimizer; without an optimizer, of the parameters alone."""
     state = TrainingState(options=[] if optimizer is None else group_options(optimizer))
     for name, parameter in named.items():
         state.add_range(f"{WEIGHT}/{name}", state.range_of(parameter))
@@ -130,59 +132,61 @@ def torch_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> Tra
     return state
 
 
-def make_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: Saved) -> None:
-    """Give a torch optimizer, which makes its states at its first step, the ones that a checkpoint holds, unfilled."""
-    put_options(optimizer, saved.options)
+def allocate_torch_state(named: Mapping[str, nn.Parameter], optimizer: Any, saved: SavedState) -> None:
+    """Allocate the optimizer states that a checkpoint has; torch would create them only at the first step."""
+    set_group_options(optimizer, saved.options)
     on_device = {id(p) for g in optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
     for name, parameter in named.items():
         states = optimizer.state[parameter]
         for key, dtype in saved.states.get(name, {}).items():
             states[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         for key, value in saved.others.get(name, {}).items():
-            on = isinstance(value, Tensor) and (value.numel() > 1 or id(parameter) in on_device)
-            states[key] = copied(value).to(parameter.device) if on else copied(value)
+            moves = isinstance(value, Tensor) and (value.numel() > 1 or id(parameter) in on_device)
+            states[key] = clone_if_tensor(value).to(parameter.device) if moves else clone_if_tensor(value)
 
 
-def torch_idle(optimizer: Any) -> list[Tensor]:
-    """Return what a torch optimizer reads in its step alone: its parameters' gradients, and its states."""
+def optimizer_tensors(optimizer: Any) -> list[Tensor]:
+    """Return the tensors that only the optimizer step reads: gradients and optimizer states."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     states = [value for state in optimizer.state.values() for value in state.values()]
     return [each for each in [*(p.grad for p in parameters), *states] if isinstance(each, Tensor)]
 
 
-def copied(value: Any) -> Any:
-    """Return a copy of a tensor, else the value."""
+def clone_if_tensor(value: Any) -> Any:
+    """Return a copy of a tensor; return any other value itself."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
 def group_options(optimizer: Any) -> list[dict[str, Any]]:
-    """Return what each parameter group is set to."""
+    """Return the options of each parameter group, without its parameters."""
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def put_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
-    """Set the parameter groups to a checkpoint's options; CheckpointError where these are another optimizer's.
+def set_group_options(optimizer: Any, options: list[dict[str, Any]]) -> None:
+    """Set the parameter groups to a checkpoint's options; CheckpointError if these are another optimizer's.
 
-    Where the numbers differ, groups of like options are one: transformers divides them by how tensor parallelism cut.
+    If the numbers of groups differ, neighbouring groups with equal options count as one group: transformers splits a group by
+    the placements of tensor parallelism.
     """
     if len(options) != len(optimizer.param_groups):
-        kinds, now = _kinds(options), _kinds(group_options(optimizer))
-        if max(kinds) == max(now):
-            options = [options[kinds.index(kind)] for kind in now]
+        saved_kinds, kinds = _group_kinds(options), _group_kinds(group_options(optimizer))
+        if max(saved_kinds) == max(kinds):
+            options = [options[saved_kinds.index(kind)] for kind in kinds]
     if len(options) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(options)} groups of parameters and this run's {len(optimizer.param_groups)}: "
+            f"the checkpoint's optimizer has {len(options)} parameter groups and this run's has {len(optimizer.param_groups)}: "
             "resume with the same optim and its arguments, or start a new run."
         )
     for group, saved in zip(optimizer.param_groups, options, strict=True):
         missing = [key for key in optimizer.defaults if key not in saved]
         if missing:
             raise CheckpointError(
-                f"the checkpoint's optimizer is another one (it has no {missing[0]}): resume with the same optim and its "
+                f"the checkpoint has another optimizer, without the option {missing[0]}: resume with the same optim and its "
                 "arguments, or start a new run."
             )
-        group.update({key: copied(value) for key, value in saved.items()})
+        group.update({key: clone_if_tensor(value) for key, value in saved.items()})
 
 
-def _kinds(options: list[dict[str, Any]]) -> list[int]:
+def _group_kinds(options: list[dict[str, Any]]) -> list[int]:
+    """Number the groups; neighbours with equal options have the same number."""
     return list(accumulate((int(before != after) for before, after in pairwise(options)), initial=0))

@@ -1,4 +1,4 @@
-"""FSDP2 without other ranks: a process group that moves nothing, and accelerate's own way of cutting a model on it."""
+"""FSDP2 in one process: a fake process group without communication, and accelerate's sharding of a model on it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lowpeak.errors import ArgumentError
+from lowpeak.parallel.strategy import TrainingStrategy
 from lowpeak.ranks import Ranks
 
 
-class Pretended:
-    """What `run_step` asks of a strategy, of rank 0 of so many: gradients are reduced in each micro-batch, as FSDP2 does.
+class Pretended(TrainingStrategy):
+    """A training strategy for rank 0 of a fake process group; as under FSDP2, each micro-batch reduces gradients.
 
-    `begin` is told when a forward and a backward begin, by these words.
+    `begin` is called with "forward" and "backward" when these begin.
     """
 
     def __init__(self, begin: Callable[[str], object] = lambda phase: None) -> None:
         self._begin = begin
         self.ranks = Ranks()
-        self.promised_scale = 1.0 if self.ranks.world_size == 1 else None
+
+    @property
+    def promised_scale(self) -> float | None:
+        return 1.0 if self.ranks.world_size == 1 else None
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._begin("forward")
@@ -42,15 +46,15 @@ class Pretended:
 
 @contextmanager
 def pretended_ranks(world_size: int) -> Iterator[None]:
-    """Rank 0 of `world_size`, whose collectives return at once; ArgumentError where real ranks are connected."""
+    """Become rank 0 of `world_size` fake ranks, whose collectives return at once; ArgumentError if a process group exists."""
     if dist.is_initialized():
         raise ArgumentError(
-            "a process that is connected to others cannot pretend to be: rehearse in a process of its own."
+            "fake ranks need a process without a process group, and this one has one: rehearse in a separate process."
         )
     if world_size == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # names the backend "fake"
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     try:
@@ -60,17 +64,17 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def layouts_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """What DTensor runs on fakes of whole tensors, to learn an operation's layout, runs inside `apart()`: no rank holds it."""
+def layouts_apart(make_context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run DTensor's shape propagation inside `make_context()`: it works on fakes of unsharded tensors, which no rank stores."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def within(self: Any, schema: Any) -> Any:
-        with apart():
+    def propagate_in_context(self: Any, schema: Any) -> Any:
+        with make_context():
             return propagate(self, schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = within  # type: ignore[method-assign, assignment]
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_in_context  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:
@@ -78,17 +82,17 @@ def layouts_apart(apart: Callable[[], AbstractContextManager[None]]) -> Iterator
 
 
 def make_mesh() -> Any:
-    """The mesh of all ranks, made before anything is fake; None for one rank."""
+    """Return the mesh of all ranks, None for one rank; call before fake tensor mode starts."""
     return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
 
 
 def prepare(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Module:
-    """The model as `accelerator.prepare` leaves it: cut on the mesh if there is one, computing in `compute` if told.
+    """Return the model as `accelerator.prepare` would: sharded if there is a mesh, under autocast if `compute` is given.
 
-    Accelerate's function cuts it, so its units are accelerate's: each layer; embedding, last norm and head; the rest.
+    accelerate's function shards it, so its FSDP units are accelerate's: each layer; embedding, last norm and head; the rest.
     """
     if mesh is not None:
-        _cut(model, mesh, compute)
+        _shard(model, mesh, compute)
     if compute is not None:
         forward: Any = model.forward
         computing = convert_outputs_to_fp32(
@@ -98,7 +102,7 @@ def prepare(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Modu
     return model
 
 
-def _cut(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> None:
+def _shard(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> None:
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
@@ -106,7 +110,7 @@ def _cut(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> None:
         cpu_ram_efficient_loading=False,
         mixed_precision_policy=MixedPrecisionPolicy(compute, compute, compute) if compute else None,
     )
-    # What the function reads of an Accelerator, which would connect to real ranks.
+    # The attributes that accelerate's function reads; a real Accelerator would connect to real ranks.
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin),
         torch_device_mesh={("ranks",): mesh},

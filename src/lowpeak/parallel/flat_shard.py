@@ -1,8 +1,8 @@
-"""A sharded parameter as what it is under every sharding engine here: a flat range of its values on each rank.
+"""Flat shards: the one form of a sharded parameter under FSDP2, ZeRO-3 and tensor parallelism.
 
-FSDP2 gives rank r rows [r*c, (r+1)*c) with c = ceil(rows / ranks), ZeRO-3 values [r*c, (r+1)*c) with c = ceil(values /
-ranks). Both are ranges of the parameter laid out flat, the last ones short or padded. So gathering, streaming and looking rows
-up need one form of each, whichever engine trains.
+FSDP2 gives rank r the rows [r*c, (r+1)*c) with c = ceil(rows / ranks), ZeRO-3 the values [r*c, (r+1)*c) with c = ceil(values /
+ranks). Both are ranges of the flattened parameter; the last ranges are short or padded. So gathering, exporting and looking up
+rows are implemented once for all of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from lowpeak.records import WeightSlice
 # Renamed in torch 2.13, where the old names warn.
 all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-Added = Callable[[int, int], Tensor]  # what is added to values [first, last) of a parameter
-Sharded = Callable[[nn.Parameter], "FlatShard | None"]  # a parameter's shard; None for one that every rank has whole
+LoraDelta = Callable[[int, int], Tensor]  # (first, last) -> what LoRA adds to values [first, last) of a parameter
+ShardOf = Callable[[nn.Parameter], "FlatShard | None"]  # None for a replicated parameter
 
-_EVERYBODY = object()  # the group of a parameter that every rank has whole: nothing travels
+_REPLICATED = object()  # the group of a replicated parameter, which needs no communication
 
 
 @dataclass(frozen=True)
 class FlatShard:
-    """A parameter of `shape`, of which the group's rank r holds the flat range [r * chunk, (r + 1) * chunk).
+    """A sharded parameter of `shape`: rank r of the group stores the flat range [r * chunk, (r + 1) * chunk).
 
-    `local` are this rank's values of that range, at most `chunk`, where they live; `dtype` is what the model computes in.
-    `seen` makes of the gathered values what the model expects: a DTensor where they are a part of what peers hold together.
+    `local` is a view of this rank's values, at most `chunk`; `dtype` is the dtype that the model computes in. `to_param`
+    converts the gathered values to what the model expects: a DTensor under tensor parallelism.
     """
 
     shape: torch.Size
@@ -41,7 +41,7 @@ class FlatShard:
     dtype: torch.dtype
     device: torch.device
     group: Any = None
-    seen: Callable[[Tensor], Tensor] | None = None
+    to_param: Callable[[Tensor], Tensor] | None = None
 
     @property
     def numel(self) -> int:
@@ -49,78 +49,79 @@ class FlatShard:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole parameter as the model computes with it."""
+        """Return the bytes of the gathered parameter in the dtype of computation."""
         return self.numel * self.dtype.itemsize
 
     @property
-    def padded(self) -> int:
-        """Return the number of values that a gather writes: `chunk` of each rank."""
+    def padded_numel(self) -> int:
+        """Return the number of values that a gather writes: `chunk` for each rank."""
         return self.chunk * dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
-    def own(self) -> Tensor:
-        """This rank's `chunk` values in the dtype and on the device of computing; zeros behind the parameter's end."""
+    def padded_local(self) -> Tensor:
+        """Return this rank's `chunk` values in `dtype` on `device`, with zeros beyond the parameter's end."""
         local = self.local.to(self.device, self.dtype, non_blocking=True)
         if local.numel() == self.chunk:
             return local
-        whole = local.new_zeros(self.chunk)
-        whole[: local.numel()] = local
-        return whole
+        padded = local.new_zeros(self.chunk)
+        padded[: local.numel()] = local
+        return padded
 
-    def gather(self, into: Tensor) -> Any:
-        """Begin to gather the parameter into the first `padded` values of a flat buffer; `wait()` of the answer ends it."""
-        return all_gather(into[: self.padded], self.own(), group=self.group, async_op=True)
+    def start_gather(self, into: Tensor) -> Any:
+        """Start to gather the parameter into the first `padded_numel` values of a flat buffer; return a handle with `wait()`."""
+        return all_gather(into[: self.padded_numel], self.padded_local(), group=self.group, async_op=True)
 
-    def broadcast(self, first: int, last: int, into: Tensor, added: Added | None = None) -> Tensor:
-        """Values [first, last) of one rank's range, from that rank to all of its group; with what is `added` to them.
+    def broadcast(self, first: int, last: int, into: Tensor, delta: LoraDelta | None = None) -> Tensor:
+        """Broadcast values [first, last) from the rank that stores them; that rank adds `delta` first.
 
-        In the dtype of the flat buffer `into`, and in it, but where they are the owner's own values as they lie.
+        Returns a view of the flat buffer `into`, in its dtype; the sender returns its own storage if dtype and device match.
         """
         owner, values = first // self.chunk, into[: last - first]
-        if self.group is _EVERYBODY or self.rank == owner:
+        if self.group is _REPLICATED or self.rank == owner:
             local = self.local[first - owner * self.chunk : last - owner * self.chunk]
-            if added is not None:
-                local = (local.to(self.device) + added(first, last)).to(local.dtype)
-            here = local.dtype == into.dtype and local.device == into.device
-            values = local if here else values.copy_(local)
-        if self.group is not _EVERYBODY:
+            if delta is not None:
+                local = (local.to(self.device) + delta(first, last)).to(local.dtype)
+            matches = local.dtype == into.dtype and local.device == into.device
+            values = local if matches else values.copy_(local)
+        if self.group is not _REPLICATED:
             dist.broadcast(
                 values, dist.get_process_group_ranks(self.group or dist.group.WORLD)[owner], group=self.group
             )
         return values
 
     def view(self, gathered: Tensor) -> Tensor:
+        """Return the parameter as a view of a gathered buffer."""
         values = gathered[: self.numel].view(self.shape)
-        return values if self.seen is None else self.seen(values)
+        return values if self.to_param is None else self.to_param(values)
 
-    def gathered(self) -> Tensor:
-        """The whole parameter in its own dtype, on every rank."""
-        if self.group is _EVERYBODY:
+    def full_tensor(self) -> Tensor:
+        """Gather and return the whole parameter in its storage dtype, on every rank."""
+        if self.group is _REPLICATED:
             return self.local.view(self.shape)
-        own = replace(self, dtype=self.local.dtype)
-        buffer = torch.empty(self.padded, dtype=own.dtype, device=self.device)
-        own.gather(buffer).wait()
+        stored = replace(self, dtype=self.local.dtype)
+        buffer = torch.empty(self.padded_numel, dtype=stored.dtype, device=self.device)
+        stored.start_gather(buffer).wait()
         return self.view(buffer)
 
 
-def whole(values: Tensor) -> FlatShard:
-    """A parameter that every rank has whole; or of which it has all that is not its peers'."""
+def local_shard(values: Tensor) -> FlatShard:
+    """Return all local values as one shard: of a replicated parameter, or of this process's part under tensor parallelism."""
     values = values.to_local() if isinstance(values, DTensor) else values
-    return FlatShard(values.shape, values.numel(), values.reshape(-1), values.dtype, values.device, _EVERYBODY)
+    return FlatShard(values.shape, values.numel(), values.reshape(-1), values.dtype, values.device, _REPLICATED)
 
 
-def rows_shard(parameter: nn.Parameter, dtype: torch.dtype | None, device: torch.device) -> FlatShard | None:
-    """Return a parameter's rows on this rank, None for one that is not cut; its replicas across hosts (HSDP) are left alone.
+def fsdp_shard(parameter: nn.Parameter, dtype: torch.dtype | None, device: torch.device) -> FlatShard | None:
+    """Return the rows of a parameter that `fully_shard` gave this rank; None if the parameter is not sharded.
 
-    `dtype` is what the model computes in, None the parameter's own.
+    `dtype` is the dtype that the model computes in (None: the parameter's). Under HSDP the shard is of this rank's replica.
     """
     if not isinstance(parameter, DTensor):
         return None
     dims = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard(0)]
-    assert len(dims) == 1, "fully_shard cuts rows, along one axis of the mesh"
+    assert len(dims) == 1, "fully_shard shards rows, along one axis of the mesh"
     mesh, num_rows = parameter.device_mesh, parameter.shape[0]
     rows_per_rank = -(-num_rows // mesh.size(dims[0]))
     local = parameter.to_local().detach().reshape(-1)
@@ -129,25 +130,25 @@ def rows_shard(parameter: nn.Parameter, dtype: torch.dtype | None, device: torch
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """A parameter that leaves: its name for those who take it, its shard, and what makes the values added on its way.
+class ExportParam:
+    """A parameter to export: its name for the receiver, its shard, and the LoRA delta to add.
 
-    `adding` is called on every rank just before the parameter leaves: it may gather what it needs.
+    `make_delta` is called on every rank just before the parameter is exported, and may gather LoRA's factors.
     """
 
     name: str
     shard: FlatShard
-    adding: Callable[[], Added | None] = lambda: None
+    make_delta: Callable[[], LoraDelta | None] = lambda: None
 
 
-def ranges(outgoing: Iterable[Outgoing], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
-    """Every parameter in flat ranges of at most `max_bytes`, in order: the owner of a range broadcasts it to its group.
+def ranges(params: Iterable[ExportParam], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
+    """Yield every parameter in flat slices of at most `max_bytes`, in order; each slice's owner broadcasts it to its group.
 
-    A slice's values are good until the next one is asked for: all come through one buffer.
+    A slice's values are valid until the next slice: all slices share one buffer.
     """
     buffer = torch.empty(0, dtype=torch.uint8)
-    for one in outgoing:
-        shard, target, added = one.shard, dtype or one.shard.local.dtype, one.adding()
+    for param in params:
+        shard, target, delta = param.shard, dtype or param.shard.local.dtype, param.make_delta()
         count = max(1, max_bytes // target.itemsize)
         longest = min(count, shard.chunk, shard.numel) * target.itemsize
         if buffer.numel() < longest or buffer.device != shard.device:
@@ -156,5 +157,5 @@ def ranges(outgoing: Iterable[Outgoing], max_bytes: int, dtype: torch.dtype | No
         for start in range(0, shard.numel, max(1, shard.chunk)):
             stop = min(start + shard.chunk, shard.numel)
             for first in range(start, stop, count):
-                values = shard.broadcast(first, min(first + count, stop), into, added)
-                yield WeightSlice(one.name, tuple(shard.shape), target, first, values)
+                values = shard.broadcast(first, min(first + count, stop), into, delta)
+                yield WeightSlice(param.name, tuple(shard.shape), target, first, values)

@@ -1,8 +1,8 @@
-"""Models that are never trained (reference, reward, later a value's first copy): sharded like the policy, whole nowhere.
+"""Models that are never trained, such as reference and reward models: sharded layer by layer, or replicated.
 
-Each is cut by the engine that cuts the policy, layer by layer, so that an average of the two needs no exchange. It runs through
-`gathered`: a layer at a time, in step on all ranks. An engine of its own (DeepSpeed's) or one unit around the whole model
-would gather all of it in each forward.
+They are sharded in the same way as the policy, so that an average of both needs no communication. They run in
+`Gatherer.gathered_model`, one layer at a time and in lockstep on all ranks. A separate DeepSpeed engine, or one FSDP unit around
+the whole model, would gather the whole model in each forward.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lowpeak.models import give_room
 from lowpeak.parallel.export_params import plain_name
-from lowpeak.parallel.flat_shard import FlatShard, Sharded, whole
+from lowpeak.parallel.flat_shard import FlatShard, ShardOf, local_shard
 from lowpeak.parallel.partial_gather import layers_of
 
 _PIECE_BYTES = 8 << 20
@@ -28,58 +28,59 @@ def freeze(model: nn.Module) -> nn.Module:
     return model.requires_grad_(False).eval()
 
 
-def shard_rows(model: nn.Module, mesh: Any, on_host: bool, from_first: torch.device | None = None) -> nn.Module:
-    """`fully_shard` on each layer and on the rest; `on_host` keeps shards in (pinned) host memory.
+def shard_layers(model: nn.Module, mesh: Any, on_host: bool, from_rank_0: torch.device | None = None) -> nn.Module:
+    """Apply `fully_shard` to each layer and to the rest; `on_host` stores the shards in (pinned) host memory.
 
-    With `from_first`, the device that collectives need, the weights are rank 0's, which alone has read them: each layer is
-    filled just before it is cut, so that no other rank ever holds them all.
+    If rank 0 alone has read the weights, `from_rank_0` is the device for broadcasts. Each layer is broadcast just before it is
+    sharded, so that no other rank ever stores all weights.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if on_host else OffloadPolicy()}
     for part in (*layers_of(model), model):
-        if from_first is not None:
-            _fill_from_first(part, from_first)
+        if from_rank_0 is not None:
+            _broadcast_weights(part, from_rank_0)
         fully_shard(part, **options)
     return model
 
 
 def replicate(model: nn.Module, device: torch.device) -> nn.Module:
-    """Put rank 0's weights, which alone has read them, in the memory of each rank's device, and in no other rank's host memory."""
+    """Copy rank 0's weights to each rank's device, without using the other ranks' host memory."""
     give_room(model, device)
     model.to(device)
-    _fill_from_first(model, device)
+    _broadcast_weights(model, device)
     return model
 
 
-def _fill_from_first(module: nn.Module, device: torch.device) -> None:
-    """Put rank 0's parameters and saved buffers, a few MB at a time, in place of what the others have; not those cut already."""
+def _broadcast_weights(module: nn.Module, device: torch.device) -> None:
+    """Broadcast rank 0's parameters and saved buffers in pieces of a few MB; parameters that are sharded already are skipped."""
     give_room(module)
     for values in module.state_dict(keep_vars=True).values():
         if isinstance(values, DTensor):
             continue
         flat = values.detach().view(-1)
         for piece in flat.split(max(1, _PIECE_BYTES // flat.element_size())):
-            travelling = piece.to(device)
-            dist.broadcast(travelling, 0)
-            if dist.get_rank() != 0:  # a page of the file's mapping that is written to would become rank 0's own
-                piece.copy_(travelling)
+            buffer = piece.to(device)
+            dist.broadcast(buffer, 0)
+            # Rank 0's weights may be pages of a mapped file: a write would copy them into its private memory.
+            if dist.get_rank() != 0:
+                piece.copy_(buffer)
 
 
-def frozen_bytes(model: nn.Module) -> int:
-    """Return the bytes of the model's parameters, each once."""
+def parameter_bytes(model: nn.Module) -> int:
+    """Return the bytes of the model's parameters; a tied parameter counts once."""
     return sum(p.numel() * p.element_size() for p in model.parameters())
 
 
-def shards_of(model: nn.Module, sharded: Sharded) -> dict[str, FlatShard]:
-    """Return every parameter's range on this rank, by name; whole ones as one range."""
-    return {plain_name(name): sharded(p) or whole(p.detach()) for name, p in model.named_parameters()}
+def shards_of(model: nn.Module, shard_of: ShardOf) -> dict[str, FlatShard]:
+    """Return this rank's shard of every parameter, by name; a replicated parameter is one shard."""
+    return {plain_name(name): shard_of(p) or local_shard(p.detach()) for name, p in model.named_parameters()}
 
 
 def average(reference: Mapping[str, FlatShard], policy: Mapping[str, FlatShard], share: float) -> None:
-    """reference = share * policy + (1 - share) * reference in place, on this rank's ranges alone.
+    """Update reference = share * policy + (1 - share) * reference in place, on this rank's shards.
 
-    The policy's range of a parameter is the reference's, or all of it.
+    The policy's shard of a parameter must be the same range as the reference's, or the whole parameter.
     """
     with torch.no_grad():
         for name, target in reference.items():

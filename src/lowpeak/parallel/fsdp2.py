@@ -1,4 +1,4 @@
-"""FSDP2: each rank holds some rows of every parameter; a layer is gathered when it is used."""
+"""FSDP2: each rank stores some rows of every parameter, and a layer is gathered when it runs."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lowpeak.parallel.base import Accelerated, fsdp_mesh
+from lowpeak.parallel.base import AccelerateStrategy, fsdp_mesh
 from lowpeak.parallel.checkpoint_shards import save_shards
-from lowpeak.parallel.checkpoint_state import torch_state, trained
-from lowpeak.parallel.flat_shard import FlatShard, rows_shard
-from lowpeak.parallel.frozen_models import freeze, shard_rows
+from lowpeak.parallel.checkpoint_state import torch_training_state, trained
+from lowpeak.parallel.flat_shard import FlatShard, fsdp_shard
+from lowpeak.parallel.frozen_models import freeze, shard_layers
 from lowpeak.parallel.strategy import Frozen
 
 
-class Fsdp2(Accelerated):
-    """torch's `fully_shard`, applied by accelerate. Gradients are reduced in each micro-batch, so none is ever whole."""
+class Fsdp2(AccelerateStrategy):
+    """torch's `fully_shard`, applied by accelerate; gradients are reduced in each micro-batch, so they stay sharded."""
 
     cuts_parameters = True
     cuts_states = True
@@ -30,20 +30,22 @@ class Fsdp2(Accelerated):
 
     @contextmanager
     def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
-        with super().hold(model, budget, whole_head) as inner, _own_generate(inner):
+        with super().hold(model, budget, whole_head) as inner, _model_generate(inner):
             yield inner
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        save_shards(checkpoint, torch_state(trained(self._unwrapped(model)), optimizer), self.ranks.processes)
+        save_shards(checkpoint, torch_training_state(trained(self._unwrapped(model)), optimizer), self.ranks.processes)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        """Cut like the policy, on its mesh, whatever `room` there is; with efficient loading, from rank 0's weights."""
-        first_alone = self._first_alone_read(model) or self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-        from_first = self._device if first_alone else None
-        return self._frozen(shard_rows(freeze(model), fsdp_mesh(self._accelerator), on_host, from_first))
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+        # Sharded on the policy's mesh even if a replica would fit: `average` then needs no communication.
+        from_rank_0 = (
+            self._only_rank_0_has_weights(model) or self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
+        )
+        device = self._device if from_rank_0 else None
+        return self._frozen(shard_layers(freeze(model), fsdp_mesh(self._accelerator), on_host, device))
 
     def _unwrapped(self, model: nn.Module) -> nn.Module:
-        """Return the model inside wrappers, with its rows alone: the root's stay gathered after a forward, until a backward."""
+        # Reshard first: a forward without gradients leaves the root's parameters gathered until a backward.
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -52,15 +54,15 @@ class Fsdp2(Accelerated):
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
         policy = self._accelerator.state.fsdp_plugin.mixed_precision_policy
         compute = getattr(policy, "param_dtype", None) if parameter.is_floating_point() else None
-        return rows_shard(parameter, compute, self._device)
+        return fsdp_shard(parameter, compute, self._device)
 
 
 @contextmanager
-def _own_generate(model: nn.Module) -> Iterator[None]:
-    """Put the model's own `generate` in force: transformers puts one in its place that gathers by FSDP2's hooks first."""
-    gathering = model.__dict__.pop("generate", None)
+def _model_generate(model: nn.Module) -> Iterator[None]:
+    """Restore the class's `generate`: transformers replaces it by one that gathers all parameters through FSDP2's hooks."""
+    replacement = model.__dict__.pop("generate", None)
     try:
         yield
     finally:
-        if gathering is not None:
-            model.__dict__["generate"] = gathering
+        if replacement is not None:
+            model.__dict__["generate"] = replacement

@@ -1,8 +1,8 @@
-"""A sharded model that runs without gradients: as many layers whole as a budget allows, the others one at a time.
+"""Partial gathering: a sharded model runs without gradients, with as many layers gathered as a budget allows.
 
-The parameters of a kept layer are gathered once, before the first forward. The other layers share the buffers of one,
-which each fills as it is called. Embedding and head stay sharded (`vocabulary.py`) until the budget holds all layers
-and them. The engine that trains is not asked: its hooks are off, and its parameters lie where they were.
+The parameters of a kept layer are gathered once, before the first forward. The other layers share the buffers of one layer, and
+each gathers into them when it is called. Embedding and head stay sharded (`sharded_vocab.py`) unless the budget covers all layers
+and both. The training engine (FSDP2, DeepSpeed) takes no part: its hooks are removed meanwhile, its shards only read.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.memory import is_exhaustion
-from lowpeak.models import own_modules, transformers_model
-from lowpeak.parallel.flat_shard import FlatShard, Sharded
-from lowpeak.parallel.lockstep import Match, Peers, matched, replace_forward
+from lowpeak.models import modules_without_critic, transformers_model
+from lowpeak.parallel.flat_shard import FlatShard, ShardOf
+from lowpeak.parallel.lockstep import Lockstep, TPCollectives, lockstep_forwards, replace_forward
 from lowpeak.parallel.sharded_vocab import ShardedRows, is_row_aligned
 from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
 _ENGINES = ("torch.distributed.", "deepspeed.")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")  # torch's own registries: dicts that handles refer to
+_HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+)  # torch's registries, edited in place since the hooks' handles refer to them
 
 Buffers = dict[int, Tensor]  # by the parameter's id
-PeersOf = Callable[[nn.Module], Peers | None]
+CollectivesOf = Callable[[nn.Module], TPCollectives | None]
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a sharded parameter is: `module._parameters[name]`."""
+class ShardedParam:
+    """A sharded parameter and its slot in the model, `module._parameters[name]`."""
 
     module: nn.Module
     name: str
@@ -45,236 +48,236 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The sharded parameters of a model: of each layer, of embedding and head, and the small rest."""
+class ShardedParts:
+    """The sharded parameters of a model: of each layer, of embedding and head, and all others."""
 
-    layers: list[tuple[nn.Module, list[Place]]]
-    vocabulary: list[Place]
-    rest: list[Place]
+    layers: list[tuple[nn.Module, list[ShardedParam]]]
+    vocabulary: list[ShardedParam]
+    rest: list[ShardedParam]
 
     @property
-    def is_cut(self) -> bool:
-        return bool(self.vocabulary or self.rest or any(places for _, places in self.layers))
+    def is_sharded(self) -> bool:
+        return bool(self.vocabulary or self.rest or any(params for _, params in self.layers))
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What a budget keeps whole: so many layers, and embedding and head or not."""
+class GatherPlan:
+    """The number of layers to keep gathered, and whether to gather embedding and head too."""
 
     num_layers: int
     vocabulary: bool
 
 
 class Gatherer:
-    """Makes cut models ready to run; says in the log how many layers stay gathered, and what a forward took."""
+    """A gatherer of sharded models for forwards; logs how many layers stay gathered, and the time of a forward."""
 
     def __init__(
         self,
         ranks: Ranks,
         device: torch.device,
         allocate: Callable[..., Tensor] = torch.empty,
-        peers: PeersOf = lambda model: None,
+        tp_collectives: CollectivesOf = lambda model: None,
     ) -> None:
         self._ranks = ranks
         self._allocate = allocate
-        self._peers = peers
+        self._tp_collectives = tp_collectives
         self._device = device
-        self._said: Kept | None = None
+        self._logged_plan: GatherPlan | None = None
 
     @contextmanager
-    def gathered(
-        self, model: nn.Module, sharded: Sharded, budget: int | None, whole_head: bool = False
+    def gathered_model(
+        self, model: nn.Module, shard_of: ShardOf, budget: int | None, whole_head: bool = False
     ) -> Iterator[nn.Module]:
-        """`model` ready to run, with what `budget` bytes allow gathered (None: all); every rank enters and leaves it.
+        """Gather what `budget` bytes allow (None: all), and yield `model` ready for forwards; all ranks enter and leave together.
 
-        `whole_head` gathers the head in any case: whoever asks it for log-probs needs its weight, not its product.
-        Restores hooks, parameters, forwards, modes and checkpointing however it is left. Where not all is gathered, forwards
-        hold collectives, and are matched among ranks; see `Match`.
+        `whole_head` gathers the head in any case: computing log-probs reads its weight, not only its product. Leaving the
+        context restores hooks, parameters, forwards, modes and checkpointing, also after an error. Unless all is gathered,
+        forwards contain collectives and run in lockstep; see `Lockstep`.
         """
-        parts, peers = find_parts(model, sharded), self._peers(transformers_model(model))
+        parts, tp_collectives = find_parts(model, shard_of), self._tp_collectives(transformers_model(model))
         with ExitStack() as stack:
-            stack.enter_context(_generating(model))
-            if parts.is_cut or peers is not None:
+            stack.enter_context(_eval_mode(model))
+            if parts.is_sharded or tp_collectives is not None:
                 stack.enter_context(_without_sharding_hooks(model))
-                kept, buffers = _allocate(parts, _kept(parts, budget), self._ranks, self._allocate)
-                whole = kept == Kept(len(parts.layers), True)
-                match = Match(self._device, peers.group if whole and peers else None)
-                _fill_all(stack, model, parts, kept, buffers, whole_head, match, peers or Peers())
-                if not whole:
-                    stack.enter_context(self._told(kept, parts, match))
-                if peers is not None or not whole:
-                    stack.enter_context(matched(transformers_model(model), match))
+                plan, buffers = _allocate(parts, _plan(parts, budget), self._ranks, self._allocate)
+                all_gathered = plan == GatherPlan(len(parts.layers), True)
+                lockstep = Lockstep(self._device, tp_collectives.group if all_gathered and tp_collectives else None)
+                _install(stack, model, parts, plan, buffers, whole_head, lockstep, tp_collectives or TPCollectives())
+                if not all_gathered:
+                    stack.enter_context(self._log_timing(plan, parts, lockstep))
+                if tp_collectives is not None or not all_gathered:
+                    stack.enter_context(lockstep_forwards(transformers_model(model), lockstep))
             yield model
 
     @contextmanager
-    def _told(self, kept: Kept, parts: Parts, match: Match) -> Iterator[None]:
+    def _log_timing(self, plan: GatherPlan, parts: ShardedParts, lockstep: Lockstep) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        if kept != self._said and match.num_forwards:
-            self._said = kept
-            streamed = sum(_nbytes(places) for _, places in parts.layers[kept.num_layers :])
+        if plan != self._logged_plan and lockstep.num_forwards:
+            self._logged_plan = plan
+            num_bytes = sum(_nbytes(params) for _, params in parts.layers[plan.num_layers :])
             logger.info(
                 "%d of %d layers stayed gathered: a forward took %.1f ms and gathered %.1f MB.",
-                kept.num_layers,
+                plan.num_layers,
                 len(parts.layers),
-                1e3 * (time.perf_counter() - start) / match.num_forwards,
-                streamed / 1e6,
+                1e3 * (time.perf_counter() - start) / lockstep.num_forwards,
+                num_bytes / 1e6,
             )
 
 
-def _fill_all(
+def _install(
     stack: ExitStack,
     model: nn.Module,
-    parts: Parts,
-    kept: Kept,
+    parts: ShardedParts,
+    plan: GatherPlan,
     buffers: list[Buffers],
     whole_head: bool,
-    match: Match,
-    peers: Peers,
+    lockstep: Lockstep,
+    tp_collectives: TPCollectives,
 ) -> None:
-    """Gather what is kept, and let the rest be gathered or stay cut as it is used: the steps of a forward, in their order."""
-    _fill(stack, parts.rest, _buffers(parts.rest))
-    for (_, places), own in zip(parts.layers[: kept.num_layers], buffers, strict=False):
-        _fill(stack, places, own)
+    """Gather what is kept; for the rest, register a forward's collectives in the order in which they run."""
+    _keep_gathered(stack, parts.rest, _buffers(parts.rest))
+    for (_, params), layer_buffers in zip(parts.layers[: plan.num_layers], buffers, strict=False):
+        _keep_gathered(stack, params, layer_buffers)
     head: Any = transformers_model(model).get_output_embeddings()
-    heads = {id(place.parameter) for place in parts.vocabulary if place.module is head}
-    whole = [p for p in parts.vocabulary if kept.vocabulary or (whole_head and id(p.parameter) in heads)]
-    _fill(stack, whole, buffers[-1] if kept.vocabulary else _buffers(whole))
-    cut = [
-        (place, ShardedRows(place.shard, bool(getattr(place.module, "computes_in_fp32", False))))
-        for place in parts.vocabulary
-        if place not in whole
+    heads = {id(param.parameter) for param in parts.vocabulary if param.module is head}
+    gathered = [p for p in parts.vocabulary if plan.vocabulary or (whole_head and id(p.parameter) in heads)]
+    _keep_gathered(stack, gathered, buffers[-1] if plan.vocabulary else _buffers(gathered))
+    row_sharded = [
+        (param, ShardedRows(param.shard, bool(getattr(param.module, "computes_in_fp32", False))))
+        for param in parts.vocabulary
+        if param not in gathered
     ]
-    for place, rows in cut:
-        if place.module is not head:
-            replace_forward(stack, place.module, match.step(rows.look_up, rows.idle_look_up))
-    peers.meet(stack, match, transformers_model(model).get_input_embeddings())
-    for layer, _ in parts.layers[: kept.num_layers]:
-        peers.meet(stack, match, layer)
-    _stream(stack, parts.layers[kept.num_layers :], match, peers)
-    peers.meet(stack, match, head, is_head=True)
+    for param, rows in row_sharded:
+        if param.module is not head:
+            replace_forward(stack, param.module, lockstep.register(rows.look_up, rows.dummy_look_up))
+    tp_collectives.register(stack, lockstep, transformers_model(model).get_input_embeddings())
+    for layer, _ in parts.layers[: plan.num_layers]:
+        tp_collectives.register(stack, lockstep, layer)
+    _gather_on_call(stack, parts.layers[plan.num_layers :], lockstep, tp_collectives)
+    tp_collectives.register(stack, lockstep, head, is_head=True)
     bias: Any = getattr(head, "bias", None)
-    for place, rows in cut:
-        if place.module is head:
+    for param, rows in row_sharded:
+        if param.module is head:
             multiply = partial(rows.multiply, bias=bias)
-            replace_forward(stack, head, match.step(multiply, rows.idle_multiply))
+            replace_forward(stack, head, lockstep.register(multiply, rows.dummy_multiply))
 
 
-def find_parts(model: nn.Module, sharded: Sharded) -> Parts:
-    """Return a model's sharded parameters by what they are part of."""
-    layers = [(layer, _places(layer, sharded)) for layer in layers_of(model)]
-    in_layers = {id(place.parameter) for _, places in layers for place in places}
-    others = [place for place in _places(model, sharded) if id(place.parameter) not in in_layers]
+def find_parts(model: nn.Module, shard_of: ShardOf) -> ShardedParts:
+    """Return a model's sharded parameters, grouped by layers, vocabulary and rest."""
+    layers = [(layer, _sharded_params(layer, shard_of)) for layer in layers_of(model)]
+    in_layers = {id(param.parameter) for _, params in layers for param in params}
+    others = [param for param in _sharded_params(model, shard_of) if id(param.parameter) not in in_layers]
     inner = transformers_model(model)
     tables = {id(module) for module in (inner.get_input_embeddings(), inner.get_output_embeddings())}
     vocabulary = [p for p in others if id(p.module) in tables and _is_plain_table(p) and is_row_aligned(p.shard)]
-    rest = [place for place in others if place not in vocabulary]
-    return Parts(layers, vocabulary, rest)
+    rest = [param for param in others if param not in vocabulary]
+    return ShardedParts(layers, vocabulary, rest)
 
 
-def _is_plain_table(place: Place) -> bool:
-    """Return whether the module does nothing with its weight but look rows up, or multiply (some scale what they look up).
-
-    Not where tensor parallelism has cut it too: then transformers' own forward does more.
-    """
+def _is_plain_table(param: ShardedParam) -> bool:
+    """Return whether the module's forward is a plain lookup or product; some embeddings scale their result."""
+    # Under tensor parallelism transformers' forward does more, and the parameter is a DTensor (`to_param`).
     plain = (nn.Embedding.forward, nn.Linear.forward)
-    return place.name == "weight" and type(place.module).forward in plain and place.shard.seen is None
+    return param.name == "weight" and type(param.module).forward in plain and param.shard.to_param is None
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers: modules of the classes that transformers says not to split, else of the longest list."""
+    """Return the decoder layers: modules of the classes in `_no_split_modules`, else those of the longest ModuleList."""
     inner = transformers_model(model)
     names = set(getattr(inner, "_no_split_modules", None) or ())
-    modules = own_modules(inner)
-    found = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
-    if found:
-        return found
+    modules = modules_without_critic(inner)
+    layers = [module for module in modules if type(module).__name__.removeprefix("FSDP") in names]
+    if layers:
+        return layers
     lists = [module for module in modules if isinstance(module, nn.ModuleList)]
     return list(max(lists, key=len, default=[]))
 
 
-def _places(module: nn.Module, sharded: Sharded) -> list[Place]:
-    found = []
-    for part in own_modules(module):
+def _sharded_params(module: nn.Module, shard_of: ShardOf) -> list[ShardedParam]:
+    params = []
+    for part in modules_without_critic(module):
         for name, parameter in part._parameters.items():
-            shard = None if parameter is None else sharded(parameter)
+            shard = None if parameter is None else shard_of(parameter)
             if parameter is not None and shard is not None:
-                found.append(Place(part, name, parameter, shard))
-    return found
+                params.append(ShardedParam(part, name, parameter, shard))
+    return params
 
 
-def _kept(parts: Parts, budget: int | None) -> Kept:
-    """Return what fits into the budget beside the buffers of one layer and the small rest, which are always there."""
+def _plan(parts: ShardedParts, budget: int | None) -> GatherPlan:
+    """Return what fits into the budget; buffers for one layer and the rest are always allocated."""
     if budget is None:
-        return Kept(len(parts.layers), True)
-    sizes = [_nbytes(places) for _, places in parts.layers]
-    left = budget - max(sizes, default=0) - _nbytes(parts.rest)
-    if left + max(sizes, default=0) >= sum(sizes) + _nbytes(parts.vocabulary):
-        return Kept(len(sizes), True)
+        return GatherPlan(len(parts.layers), True)
+    sizes = [_nbytes(params) for _, params in parts.layers]
+    remaining = budget - max(sizes, default=0) - _nbytes(parts.rest)
+    if remaining + max(sizes, default=0) >= sum(sizes) + _nbytes(parts.vocabulary):
+        return GatherPlan(len(sizes), True)
     number = 0
-    while number < len(sizes) and left >= sizes[number]:
-        left -= sizes[number]
+    while number < len(sizes) and remaining >= sizes[number]:
+        remaining -= sizes[number]
         number += 1
-    return Kept(number, False)
+    return GatherPlan(number, False)
 
 
-def _nbytes(places: Sequence[Place]) -> int:
-    return sum({id(place.parameter): place.shard.nbytes for place in places}.values())
+def _nbytes(params: Sequence[ShardedParam]) -> int:
+    return sum({id(param.parameter): param.shard.nbytes for param in params}.values())
 
 
-def _buffers(places: Sequence[Place], allocate: Callable[..., Tensor] = torch.empty) -> Buffers:
-    """Return room for each parameter whole; a tied one has it once."""
+def _buffers(params: Sequence[ShardedParam], allocate: Callable[..., Tensor] = torch.empty) -> Buffers:
+    """Allocate a buffer for each gathered parameter; a tied parameter has one."""
     return {
-        id(place.parameter): allocate(place.shard.padded, dtype=place.shard.dtype, device=place.shard.device)
-        for place in places
+        id(param.parameter): allocate(param.shard.padded_numel, dtype=param.shard.dtype, device=param.shard.device)
+        for param in params
     }
 
 
-def _allocate(parts: Parts, kept: Kept, ranks: Ranks, allocate: Callable[..., Tensor]) -> tuple[Kept, list[Buffers]]:
-    """Return buffers of what stays, of as much as there is room for on every rank: half as many layers after each failure."""
+def _allocate(
+    parts: ShardedParts, plan: GatherPlan, ranks: Ranks, allocate: Callable[..., Tensor]
+) -> tuple[GatherPlan, list[Buffers]]:
+    """Allocate the plan's buffers on every rank; halve the number of layers each time memory runs out on any rank."""
     while True:
         buffers: list[Buffers] = []
         failed: Exception | None = None
         try:
-            for _, places in parts.layers[: kept.num_layers]:
-                buffers.append(_buffers(places, allocate))
-            if kept.vocabulary:
+            for _, params in parts.layers[: plan.num_layers]:
+                buffers.append(_buffers(params, allocate))
+            if plan.vocabulary:
                 buffers.append(_buffers(parts.vocabulary, allocate))
         except (MemoryError, RuntimeError) as error:
             if not is_exhaustion(error):
                 raise
             failed = error
         if not ranks.max([float(failed is not None)])[0]:
-            return kept, buffers
+            return plan, buffers
         buffers.clear()
-        if kept == Kept(0, False):
-            raise failed or MemoryError("another rank has no room for a layer's buffers")
-        kept = Kept(kept.num_layers // 2, False)
+        if plan == GatherPlan(0, False):
+            raise failed or MemoryError("another rank has no memory for one layer's buffers")
+        plan = GatherPlan(plan.num_layers // 2, False)
         logger.warning(
-            "Out of memory while gathering layers for generation: %d of them stay gathered.", kept.num_layers
+            "Out of memory while gathering layers for generation: %d of them stay gathered.", plan.num_layers
         )
 
 
-def _fill(stack: ExitStack, places: Sequence[Place], buffers: Buffers) -> None:
-    _gather(places, buffers)
-    for place in places:
-        _put(stack, place, nn.Parameter(place.shard.view(buffers[id(place.parameter)]), requires_grad=False))
+def _keep_gathered(stack: ExitStack, params: Sequence[ShardedParam], buffers: Buffers) -> None:
+    _gather(params, buffers)
+    for param in params:
+        _set_parameter(stack, param, nn.Parameter(param.shard.view(buffers[id(param.parameter)]), requires_grad=False))
 
 
-def _gather(places: Sequence[Place], buffers: Buffers) -> None:
-    shards = {id(place.parameter): place.shard for place in places}
-    for work in [shard.gather(buffers[key]) for key, shard in shards.items()]:
+def _gather(params: Sequence[ShardedParam], buffers: Buffers) -> None:
+    shards = {id(param.parameter): param.shard for param in params}
+    for work in [shard.start_gather(buffers[key]) for key, shard in shards.items()]:
         work.wait()
 
 
-def _put(stack: ExitStack, place: Place, parameter: nn.Parameter) -> None:
-    place.module._parameters[place.name] = parameter
-    stack.callback(place.module._parameters.__setitem__, place.name, place.parameter)
+def _set_parameter(stack: ExitStack, param: ShardedParam, parameter: nn.Parameter) -> None:
+    param.module._parameters[param.name] = parameter
+    stack.callback(param.module._parameters.__setitem__, param.name, param.parameter)
 
 
 @contextmanager
-def _generating(model: nn.Module) -> Iterator[None]:
-    """Have eval mode and no activation checkpointing; each module's own mode and flag come back however the block is left."""
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Set eval mode and disable activation checkpointing in the block; restore each module's mode and flag after it."""
     before = [(module, module.training, getattr(module, "gradient_checkpointing", None)) for module in model.modules()]
     try:
         model.eval()
@@ -291,13 +294,13 @@ def _generating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
-    """Forwards in the block gather nothing by themselves; the hooks come back in their order however it is left."""
+    """Remove the training engine's hooks for the block, so that forwards gather nothing; restore them in their order."""
     registries = [getattr(module, kind) for module in model.modules() for kind in _HOOKS]
     before = [(registry, list(registry.items())) for registry in registries if registry]
     try:
         for registry, hooks in before:
             for key, hook in hooks:
-                if _is_of_sharding(hook):
+                if _is_sharding_hook(hook):
                     del registry[key]
         yield
     finally:
@@ -307,30 +310,35 @@ def _without_sharding_hooks(model: nn.Module) -> Iterator[None]:
             registry.update(hooks + added)
 
 
-def _is_of_sharding(hook: Callable[..., Any]) -> bool:
+def _is_sharding_hook(hook: Callable[..., Any]) -> bool:
     while hasattr(hook, "func"):  # functools.partial
         hook = hook.func
     return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
 
 
-def _stream(stack: ExitStack, layers: Sequence[tuple[nn.Module, list[Place]]], match: Match, peers: Peers) -> None:
-    """Let layers share buffers, which each fills when it is called."""
+def _gather_on_call(
+    stack: ExitStack,
+    layers: Sequence[tuple[nn.Module, list[ShardedParam]]],
+    lockstep: Lockstep,
+    tp_collectives: TPCollectives,
+) -> None:
+    """Let layers share buffers, into which each layer gathers when it is called."""
     pool: dict[tuple[Any, ...], Tensor] = {}
-    for layer, places in layers:
+    for layer, params in layers:
         buffers: Buffers = {}
-        for index, place in enumerate(places):
-            shard = place.shard
-            key = (index, shard.padded, shard.dtype)
+        for index, param in enumerate(params):
+            shard = param.shard
+            key = (index, shard.padded_numel, shard.dtype)
             if key not in pool:
-                pool[key] = torch.empty(shard.padded, dtype=shard.dtype, device=shard.device)
-            buffers[id(place.parameter)] = pool[key]
-            _put(stack, place, nn.Parameter(shard.view(pool[key]), requires_grad=False))
-        gather = partial(_gather, places, buffers)
-        replace_forward(stack, layer, _after(match.step(gather, gather), layer.forward))
-        peers.meet(stack, match, layer)
+                pool[key] = torch.empty(shard.padded_numel, dtype=shard.dtype, device=shard.device)
+            buffers[id(param.parameter)] = pool[key]
+            _set_parameter(stack, param, nn.Parameter(shard.view(pool[key]), requires_grad=False))
+        gather = partial(_gather, params, buffers)
+        replace_forward(stack, layer, _call_first(lockstep.register(gather, gather), layer.forward))
+        tp_collectives.register(stack, lockstep, layer)
 
 
-def _after(first: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+def _call_first(first: Callable[[], Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     def both(*args: Any, **kwargs: Any) -> Any:
         first()
         return forward(*args, **kwargs)

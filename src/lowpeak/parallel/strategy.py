@@ -1,4 +1,7 @@
-"""The strategy protocol: how a model lies on devices. The step does not know which strategy runs."""
+"""The protocols of a parallel strategy: how a model is placed on devices, seen by each kind of caller.
+
+`Strategy` is all of them together: what a run has. A function asks for the smallest protocol that it needs.
+"""
 
 from __future__ import annotations
 
@@ -17,92 +20,117 @@ from lowpeak.records import Layout, Weights, WeightSlice
 
 @dataclass(frozen=True)
 class Frozen:
-    """A frozen model; `ready()` is a context, entered by every rank together, in which it may be called."""
+    """A frozen model; all ranks enter the context `ready()` together, and may call the model inside."""
 
     model: nn.Module
     ready: Callable[[], AbstractContextManager[Any]]
 
 
-class Strategy(Protocol):
-    """One device, DDP, FSDP2 or ZeRO: each is one small class. What is written out here holds unless a strategy says otherwise.
-
-    `cuts_parameters` is whether a rank holds a part of the policy's parameters alone, so that forwards hold collectives;
-    `cuts_states` whether ranks have different parts of what is trained or of its states, so that only together they save it.
-    """
+class TrainingStrategy(Protocol):
+    """A training step's gradients: backward, reduction over ranks, norm and update."""
 
     ranks: Ranks
-    cuts_parameters: bool
-    cuts_states: bool
 
     @property
     def promised_scale(self) -> float | None:
-        """What `backward` multiplies a loss's gradients by, where the head may add its own to `.grad` itself; else None.
+        """Return the factor by which `backward` scales gradients, for a head that adds to `.grad` in place.
 
-        None wherever something must see a gradient on its way: a reduction over ranks, hooks, a loss scale.
+        None if a gradient must be observed on its way: by a reduction over ranks, by hooks or by a loss scaler.
         """
         return None
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
-        """Around a micro-batch's forward and backward: unless it is the step's `last`, ranks do not average yet."""
+        """Return the context of a micro-batch's forward and backward; ranks average gradients in the step's `last` one."""
         return nullcontext()
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        """Add the loss's gradients to the parameters', averaged over ranks after the step's `last` micro-batch."""
+        """Add the loss's gradients to the parameters'; they are averaged over ranks after the step's `last` micro-batch."""
         ...
 
     def own_grad_norm(self) -> Tensor | None:
-        """Return the norm of all ranks' gradients before clipping, where an engine of the strategy keeps them; else None."""
+        """Return the norm of all ranks' gradients before clipping if the strategy's engine stores them; else None."""
         return None
 
     def own_step(self) -> None:
-        """Clip, update and clear the gradients where an engine of the strategy does that itself; else nothing."""
+        """Clip, update and clear the gradients if the strategy's engine does that itself; else do nothing."""
         return
 
+
+class InferenceStrategy(Protocol):
+    """Forwards without gradients: of the policy, and of models that are never trained.
+
+    `cuts_parameters` is True if a rank stores only a shard of the policy's parameters; forwards then contain collectives.
+    """
+
+    cuts_parameters: bool
+
     def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> AbstractContextManager[nn.Module]:
-        """A context in which `model` runs without gradients: eval mode, no checkpointing, as many layers gathered as `budget`
-        bytes allow (None: all), the head in any case with `whole_head`. Yields once, and restores everything however it is
-        left. Every rank enters it; forwards in it are matched among ranks."""
+        """Return a context in which `model` runs without gradients: in eval mode, without activation checkpointing.
+
+        As many layers are gathered as `budget` bytes allow (None: all); `whole_head` gathers the head in any case. All ranks
+        enter the context, and run their forwards in lockstep. Leaving it restores everything, also after an error.
+        """
         ...
+
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+        """Place a model that is never trained on the devices, in eval mode.
+
+        It is sharded if the policy is, or if a replica exceeds `free_bytes`. With `on_host` it is stored in host memory, and
+        copied to the device one layer at a time.
+        """
+        ...
+
+    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
+        """Update reference = share * policy + (1 - share) * reference, on this rank's shards."""
+        ...
+
+
+class ParameterExport(Protocol):
+    """Unsharded parameters, for engines and for files."""
 
     def slices(
         self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
     ) -> Iterator[WeightSlice]:
-        """The parameters in flat ranges of at most `max_bytes`, cast to `dtype` (None: their own), in one order on every rank.
+        """Yield the parameters in flat slices of at most `max_bytes`, in one order on all ranks.
 
-        `merged` is the whole model under the names of its checkpoint, a LoRA adapter added on the way; `adapter` is what
-        training an adapter changes, under peft's names; `base` is what that is put on. Tied weights leave once. Every rank
-        exhausts it: ranges are broadcast.
+        Values are cast to `dtype` (None: keep each parameter's). `merged` is the whole model under its checkpoint's names,
+        with a LoRA adapter added to it; `adapter` is what training an adapter changes, under peft's names; `base` is the model
+        without the adapter. Tied weights are sent once. Every rank must exhaust the iterator, since slices are broadcast.
         """
         ...
 
     def layout(self, model: nn.Module, weights: Weights = "merged") -> Layout:
-        """Return the layout of what `slices` gives, in its order; nothing travels."""
+        """Return names, shapes and dtypes of what `slices` yields, in its order, without communication."""
         ...
 
+
+class ShardedState(Protocol):
+    """Trained weights and optimizer states of this rank, in memory and in checkpoints.
+
+    `cuts_states` is True if ranks store different parts of the trained weights or of their states, so that all ranks write.
+    """
+
+    cuts_states: bool
+
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return this rank's flat ranges of the model's parameters, by name: for averages and for offloading."""
+        """Return this rank's flat shards of the model's parameters, by name."""
         ...
 
     def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
-        """Return this rank's tensors that nothing reads between two steps: gradients and the optimizer's states."""
+        """Return this rank's tensors that nothing reads between two steps: gradients and optimizer states."""
         ...
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        """Write this rank's part of the trained weights and optimizer states into a (staged) folder; all ranks together.
+        """Write this rank's part of the trained weights and optimizer states into a staged folder.
 
-        Nothing where rank 0 writes them as transformers does.
+        All ranks call it together. Does nothing if rank 0 writes them as transformers does.
         """
         return
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
-        """Take back what `save_state` wrote, on as many ranks or on others; without an optimizer, the weights alone."""
+        """Read what `save_state` wrote, on any number of ranks; without an optimizer, the weights alone."""
         ...
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        """A model that is never trained, in eval mode, sharded like the policy where that is or where `room` bytes hold no
-        replica; `on_host` keeps it in host memory, and on the device a layer at a time."""
-        ...
 
-    def average(self, reference: nn.Module, policy: nn.Module, share: float) -> None:
-        """reference = share * policy + (1 - share) * reference, on this rank's shards alone."""
-        ...
+class Strategy(TrainingStrategy, InferenceStrategy, ParameterExport, ShardedState, Protocol):
+    """A parallel strategy of a run: one device, DDP, FSDP2, ZeRO or tensor parallelism."""

@@ -1,8 +1,8 @@
-"""Tensor parallelism by transformers' own plans, alone or with FSDP2 over data ranks: both cut the model where it is loaded.
+"""Tensor parallelism by transformers' plans, alone or with FSDP2 over data ranks; both shard the model while it is loaded.
 
-The devices that hold parts of one model's tensors, *peers*, are one rank: they run the same micro-batches and draw the same tokens,
-since a sum over peers has the same bits on each of them and what is drawn depends on nothing else. FSDP2 cuts each one's part
-between rows over the data ranks, so that a gather gives a rank its part, never the whole.
+The processes of a tensor parallel (TP) group are one rank: they run the same micro-batches and sample the same tokens, since a
+sum over the group has the same bits on each process and sampling depends on nothing else. FSDP2 shards each process's part by
+rows over the data ranks, so that a gather returns the part, never the whole parameter.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import ArgumentError
-from lowpeak.models import IN_PARTS, MEETING, styled
-from lowpeak.parallel.base import Accelerated
-from lowpeak.parallel.flat_shard import Added, FlatShard, rows_shard, whole
+from lowpeak.models import COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE, modules_with_style
+from lowpeak.parallel.base import AccelerateStrategy
+from lowpeak.parallel.flat_shard import FlatShard, LoraDelta, fsdp_shard, local_shard
 from lowpeak.parallel.frozen_models import freeze
 from lowpeak.parallel.fsdp2 import Fsdp2
-from lowpeak.parallel.lockstep import Peers
+from lowpeak.parallel.lockstep import TPCollectives
 from lowpeak.parallel.partial_gather import Gatherer
 from lowpeak.parallel.strategy import Frozen
 
-_PEERS, _DATA = "tp", "fsdp"  # transformers' names of the axes
+_TP_AXIS, _DATA_AXIS = "tp", "fsdp"  # transformers' names of the mesh axes
 
 
 @dataclass(frozen=True)
-class Block(FlatShard):
-    """Rows and columns of a parameter, taken as a matrix, that this process alone has; all processes have one."""
+class MatrixBlock(FlatShard):
+    """A block of rows and columns of a parameter, seen as a matrix; each process stores a different block."""
 
     first_row: int = 0
     first_column: int = 0
     num_columns: int = 1
 
-    def broadcast(self, first: int, last: int, into: Tensor, added: Added | None = None) -> Tensor:
-        """Values [first, last) of the whole on every process: a sum of what each has, as bytes, so that not a bit changes."""
+    def broadcast(self, first: int, last: int, into: Tensor, delta: LoraDelta | None = None) -> Tensor:
+        # The blocks are disjoint, so their sum is the values; as bytes, so that no bit of them changes.
         width = self.numel // self.shape[0]
         top, bottom = first // width, -(-last // width)
         rows_RC = torch.zeros(bottom - top, width, dtype=into.dtype, device=self.device)
@@ -57,78 +57,80 @@ class Block(FlatShard):
 
 
 class TensorParallel(Fsdp2):
-    """Peers hold parts of one model; with several data ranks FSDP2 cuts those parts further, as `Fsdp2` has it."""
+    """Tensor parallelism within each rank; with several data ranks, FSDP2 shards the parts further."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
-        self._gatherer = Gatherer(self.ranks, self._device, peers=self._peers)
-        self.cuts_parameters = self.ranks.world_size > 1  # over data ranks: peers' parts are never gathered
+        self._gatherer = Gatherer(self.ranks, self._device, tp_collectives=self._tp_collectives)
+        # Sharded over data ranks only: the parts of a TP group are never gathered.
+        self.cuts_parameters = self.ranks.world_size > 1
 
     @contextmanager
     def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
         with super().accumulate(model, last):
             yield
         if last:
-            group = self._accelerator.torch_device_mesh[_PEERS].get_group()
-            for module in styled(self._accelerator.unwrap_model(model), IN_PARTS):
+            group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
+            for module in modules_with_style(self._accelerator.unwrap_model(model), GRAD_ALLREDUCE_STYLE):
                 for parameter in module.parameters(recurse=False):
                     if parameter.grad is not None:
-                        dist.all_reduce(whole(parameter.grad).local, group=group)
+                        dist.all_reduce(local_shard(parameter.grad).local, group=group)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        """One that was cut as the policy was stays so; another one is a replica where there is `room`, else cut by rows."""
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
         if on_host:
-            raise ArgumentError("offload_frozen_models does not go with tensor parallelism: leave one of the two out.")
-        if _is_cut(model):
+            raise ArgumentError("offload_frozen_models does not work with tensor parallelism: remove one of the two.")
+        if _is_tensor_parallel(model):
             return self._frozen(freeze(model))
-        return Accelerated.prepare_frozen(self, model, room, on_host)
+        return AccelerateStrategy.prepare_frozen(self, model, free_bytes, on_host)
 
-    def _peers(self, model: nn.Module) -> Peers | None:
-        """Where peers meet within a forward of a model that they hold parts of: where transformers adds up or gathers."""
-        if not _is_cut(model):
+    def _tp_collectives(self, model: nn.Module) -> TPCollectives | None:
+        """Return the modules whose forwards transformers ends with a collective; None for a model that is not tensor parallel."""
+        if not _is_tensor_parallel(model):
             return None
-        group = self._accelerator.torch_device_mesh[_PEERS].get_group()
-        return Peers([module for style in MEETING for module in styled(model, style)], group)
+        group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
+        return TPCollectives(
+            [module for style in COLLECTIVE_STYLES for module in modules_with_style(model, style)], group
+        )
 
     def _shard(self, parameter: nn.Parameter) -> FlatShard | None:
-        """The data ranks' rows of this peer's part, None where data ranks do not cut it."""
+        """Return this rank's rows of this process's part; None if FSDP2 does not shard the part."""
         names = _axes(parameter)
-        if _PEERS not in names:
-            return rows_shard(parameter, None, self._device)
-        if _DATA not in names:
+        if _TP_AXIS not in names:
+            return fsdp_shard(parameter, None, self._device)
+        if _DATA_AXIS not in names:
             return None
         assert isinstance(parameter, DTensor)
-        mesh, placement = parameter.device_mesh, parameter.placements[names.index(_PEERS)]
-        shape = torch.Size(compute_local_shape_and_global_offset(parameter.shape, mesh[_PEERS], [placement])[0])
-        rows_per_rank = -(-shape[0] // mesh[_DATA].size())
+        mesh, placement = parameter.device_mesh, parameter.placements[names.index(_TP_AXIS)]
+        shape = torch.Size(compute_local_shape_and_global_offset(parameter.shape, mesh[_TP_AXIS], [placement])[0])
+        rows_per_rank = -(-shape[0] // mesh[_DATA_AXIS].size())
         return FlatShard(
             shape,
             rows_per_rank * shape[1:].numel(),
             parameter.to_local().detach().reshape(-1),
             parameter.dtype,
             self._device,
-            mesh.get_group(_DATA),
-            partial(_seen, whole=parameter, mesh=mesh[_PEERS], placement=placement),
+            mesh.get_group(_DATA_AXIS),
+            partial(_as_dtensor, full=parameter, mesh=mesh[_TP_AXIS], placement=placement),
         )
 
-    def _leaving(self, parameter: nn.Parameter) -> FlatShard | None:
-        """What this process has of a parameter that is cut over peers; of another one, its range."""
-        if _PEERS not in _axes(parameter):
+    def _export_shard(self, parameter: nn.Parameter) -> FlatShard | None:
+        """Return this process's block of a tensor parallel parameter; for any other parameter, its shard."""
+        if _TP_AXIS not in _axes(parameter):
             return self._shard(parameter)
         assert isinstance(parameter, DTensor)
         local, shape = parameter.to_local().detach(), parameter.shape
         _, offsets = compute_local_shape_and_global_offset(shape, parameter.device_mesh, parameter.placements)
         flat = local.reshape(-1)
         block = (offsets[0], offsets[1] if len(offsets) > 1 else 0, local.shape[1] if local.dim() > 1 else 1)
-        return Block(shape, shape.numel(), flat, flat.dtype, self._device, None, None, *block)
+        return MatrixBlock(shape, shape.numel(), flat, flat.dtype, self._device, None, None, *block)
 
 
 def cut_alike(module: nn.Module, model: nn.Module) -> None:
-    """Cut a module over the data ranks that hold rows of a model's parameters (`loading.in_parts`); nothing where none do yet."""
+    """Apply FSDP2 to a module on the data mesh of a model that was sharded while loading; skip other models."""
     for parameter in model.parameters():
-        if _DATA in _axes(parameter):
+        if _DATA_AXIS in _axes(parameter):
             assert isinstance(parameter, DTensor)
-            fully_shard(module, mesh=parameter.device_mesh[_DATA])
+            fully_shard(module, mesh=parameter.device_mesh[_DATA_AXIS])
             return
 
 
@@ -136,9 +138,9 @@ def _axes(parameter: nn.Parameter) -> tuple[str, ...]:
     return (parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else ()
 
 
-def _is_cut(model: nn.Module) -> bool:
-    return any(_PEERS in _axes(parameter) for parameter in model.parameters())
+def _is_tensor_parallel(model: nn.Module) -> bool:
+    return any(_TP_AXIS in _axes(parameter) for parameter in model.parameters())
 
 
-def _seen(part: Tensor, whole: DTensor, mesh: Any, placement: Any) -> Tensor:
-    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride())
+def _as_dtensor(part: Tensor, full: DTensor, mesh: Any, placement: Any) -> Tensor:
+    return DTensor.from_local(part, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride())

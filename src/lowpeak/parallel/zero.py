@@ -1,8 +1,8 @@
 """DeepSpeed ZeRO: stage 1 shards the optimizer's states, stage 2 gradients too, stage 3 the parameters as well.
 
-What DeepSpeed's optimizer holds is saved as ranges of the model's parameters. Each rank's part of a group of parameters is one
-flat fp32 tensor, which an inner torch optimizer steps. Stages 1 and 2 cut the group laid out flat, so that a parameter may lie
-on several ranks in uneven parts; stage 3 cuts each parameter evenly. All of DeepSpeed's names are in this file.
+DeepSpeed's optimizer is saved as ranges of the model's parameters. Each rank's part of a parameter group is one flat fp32 tensor,
+the master weights, which an inner torch optimizer steps. Stages 1 and 2 shard the flattened group, so several ranks may have
+uneven parts of one parameter; stage 3 shards each parameter evenly. All of DeepSpeed's names are in this file.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel.base import Accelerated
+from lowpeak.parallel.base import AccelerateStrategy
 from lowpeak.parallel.checkpoint_shards import load_shards, read_saved, save_shards
 from lowpeak.parallel.checkpoint_state import (
     WEIGHT,
     Fragment,
-    Saved,
+    SavedState,
     TrainingState,
-    copied,
+    clone_if_tensor,
     group_options,
-    put_options,
-    torch_idle,
+    optimizer_tensors,
+    set_group_options,
     trained,
 )
 from lowpeak.parallel.flat_shard import FlatShard
 from lowpeak.parallel.frozen_models import freeze
 from lowpeak.parallel.strategy import Frozen
 
-_COUNTED = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+_COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
-class Zero(Accelerated):
-    """DeepSpeed's engine, made by accelerate. It clips and updates by itself, in `own_step`."""
+class Zero(AccelerateStrategy):
+    """DeepSpeed's engine, created by accelerate; it clips and updates by itself, in `own_step`."""
 
     cuts_states = True
 
@@ -68,61 +68,60 @@ class Zero(Accelerated):
         self._engine.step()
 
     def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
-        """Return what the optimizer reads in its step alone: fp32 weights, their states, gradients of which it keeps ranges."""
         if self._accelerator.deepspeed_engine_wrapped is None:
             return []
+        # Only the step reads the fp32 master weights, their states, and the gradients.
         zero = self._engine.optimizer
         stage3 = getattr(zero, "fp32_partitioned_groups_flat", None)
         masters = zero.single_partition_of_fp32_groups if stage3 is None else stage3
         gradients = [getattr(zero, "grad_partitions_flat_buffer", None)]
         for group in zero.averaged_gradients.values():
             gradients += group or []
-        return [*masters, *torch_idle(zero.optimizer), *(each for each in gradients if isinstance(each, Tensor))]
+        return [*masters, *optimizer_tensors(zero.optimizer), *(each for each in gradients if isinstance(each, Tensor))]
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        named = trained(self._unwrapped(model))
-        save_shards(checkpoint, _state_of(self._engine, self._stage, named), self.ranks.processes)
+        params = trained(self._unwrapped(model))
+        save_shards(checkpoint, _training_state(self._engine, self._stage, params), self.ranks.processes)
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
-        """Fill this rank's part of the optimizer, whatever ranks wrote it; then the model's weights from it, on all ranks."""
-        engine, stage, named = self._engine, self._stage, trained(self._unwrapped(model))
+        engine, stage, params = self._engine, self._stage, trained(self._unwrapped(model))
         saved, inner = read_saved(checkpoint, self.ranks.processes), engine.optimizer.optimizer
-        put_options(inner, saved.options)
-        for master in _masters(engine.optimizer, stage, named):
-            _make_states(inner.state[master.flat], master, saved)
-        load_shards(checkpoint, saved, _state_of(engine, stage, named).fragments)
-        for name in _COUNTED:
+        set_group_options(inner, saved.options)
+        for master in _master_ranges(engine.optimizer, stage, params):
+            _allocate_states(inner.state[master.flat], master, saved)
+        load_shards(checkpoint, saved, _training_state(engine, stage, params).fragments)
+        for name in _COUNTERS:
             if name in saved.engine:
                 setattr(engine, name, saved.engine[name])
         for key, value in saved.engine.get("loss_scaler", {}).items():
             setattr(engine.optimizer.loss_scaler, key, value)
         if engine.lr_scheduler is not None and "schedule" in saved.engine:
             engine.lr_scheduler.load_state_dict(saved.engine["schedule"])
+        # The checkpoint has the master weights alone; copy them to the model on all ranks.
         if stage < 3:
             engine.optimizer.update_lp_params()
         else:
-            _refresh_model(engine.optimizer, named)
+            _copy_masters_to_model(engine.optimizer, params)
 
-    def prepare_frozen(self, model: nn.Module, room: int, on_host: bool) -> Frozen:
-        """Stage 3 cuts it as it cuts the policy, and no engine is made for it; below, a replica where there is `room`."""
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
         if self._stage < 3:
-            return super().prepare_frozen(model, room, on_host)
+            return super().prepare_frozen(model, free_bytes, on_host)
         import deepspeed
 
-        if not any(hasattr(parameter, "ds_tensor") for parameter in freeze(model).parameters()):  # else cut on loading
+        # A model that was loaded under ZeRO-3 is sharded already.
+        if not any(hasattr(parameter, "ds_tensor") for parameter in freeze(model).parameters()):
             config = self._accelerator.state.deepspeed_plugin.deepspeed_config
-            place = {"remote_device": "cpu", "pin_memory": True} if on_host else {}
-            deepspeed.zero.Init(module=model, config_dict_or_path=config, **place)
+            host_options = {"remote_device": "cpu", "pin_memory": True} if on_host else {}
+            deepspeed.zero.Init(module=model, config_dict_or_path=config, **host_options)
         return self._frozen(model)
 
     @property
     def _engine(self) -> Any:
         wrapped = self._accelerator.deepspeed_engine_wrapped
-        assert wrapped is not None, "the policy is prepared"
+        assert wrapped is not None, "accelerate has prepared the policy"
         return wrapped.engine
 
     def _shard(self, parameter: Any) -> FlatShard | None:
-        """A parameter that stage 3 cut (DeepSpeed's names); below, what `fully_shard` cut."""
         if not hasattr(parameter, "ds_tensor"):
             return super()._shard(parameter)
         local = parameter.ds_tensor.detach().view(-1)
@@ -130,86 +129,88 @@ class Zero(Accelerated):
 
 
 @dataclass(frozen=True)
-class Master:
-    """Values [start, start + count) of a parameter of `numel`, which are [place, place + count) of a flat fp32 tensor."""
+class MasterRange:
+    """Values [start, start + count) of a parameter; in `flat`, an fp32 tensor, they begin at `flat_start`."""
 
     name: str
     numel: int
     start: int
     count: int
     flat: Tensor
-    place: int
+    flat_start: int
 
-    def cut(self, flat: Tensor) -> Fragment:
-        return Fragment(self.name, self.numel, self.start, flat.detach().narrow(0, self.place, self.count))
+    def fragment(self, flat: Tensor) -> Fragment:
+        return Fragment(self.name, self.numel, self.start, flat.detach().narrow(0, self.flat_start, self.count))
 
 
-def _state_of(engine: Any, stage: int, named: Mapping[str, nn.Parameter]) -> TrainingState:
+def _training_state(engine: Any, stage: int, params: Mapping[str, nn.Parameter]) -> TrainingState:
     inner = engine.optimizer.optimizer
-    state = TrainingState(options=group_options(inner), engine=_engine_numbers(engine))
-    for master in _masters(engine.optimizer, stage, named):
-        state.add_range(f"{WEIGHT}/{master.name}", master.cut(master.flat))
-        state.add(master.name, inner.state.get(master.flat, {}), master.flat, master.cut)
+    state = TrainingState(options=group_options(inner), engine=_engine_state(engine))
+    for master in _master_ranges(engine.optimizer, stage, params):
+        state.add_range(f"{WEIGHT}/{master.name}", master.fragment(master.flat))
+        state.add(master.name, inner.state.get(master.flat, {}), master.flat, master.fragment)
     return state
 
 
-def _masters(optimizer: Any, stage: int, named: Mapping[str, nn.Parameter]) -> Iterator[Master]:
-    """Yield where this rank's values of each parameter lie in the optimizer's flat tensors."""
-    for name, parameter in named.items():
-        master = _cut_parameter(optimizer, name, parameter) if stage == 3 else _cut_group(optimizer, name, parameter)
+def _master_ranges(optimizer: Any, stage: int, params: Mapping[str, nn.Parameter]) -> Iterator[MasterRange]:
+    """Yield the position of this rank's values of each parameter in the optimizer's flat tensors."""
+    for name, parameter in params.items():
+        master = (
+            _stage3_range(optimizer, name, parameter) if stage == 3 else _flat_group_range(optimizer, name, parameter)
+        )
         if master is not None:
-            if master.flat.numel() < master.place + master.count:
+            if master.flat.numel() < master.flat_start + master.count:
                 raise CheckpointError(
-                    "optimizer states that DeepSpeed keeps on NVMe cannot be saved: offload them to the CPU "
+                    "optimizer states that DeepSpeed offloads to NVMe cannot be saved: offload them to the CPU "
                     "(offload_optimizer.device: cpu)."
                 )
             yield master
 
 
-def _cut_parameter(optimizer: Any, name: str, parameter: Any) -> Master | None:
-    """Stage 3: rank r has values [r * c, (r + 1) * c), the last ones padded."""
-    group, place, chunk = optimizer.grad_position[optimizer.get_param_id(parameter)]
+def _stage3_range(optimizer: Any, name: str, parameter: Any) -> MasterRange | None:
+    """Return this rank's range under stage 3: rank r has [r * c, (r + 1) * c), less the padding at the end."""
+    group, flat_start, chunk = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = torch.distributed.get_rank(parameter.ds_process_group) * chunk
     count = max(0, min(chunk, parameter.ds_numel - start))
     flat = optimizer.fp32_partitioned_groups_flat[group]
-    return Master(name, parameter.ds_numel, start, count, flat, place) if count else None
+    return MasterRange(name, parameter.ds_numel, start, count, flat, flat_start) if count else None
 
 
-def _cut_group(optimizer: Any, name: str, parameter: Any) -> Master | None:
-    """Stages 1 and 2: what of the parameter falls into this rank's part of its group."""
+def _flat_group_range(optimizer: Any, name: str, parameter: Any) -> MasterRange | None:
+    """Return the parameter's range in this rank's part of its group, under stages 1 and 2."""
     mapping = parameter._hp_mapping
     if mapping is None:
         return None
-    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
+    in_param, in_group = mapping.lp_fragment_address, mapping.hp_fragment_address
     (flat,) = optimizer.optimizer.param_groups[mapping.param_group_index]["params"]
-    return Master(name, parameter.numel(), here.start, here.numel, flat, there.start)
+    return MasterRange(name, parameter.numel(), in_param.start, in_param.numel, flat, in_group.start)
 
 
-def _make_states(states: dict[str, Any], master: Master, saved: Saved) -> None:
-    """Make the states of a flat tensor that a checkpoint holds, unfilled: stages 1 and 2 make them at their first step."""
+def _allocate_states(states: dict[str, Any], master: MasterRange, saved: SavedState) -> None:
+    """Allocate a flat tensor's states from the checkpoint; DeepSpeed may create them only at its first step."""
     for key, dtype in saved.states.get(master.name, {}).items():
         if key not in states:
             states[key] = torch.zeros_like(master.flat, dtype=dtype, requires_grad=False)
     for key, value in saved.others.get(master.name, {}).items():
-        kept = states.get(key)
-        if isinstance(kept, Tensor) and isinstance(value, Tensor):
-            kept.copy_(value)
+        state = states.get(key)
+        if isinstance(state, Tensor) and isinstance(value, Tensor):
+            state.copy_(value)
         else:
-            states[key] = copied(value)
+            states[key] = clone_if_tensor(value)
 
 
-def _refresh_model(optimizer: Any, named: Mapping[str, Any]) -> None:
-    """Stage 3: this rank's range of each parameter from the optimizer's; those that stay whole are gathered again."""
+def _copy_masters_to_model(optimizer: Any, params: Mapping[str, Any]) -> None:
+    """Copy the master weights to this rank's shards under stage 3; DeepSpeed gathers its persistent parameters again."""
     optimizer.checkpoint_event_prologue()
     with torch.no_grad():
-        for master in _masters(optimizer, 3, named):
-            local = named[master.name].ds_tensor.view(-1)
-            local[: master.count].copy_(master.cut(master.flat).values)
+        for master in _master_ranges(optimizer, 3, params):
+            local = params[master.name].ds_tensor.view(-1)
+            local[: master.count].copy_(master.fragment(master.flat).values)
     optimizer.checkpoint_event_epilogue()
 
 
-def _engine_numbers(engine: Any) -> dict[str, Any]:
-    numbers: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTED}
+def _engine_state(engine: Any) -> dict[str, Any]:
+    numbers: dict[str, Any] = {name: getattr(engine, name) for name in _COUNTERS}
     scaler = vars(engine.optimizer.loss_scaler) if hasattr(engine.optimizer, "loss_scaler") else {}
     numbers["loss_scaler"] = {k: v for k, v in scaler.items() if isinstance(v, int | float)}
     if engine.lr_scheduler is not None:

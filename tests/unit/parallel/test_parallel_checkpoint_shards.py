@@ -1,4 +1,4 @@
-"""A training state that is written is the one that is read, and what cannot be cut anew says so."""
+"""Training states are read as they were written, and states that cannot be resharded raise an error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel import load_torch_state, save_shards, torch_state, trained
+from lowpeak.parallel import load_torch_state, save_shards, torch_training_state, trained
 from lowpeak.ranks import Ranks
 
 
@@ -27,7 +27,7 @@ class BlockScaled(torch.optim.SGD):
 
 
 class TwoRanks(Ranks):
-    """What a rank of two sees where nothing is sent."""
+    """Rank 0 of two, without communication."""
 
     def __init__(self):
         super().__init__()
@@ -55,28 +55,28 @@ KINDS = {
 }
 
 
-def of_kind(name, net):
+def make_optimizer(name, net):
     return KINDS[name](net.parameters(), lr=0.1)
 
 
-def unlike_groups(net):
+def different_groups(net):
     return [{"params": [p], "weight_decay": i} for i, p in enumerate(net.parameters())]
 
 
 def saved(tmp_path, name="adamw"):
     net = model()
-    optimizer = of_kind(name, net)
+    optimizer = make_optimizer(name, net)
     steps(net, optimizer, 3, 0)
-    save_shards(tmp_path, torch_state(trained(net), optimizer), Ranks())
+    save_shards(tmp_path, torch_training_state(trained(net), optimizer), Ranks())
     return net, optimizer
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_run_goes_on_from_its_state_to_the_same_bits(tmp_path, name):
+def test_a_resumed_optimizer_continues_with_the_same_bits(tmp_path, name):
     net, optimizer = saved(tmp_path, name)
     other = model()
     nn.init.zeros_(other[0].weight)
-    new = of_kind(name, other)
+    new = make_optimizer(name, other)
     load_torch_state(tmp_path, other, new, Ranks())
     for one, another in ((net, optimizer), (other, new)):
         steps(one, another, 3, 1)
@@ -84,23 +84,23 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "width", "make", "ranks", "told"),
+    ("name", "width", "make", "ranks", "message"),
     [
-        ("blocks", 5, lambda net: of_kind("blocks", net), TwoRanks, " 1 ranks .* 2 "),
-        ("adamw", 6, lambda net: of_kind("adamw", net), Ranks, r" 0\.weight .* 35 .* 42 "),
-        ("adamw", 5, lambda net: of_kind("sgd", net), Ranks, "momentum"),
-        ("adamw", 5, lambda net: torch.optim.AdamW(unlike_groups(net)), Ranks, " 1 .* 3:"),
+        ("blocks", 5, lambda net: make_optimizer("blocks", net), TwoRanks, " 1 ranks .* 2 "),
+        ("adamw", 6, lambda net: make_optimizer("adamw", net), Ranks, r" 0\.weight .* 35 .* 42 "),
+        ("adamw", 5, lambda net: make_optimizer("sgd", net), Ranks, "momentum"),
+        ("adamw", 5, lambda net: torch.optim.AdamW(different_groups(net)), Ranks, " 1 .* 3:"),
     ],
-    ids=["states of blocks on other ranks", "other shapes", "another optimizer", "other groups"],
+    ids=["block scales on other ranks", "other shapes", "another optimizer", "other groups"],
 )
-def test_what_does_not_fit_is_named(tmp_path, name, width, make, ranks, told):
+def test_a_state_that_does_not_fit_raises_an_error_that_names_it(tmp_path, name, width, make, ranks, message):
     saved(tmp_path, name)
     other = model(width)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         load_torch_state(tmp_path, other, make(other), ranks())
 
 
-def test_weights_come_back_without_an_optimizer_and_with_one_whose_like_groups_are_divided_otherwise(tmp_path):
+def test_weights_are_loaded_without_an_optimizer_and_with_one_whose_equal_groups_are_split(tmp_path):
     net, optimizer = saved(tmp_path)
     alone, other = model(), model()
     divided = torch.optim.AdamW([{"params": [p]} for p in other.parameters()], lr=3.0)

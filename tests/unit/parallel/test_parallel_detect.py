@@ -1,4 +1,4 @@
-"""What a rank's device holds, read off accelerate's own settings before anything is cut."""
+"""The fractions of a model on each device, from accelerate's settings before the model is sharded."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lowpeak.parallel import Shares, pretended_ranks, shares_of
 RANKS = 8
 
 
-def told(kind, **more):
-    """What is read of an Accelerator, which would connect to real ranks."""
+def accelerator(kind, **more):
+    """The attributes that are read of an Accelerator, which would connect to real ranks."""
     plugins = {name: more.pop(name, None) for name in ("deepspeed_plugin", "fsdp_plugin")}
     return SimpleNamespace(state=SimpleNamespace(**plugins), distributed_type=kind, num_processes=RANKS, **more)
 
@@ -40,27 +40,25 @@ def stage(number, section):
         (stage(3, "offload_param"), Shares(0.0, 1 / 8, 1 / 8)),
     ],
 )
-def test_zero_cuts_by_its_stage_sums_gradients_where_its_optimizer_is_and_offloads_what_its_sections_name(
-    config, expected
-):
+def test_zero_shards_by_its_stage_and_reduces_gradients_on_the_optimizers_device(config, expected):
     preset = json.loads((FOLDER / f"{config}.json").read_text()) if isinstance(config, str) else config
     plugin = DeepSpeedPlugin(hf_ds_config=preset)
-    assert shares_of(told(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
+    assert shares_of(accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
 
 
-def test_fsdp_cuts_over_all_ranks_or_keeps_all_on_the_host_and_without_it_copies_are_whole():
+def test_fsdp_shards_over_all_ranks_or_offloads_everything_and_ddp_replicates():
     for offload, part in ((False, 1 / 8), (True, 0.0)):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
-        assert shares_of(told(DistributedType.FSDP, fsdp_plugin=plugin)) == Shares(part, part, part)
-    assert shares_of(told(DistributedType.MULTI_CPU)) == Shares(1.0, 1.0, 1.0)
+        assert shares_of(accelerator(DistributedType.FSDP, fsdp_plugin=plugin)) == Shares(part, part, part)
+    assert shares_of(accelerator(DistributedType.MULTI_CPU)) == Shares(1.0, 1.0, 1.0)
 
 
-def test_of_whole_copies_beside_each_other_each_is_cut_over_its_own_ranks():
+def test_hsdp_shards_each_replica_over_its_ranks():
     names = ("dp_replicate", "dp_shard")
     with pretended_ranks(RANKS):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
         parts = SimpleNamespace(fsdp_dim_names=names)
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         more = {"fsdp_plugin": plugin, "torch_device_mesh": mesh, "parallelism_config": parts}
-        assert shares_of(told(DistributedType.FSDP, **more)) == Shares(1 / 4, 1 / 4, 1 / 4)
+        assert shares_of(accelerator(DistributedType.FSDP, **more)) == Shares(1 / 4, 1 / 4, 1 / 4)
     assert not dist.is_initialized()

@@ -1,4 +1,4 @@
-"""What leaves a model, on one device: names, ranges, adapters merged or alone, and what cannot be merged."""
+"""Exported parameters on one device: names, slices, adapters merged or alone, and adapters that cannot be merged."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lowpeak.errors import ArgumentError
 from lowpeak.parallel import adapter_state, layout, outgoing, plain_name, ranges, unchanging
 from tiny import tiny_model
 
-NOWHERE = lambda parameter: None  # noqa: E731 a strategy that shards nothing
+REPLICATED = lambda parameter: None  # noqa: E731 every rank has the whole parameter
 
 
-def together(model, weights="merged", max_bytes=100, dtype=None):
-    """Slices put together; each is checked against what the last ones left."""
-    found: dict[str, list[torch.Tensor]] = {}
+def exported(model, weights="merged", max_bytes=100, dtype=None):
+    """The exported tensors, put together from slices that follow one another."""
+    parts_of: dict[str, list[torch.Tensor]] = {}
     shapes = {}
-    for piece in ranges(outgoing(model, NOWHERE, weights), max_bytes, dtype):
+    for piece in ranges(outgoing(model, REPLICATED, weights), max_bytes, dtype):
         assert piece.values.numel() * piece.values.element_size() <= max_bytes
-        assert piece.start == sum(len(part) for part in found.get(piece.name, []))
-        found.setdefault(piece.name, []).append(piece.values.clone())
+        assert piece.start == sum(len(part) for part in parts_of.get(piece.name, []))
+        parts_of.setdefault(piece.name, []).append(piece.values.clone())
         shapes[piece.name] = piece.shape
-    assert shapes == {name: shape for name, (shape, _) in layout(model, NOWHERE, weights).items()}
-    return {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
+    assert shapes == {name: shape for name, (shape, _) in layout(model, REPLICATED, weights).items()}
+    return {name: torch.cat(parts).view(shapes[name]) for name, parts in parts_of.items()}
 
 
 def with_adapter(model=None, **settings):
@@ -38,7 +38,7 @@ def with_adapter(model=None, **settings):
 
 
 def assert_merged_as_peft(peft):
-    ours = together(peft)
+    ours = exported(peft)
     theirs = dict(peft.merge_and_unload().named_parameters())
     assert ours.keys() == theirs.keys()
     for name, values in theirs.items():
@@ -46,9 +46,9 @@ def assert_merged_as_peft(peft):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_model_leaves_under_its_own_names_in_the_receivers_dtype_tied_weights_once(dtype):
+def test_a_model_is_exported_under_its_names_in_the_receivers_dtype_with_tied_weights_once(dtype):
     model = tiny_model()
-    ours = together(model, dtype=dtype)
+    ours = exported(model, dtype=dtype)
     assert ours.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(ours[name], p.to(dtype or p.dtype)) for name, p in model.named_parameters())
 
@@ -56,9 +56,9 @@ def test_a_model_leaves_under_its_own_names_in_the_receivers_dtype_tied_weights_
 @pytest.mark.parametrize(
     "settings",
     [{}, {"use_rslora": True}, {"target_modules": ["embed_tokens", "q_proj"]}, {"modules_to_save": ["lm_head"]}],
-    ids=["linear", "scaled by the root", "an embedding", "a module of its own"],
+    ids=["linear", "scaled by the root", "an embedding", "a module to save"],
 )
-def test_an_adapter_leaves_merged_as_peft_merges(settings):
+def test_an_adapter_is_merged_as_peft_merges_it(settings):
     assert_merged_as_peft(with_adapter(tiny_model(tied=False), **settings))
 
 
@@ -74,64 +74,64 @@ def test_an_adapter_leaves_merged_as_peft_merges(settings):
         {"modules_to_save": ["embed_tokens", "lm_head"]},
     ],
 )
-def test_an_adapter_that_parts_tied_weights_leaves_as_both(settings):
+def test_an_adapter_that_unties_weights_is_exported_as_both(settings):
     peft = with_adapter(tiny_model(tied=True), **settings)
-    ours, apart = together(peft), tiny_model(tied=False)
-    apart.load_state_dict(ours)  # all names are there
+    ours, apart = exported(peft), tiny_model(tied=False)
+    apart.load_state_dict(ours)  # checks that all names are present
     ids = torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(apart(ids).logits, peft.eval()(ids).logits, atol=1e-5, rtol=1e-5)
 
 
-def test_an_adapter_that_keeps_tied_weights_tied_leaves_with_one():
+def test_an_adapter_that_keeps_weights_tied_is_exported_with_one():
     for settings in ({}, {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}):
         peft = with_adapter(tiny_model(tied=True), **settings)
-        assert together(peft).keys() == dict(tiny_model().named_parameters()).keys()
+        assert exported(peft).keys() == dict(tiny_model().named_parameters()).keys()
 
 
-def test_a_tied_parameter_of_an_adapter_leaves_once_and_is_saved_under_each_name(tmp_path):
+def test_a_tied_adapter_parameter_is_exported_once_and_saved_under_each_name(tmp_path):
     peft = with_adapter(tiny_model(tied=True), modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    state = adapter_state(peft, together(peft, "adapter"))
-    assert len(state) == len(together(peft, "adapter")) + 1
+    state = adapter_state(peft, exported(peft, "adapter"))
+    assert len(state) == len(exported(peft, "adapter")) + 1
     peft.save_pretrained(tmp_path, state_dict=state)
     again, ids = PeftModel.from_pretrained(tiny_model(tied=True), tmp_path), torch.tensor([[3, 4, 5, 6]])
     torch.testing.assert_close(again.eval()(ids).logits, peft.eval()(ids).logits)
 
 
-def test_two_adapters_in_use_are_both_added():
+def test_two_active_adapters_are_both_merged():
     peft = with_adapter()
     peft.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     peft.base_model.set_adapter(["default", "other"])
     assert_merged_as_peft(peft)
 
 
-def test_an_adapter_leaves_alone_under_peft_s_names_and_its_base_without_it():
+def test_an_adapter_alone_has_pefts_names_and_the_base_excludes_it():
     peft = with_adapter(tiny_model(tied=False), modules_to_save=["lm_head"])
-    pairs = [(together(peft, "adapter"), get_peft_model_state_dict(peft))]
-    pairs.append((together(with_adapter(), "base"), dict(tiny_model().named_parameters())))
+    pairs = [(exported(peft, "adapter"), get_peft_model_state_dict(peft))]
+    pairs.append((exported(with_adapter(), "base"), dict(tiny_model().named_parameters())))
     for ours, theirs in pairs:
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
 @pytest.mark.parametrize("settings", [{"use_dora": True}, {"lora_bias": True, "target_modules": ["q_proj"]}])
-def test_an_adapter_that_is_more_than_a_product_is_an_error(settings):
+def test_an_adapter_other_than_plain_lora_is_an_error(settings):
     with pytest.raises(ArgumentError, match=r"q_proj\.weight|down_proj\.weight"):
-        together(with_adapter(**settings))
+        exported(with_adapter(**settings))
 
 
-def test_names_have_no_wrappers():
+def test_names_exclude_wrappers():
     assert plain_name("model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight") == "model.layers.0.mlp.weight"
 
 
-def test_what_training_does_not_change_is_what_is_frozen_and_has_no_adapter():
+def test_training_leaves_frozen_weights_without_an_adapter_unchanged():
     assert unchanging(tiny_model()) == frozenset()
     peft = with_adapter()
-    before, names = together(peft), unchanging(peft)
+    before, names = exported(peft), unchanging(peft)
     with torch.no_grad():
         for parameter in peft.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.5)
-    after = together(peft)
+    after = exported(peft)
     assert names == {name for name, weight in after.items() if torch.equal(weight, before[name])}
     assert names
     assert names < after.keys()

@@ -1,7 +1,4 @@
-"""Into which memory a policy is read: its device's at once, unless something else cuts or places it.
-
-What tensor parallelism is refused with is said before or right after a model is cut, never found out in a run.
-"""
+"""Sharded loading: the memory into which a policy is read, and the checks of tensor parallelism before a run starts."""
 
 from __future__ import annotations
 
@@ -17,13 +14,20 @@ from torch import nn
 from lowpeak import PPOConfig
 from lowpeak.arguments import Cut, resolve_online, resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.models import IN_PARTS, from_pretrained, in_parts, load_policy, straight_to, styled
+from lowpeak.models import (
+    GRAD_ALLREDUCE_STYLE,
+    device_map_for_loading,
+    from_pretrained,
+    load_policy,
+    load_tensor_parallel,
+    modules_with_style,
+)
 from tiny import tiny_model
 
-DEVICE = torch.device("meta")  # apart from the host's memory, as a GPU is
+DEVICE = torch.device("meta")  # with separate memory, as a GPU
 
 
-def test_a_policy_that_trains_whole_is_read_into_the_memory_of_its_device(tmp_path):
+def test_an_unsharded_policy_is_read_into_its_devices_memory(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     for device, expected in ((DEVICE, "meta"), (torch.device("cpu"), "cpu"), (None, "cpu")):
         policy = load_policy(str(tmp_path), {"dtype": "float32"}, trust_remote_code=False, device=device)
@@ -31,16 +35,16 @@ def test_a_policy_that_trains_whole_is_read_into_the_memory_of_its_device(tmp_pa
 
 
 @patch.dict(os.environ)
-def test_one_that_fsdp_will_cut_or_the_user_or_a_quantiser_places_is_not():
-    assert straight_to(DEVICE, {}) == {"device_map": {"": DEVICE}}
-    for given in ("device_map", "quantization_config"):
-        assert straight_to(DEVICE, {given: object()}) == {}
+def test_no_device_map_is_set_under_fsdp_or_if_the_user_or_a_quantiser_sets_one():
+    assert device_map_for_loading(DEVICE, {}) == {"device_map": {"": DEVICE}}
+    for option in ("device_map", "quantization_config"):
+        assert device_map_for_loading(DEVICE, {option: object()}) == {}
     os.environ["ACCELERATE_USE_FSDP"] = "true"
-    assert straight_to(DEVICE, {}) == {}
+    assert device_map_for_loading(DEVICE, {}) == {}
 
 
 class Auto:
-    """Gives a model that nobody has cut, with the plan of one that was."""
+    """Returns an unsharded model, with the plan of a tensor parallel one."""
 
     def __init__(self, plan=None, **sizes):
         self._model = tiny_model(**sizes)
@@ -52,8 +56,8 @@ class Auto:
         return self._model, {}
 
 
-def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
-    model, _ = in_parts(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
+def test_transformers_shards_a_model_which_its_trainer_sees_as_unsharded():
+    model, _ = load_tensor_parallel(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
     assert model.asked == ("m", 2, 4, {"dtype": "auto"})
     assert not model.is_distributed_loading_by_transformers
 
@@ -66,17 +70,17 @@ def test_a_model_is_cut_by_transformers_and_told_that_nobody_did():
         (Auto(vocab_size=14), Cut(2, 2), "14 .* 2 x 2 "),
     ],
 )
-def test_a_model_that_would_be_cut_wrong_is_refused(auto, cut, message):
+def test_an_unsupported_plan_or_size_is_an_error(auto, cut, message):
     with pytest.raises(ArgumentError, match=message):
-        in_parts(auto, "m", {}, cut)
+        load_tensor_parallel(auto, "m", {}, cut)
 
 
-def test_a_weight_that_is_not_tied_or_not_cut_by_rows_may_have_any_number_of_them():
-    in_parts(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
-    in_parts(Auto(vocab_size=13), "m", {}, Cut(2, 1))
+def test_an_untied_embedding_or_one_without_fsdp_can_have_any_number_of_rows():
+    load_tensor_parallel(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
+    load_tensor_parallel(Auto(vocab_size=13), "m", {}, Cut(2, 1))
 
 
-def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
+def test_a_tensor_missing_from_a_tensor_parallel_models_checkpoint_is_named():
     class Lacking(Auto):
         from_config = None
 
@@ -88,13 +92,13 @@ def test_a_tensor_that_the_checkpoint_of_a_model_in_parts_lacks_is_named():
         from_pretrained(Lacking(vocab_size=16), "m", Cut(2, 4))
 
 
-def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
-    auto = Auto({"model.layers.*.input_layernorm": IN_PARTS})
+def test_hooks_that_all_reduce_after_each_micro_batch_are_removed():
+    auto = Auto({"model.layers.*.input_layernorm": GRAD_ALLREDUCE_STYLE})
     layers = auto._model.model.layers
     for layer in layers:
         layer.input_layernorm.forward = lambda hidden: hidden
-    model, _ = in_parts(auto, "m", {}, Cut(2, 1))
-    assert list(styled(model, IN_PARTS)) == [layer.input_layernorm for layer in layers]
+    model, _ = load_tensor_parallel(auto, "m", {}, Cut(2, 1))
+    assert list(modules_with_style(model, GRAD_ALLREDUCE_STYLE)) == [layer.input_layernorm for layer in layers]
     assert all("forward" not in vars(layer.input_layernorm) for layer in layers)
 
 
@@ -106,13 +110,13 @@ def test_hooks_that_add_a_gradient_up_after_each_micro_batch_go():
         ("m", {"quantization_config": {}}, None, "quantised"),
     ],
 )
-def test_what_is_not_cut_where_it_loads_is_refused(model, options, adapter, message):
+def test_instances_adapters_and_quantised_models_are_refused_under_tensor_parallelism(model, options, adapter, message):
     with pytest.raises(ArgumentError, match=message):
         load_policy(model, options, trust_remote_code=False, peft_config=adapter, cut=Cut(2, 1))
 
 
 @pytest.mark.parametrize("critic", ["adapter", "model"])
-def test_a_critic_other_than_a_head_is_refused(tmp_path, critic):
+def test_a_critic_other_than_a_head_is_refused_under_tensor_parallelism(tmp_path, critic):
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
     resolve_ppo(args, resolve_online(args, 1, 1))
     cut = copy.copy(args)

@@ -1,0 +1,156 @@
+"""LoRA adapters: adding one to a policy, and the reference model inside a policy with an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lowpeak.errors import ArgumentError, first_line, require_package
+from lowpeak.models.unwrap import is_peft
+from lowpeak.models.value_heads import CRITIC, keeping_critic, remove_critic, without_critic
+from lowpeak.ranks import Ranks
+
+REFERENCE_ADAPTER = "reference"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The frozen reference: a separate model, or (None) the policy inside the context `use`."""
+
+    model: nn.Module | None
+    use: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+
+def adapter_reference(policy: Any) -> Reference:
+    """Return the reference under LoRA: the policy without adapters, or with a frozen copy of an adapter that was trained before."""
+    adapter = _trained_adapter(policy)
+    # Rank 0 decides, since the other ranks may not have the adapter's weights yet.
+    if Ranks().first(lambda: _has_effect(policy, adapter)):
+        with keeping_critic(policy):
+            _copy_adapter(policy, adapter)
+        return Reference(None, lambda: _reference_adapter_on(policy, adapter))
+    return Reference(None, lambda: _adapters_off(policy))
+
+
+def _trained_adapter(policy: Any) -> str:
+    """Return the adapter to train; ArgumentError unless it is the only one and the base model is frozen."""
+    active = [name for name in policy.active_adapters if name != CRITIC]
+    if len(active) != 1:
+        raise ArgumentError(
+            f"beta above 0 needs exactly one active adapter for its reference, got {', '.join(active) or 'none'}: "
+            "activate one with model.set_adapter(name), or set beta=0."
+        )
+    if getattr(policy.peft_config[active[0]], "bias", "none") not in ("none", False):
+        raise ArgumentError(
+            "the adapter's bias setting trains biases of the base model, which is the reference: set bias='none', or beta=0."
+        )
+    return active[0]
+
+
+def _has_effect(policy: nn.Module, adapter: str) -> bool:
+    """Return whether the adapter changes the model's output; a new one has a zero factor, or copies of the base's modules."""
+    named = dict(policy.named_parameters())
+    return any(
+        _changes_output(name, parameter, adapter, named)
+        for name, parameter in named.items()
+        if adapter in name.split(".")
+    )
+
+
+def _changes_output(name: str, parameter: nn.Parameter, adapter: str, named: Mapping[str, nn.Parameter]) -> bool:
+    parts = name.split(".")
+    if {"lora_A", "lora_embedding_B", "lora_magnitude_vector"} & set(parts):  # no effect while the other factor is zero
+        return False
+    if {"lora_B", "lora_embedding_A"} & set(parts):
+        return bool(parameter.detach().any())
+    original = named.get(name.replace(f".modules_to_save.{adapter}.", ".original_module."))
+    if original is not None and original is not parameter:
+        return not torch.equal(parameter.detach(), original.detach().to(parameter))
+    return True  # another kind of adapter: a copy is correct in any case
+
+
+def _copy_adapter(policy: Any, adapter: str) -> None:
+    with without_critic(policy.get_base_model()):
+        policy.add_adapter(REFERENCE_ADAPTER, policy.peft_config[adapter])
+    params = dict(policy.named_parameters())
+    with torch.no_grad():
+        for name, parameter in params.items():
+            if REFERENCE_ADAPTER in (parts := name.split(".")):
+                parameter.copy_(params[".".join(adapter if part == REFERENCE_ADAPTER else part for part in parts)])
+    _activate(policy, adapter)
+
+
+@contextmanager
+def _adapters_off(policy: Any) -> Iterator[None]:
+    with keeping_critic(policy), policy.disable_adapter():
+        yield
+
+
+@contextmanager
+def _reference_adapter_on(policy: Any, adapter: str) -> Iterator[None]:
+    with keeping_critic(policy):
+        _activate(policy, REFERENCE_ADAPTER)
+        try:
+            yield
+        finally:
+            _activate(policy, adapter)
+
+
+def _activate(policy: Any, adapter: str) -> None:
+    policy.set_adapter(adapter)
+    for name, parameter in policy.named_parameters():
+        if REFERENCE_ADAPTER in name.split("."):
+            parameter.requires_grad_(False)
+
+
+def add_training_adapter(policy: nn.Module, peft_config: Any) -> nn.Module:
+    """Return the policy under a new adapter; a quantised policy is prepared for training first."""
+    if is_peft(policy):
+        raise ArgumentError("the model has an adapter already and peft_config adds another: pass one of the two.")
+    require_package("peft", "peft_config", "peft")
+    from peft import prepare_model_for_kbit_training
+
+    if getattr(policy, "is_quantized", False):
+        policy = prepare_model_for_kbit_training(policy, use_gradient_checkpointing=False)
+    return add_adapter(policy, peft_config)
+
+
+def add_adapter(model: Any, peft_config: Any, **options: Any) -> nn.Module:
+    """Return the model under a new adapter; ArgumentError, with peft's reason, if the adapter does not fit it."""
+    from peft import get_peft_model
+
+    try:
+        return get_peft_model(model, peft_config, **options)
+    except ValueError as error:
+        reason = first_line(error)
+        raise ArgumentError(f"peft_config does not fit the model ({reason}): correct it.") from error
+
+
+def remove_added_modules(policy: Any) -> None:
+    """Remove the critic and the reference adapter that an earlier run added to a model instance."""
+    if not is_peft(policy):
+        remove_critic(policy)
+        return
+    for adapter in (CRITIC, REFERENCE_ADAPTER):
+        if policy.active_adapters == [adapter]:
+            raise ArgumentError(
+                f"the model's active adapter is named {adapter!r}, a name that lowpeak uses: load it under another "
+                "adapter_name."
+            )
+    remove_critic(policy.get_base_model())
+    for adapter in (CRITIC, REFERENCE_ADAPTER):
+        if adapter in policy.peft_config:
+            policy.delete_adapter(adapter)
+
+
+def ties_lora_weights(policy: Any) -> bool:
+    """Return whether peft has tied the LoRA weights of the head to the embedding's, as views."""
+    if not is_peft(policy) or not any(getattr(c, "ensure_weight_tying", False) for c in policy.peft_config.values()):
+        return False
+    base = policy.get_base_model()
+    return all(hasattr(part, "lora_A") for part in (base.get_input_embeddings(), base.get_output_embeddings()))
