@@ -44,7 +44,7 @@ _OVERRIDES = {
 
 
 @dataclass
-class _Question:
+class _FunctionCall:
     """What one call of the function asks for; the seeds of its calls of the engine follow from it."""
 
     first_serial: int
@@ -66,7 +66,7 @@ class FunctionEngine:
     end_ids: Callable[[Sampling], Collection[int]]
     new_reader: Callable[[], PromptReader]
     cuts_groups = False  # the function may need a group's entries together
-    _question: _Question | None = None
+    _question: _FunctionCall | None = None
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -90,11 +90,11 @@ class FunctionEngine:
             if not prompts:
                 return []
             entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]
-            question = _Question(prompts[0].serial, sampling)
+            question = _FunctionCall(prompts[0].serial, sampling)
             with self._asking(question, training), fail_on_exit(EngineError, "rollout_func"):
                 output = self.function(entries, self.trainer)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
-        fields, ends = _checked(output, len(entries), size), self.end_ids(sampling)
+        fields, ends = _check_output(output, len(entries), size), self.end_ids(sampling)
         rows = [_completion(fields, row, sampling.max_new_tokens, ends, num_tokens) for row in range(len(entries))]
         return [Group(prompt, tuple(rows[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
@@ -107,12 +107,14 @@ class FunctionEngine:
         if question is None:
             raise EngineError("generate_rollout_completions was called outside of a rollout_func; call it inside one.")
         question.num_calls += 1
-        sampling = replace(question.sampling, num_generations=1, seed=_seed_of(question), **_overridden(overrides))
+        sampling = replace(
+            question.sampling, num_generations=1, seed=_call_seed(question), **_sampling_overrides(overrides)
+        )
         read = self.new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
         return self.engine.generate([prompt for prompt in read if prompt is not None], sampling)
 
     @contextmanager
-    def _asking(self, question: _Question, training: bool) -> Iterator[None]:
+    def _asking(self, question: _FunctionCall, training: bool) -> Iterator[None]:
         """Tell the function, by the trainer that it gets, what is asked of it."""
         trainer, self._question = self.trainer, question
         trainer.asked, mode = question.sampling, trainer.model.training
@@ -157,7 +159,7 @@ def generate_rollout_completions(
     return results
 
 
-def _overridden(overrides: Mapping[str, Any]) -> dict[str, Any]:
+def _sampling_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a Sampling that vLLM's names override; None leaves one as it is."""
     unknown = sorted(set(overrides) - {*_OVERRIDES, "n"})
     if unknown or overrides.get("n", 1) != 1:
@@ -174,7 +176,7 @@ def _overridden(overrides: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def _seed_of(question: _Question) -> int:
+def _call_seed(question: _FunctionCall) -> int:
     """The seed of one call of the engine: 56 bits of a hash of the question and the call's number in it."""
     name = f"{question.sampling.seed}/{question.first_serial}/{question.num_calls}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
@@ -195,7 +197,7 @@ def _check_names(output: Any) -> None:
         )
 
 
-def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence[Any]]:
+def _check_output(output: Any, rows: int, num_generations: int) -> dict[str, Sequence[Any]]:
     """The answer as lists with one entry per row; EngineError if it cannot be that."""
     _check_names(output)
     fields = {name: values if _is_list(values) else [values] * rows for name, values in output.items()}
@@ -226,8 +228,8 @@ def _completion(
     fields: Mapping[str, Sequence[Any]], row: int, max_new_tokens: int, ends: Collection[int], num_tokens: int
 ) -> Completion:
     ids, prompt_ids = (_token_ids(fields, name, row, num_tokens) for name in ("completion_ids", "prompt_ids"))
-    logprobs = _or_else(fields["logprobs"][row], [None] * len(ids))
-    mask = _or_else(fields["env_mask"][row] if "env_mask" in fields else None, [1] * len(ids))
+    logprobs = _list_or(fields["logprobs"][row], [None] * len(ids))
+    mask = _list_or(fields["env_mask"][row] if "env_mask" in fields else None, [1] * len(ids))
     if not len(ids) == len(logprobs) == len(mask) > 0:
         raise EngineError(
             f"rollout_func: row {row} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
@@ -257,7 +259,7 @@ def _logprobs(values: Sequence[Any], mask: Sequence[Any], row: int) -> torch.Ten
     return torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32)
 
 
-def _or_else(values: Any, default: list[Any]) -> list[Any]:
+def _list_or(values: Any, default: list[Any]) -> list[Any]:
     return default if values is None else list(values)
 
 

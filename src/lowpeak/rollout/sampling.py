@@ -67,7 +67,7 @@ def uniforms(sampling: Sampling, serials_N: Tensor, completions_N: Tensor, posit
     return ((first << 21) | (second >> 11)).double() * 2.0**-53
 
 
-class Draws:
+class UniformDraws:
     """The uniforms of `num_rows` rows at all positions of their completions, 8 bytes each; none when greedy.
 
     They are made a whole group ahead: their making costs a hundred small operations each time.
@@ -96,7 +96,7 @@ class Draws:
         return None if self._is_greedy else self._uniforms_RC[rows_N, positions_N]
 
 
-def choose(
+def sample_tokens(
     logits_MV: Tensor,
     sampling: Sampling,
     uniforms_N: Tensor | None,
@@ -115,15 +115,17 @@ def choose(
     scores = Scores(logits_MV, sources_N, sampling.temperature or 1.0)
     max_elements = max_elements or _MAX_ELEMENTS.get(logits_MV.device.type, _MAX_ELEMENTS_ELSEWHERE)
     num_slice = max(1, max_elements // logits_MV.shape[-1])
-    is_plain = _is_plain(sampling)
+    is_plain = _samples_full_softmax(sampling)
     sums, tokens = [], []
     for start in range(0, len(scores), num_slice):
         rows = slice(start, start + num_slice)
         raw_nV = scores.raw(rows)
-        sums.append(BlockSums.of(_divide(raw_nV, scores.temperature)))
+        sums.append(BlockSums.of(_scale(raw_nV, scores.temperature)))
         if not is_plain:
             uniforms_n = None if uniforms_N is None else uniforms_N[rows]
-            tokens.append(_choose(raw_nV, sampling, uniforms_n, None if history_NL is None else history_NL[rows]))
+            tokens.append(
+                _sample_filtered(raw_nV, sampling, uniforms_n, None if history_NL is None else history_NL[rows])
+            )
     all_sums = BlockSums(torch.cat([x.largest_N1 for x in sums]), torch.cat([x.sums_NM for x in sums]))
     if is_plain:
         assert uniforms_N is not None, "sampling needs one uniform per row"
@@ -132,21 +134,23 @@ def choose(
     return tokens_N, all_sums.logprobs(scores.at(tokens_N[:, None]))[:, 0]
 
 
-def _is_plain(sampling: Sampling) -> bool:
+def _samples_full_softmax(sampling: Sampling) -> bool:
     """Whether tokens are drawn from the full softmax."""
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
     return sampling.temperature > 0 and sampling.repetition_penalty == 1 and not filters
 
 
-def _choose(logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None) -> Tensor:
+def _sample_filtered(
+    logits_NV: Tensor, sampling: Sampling, uniforms_N: Tensor | None, history_NL: Tensor | None
+) -> Tensor:
     scores_NV = logits_NV
     if sampling.repetition_penalty != 1:
         assert history_NL is not None, "a repetition penalty needs the tokens so far"
-        scores_NV = penalize(logits_NV, history_NL, sampling.repetition_penalty)
+        scores_NV = apply_repetition_penalty(logits_NV, history_NL, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return scores_NV.argmax(dim=-1)
     assert uniforms_N is not None, "sampling needs one uniform per row"
-    return draw(keep_likely(scores_NV, sampling), uniforms_N)
+    return draw_tokens(filter_scores(scores_NV, sampling), uniforms_N)
 
 
 class Scores(NamedTuple):
@@ -166,11 +170,11 @@ class Scores(NamedTuple):
     def at(self, tokens_NK: Tensor) -> Tensor:
         """The scores [N, K] of some tokens of each row."""
         if self.sources_N is None:
-            return _divide(self.logits_MV.gather(-1, tokens_NK).float(), self.temperature)
-        return _divide(self.logits_MV[self.sources_N[:, None], tokens_NK].float(), self.temperature)
+            return _scale(self.logits_MV.gather(-1, tokens_NK).float(), self.temperature)
+        return _scale(self.logits_MV[self.sources_N[:, None], tokens_NK].float(), self.temperature)
 
 
-def penalize(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
+def apply_repetition_penalty(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
     """Scores in which each token of the row's history was divided (if positive) or multiplied by `penalty`, once.
 
     `history_NL` holds token ids, prompt and completion. A row is padded with any id that is in its history anyway: a
@@ -181,9 +185,9 @@ def penalize(scores_NV: Tensor, history_NL: Tensor, penalty: float) -> Tensor:
     return scores_NV.scatter(-1, history_NL, seen_NL)
 
 
-def keep_likely(scores_NV: Tensor, sampling: Sampling) -> Tensor:
+def filter_scores(scores_NV: Tensor, sampling: Sampling) -> Tensor:
     """Scores over the temperature with what top-k, top-p and min-p remove, in this order, at minus infinity."""
-    scores_NV = _divide(scores_NV, sampling.temperature)
+    scores_NV = _scale(scores_NV, sampling.temperature)
     top_k = min(sampling.top_k, scores_NV.shape[-1])
     if top_k > 0:
         scores_NV = _keep_top_k(scores_NV, top_k)
@@ -196,7 +200,7 @@ def keep_likely(scores_NV: Tensor, sampling: Sampling) -> Tensor:
     return scores_NV
 
 
-def _divide(scores_NV: Tensor, temperature: float) -> Tensor:
+def _scale(scores_NV: Tensor, temperature: float) -> Tensor:
     return scores_NV if temperature == 1 else scores_NV / temperature
 
 
@@ -218,13 +222,13 @@ def _keep_top_p(scores_NV: Tensor, top_p: float, top_k: int) -> Tensor:
         values_NR, tokens_NR = largest.values.flip(-1), largest.indices.flip(-1)
     else:
         values_NR, tokens_NR = scores_NV.sort(dim=-1)
-    unlikely_NR = running_sum(values_NR.softmax(dim=-1)) <= 1 - top_p
+    unlikely_NR = cumulative_sum(values_NR.softmax(dim=-1)) <= 1 - top_p
     unlikely_NR[:, -1] = False
     values_NR = values_NR.masked_fill(unlikely_NR, float("-inf"))
     return torch.full_like(scores_NV, float("-inf")).scatter(-1, tokens_NR, values_NR)
 
 
-def draw(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+def draw_tokens(scores_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """One token per row from softmax(scores): the first whose cumulative probability exceeds the uniform.
 
     `searchsorted(softmax(scores).cumsum(-1), uniforms, right=True)`. A score of minus infinity is never drawn.
@@ -246,7 +250,7 @@ class BlockSums(NamedTuple):
     @classmethod
     def of(cls, scores_NV: Tensor) -> BlockSums:
         largest_N1 = scores_NV.amax(dim=-1, keepdim=True)
-        weights_NV = _weights(scores_NV, largest_N1)
+        weights_NV = _exp_weights(scores_NV, largest_N1)
         whole = weights_NV.shape[-1] // _BLOCK * _BLOCK
         sums = [weights_NV[:, :whole].unflatten(-1, (-1, _BLOCK)).sum(dim=-1)] if whole else []
         if whole < weights_NV.shape[-1]:
@@ -260,7 +264,7 @@ class BlockSums(NamedTuple):
         if vocab_size > _BLOCK:
             block_N1, rest_N1 = _search(self.sums_NM, rest_N1)
         tokens_NB = block_N1 * _BLOCK + torch.arange(min(_BLOCK, vocab_size), device=block_N1.device)
-        inside_NB = _weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1).double()
+        inside_NB = _exp_weights(scores.at(tokens_NB.clamp(max=vocab_size - 1)), self.largest_N1).double()
         token_N1, _ = _search(inside_NB.masked_fill(tokens_NB >= vocab_size, 0.0), rest_N1)
         return (block_N1 * _BLOCK + token_N1).clamp(max=vocab_size - 1)[:, 0]
 
@@ -268,17 +272,17 @@ class BlockSums(NamedTuple):
         return (scores_NK - self.largest_N1 - self.sums_NM.sum(dim=-1, keepdim=True).log()).float()
 
 
-def _weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:
+def _exp_weights(scores_NV: Tensor, largest_N1: Tensor) -> Tensor:
     return (scores_NV - largest_N1).mul_(_LOG2_E).exp2_()
 
 
-def running_sum(values_NM: Tensor) -> Tensor:
+def cumulative_sum(values_NM: Tensor) -> Tensor:
     """`values.cumsum(-1)`; by shifted sums, in log2 M passes, where torch refuses CUDA's (full_determinism)."""
     refused = values_NM.is_cuda and torch.are_deterministic_algorithms_enabled()
-    return shifted_sum(values_NM) if refused else values_NM.cumsum(dim=-1)
+    return shifted_cumulative_sum(values_NM) if refused else values_NM.cumsum(dim=-1)
 
 
-def shifted_sum(values_NM: Tensor) -> Tensor:
+def shifted_cumulative_sum(values_NM: Tensor) -> Tensor:
     """The running sum along the last dimension, each pass adding what stands twice as far to the left (Hillis and Steele 1986)."""
     sums_NM, distance = values_NM, 1
     while distance < values_NM.shape[-1]:
@@ -289,7 +293,7 @@ def shifted_sum(values_NM: Tensor) -> Tensor:
 
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
     """The item that each uniform falls on, items being as wide as their weights, and where inside it, in [0, 1)."""
-    ends_NM = running_sum(weights_NM)
+    ends_NM = cumulative_sum(weights_NM)
     target_N1 = uniforms_N1 * ends_NM[:, -1:]
     item_N1 = torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)
     width_N1 = weights_NM.gather(-1, item_N1)

@@ -19,12 +19,17 @@ from lowpeak.arguments import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
 from lowpeak.memory import free_bytes, is_exhaustion
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.vllm.compatibility import facts_of
-from lowpeak.vllm.memory_errors import remedy
-from lowpeak.vllm.process_isolation import free, guarded_build, keep_apart, leave_groups, plain_collectives
+from lowpeak.vllm.compatibility import read_engine_info, require_vllm, warn_unsupported
+from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, NO_SHARE, memory_remedy
+from lowpeak.vllm.process_isolation import (
+    destroy_vllm_groups,
+    disable_shared_memory,
+    preserve_process_state,
+    shut_down_vllm,
+    undo_vllm_class_patch,
+)
 from lowpeak.vllm.protocol import Answer, Facts, Request, Vllm
-from lowpeak.vllm.requests import rows_that_fit
-from lowpeak.vllm.versions import ALWAYS, NO_SHARE, require_vllm, warn_unsupported
+from lowpeak.vllm.requests import wave_capacity
 
 logger = logging.getLogger(__name__)
 
@@ -70,17 +75,17 @@ class ColocatedVllm(Vllm):
         alone = team.world_size == 1 or blueprint.device.type != "cpu"
         with (
             tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder,
-            guarded_build(),
-            nullcontext() if alone else plain_collectives(team.rank),
+            preserve_process_state(),
+            nullcontext() if alone else disable_shared_memory(team.rank),
         ):
             _write(blueprint, Path(folder))
             try:
                 self.llm: Any = self._build(folder, blueprint)
             except BaseException:
-                leave_groups(self._had_group)
+                destroy_vllm_groups(self._had_group)
                 raise
         if self._where.model_impl != "vllm":
-            keep_apart(self.model.modules(), _is_building)
+            undo_vllm_class_patch(self.model.modules(), _is_building)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -91,7 +96,7 @@ class ColocatedVllm(Vllm):
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
     def facts(self) -> Facts:
-        told = facts_of(self.llm.llm_engine.vllm_config)
+        told = read_engine_info(self.llm.llm_engine.vllm_config)
         return replace(told, model=self._model, num_workers=1, keeps_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
@@ -127,7 +132,7 @@ class ColocatedVllm(Vllm):
         """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * ranks_of_host(self._team, os.environ) else 2
+        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * num_host_ranks(self._team, os.environ) else 2
         self.llm.sleep(level=level)
         after = _used_bytes(self._device)
         logger.info(
@@ -144,7 +149,7 @@ class ColocatedVllm(Vllm):
     def close(self) -> None:
         llm, self.llm = self.llm, None
         if llm is not None:
-            free(llm, self._had_group)
+            shut_down_vllm(llm, self._had_group)
             del llm
             gc.collect()
 
@@ -163,7 +168,7 @@ class ColocatedVllm(Vllm):
             "max_model_len": where.max_model_length,
             "model_impl": where.model_impl,
             "enable_prefix_caching": True,
-            **ALWAYS,
+            **COMMON_ENGINE_ARGS,
             "trust_remote_code": blueprint.trust_remote_code,
             "seed": blueprint.seed,
             "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
@@ -185,7 +190,7 @@ class ColocatedVllm(Vllm):
         kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         words = " ".join(lines[:3]) or type(error).__name__
-        return kind(f"{what}: {words.removesuffix('.')}. {remedy(self._where, self._batch_size)}")
+        return kind(f"{what}: {words.removesuffix('.')}. {memory_remedy(self._where, self._batch_size)}")
 
     def _run(
         self, requests: Sequence[Request], names: list[str], outputs: dict[str, Any], deadline: float | None
@@ -196,7 +201,7 @@ class ColocatedVllm(Vllm):
         """
         engine, steps = self.llm.llm_engine, 0
         longest = max((len(one.prompt_ids) + int(one.params["max_tokens"]) for one in requests), default=1)
-        most = rows_that_fit([self.facts()], longest, 1, self._where)
+        most = wave_capacity([self.facts()], longest, 1, self._where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
                 names.append(self._add(requests[len(names)]))
@@ -234,7 +239,7 @@ class ColocatedVllm(Vllm):
         return bool(self._team.max([float(time.monotonic() > deadline)])[0])
 
 
-def ranks_of_host(team: Ranks, environ: Mapping[str, str]) -> int:
+def num_host_ranks(team: Ranks, environ: Mapping[str, str]) -> int:
     """How many ranks sleep on this host at once: those that a launcher started here, else the team."""
     return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
 

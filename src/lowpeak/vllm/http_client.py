@@ -60,10 +60,10 @@ class Http:
 
     def get(self, path: str, timeout: float, stopping: Callable[[], bool] = lambda: False) -> Any:
         """Return the server's JSON, None if it answers nothing; StoppedError once `stopping()` is true."""
-        return run(self._send("GET", path, None, deadline(timeout)), stopping)
+        return run_on_loop(self._send("GET", path, None, deadline(timeout)), stopping)
 
     def post(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        return run(self._send("POST", path, body, deadline(timeout)))
+        return run_on_loop(self._send("POST", path, body, deadline(timeout)))
 
     def post_each(
         self, path: str, bodies: Sequence[Mapping[str, Any]], until: float | None, read: Callable[[Any], Result]
@@ -72,15 +72,15 @@ class Http:
 
         After an error, and after Ctrl-C, the other requests are cancelled: a server that sees the client go aborts them.
         """
-        return run(self._post_each(path, bodies, until, read))
+        return run_on_loop(self._post_each(path, bodies, until, read))
 
     def exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
         """Return status and text of one request, whatever they are."""
-        return run(self._exchange(verb, path, body, until))
+        return run_on_loop(self._exchange(verb, path, body, until))
 
     def is_healthy(self) -> bool:
         """Return whether the server's engine lives; a hung one still says so."""
-        return run(self._is_healthy())
+        return run_on_loop(self._is_healthy())
 
     async def _is_healthy(self) -> bool:
         try:
@@ -158,7 +158,7 @@ class Http:
         return EngineError(f"{said} refused {path} ({status}): {_sentence(text)}")
 
 
-def run(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], bool] = lambda: False) -> Result:
+def run_on_loop(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], bool] = lambda: False) -> Result:
     """Run a coroutine on the background loop and return its result; StoppedError once `stopping()` is true.
 
     Whatever ends the wait, Ctrl-C too, cancels the coroutine.

@@ -29,7 +29,7 @@ _APART = "_lowpeak_apart"
 
 
 @contextmanager
-def guarded_build() -> Iterator[None]:
+def preserve_process_state() -> Iterator[None]:
     """A block that builds a vLLM (0.31 to 0.33): environment, random states, threads and frozen objects are as before.
 
     It overwrites LOCAL_WORLD_SIZE, LD_PRELOAD and others, seeds all generators, replaces `torch.set_num_threads` by
@@ -59,7 +59,7 @@ def guarded_build() -> Iterator[None]:
 
 
 @contextmanager
-def plain_collectives(rank: int) -> Iterator[None]:
+def disable_shared_memory(rank: int) -> Iterator[None]:
     """On CPUs, a block that builds one vLLM over several ranks: they talk through torch.distributed.
 
     vLLM would use shared memory, whose name is the same for all runs of a host that a launcher started (their
@@ -76,7 +76,7 @@ def plain_collectives(rank: int) -> Iterator[None]:
         Shared.make_group_name = staticmethod(name_of)
 
 
-def free(llm: Any, had_group: bool) -> None:
+def shut_down_vllm(llm: Any, had_group: bool) -> None:
     """End a vLLM of this process; the trainer's process group, which vLLM would end too, stays where there was one."""
     from vllm.v1.engine import core
 
@@ -86,12 +86,12 @@ def free(llm: Any, had_group: bool) -> None:
         llm.llm_engine.engine_core.shutdown()
     finally:
         core.cleanup_dist_env_and_memory = cleanup
-    leave_groups(had_group)
+    destroy_vllm_groups(had_group)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def leave_groups(had_group: bool) -> None:
+def destroy_vllm_groups(had_group: bool) -> None:
     """Leave the process groups that vLLM has made, of all ranks (`had_group` False) or of parts of them."""
     from vllm.distributed import parallel_state
 
@@ -100,7 +100,7 @@ def leave_groups(had_group: bool) -> None:
         parallel_state.destroy_distributed_environment()
 
 
-def keep_apart(models: Iterable[nn.Module], is_building: Callable[[], bool]) -> None:
+def undo_vllm_class_patch(models: Iterable[nn.Module], is_building: Callable[[], bool]) -> None:
     """Let vLLM's changes to the classes of its `models` hold for its own models alone.
 
     A model is vLLM's where `is_building()` was true when it was made. A class that is apart, or was not changed, is left alone.

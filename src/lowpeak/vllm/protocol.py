@@ -119,7 +119,7 @@ class Vllm(Protocol):
         return
 
 
-def ask(
+def call_workers(
     vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float
 ) -> list[list[dict[str, Any]]]:
     """Return what each worker of each engine answers, all engines at once; EngineError with the first complaint."""
@@ -131,10 +131,10 @@ def ask(
                 raise EngineError(answer["error"])
         return answers
 
-    return call_together([partial(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)])
+    return call_concurrently([partial(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)])
 
 
-def call_together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+def call_concurrently(calls: Sequence[Callable[[], Item]]) -> list[Item]:
     """Make the calls at once; return what they return when all have ended, or raise the first one's error.
 
     A single call is made in this thread, since its engine may be in this process. Others get threads that end with the process:
@@ -142,12 +142,12 @@ def call_together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
     """
     if len(calls) == 1:
         return [calls[0]()]
-    futures = [start(call) for call in calls]
+    futures = [start_thread(call) for call in calls]
     wait(futures)
     return [future.result() for future in futures]
 
 
-def start(call: Callable[[], Item]) -> Future[Item]:
+def start_thread(call: Callable[[], Item]) -> Future[Item]:
     """Make the call in a thread that ends with the process."""
     future: Future[Item] = Future()
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run
+from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop
 from lowpeak.vllm.protocol import Adapter, Answer, Facts, Request, Vllm
-from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, body_of, read
+from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class ServerVllm(Vllm):
                 logger.warning(
                     "waiting for vLLM at %s, %.0f s of %.0f so far: %s", self.url, now - began, seconds, reason
                 )
-            run(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
+            run_on_loop(asyncio.sleep(min(_POLL_SECONDS, until - now)), self._stopping)
 
     def _gathered(
         self, requests: Sequence[Request], until: float | None
@@ -153,7 +153,7 @@ class ServerVllm(Vllm):
         """Answers and what went wrong; by the route that tells the weights' version, where the server has it."""
         route = self._route or GENERATE
         answers, failed = self._http.post_each(
-            route, [body_of(request, route) for request in requests], until, partial(self._read, route)
+            route, [request_body(request, route) for request in requests], until, partial(self._read, route)
         )
         if self._route is None and isinstance(failed, NoRouteError):
             self._route = COMPLETIONS
@@ -161,7 +161,7 @@ class ServerVllm(Vllm):
         return answers, failed
 
     def _read(self, route: Route, answer: Any) -> Answer:
-        found = read(answer, route, self.url)
+        found = parse_answer(answer, route, self.url)
         if found.finish_reason == "abort":
             raise LostEngineError(f"the server at {self.url} gave a request up before its end.")
         return found

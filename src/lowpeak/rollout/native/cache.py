@@ -1,9 +1,9 @@
-"""The KV cache of a batch: one slot a row, written in place, one token a row at a time.
+"""KV cache of the native engine: its size per token, and one slot per sequence, written in place.
 
-transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here each row's tokens stand from
-the left of its slot, so that rows at any positions go together; a row that enters writes over one that has ended, and
-nothing else moves but the last row, into a slot that nobody took. Buffers are copied once per `ROOM` columns.
-Shapes: S slots, C columns, K KV heads, W width of a head, N rows that run (the first slots), L columns they use.
+transformers' DynamicLayer concatenates, which copies the whole cache for every token. Here each sequence's tokens start at the
+left of its slot, so sequences at different positions run together. A new sequence overwrites one that has ended; otherwise only
+the last sequence moves, into a slot that stayed free. Buffers are copied once per `ROOM` columns.
+Shapes: S slots, C columns, K KV heads, W width of a head, N running sequences (the first slots), L columns that they use.
 """
 
 from __future__ import annotations
@@ -12,11 +12,64 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicLayer
 
+from lowpeak.errors import EngineError
+
 ROOM = 64  # columns by which a buffer grows
-MAX_COPIED = 1 << 22  # numbers that are copied at once into slots: their temporary is no part of the cache
+# Elements that are copied into slots at once: the copy's temporary is not counted in the cache's budget.
+MAX_COPIED = 1 << 22
+
+
+def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of one token's keys and values: `layers x KV heads x (key + value width) x itemsize`.
+
+    `dtype` is the cache's. None stands for the parameters' dtype, but at least two bytes: 8-bit parameters have wider keys and
+    values. Under autocast keys and values are narrower than the parameters.
+
+    If a config does not name its KV heads or their width, they are the attention heads and `hidden_size / heads`;
+    without attention heads (recurrent models) the keys and values have the hidden size.
+    """
+    config = text_config(model)
+    hidden = _attribute(config, "hidden_size")
+    layers = _attribute(config, "num_hidden_layers")
+    if hidden is None or layers is None:
+        raise EngineError(
+            f"{type(config).__name__} does not define hidden_size and num_hidden_layers, so the memory of its KV cache "
+            "is unknown: generate with vLLM (use_vllm=True)."
+        )
+    heads = _attribute(config, "num_attention_heads") or 1
+    kv_heads = _attribute(config, "num_key_value_heads") or heads
+    itemsize = dtype.itemsize if dtype is not None else max(2, parameter_dtype(model).itemsize)
+    return layers * kv_heads * _key_and_value_width(config, hidden // heads) * itemsize
+
+
+def _key_and_value_width(config: Any, width: int) -> int:
+    """Return the width of one head's key plus value; `width` is the default of each."""
+    width = _attribute(config, "head_dim") or width
+    latent = (_attribute(config, "qk_nope_head_dim") or 0) + (_attribute(config, "qk_rope_head_dim") or 0)
+    return (latent or width) + (_attribute(config, "v_head_dim") or width)
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the config of the model's text decoder."""
+    config: Any = model.config
+    return config.get_text_config(decoder=True)
+
+
+def _attribute(config: Any, name: str) -> int | None:
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        # transformers raises if layers differ in the attribute: the largest value bounds all layers.
+        return max((getattr(layer, name, None) or 0 for layer in config.per_layer_config), default=None)
+
+
+def parameter_dtype(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the first floating-point parameter."""
+    # A quantized model's other parameters are packed integers.
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 class PromptLayer(DynamicLayer):
@@ -119,10 +172,10 @@ class SlotCache(Cache):
             if i == len(self.layers):
                 self.layers.append(SlotLayer(layer, self.num_slots, self._num_columns))
             for buffer, states in zip(self.layers[i].buffers, (layer.keys, layer.values), strict=True):
-                _place(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), where_NL)
+                _copy_prompts(buffer[first_slot:], states.transpose(1, 2).flatten(0, 1), where_NL)
 
 
-def _place(slots_SCKW: Tensor, states_TKW: Tensor, where_NL: Tensor) -> None:
+def _copy_prompts(slots_SCKW: Tensor, states_TKW: Tensor, where_NL: Tensor) -> None:
     """Copy the tokens `where_NL` of a prefill, laid end to end, to the left of the first slots."""
     num_columns = where_NL.shape[1]
     num_rows = max(1, MAX_COPIED // (num_columns * states_TKW[0].numel()))

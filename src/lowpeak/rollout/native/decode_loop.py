@@ -19,18 +19,17 @@ from torch import Tensor, nn
 from lowpeak.arguments import Sampling
 from lowpeak.attention import NAME
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype, text_config
-from lowpeak.rollout.native.cache import SlotCache
-from lowpeak.rollout.native.output import Progress
-from lowpeak.rollout.native.prefill import left_padded, prefill_prompts, share
-from lowpeak.rollout.native.scheduler import Row, Waiting
-from lowpeak.rollout.sampling import Draws, choose
+from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, parameter_dtype, text_config
+from lowpeak.rollout.native.output import OutputBuffer
+from lowpeak.rollout.native.prefill import left_pad, prefill_prompts, split_prefill
+from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
+from lowpeak.rollout.sampling import UniformDraws, sample_tokens
 
 # Attention that adds a mask to its scores takes one that is made already, once for all layers; flash kernels do not.
 _ADD_MASKS = ("sdpa", "eager", NAME)
 
 
-class Running(NamedTuple):
+class RunningSequence(NamedTuple):
     """A row in a slot: its number, its prompt, and the column of its newest token less the steps of the batch so far."""
 
     number: int
@@ -39,26 +38,26 @@ class Running(NamedTuple):
 
 
 @dataclass(eq=False, repr=False)
-class Batch:
+class DecodeLoop:
     """Rows in the slots of a cache that never holds more than the budget's tokens."""
 
     model: nn.Module
-    waiting: Waiting
+    waiting: PromptQueue
     kv_cache_bytes: int
     prompts: Sequence[Prompt]
     sampling: Sampling
-    progress: Progress
+    progress: OutputBuffer
 
     def __post_init__(self) -> None:
-        self._rows: list[Running] = []
+        self._rows: list[RunningSequence] = []
         self._begun: deque[tuple[int, int]] = deque()  # numbers and prompts of rows that have begun and have no slot
         self._over: list[bool] = []
         self._num_steps = 0
         longest = max(self.waiting.lengths, default=0)
         self._cache = SlotCache(self.waiting.max_tokens, longest + self.sampling.max_new_tokens)
         num_rows = len(self.prompts) * self.sampling.num_generations
-        self._draws = Draws(num_rows, self.sampling, self.progress.device)
-        self._feed = Feed(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.progress)
+        self._draws = UniformDraws(num_rows, self.sampling, self.progress.device)
+        self._feed = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.progress)
 
     def run(self) -> None:
         """Generate all waiting rows into `progress`, whose row of completion c of prompt p is `p x generations + c`.
@@ -76,7 +75,7 @@ class Batch:
         # One group at most has rows without a slot, so that one of its rows has the prompt in a slot all the time.
         while not self._begun and (prompts := self.waiting.take(self._num_slots() - len(self._rows))):
             changed = True
-            for part in share(prompts, self.waiting.lengths):
+            for part in split_prefill(prompts, self.waiting.lengths):
                 self._begin(part)
         if changed and self._rows:
             self._feed.restart([row.number for row in self._rows])
@@ -88,7 +87,7 @@ class Batch:
         logits_NV = self._feed.forward(self._cache, num_columns)
         uniforms_N = self._draws.at(self._feed.rows_N, self._feed.written_N)
         history_NL = self._feed.history(num_columns)
-        chosen = choose(logits_NV, self.sampling, uniforms_N, history_NL)
+        chosen = sample_tokens(logits_NV, self.sampling, uniforms_N, history_NL)
         self._over = self.progress.add(self._feed.rows_N, *chosen, len(self._rows))
         self._feed.advance(chosen[0])
         self._num_steps += 1
@@ -146,19 +145,19 @@ class Batch:
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
         """Choose the first token of each row of these groups; numbers and prompts of those that go on."""
         size = self.sampling.num_generations
-        wave = [Row(prompt, completion) for prompt in prompts for completion in range(size)]
+        wave = [SequenceId(prompt, completion) for prompt in prompts for completion in range(size)]
         numbers = [row.prompt * size + row.completion for row in wave]
         self._draws.make(numbers, wave, self.prompts)
         self._feed.restart(numbers)
         rows_N, written_N = self._feed.rows_N, self._feed.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
         uniforms_N = self._draws.at(rows_N, written_N)
-        chosen = choose(logits_PV, self.sampling, uniforms_N, self._feed.history(0), sources_N)
+        chosen = sample_tokens(logits_PV, self.sampling, uniforms_N, self._feed.history(0), sources_N)
         over = self.progress.add(rows_N, *chosen, len(numbers))
         return [(n, row.prompt) for n, row, ended in zip(numbers, wave, over, strict=True) if not ended]
 
-    def _entering(self, number: int, prompt: int) -> Running:
-        return Running(number, prompt, len(self.prompts[prompt].ids) - self._num_steps)
+    def _entering(self, number: int, prompt: int) -> RunningSequence:
+        return RunningSequence(number, prompt, len(self.prompts[prompt].ids) - self._num_steps)
 
     def _reserve(self, num_slots: int, num_held: int) -> None:
         """Room for as many rows as may ever run, and for the newest tokens of those that run now."""
@@ -166,7 +165,7 @@ class Batch:
         self._cache.reserve(min(num_slots, most), self._num_columns(), num_held)
 
 
-def _close_gaps(rows: dict[int, Running], free: Iterable[int]) -> dict[int, int]:
+def _close_gaps(rows: dict[int, RunningSequence], free: Iterable[int]) -> dict[int, int]:
     """Move the last rows into slots that are free before them; of each slot that is written, where its row was."""
     sources: dict[int, int] = {}
     for slot in free:
@@ -176,11 +175,11 @@ def _close_gaps(rows: dict[int, Running], free: Iterable[int]) -> dict[int, int]
     return sources
 
 
-class Feed:
+class DecodeInputs:
     """The newest token of each row of a batch, on the device; a token's column in the cache is its position."""
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, progress: Progress
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, progress: OutputBuffer
     ) -> None:
         self._model = model
         self._size = sampling.num_generations
@@ -188,7 +187,7 @@ class Feed:
         self._device = progress.device
         self._lengths_P = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64).to(self._device)
         known = sampling.repetition_penalty != 1 and len(prompts) > 0
-        self._prompts_PL = left_padded(prompts, self._device) if known else None
+        self._prompts_PL = left_pad(prompts, self._device) if known else None
         self._mask_dtype = _mask_dtype(model)
         self.rows_N: Tensor
         self.written_N: Tensor

@@ -16,11 +16,11 @@ from lowpeak.errors import EngineError
 from lowpeak.memory import has_memory
 from lowpeak.records import Completion, Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout.engine import SliceForm, check_lengths
-from lowpeak.rollout.native.budget import bytes_per_token, text_config
-from lowpeak.rollout.native.decode_loop import Batch
-from lowpeak.rollout.native.hf_generate import decode_by_generate, why_not_driven
-from lowpeak.rollout.native.output import Progress, StopStrings, end_token_ids
-from lowpeak.rollout.native.scheduler import Row, Waiting, form_waves
+from lowpeak.rollout.native.cache import bytes_per_token, text_config
+from lowpeak.rollout.native.decode_loop import DecodeLoop
+from lowpeak.rollout.native.hf_generate import decode_by_generate, unsupported_reason
+from lowpeak.rollout.native.output import OutputBuffer, StopStrings, end_token_ids
+from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId, form_waves
 
 _logger = logging.getLogger(__name__)
 
@@ -88,27 +88,27 @@ class NativeEngine:
         device = self.device or next(model.parameters()).device
         if self._is_driven(model):
             num_rows = len(prompts) * sampling.num_generations
-            progress = Progress(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
-            with _without_versions(model):
-                Batch(model, Waiting(*shape), kv_cache_bytes, prompts, sampling, progress).run()
+            progress = OutputBuffer(num_rows, sampling.max_new_tokens, *ends, self.on_tokens, device)
+            with _inference_mode(model):
+                DecodeLoop(model, PromptQueue(*shape), kv_cache_bytes, prompts, sampling, progress).run()
             return progress.completions()
-        rows: dict[Row, Completion] = {}
+        rows: dict[SequenceId, Completion] = {}
         for wave in form_waves(*shape):
-            progress = Progress(len(wave), sampling.max_new_tokens, *ends, self.on_tokens, device)
+            progress = OutputBuffer(len(wave), sampling.max_new_tokens, *ends, self.on_tokens, device)
             decode_by_generate(model, wave, prompts, sampling, progress)
             rows.update(zip(wave, progress.completions(), strict=True))
         return [rows[row] for row in sorted(rows)]
 
     def _is_driven(self, model: nn.Module) -> bool:
         """Whether the engine's own loop drives the model; one warning where it does not."""
-        reason = why_not_driven(model)
+        reason = unsupported_reason(model)
         if reason is not None and not self._warned:
             self._warned = True
             _logger.warning("%s generates through model.generate(), which is slower: %s.", type(model).__name__, reason)
         return reason is None
 
 
-def _without_versions(model: nn.Module) -> AbstractContextManager[Any]:
+def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
     """Inference mode, which saves a tenth of a short forward; nothing where parameters are not plain tensors.
 
     What a sharded parameter gathers is used again by training, which may not change a tensor made in inference mode.

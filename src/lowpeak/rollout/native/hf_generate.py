@@ -20,16 +20,16 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 from lowpeak.arguments import Sampling
 from lowpeak.models import transformers_model
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.budget import text_config
-from lowpeak.rollout.native.output import Progress
-from lowpeak.rollout.native.prefill import left_mask, left_padded
+from lowpeak.rollout.native.cache import text_config
+from lowpeak.rollout.native.output import OutputBuffer
+from lowpeak.rollout.native.prefill import left_mask, left_pad
 from lowpeak.rollout.native.scheduler import Wave
-from lowpeak.rollout.sampling import Draws, choose
+from lowpeak.rollout.sampling import UniformDraws, sample_tokens
 
 _NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep")
 
 
-def why_not_driven(model: nn.Module) -> str | None:
+def unsupported_reason(model: nn.Module) -> str | None:
     """Why the engine's own decode loop cannot drive `model`, or None when it can."""
     accepted = inspect.signature(transformers_model(model).forward).parameters
     missing = [name for name in _NEEDED if name not in accepted]
@@ -43,7 +43,7 @@ def why_not_driven(model: nn.Module) -> str | None:
 
 
 def decode_by_generate(
-    model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: Progress
+    model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: OutputBuffer
 ) -> None:
     """Generate the rows of `wave` into `progress`, as `Batch.run` does."""
     device = progress.device
@@ -51,22 +51,22 @@ def decode_by_generate(
     lengths = [len(x) for x in ids]
     mask_NL = left_mask(lengths, device)
     driver = transformers_model(model)
-    draws = Draws(len(wave), sampling, device)
+    draws = UniformDraws(len(wave), sampling, device)
     draws.make(range(len(wave)), wave, prompts)
-    chooser = _Choose(sampling, draws, progress, len(wave))
-    with _generation_config(driver, GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)):
+    chooser = _TokenChooser(sampling, draws, progress, len(wave))
+    with _use_generation_config(driver, GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)):
         driver.generate(
-            input_ids=(input_ids := left_padded(ids, device)),
+            input_ids=(input_ids := left_pad(ids, device)),
             attention_mask=torch.ones_like(input_ids) if mask_NL is None else mask_NL,
             logits_processor=LogitsProcessorList([chooser]),
-            stopping_criteria=StoppingCriteriaList([_Ended(chooser)]),
+            stopping_criteria=StoppingCriteriaList([_StopEnded(chooser)]),
         )
 
 
-class _Choose(LogitsProcessor):
+class _TokenChooser(LogitsProcessor):
     """Chooses each row's token as the decode loop does, and leaves it as the only one with a finite score."""
 
-    def __init__(self, sampling: Sampling, draws: Draws, progress: Progress, num_rows: int) -> None:
+    def __init__(self, sampling: Sampling, draws: UniformDraws, progress: OutputBuffer, num_rows: int) -> None:
         self._sampling = sampling
         self._draws = draws
         self._progress = progress
@@ -76,7 +76,7 @@ class _Choose(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows_N = torch.arange(len(scores), device=scores.device)
         uniforms_N = self._draws.at(rows_N, torch.full_like(rows_N, self._position))
-        tokens_N, logprobs_N = choose(scores, self._sampling, uniforms_N, input_ids)
+        tokens_N, logprobs_N = sample_tokens(scores, self._sampling, uniforms_N, input_ids)
         self._position += 1
         self._write(tokens_N, logprobs_N)
         return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
@@ -90,8 +90,8 @@ class _Choose(LogitsProcessor):
             self.over[row] = ended
 
 
-class _Ended(StoppingCriteria):
-    def __init__(self, chooser: _Choose) -> None:
+class _StopEnded(StoppingCriteria):
+    def __init__(self, chooser: _TokenChooser) -> None:
         self._chooser = chooser
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
@@ -99,7 +99,7 @@ class _Ended(StoppingCriteria):
 
 
 @contextmanager
-def _generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
+def _use_generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
     """`generate()` merges the model's own generation config into the one it is given; here the model's is `config`."""
     own, model.generation_config = model.generation_config, config
     try:

@@ -64,7 +64,7 @@ class StopStrings:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-class Progress:
+class OutputBuffer:
     """What rows have written, on their device; one that has ended or is `max_new_tokens` long takes no more tokens.
 
     Shapes: R rows, N of them that are given a token, C tokens of the longest completion. It takes 8 bytes a token.

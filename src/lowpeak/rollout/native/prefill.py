@@ -18,7 +18,7 @@ _MAX_TOKENS = 16_384  # padded prompt tokens of one forward: activations take mo
 Ids = Sequence[Sequence[int]]
 
 
-def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX_TOKENS) -> Iterator[list[int]]:
+def split_prefill(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX_TOKENS) -> Iterator[list[int]]:
     """The prompts of each forward, in order: as many as `max_tokens` padded tokens allow, one at least."""
     part: list[int] = []
     longest = 0
@@ -39,7 +39,7 @@ def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tup
     positions_PL = None if mask_PL is None else (mask_PL.cumsum(dim=-1) - 1).clamp(min=0)
     cache = Cache(layer_class_to_replicate=PromptLayer)
     output = model(
-        input_ids=left_padded(prompts, device),
+        input_ids=left_pad(prompts, device),
         attention_mask=mask_PL,
         position_ids=positions_PL,
         past_key_values=cache,
@@ -49,7 +49,7 @@ def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tup
     return output.logits[:, -1], cache
 
 
-def left_padded(prompts: Ids, device: torch.device) -> Tensor:
+def left_pad(prompts: Ids, device: torch.device) -> Tensor:
     """Ids [P, L], right-aligned. A row is padded with its own first token: it is masked, and known to the history."""
     length = max(len(ids) for ids in prompts)
     rows = [[ids[0]] * (length - len(ids)) + list(ids) for ids in prompts]

@@ -9,17 +9,17 @@ from typing import NamedTuple
 from lowpeak.errors import EngineError
 
 
-class Row(NamedTuple):
+class SequenceId(NamedTuple):
     """One row of a wave: which prompt of the call, and which completion of its group."""
 
     prompt: int
     completion: int
 
 
-Wave = list[Row]
+Wave = list[SequenceId]
 
 
-class Waiting:
+class PromptQueue:
     """The prompts of a call that have not begun, longest first: `slots x (longest prompt + new) <= max_tokens`.
 
     Prompts of like lengths are in the batch together, and the number of slots grows as prompts get shorter. EngineError
@@ -62,7 +62,7 @@ def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int
     Prompts of like lengths share a wave, so that little is padded. EngineError when not even one row fits.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rows = [Row(prompt, completion) for prompt in longest_first for completion in range(num_generations)]
+    rows = [SequenceId(prompt, completion) for prompt in longest_first for completion in range(num_generations)]
     waves: list[Wave] = []
     while rows:
         longest = lengths[rows[0].prompt]

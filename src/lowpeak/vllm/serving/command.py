@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 
 from lowpeak.arguments import SERVER_TOKEN, url_of
 from lowpeak.errors import ArgumentError
+from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS
 from lowpeak.vllm.serving.entrypoint import SCALE_OUT
-from lowpeak.vllm.versions import ALWAYS
 from lowpeak.watchdog import PARENT
 
 LOOPBACK = "127.0.0.1"
 CPU = "cpu"
 _CPU_CACHE = 1 << 30
-_ADAPTERS = "lowpeak.vllm.serving.auth.AdapterMiddleware"
-_GUARD = "lowpeak.vllm.serving.auth.TokenMiddleware"
+_ADAPTERS = "lowpeak.vllm.serving.middleware.AdapterMiddleware"
+_GUARD = "lowpeak.vllm.serving.middleware.TokenMiddleware"
 _RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65535
 _TAKEN = ("worker-extension-cls", "api-key", "uds")
@@ -71,7 +71,7 @@ def words(server: Server) -> list[str]:
         "host": server.host,
         "port": str(server.port),
         "tensor-parallel-size": str(server.tensor_parallel_size),
-        **{name.replace("_", "-"): value for name, value in ALWAYS.items()},
+        **{name.replace("_", "-"): value for name, value in COMMON_ENGINE_ARGS.items()},
         "enable-prefix-caching": None,
         SCALE_OUT.removeprefix("--"): None,
     }

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowpeak.errors import EngineError
+from lowpeak.vllm.engine_args import LaunchedServer, memory_remedy
 from lowpeak.vllm.http_client import Http, deadline
-from lowpeak.vllm.memory_errors import Launched, remedy
 from lowpeak.vllm.serving.command import Server, environment, words
 
 _ABORT_SECONDS = 2.0
@@ -102,7 +102,9 @@ class ServerProcess:
             return f"{said}; its output stands above."
         text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
         end = "\n".join(text.splitlines()[-_LINES:])
-        advice = "" if status == _UNKNOWN_OPTION else f"\n{remedy(Launched(self.server.tensor_parallel_size))}"
+        advice = (
+            "" if status == _UNKNOWN_OPTION else f"\n{memory_remedy(LaunchedServer(self.server.tensor_parallel_size))}"
+        )
         return f"{said}; the end of {self.log}:\n{end}{advice}"
 
 

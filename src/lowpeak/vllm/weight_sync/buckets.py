@@ -56,7 +56,7 @@ class Bucket:
 
 
 @dataclass
-class Sums:
+class ChecksumTable:
     """The checksum of every tensor that passed, whether it was sent or held back, and what they took."""
 
     of: dict[str, Tensor] = field(default_factory=dict)
@@ -79,11 +79,11 @@ class Sums:
     def read(self) -> dict[str, str]:
         """All of them as hexadecimal, read from the device together; EngineError where a tensor is not whole."""
         if self._open:
-            raise EngineError(f"The slices of {few(self._open)} ended before the tensor did.")
-        return read_sums(self.of)
+            raise EngineError(f"The slices of {shorten_names(self._open)} ended before the tensor did.")
+        return read_checksums(self.of)
 
 
-def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
+def read_checksums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
     """Checksums as hexadecimal, which JSON keeps whole; one read for each device that they live on."""
     found: dict[Key, str] = {}
     for device in {value.device for value in sums.values()}:
@@ -93,49 +93,49 @@ def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
     return found
 
 
-def few(names: Iterable[str], most: int = 5) -> str:
+def shorten_names(names: Iterable[str], most: int = 5) -> str:
     """Return a handful of names, and how many more there are."""
     found = sorted(names)
     more = f" and {len(found) - most} more" if len(found) > most else ""
     return ", ".join(found[:most]) + more
 
 
-def fill(
+def fill_buckets(
     slices: Iterable[WeightSlice],
     buffer: Callable[[torch.device], Tensor],
-    sums: Sums | None,
+    sums: ChecksumTable | None,
     held_back: Collection[str] = (),
 ) -> Iterator[Bucket]:
     """Buckets of the slices' values, each at most the buffer long; what is `held_back` is summed and not sent.
 
     The buffer is asked for once, with the device of the first slice. A slice that is longer than what is left is cut.
     """
-    filling: _Filling | None = None
+    filling: _BucketBuilder | None = None
     for piece in slices:
         if piece.name in held_back:
-            _copied(piece, 0, piece.values, None, sums)
+            _copy_and_sum(piece, 0, piece.values, None, sums)
             continue
-        filling = filling or _Filling(buffer(piece.values.device))
+        filling = filling or _BucketBuilder(buffer(piece.values.device))
         done = 0
         while done < piece.values.numel():
             count = filling.take(piece, done, sums)
             if not count:
                 yield filling.bucket(piece)
-                filling = _Filling(filling.data)
+                filling = _BucketBuilder(filling.data)
             done += count
     if filling and filling.pieces:
         yield filling.bucket(filling.pieces[-1])
 
 
 @dataclass
-class _Filling:
+class _BucketBuilder:
     """The bucket that is being filled: what it holds, and the byte of the buffer where that ends."""
 
     data: Tensor
     pieces: list[Piece] = field(default_factory=list)
     end: int = 0
 
-    def take(self, piece: WeightSlice, done: int, sums: Sums | None) -> int:
+    def take(self, piece: WeightSlice, done: int, sums: ChecksumTable | None) -> int:
         """Take what fits of the slice's values from `done` on, and return how many that are."""
         start, size = piece.start + done, piece.dtype.itemsize
         last = self.pieces[-1] if self.pieces else None
@@ -146,7 +146,7 @@ class _Filling:
         if count <= 0:
             return 0
         placed = Piece(piece.name, piece.shape, piece.dtype, start, count, offset)
-        _copied(piece, done, piece.values[done : done + count], placed.values_in(self.data), sums)
+        _copy_and_sum(piece, done, piece.values[done : done + count], placed.values_in(self.data), sums)
         if goes_on and last:  # as one piece: a tensor whose slices are all in a bucket is whole there
             self.pieces[-1] = replace(last, count=last.count + count)
         else:
@@ -163,7 +163,9 @@ class _Filling:
         return Bucket(tuple(self.pieces), self.data[: self.end])
 
 
-def _copied(piece: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: Sums | None) -> None:
+def _copy_and_sum(
+    piece: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: ChecksumTable | None
+) -> None:
     """Copy values and sum them, on the way where both are on one device; or the one of the two that is asked for."""
     is_on_the_way = into is not None and sums is not None and into.device == values.device
     if into is not None and not is_on_the_way:

@@ -61,7 +61,7 @@ class Checksum:
 
     def value(self) -> Tensor:
         began = time.perf_counter()
-        mixed = _places(len(self._sums), self._sums.device).add(self._sums).mul_(MIX_1)
+        mixed = _place_factors(len(self._sums), self._sums.device).add(self._sums).mul_(MIX_1)
         mixed.bitwise_xor_(mixed >> 32).mul_(MIX_2)
         total = mixed.bitwise_xor_(mixed >> 29).sum()
         self.seconds += time.perf_counter() - began
@@ -119,7 +119,7 @@ def block_rows(device: torch.device) -> int:
     return BLOCK_ROWS if device.type == "cpu" else BLOCK_ROWS_ON_DEVICES
 
 
-def _places(count: int, device: torch.device) -> Tensor:
+def _place_factors(count: int, device: torch.device) -> Tensor:
     """`(i + 1) * PLACE` for `count` sums; kept, since every tensor needs them."""
     known = _PLACES.get(device)
     if known is None or len(known) < count:
@@ -136,30 +136,30 @@ def tensor_checksum(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     dtype = dtype or tensor.dtype
     total = Checksum(tensor.numel() * dtype.itemsize, tensor.device)
     if tensor.is_contiguous() and dtype == tensor.dtype:
-        total.add(0, flat(tensor))
+        total.add(0, flatten(tensor))
         return total.value()
     first = 0
-    for part in _parts(tensor, block_rows(tensor.device) * ROW_BYTES):
+    for part in _split_flat(tensor, block_rows(tensor.device) * ROW_BYTES):
         total.add(first, part.to(dtype))
         first += len(part) * dtype.itemsize
     return total.value()
 
 
-def flat(tensor: Tensor) -> Tensor:
+def flatten(tensor: Tensor) -> Tensor:
     """A contiguous tensor's values as one range, whatever strides it has where it is one element long."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
-def _parts(tensor: Tensor, most: int) -> Iterator[Tensor]:
+def _split_flat(tensor: Tensor, most: int) -> Iterator[Tensor]:
     """The values in order, in contiguous flat parts of about `most` bytes that are views where they can be, else small copies."""
     if tensor.is_contiguous():
         step = max(1, most // tensor.element_size())
-        yield from flat(tensor).split(step) if tensor.numel() else ()
+        yield from flatten(tensor).split(step) if tensor.numel() else ()
         return
     each = tensor[0].numel() * tensor.element_size()
     if each > most:
         for part in tensor:
-            yield from _parts(part, most)
+            yield from _split_flat(part, most)
         return
     for part in tensor.split(max(1, most // max(1, each))):
         yield part.reshape(-1).contiguous()

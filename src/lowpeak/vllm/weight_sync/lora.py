@@ -20,17 +20,17 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import Adapter
-from lowpeak.vllm.weight_sync.buckets import Piece, few, read_sums
+from lowpeak.vllm.weight_sync.buckets import Piece, read_checksums, shorten_names
 from lowpeak.vllm.weight_sync.checksum import tensor_checksum
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
     """The configuration of a peft model's active adapter, as its file has it."""
     config = model.peft_config[model.active_adapters[0]].to_dict()
-    return {name: _plain(value) for name, value in config.items()}
+    return {name: _to_json(value) for name, value in config.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
     return value.value if isinstance(value, Enum) else value
@@ -45,8 +45,8 @@ class AdapterReceiver:
     _given: Mapping[str, Any] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
     _left: dict[str, int] = field(default_factory=dict)
-    _held: _Held | None = None
-    _next: _Held | None = None
+    _held: _LoadedAdapter | None = None
+    _next: _LoadedAdapter | None = None
 
     def begin(self, given: Mapping[str, Any]) -> tuple[str, ...]:
         """Forget the version; `given` has the adapter's configuration and number. Everything comes again."""
@@ -71,12 +71,12 @@ class AdapterReceiver:
         """EngineError with names where the tensors are not what was sent, or vLLM does not take the adapter."""
         lost = sorted(name for name in sent if self._left.get(name) != 0)
         if lost:
-            raise EngineError(f"These tensors of the adapter did not come whole: {few(lost)}.")
-        found = read_sums({name: tensor_checksum(tensor) for name, tensor in self._tensors.items()})
+            raise EngineError(f"These tensors of the adapter did not come whole: {shorten_names(lost)}.")
+        found = read_checksums({name: tensor_checksum(tensor) for name, tensor in self._tensors.items()})
         wrong = sorted(name for name, value in sent.items() if value and found.get(name) != value)
         if wrong:
-            raise EngineError(f"The adapter is not the policy's: {few(wrong)}.")
-        self._next = _Held.of(self.worker, self._given, self._tensors)
+            raise EngineError(f"The adapter is not the policy's: {shorten_names(wrong)}.")
+        self._next = _LoadedAdapter.of(self.worker, self._given, self._tensors)
         self._drop_tensors()
         return {}
 
@@ -98,7 +98,7 @@ class AdapterReceiver:
         """EngineError, and no version any more, where vLLM holds the adapter no longer, or another one."""
         if self.policy_version is None or self._held is None:
             raise EngineError("vLLM holds the adapter of no version.")
-        if _sums(self.worker, self._held.adapter.number) != self._held.sums:
+        if _adapter_checksums(self.worker, self._held.adapter.number) != self._held.sums:
             self.policy_version = None
             raise EngineError(f"vLLM's adapter {self._held.adapter.name} is no longer the policy's.")
 
@@ -111,7 +111,7 @@ class AdapterReceiver:
 
 
 @dataclass(frozen=True)
-class _Held:
+class _LoadedAdapter:
     """An adapter that vLLM has loaded, and what its tensors summed to then."""
 
     adapter: Adapter
@@ -119,7 +119,7 @@ class _Held:
     sums: dict[str, str]
 
     @staticmethod
-    def of(worker: Any, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Held:
+    def of(worker: Any, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _LoadedAdapter:
         from vllm.lora.request import LoRARequest
 
         number, name = int(given["number"]), f"lowpeak-{given['number']}"
@@ -131,14 +131,14 @@ class _Held:
         except Exception as error:
             folder.cleanup()
             raise EngineError(f"vLLM does not take the adapter ({type(error).__name__}: {error}).") from error
-        return _Held(Adapter(name, number, folder.name), folder, _sums(worker, number))
+        return _LoadedAdapter(Adapter(name, number, folder.name), folder, _adapter_checksums(worker, number))
 
     def remove(self, worker: Any) -> None:
         worker.remove_lora(self.adapter.number)
         self.folder.cleanup()
 
 
-def _sums(worker: Any, number: int) -> dict[str, str]:
+def _adapter_checksums(worker: Any, number: int) -> dict[str, str]:
     """The checksums of what vLLM keeps of an adapter; nothing when it keeps it no longer."""
     loaded = worker.model_runner.lora_manager._adapter_manager.get_adapter(number)
     layers = {} if loaded is None else loaded.loras
@@ -149,4 +149,4 @@ def _sums(worker: Any, number: int) -> dict[str, str]:
             for i, each in enumerate(values if isinstance(values, list | tuple) else [values]):
                 if each is not None:
                     tensors[f"{name}.{part}.{i}"] = tensor_checksum(each)
-    return read_sums(tensors)
+    return read_checksums(tensors)

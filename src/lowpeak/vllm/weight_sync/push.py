@@ -15,9 +15,9 @@ import torch
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.protocol import Adapter, Vllm, ask
-from lowpeak.vllm.weight_sync.buckets import Bucket, Sums, few, fill
-from lowpeak.vllm.weight_sync.transports import Sender, open_sender
+from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
+from lowpeak.vllm.weight_sync.buckets import Bucket, ChecksumTable, fill_buckets, shorten_names
+from lowpeak.vllm.weight_sync.transports import BucketSender, open_sender
 
 TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
 ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
@@ -66,7 +66,7 @@ def push_weights(
             update.commit(policy_version)
     except BaseException as error:
         if isinstance(error, Exception):
-            exhaust(rest)
+            exhaust_slices(rest)
         raise
     return update.report(time.perf_counter() - began)
 
@@ -82,11 +82,11 @@ class _Update:
     timeout: float
 
     def __post_init__(self) -> None:
-        self._sums = Sums() if self.settings.verify else None
+        self._sums = ChecksumTable() if self.settings.verify else None
         self._counts: dict[str, int] = {}
         self._num_bytes = 0
         self._proof_seconds = 0.0
-        self._sender: Sender | None = None
+        self._sender: BucketSender | None = None
         self._adapters: tuple[Adapter | None, ...] = ()
 
     def __enter__(self) -> _Update:
@@ -110,7 +110,7 @@ class _Update:
         self._sender = sender
         held_back = self._begin(sender) & frozenset(unchanging)
         sender.joined()
-        for bucket in fill(self._counted(slices), sender.buffer, self._sums, held_back):
+        for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, held_back):
             self._deliver(sender, bucket)
 
     def verify(self) -> None:
@@ -118,14 +118,14 @@ class _Update:
         began = time.perf_counter()
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
-        answers = ask(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
+        answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
         for vllm, each in zip(self.vllms, answers, strict=True):
-            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.in_process)
+            _check_complete([answer["lacking"] for answer in each], self._counts, shared=vllm.in_process)
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
         given = [{"policy_version": policy_version}] * len(self.vllms)
-        answers = ask(self.vllms, "lowpeak_commit", given, self.timeout)
+        answers = call_workers(self.vllms, "lowpeak_commit", given, self.timeout)
         named = [each[0]["adapter"] for each in answers]
         self._adapters = tuple(None if one is None else Adapter(**one) for one in named)
 
@@ -133,14 +133,14 @@ class _Update:
         proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
         return PushReport(self._num_bytes, seconds, proof, self._adapters)
 
-    def _begin(self, sender: Sender) -> frozenset[str]:
+    def _begin(self, sender: BucketSender) -> frozenset[str]:
         """Open every worker's end; the names of tensors that all of them hold."""
         invitation = sender.invitation()
         # An adapter's number in vLLM: one that was not used before, and above those that its server counts from 1.
         number = (1 << 20) + secrets.randbelow(1 << 30)
         adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
         others = self.vllms[:-1]
-        workers = ask(others, "lowpeak_identity", [{}] * len(others), self.timeout)
+        workers = call_workers(others, "lowpeak_identity", [{}] * len(others), self.timeout)
         first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
         arguments = [
             {
@@ -150,7 +150,9 @@ class _Update:
             }
             for rank in first_ranks
         ]
-        answers = [answer for each in ask(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each]
+        answers = [
+            answer for each in call_workers(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each
+        ]
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
 
     def _counted(self, slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
@@ -158,17 +160,17 @@ class _Update:
             self._counts.setdefault(piece.name, torch.Size(piece.shape).numel())
             yield piece
 
-    def _deliver(self, sender: Sender, bucket: Bucket) -> None:
+    def _deliver(self, sender: BucketSender, bucket: Bucket) -> None:
         pieces = [piece.to_json() for piece in bucket.pieces]
         self._num_bytes += sum(piece.count * piece.dtype.itemsize for piece in bucket.pieces)
 
         def take(arguments: Mapping[str, Any]) -> None:
-            ask(self.vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout)
+            call_workers(self.vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout)
 
         sender.deliver(bucket, take)
 
 
-def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
+def _check_complete(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
     """EngineError where a part of a tensor is in no worker; `lacking` are the elements placed where they are not all.
 
     An engine over the trainer's own ranks answers for one of its workers alone (`shared`): what another one holds is not known.
@@ -178,11 +180,11 @@ def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int]
     lost = sorted(name for name in names if placed[name] < counts[name])
     if lost and not shared:
         raise EngineError(
-            f"vLLM took only a part of {few(lost)}: its model has other shapes, or does not have these tensors."
+            f"vLLM took only a part of {shorten_names(lost)}: its model has other shapes, or does not have these tensors."
         )
 
 
-def exhaust(slices: Iterator[WeightSlice]) -> None:
+def exhaust_slices(slices: Iterator[WeightSlice]) -> None:
     """Take the rest of the slices: other ranks wait for each."""
     deque(slices, maxlen=0)
 
@@ -192,11 +194,13 @@ def prove(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
 
     A worker that was pushed to without proof (`verify=False`), or that holds no version, proves nothing: EngineError.
     """
-    ask(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
+    call_workers(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
 
 
 def held_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
     """The policy version that every worker of every engine holds; None where one holds none, or they differ."""
-    answers = [answer for each in ask(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each]
+    answers = [
+        answer for each in call_workers(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each
+    ]
     versions = {answer["policy_version"] for answer in answers}
     return versions.pop() if len(versions) == 1 else None

@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.vllm.weight_sync.buckets import Piece, few, read_sums
-from lowpeak.vllm.weight_sync.reload import Reloads
+from lowpeak.vllm.weight_sync.buckets import Piece, read_checksums, shorten_names
+from lowpeak.vllm.weight_sync.reload import ReloadedModules
 from lowpeak.vllm.weight_sync.write_tracing import Placement
 
 
 @dataclass
-class Receiver:
+class WeightReceiver:
     """Takes the buckets of one update after the other; `policy_version` is None from `begin` until `commit`.
 
     `known` are the tensors whose values it holds and could prove now, so that they need not come again.
     """
 
     model: Any
-    names: Names
-    reloads: Reloads
+    names: CheckpointNames
+    reloads: ReloadedModules
     policy_version: int | None = None
     known: tuple[str, ...] = ()
     _parts: dict[str, Tensor] = field(default_factory=dict)
@@ -77,19 +77,21 @@ class Receiver:
         The answer is how many elements of each tensor this worker holds less than `shapes` say: its ranks share them.
         """
         if self._parts:
-            raise EngineError(f"Only parts came of {few(self._parts)}.")
+            raise EngineError(f"Only parts came of {shorten_names(self._parts)}.")
         lost = {*(sent.keys() - self._loaded - self._held), *self.names.lacking(sent)}
         if lost:
-            raise EngineError(f"These tensors did not come: {few(lost)}.")
+            raise EngineError(f"These tensors did not come: {shorten_names(lost)}.")
         missing = self.reloads.missing()
         self.reloads.finish()
         if self._summing:
-            self._reload_sums = read_sums(self.reloads.sums())
+            self._reload_sums = read_checksums(self.reloads.sums())
             if wrong := self._placement.verify(sent):
-                raise EngineError(f"vLLM's weights are not the policy's: {few(wrong)}.")
+                raise EngineError(f"vLLM's weights are not the policy's: {shorten_names(wrong)}.")
         missing += self._placement.missing(sent)
         if missing:
-            raise EngineError(f"The update has no values for these parameters of vLLM's model: {few(missing)}.")
+            raise EngineError(
+                f"The update has no values for these parameters of vLLM's model: {shorten_names(missing)}."
+            )
         # Reloaded tensors lie in no parameter as they came, so they have to come again to be proved.
         self.known = tuple(n for n, regions in self._placement.regions.items() if regions) if self._summing else ()
         placed = self._placement.num_placed(sent) | self._reloaded
@@ -110,11 +112,11 @@ class Receiver:
         """EngineError with names, and no version any more, where weights changed since they were verified."""
         if self.policy_version is None:
             raise EngineError("vLLM holds the weights of no version.")
-        found = read_sums(self.reloads.sums())
+        found = read_checksums(self.reloads.sums())
         changed = [name for name in found if found[name] != self._reload_sums.get(name)] + self._placement.changed()
         if changed:
             self.abort()
-            raise EngineError(f"vLLM's weights are no longer the policy's: {few(changed)}.")
+            raise EngineError(f"vLLM's weights are no longer the policy's: {shorten_names(changed)}.")
 
     def _load(self, name: str, tensor: Tensor) -> None:
         """Load one tensor as the first of its `candidates` that vLLM takes, and note where that was."""
@@ -154,7 +156,7 @@ class Receiver:
         self._left.clear()
 
 
-class Names:
+class CheckpointNames:
     """The names that a model of vLLM takes whose configuration is transformers' `config`."""
 
     def __init__(self, config: Any = None) -> None:

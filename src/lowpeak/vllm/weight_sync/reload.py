@@ -21,7 +21,7 @@ AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # once on
 PLAIN_ATTENTION = {"Attention", "MMEncoderAttention"}  # MLAAttention absorbs a projection
 
 
-def rewritten(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
+def modules_to_reload(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
     """The topmost modules that vLLM processes after loading; the whole model where it is quantised.
 
     Seen from the modules: a `quant_method` that is not one of those that leave weights as they are, or processing of their
@@ -29,13 +29,13 @@ def rewritten(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
     """
     if vllm_config.quant_config is not None or hasattr(model, "process_weights_after_loading"):
         return [model]
-    return _not_plain(model)
+    return _processed_modules(model)
 
 
-def _not_plain(module: nn.Module) -> list[nn.Module]:
+def _processed_modules(module: nn.Module) -> list[nn.Module]:
     if not _is_plain(module):
         return [module]
-    return [found for child in module.children() for found in _not_plain(child)]
+    return [found for child in module.children() for found in _processed_modules(child)]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ def _is_plain(module: nn.Module) -> bool:
     return not processed or type(method).__name__ in AS_LOADED
 
 
-class Reloads:
+class ReloadedModules:
     """The modules of one model that are made anew in each update."""
 
     def __init__(self, modules: Sequence[nn.Module], names: Mapping[nn.Module, str], model_config: Any) -> None:
@@ -76,7 +76,9 @@ class Reloads:
 
     def missing(self) -> list[str]:
         """Parameters that nothing was loaded into, while the update is open."""
-        return sorted(name for module in self._modules if self._open for name in _unloaded(module, self._names[module]))
+        return sorted(
+            name for module in self._modules if self._open for name in _unloaded_parameters(module, self._names[module])
+        )
 
     def finish(self) -> None:
         """Process what is left, and go back to how the modules were."""
@@ -98,7 +100,7 @@ class Reloads:
             }
 
 
-def _unloaded(module: nn.Module, prefix: str) -> Iterator[str]:
+def _unloaded_parameters(module: nn.Module, prefix: str) -> Iterator[str]:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for name, layer in module.named_modules():

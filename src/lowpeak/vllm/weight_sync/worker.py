@@ -22,17 +22,17 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError, is_installed
-from lowpeak.vllm.compatibility import facts_of, own_fingerprint
+from lowpeak.vllm.compatibility import engine_fingerprint, read_engine_info
 from lowpeak.vllm.weight_sync.buckets import Piece
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
-from lowpeak.vllm.weight_sync.receiver import Names, Receiver
-from lowpeak.vllm.weight_sync.reload import Reloads, rewritten
-from lowpeak.vllm.weight_sync.transports import Inlet, look, open_inlet
+from lowpeak.vllm.weight_sync.receiver import CheckpointNames, WeightReceiver
+from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
+from lowpeak.vllm.weight_sync.transports import BucketReceiver, open_receiver, probe_location
 
 _GREEDY = 1e-5  # vLLM's: at a lower temperature a row is greedy, and its log-probs are those at temperature 1
 
 
-def keep_parameters() -> None:
+def disable_cpu_repacking() -> None:
     """Let CPU models keep their weights as loaded."""
     from vllm.platforms import current_platform
 
@@ -45,10 +45,10 @@ def keep_parameters() -> None:
 
 
 if is_installed("vllm"):  # else it is a test's worker
-    keep_parameters()
+    disable_cpu_repacking()
 
 
-def answering(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def reply_with_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
     """Make a method answer errors as `{"error": sentence}`: an exception may end vLLM's engine, and loses its class on the way."""
 
     @wraps(method)
@@ -66,22 +66,22 @@ def answering(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
 class Extension:
     """Methods that vLLM mixes into its worker class; each is called on all workers, and answers what JSON can hold."""
 
-    @answering
+    @reply_with_errors
     def lowpeak_identity(self) -> dict[str, Any]:
         """Which worker this is, and the version that it holds: another incarnation is one that restarted."""
-        work = _work(self)
+        work = _worker_state(self)
         return {"incarnation": work.incarnation, "policy_version": work.receiver.policy_version}
 
-    @answering
+    @reply_with_errors
     def lowpeak_facts(self) -> dict[str, Any]:
         config = self.vllm_config  # type: ignore[attr-defined]
-        return asdict(replace(facts_of(config), fingerprint=own_fingerprint(config.model_config)))
+        return asdict(replace(read_engine_info(config), fingerprint=engine_fingerprint(config.model_config)))
 
-    @answering
+    @reply_with_errors
     def lowpeak_look(self) -> dict[str, Any]:
-        return look(_work(self).device)
+        return probe_location(_worker_state(self).device)
 
-    @answering
+    @reply_with_errors
     def lowpeak_begin(
         self, invitation: Mapping[str, Any], summing: bool, adapter: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class Extension:
 
         The names of tensors that need not come again.
         """
-        work = _work(self)
+        work = _worker_state(self)
         work.close_inlet()
         if adapter is None:
             work.receiver = work.weights
@@ -99,12 +99,12 @@ class Extension:
         else:
             work.receiver = work.adapters
             known = work.adapters.begin(adapter)
-        work.inlet = open_inlet(invitation, work.device, work.rank)
+        work.inlet = open_receiver(invitation, work.device, work.rank)
         return {"known": list(known)}
 
-    @answering
+    @reply_with_errors
     def lowpeak_take(self, pieces: Sequence[Mapping[str, Any]], **where: Any) -> dict[str, Any]:
-        work = _work(self)
+        work = _worker_state(self)
         try:
             if work.inlet is None:
                 raise EngineError("No update of vLLM's weights is under way.")
@@ -116,31 +116,31 @@ class Extension:
             raise
         return {}
 
-    @answering
+    @reply_with_errors
     def lowpeak_verify(self, sent: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, Any]:
-        work = _work(self)
+        work = _worker_state(self)
         work.close_inlet()
         return {"lacking": work.receiver.verify(sent, counts)}
 
-    @answering
+    @reply_with_errors
     def lowpeak_commit(self, policy_version: int) -> dict[str, Any]:
         """The update is whole, everywhere. The adapter that requests name, where it was one."""
-        receiver = _work(self).receiver
+        receiver = _worker_state(self).receiver
         receiver.commit(policy_version)
         return {"adapter": receiver.adapter()}
 
-    @answering
+    @reply_with_errors
     def lowpeak_abort(self) -> dict[str, Any]:
         """Give the update up, or forget the version of weights that were lost."""
-        work = _work(self)
+        work = _worker_state(self)
         work.close_inlet()
         work.receiver.abort()
         return {}
 
-    @answering
+    @reply_with_errors
     def lowpeak_prove(self) -> dict[str, Any]:
         """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
-        work = _work(self)
+        work = _worker_state(self)
         if work.receiver is work.adapters and work.weights.policy_version is not None:
             try:
                 work.weights.prove()
@@ -150,39 +150,41 @@ class Extension:
         work.receiver.prove()
         return {}
 
-    @answering
+    @reply_with_errors
     def lowpeak_score_at_temperature(self) -> dict[str, Any]:
         score_at_temperature(self.model_runner.sampler)  # type: ignore[attr-defined]
         return {}
 
 
-def _work(worker: Any) -> Work:
+def _worker_state(worker: Any) -> WorkerState:
     """The work of a worker whose model is loaded, kept beside it."""
     if not hasattr(worker, "_lowpeak_work"):
         model, config = worker.model_runner.get_model(), worker.vllm_config
         device, rank = next(model.parameters()).device, config.parallel_config.rank
         paths = {module: name for name, module in model.named_modules()}
-        reloads = Reloads(rewritten(model, config), paths, config.model_config)
-        weights = Receiver(model, Names(config.model_config.hf_config), reloads)
-        worker._lowpeak_work = Work(weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8))
-    work: Work = worker._lowpeak_work
+        reloads = ReloadedModules(modules_to_reload(model, config), paths, config.model_config)
+        weights = WeightReceiver(model, CheckpointNames(config.model_config.hf_config), reloads)
+        worker._lowpeak_work = WorkerState(
+            weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8)
+        )
+    work: WorkerState = worker._lowpeak_work
     return work
 
 
 @dataclass
-class Work:
+class WorkerState:
     """One worker's part in updates; `rank` is its place among its engine's workers.
 
     `receiver` is that of the last update: of the model's weights, or of adapters beside the model that was loaded.
     """
 
-    weights: Receiver
+    weights: WeightReceiver
     adapters: AdapterReceiver
-    receiver: Receiver | AdapterReceiver
+    receiver: WeightReceiver | AdapterReceiver
     device: torch.device
     rank: int
     incarnation: str
-    inlet: Inlet | None = None
+    inlet: BucketReceiver | None = None
 
     def close_inlet(self) -> None:
         if self.inlet is not None:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowpeak.vllm.weight_sync.buckets import read_sums
+from lowpeak.vllm.weight_sync.buckets import read_checksums
 from lowpeak.vllm.weight_sync.checksum import tensor_checksum
 
-Part = tuple[str, int]  # a tensor, and which of its regions
+RegionKey = tuple[str, int]  # a tensor, and which of its regions
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,14 @@ class WriteTracing(TorchDispatchMode):
             self.num_filled[name] = self.num_filled.get(name, 0) + target.numel()
             return
         source = rest[0]
-        whole = target.is_contiguous() and _is_same(source, self._tensor) and source.dtype == target.dtype
+        whole = target.is_contiguous() and _is_same_range(source, self._tensor) and source.dtype == target.dtype
         whole = whole or not self._summing
         expected = None if whole else tensor_checksum(source.expand_as(target), target.dtype)
         size, stride = tuple(target.shape), tuple(target.stride())
         self.regions.append(Region(name, size, stride, int(target.storage_offset()), source.numel(), expected))
 
 
-def _is_same(one: Tensor, other: Tensor) -> bool:
+def _is_same_range(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same elements of the same storage in the same flat order."""
     return (
         one.data_ptr() == other.data_ptr()
@@ -92,7 +92,7 @@ class Placement:
 
     model: nn.Module
     regions: dict[str, list[Region]] = field(default_factory=dict)
-    expected: dict[Part, str] = field(default_factory=dict)
+    expected: dict[RegionKey, str] = field(default_factory=dict)
     received: dict[str, Tensor] = field(default_factory=dict)
     _num_filled: dict[str, int] = field(default_factory=dict)
     _names: dict[int, str] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class Placement:
             del self.regions[name]
         expected = self._expected(sent)
         found = self._read()
-        received = read_sums({name: value for name, value in self.received.items() if name in sent})
+        received = read_checksums({name: value for name, value in self.received.items() if name in sent})
         wrong = {key[0] for key in found if found[key] != expected[key]}
         wrong |= {name for name, value in received.items() if value != sent[name]}
         self.expected = found
@@ -150,14 +150,14 @@ class Placement:
         """How many elements of each tensor are in this worker's parameters."""
         return {name: sum(region.num_read for region in self.regions.get(name, ())) for name in names}
 
-    def _expected(self, sent: Mapping[str, str]) -> dict[Part, str]:
+    def _expected(self, sent: Mapping[str, str]) -> dict[RegionKey, str]:
         cut = {(n, i): r.expected for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is not None}
         whole = {(n, i): sent[n] for n, rs in self.regions.items() for i, r in enumerate(rs) if r.expected is None}
-        return read_sums(cut) | whole
+        return read_checksums(cut) | whole
 
-    def _read(self) -> dict[Part, str]:
+    def _read(self) -> dict[RegionKey, str]:
         parameters = dict(self.model.named_parameters())
-        return read_sums(
+        return read_checksums(
             {
                 (name, i): tensor_checksum(region.of(parameters))
                 for name, regions in self.regions.items()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
-from lowpeak.rollout.native import MAX_COPIED, ROOM, PromptLayer, SlotCache, left_padded, prefill_prompts, share
+from lowpeak.rollout.native import MAX_COPIED, ROOM, PromptLayer, SlotCache, left_pad, prefill_prompts, split_prefill
 from tiny import tiny_model
 
 
@@ -128,7 +128,7 @@ PROMPTS = [(2, 3, 4, 5, 6, 7, 8), (9, 9), (4, 5, 6), (3, 2, 4), (12,)]
     [(1, [[0], [2], [3], [1], [4]]), (8, [[0], [2, 3], [1, 4]]), (1000, [[0, 2, 3, 1, 4]])],
 )
 def test_prompts_share_a_forward_while_its_padded_tokens_allow(max_tokens, parts):
-    assert list(share([0, 2, 3, 1, 4], [len(ids) for ids in PROMPTS], max_tokens)) == parts
+    assert list(split_prefill([0, 2, 3, 1, 4], [len(ids) for ids in PROMPTS], max_tokens)) == parts
 
 
 def test_logits_and_slots_are_those_of_each_prompt_alone():
@@ -151,4 +151,4 @@ def test_logits_and_slots_are_those_of_each_prompt_alone():
 
 
 def test_a_prompt_is_padded_with_its_own_token_so_that_no_penalty_meets_another():
-    assert left_padded([(5, 6, 7), (4, 3)], torch.device("cpu")).tolist() == [[5, 6, 7], [4, 4, 3]]
+    assert left_pad([(5, 6, 7), (4, 3)], torch.device("cpu")).tolist() == [[5, 6, 7], [4, 4, 3]]

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from lowpeak.vllm.weight_sync.buckets import Bucket
 
-Ask = Callable[[Mapping[str, Any]], None]  # makes every worker take a bucket, with what it needs to find it
+TakeCall = Callable[[Mapping[str, Any]], None]  # makes every worker take a bucket, with what it needs to find it
 
 
-class Sender:
+class BucketSender:
     """The trainer's end, for all workers of all engines of one update."""
 
     name: str  # the transport's in the settings
@@ -33,7 +33,7 @@ class Sender:
         """The bytes that buckets are filled in, where the values are on `device`."""
         return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device or device)
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
+    def deliver(self, bucket: Bucket, ask: TakeCall) -> None:
         """Give a bucket to every worker; when this returns, the buffer may be filled again."""
         raise NotImplementedError
 
@@ -41,7 +41,7 @@ class Sender:
         """Leave nothing behind, however the update ended."""
 
 
-class Inlet:
+class BucketReceiver:
     """A worker's end."""
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
@@ -52,7 +52,7 @@ class Inlet:
         """Leave nothing behind."""
 
 
-class ProcessSender(Sender):
+class ProcessSender(BucketSender):
     """The trainer's end in one process: a buffer on the device of the values, which the worker reads itself."""
 
     name = "process"
@@ -60,11 +60,11 @@ class ProcessSender(Sender):
     def invitation(self) -> dict[str, Any]:
         return {"transport": self.name}
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
+    def deliver(self, bucket: Bucket, ask: TakeCall) -> None:
         ask({"data": bucket.data})
 
 
-class ProcessInlet(Inlet):
+class ProcessReceiver(BucketReceiver):
     """The worker's end in one process."""
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:

@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import start
+from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.serving import free_ports
 from lowpeak.vllm.weight_sync.buckets import Bucket
-from lowpeak.vllm.weight_sync.transports.base import Ask, Inlet, Sender
+from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, TakeCall
 
-Form = Callable[[str, int, int, int, torch.device], Any]  # a group of host, port, rank, number of ranks and device
+GroupFactory = Callable[
+    [str, int, int, int, torch.device], Any
+]  # a group of host, port, rank, number of ranks and device
 
 
-class NcclSender(Sender):
+class NcclSender(BucketSender):
     """The trainer's end; forming the group and each bucket may take `timeout` seconds. `port` None is any free one.
 
     `form` makes the group.
@@ -39,14 +41,14 @@ class NcclSender(Sender):
         num_workers: int,
         timeout: float,
         port: int | None = None,
-        form: Form | None = None,
+        form: GroupFactory | None = None,
     ) -> None:
         super().__init__(bucket_bytes, device)
         port, world_size = port or free_ports(1, "")[0], num_workers + 1
         self._meeting = {"host": host, "port": port, "world_size": world_size}
         self._timeout = timeout
         self._closed = False
-        self._forming = start(partial(form or _group, host, port, 0, world_size, device))
+        self._forming = start_thread(partial(form or _make_group, host, port, 0, world_size, device))
 
     def invitation(self) -> dict[str, Any]:
         return {"transport": self.name, "num_bytes": self._bucket_bytes, **self._meeting}
@@ -60,8 +62,8 @@ class NcclSender(Sender):
                 f"The NCCL group for weights did not form ({reason}): set vllm_transport='tcp'."
             ) from error
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        answering = start(partial(ask, {"num_bytes": len(bucket.data)}))
+    def deliver(self, bucket: Bucket, ask: TakeCall) -> None:
+        answering = start_thread(partial(ask, {"num_bytes": len(bucket.data)}))
         self._group.broadcast(bucket.data, src=0)
         answering.result()
         torch.cuda.synchronize(self._device)
@@ -70,15 +72,15 @@ class NcclSender(Sender):
         """End the group, now or when it has formed at last: nothing else frees its device memory."""
         if not self._closed:
             self._closed = True
-            self._forming.add_done_callback(_destroy)
+            self._forming.add_done_callback(_destroy_group)
 
 
-def _destroy(forming: Future[Any]) -> None:
+def _destroy_group(forming: Future[Any]) -> None:
     if forming.exception() is None:
         forming.result().destroy()
 
 
-class NcclInlet(Inlet):
+class NcclReceiver(BucketReceiver):
     """A worker's end, as `rank` of the group."""
 
     def __init__(
@@ -89,9 +91,9 @@ class NcclInlet(Inlet):
         num_bytes: int,
         rank: int,
         device: torch.device,
-        form: Form | None = None,
+        form: GroupFactory | None = None,
     ) -> None:
-        self._group = (form or _group)(host, port, rank, world_size, device)
+        self._group = (form or _make_group)(host, port, rank, world_size, device)
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
@@ -106,16 +108,16 @@ class NcclInlet(Inlet):
         self._data = torch.empty(0, dtype=torch.uint8)
 
 
-def _group(host: str, port: int, rank: int, world_size: int, device: torch.device) -> Any:
+def _make_group(host: str, port: int, rank: int, world_size: int, device: torch.device) -> Any:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
 
     with torch.cuda.device(device):
         meeting = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
-        return usable(PyNcclCommunicator(meeting, device=device))
+        return check_communicator(PyNcclCommunicator(meeting, device=device))
 
 
-def usable(communicator: Any) -> Any:
+def check_communicator(communicator: Any) -> Any:
     """The communicator; EngineError where it found no NCCL library, since its broadcasts then do nothing, without a word."""
     if getattr(communicator, "disabled", False):
         raise EngineError("vLLM finds no NCCL library on this machine.")

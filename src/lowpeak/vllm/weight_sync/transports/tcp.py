@@ -21,15 +21,15 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import start
+from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.weight_sync.buckets import Bucket
-from lowpeak.vllm.weight_sync.transports.base import Ask, Inlet, Sender
+from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, TakeCall
 from lowpeak.watchdog import accept_known
 
 _HELLO = 64  # characters of a token or its proof
 
 
-class TcpSender(Sender):
+class TcpSender(BucketSender):
     """The trainer's end; every wait ends after `timeout` seconds. `port` is where it listens (None: any free one)."""
 
     name = "tcp"
@@ -45,7 +45,7 @@ class TcpSender(Sender):
             raise EngineError(
                 f"Weights cannot leave by port {port} ({error.strerror}): set vllm_group_port to one that nobody uses."
             ) from error
-        self._hosts = ["127.0.0.1"] if loopback else own_addresses()
+        self._hosts = ["127.0.0.1"] if loopback else host_addresses()
         self._door = threading.Thread(target=self._let_in, name="lowpeak-weights", daemon=True)
         self._door.start()
 
@@ -57,7 +57,7 @@ class TcpSender(Sender):
     def joined(self) -> None:
         self._shut()
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
+    def deliver(self, bucket: Bucket, ask: TakeCall) -> None:
         """Write the bucket to every worker while they read it; what a worker says is wrong comes before a broken socket."""
 
         def read() -> None:
@@ -67,7 +67,7 @@ class TcpSender(Sender):
                 self._hang_up()  # so that nobody writes to a worker that does not read
                 raise
 
-        reading = start(read)
+        reading = start_thread(read)
         broken = self._write(bucket.data.numpy().data)
         reading.result()
         if broken is not None:
@@ -109,18 +109,18 @@ class TcpSender(Sender):
             peer.close()
 
 
-class TcpInlet(Inlet):
+class TcpReceiver(BucketReceiver):
     """The worker's end: connects to the first of `hosts` that proves to know the token."""
 
     def __init__(self, hosts: Sequence[str], port: int, token: str, timeout: float) -> None:
-        self._peer = _connected(hosts, port, token, timeout)
+        self._peer = _connect(hosts, port, token, timeout)
         self._data = bytearray()
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
         num_bytes = arguments["num_bytes"]
         if len(self._data) < num_bytes:
             self._data = bytearray(num_bytes)
-        _received(self._peer, memoryview(self._data)[:num_bytes])
+        _receive_into(self._peer, memoryview(self._data)[:num_bytes])
         return torch.frombuffer(self._data, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class TcpInlet(Inlet):
         self._data = bytearray()
 
 
-def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> socket.socket:
+def _connect(hosts: Sequence[str], port: int, token: str, timeout: float) -> socket.socket:
     failures = []
     deadline = time.monotonic() + timeout
     for i, host in enumerate(hosts):
@@ -137,7 +137,7 @@ def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> s
             until = time.monotonic() + min(share, 10.0)
             peer = socket.create_connection((host, port), min(share, 10.0))
             peer.sendall(token.encode())
-            if hmac.compare_digest(_received(peer, bytearray(_HELLO), until), _proof(token)):
+            if hmac.compare_digest(_receive_into(peer, bytearray(_HELLO), until), _proof(token)):
                 peer.settimeout(timeout)
                 return peer
             failures.append(f"{host}: somebody else answers")
@@ -146,7 +146,9 @@ def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> s
     raise EngineError(f"vLLM's worker cannot connect to the trainer for weights ({'; '.join(failures)}).")
 
 
-def _received(peer: socket.socket, into: bytearray | memoryview, until: float | None = None) -> bytearray | memoryview:
+def _receive_into(
+    peer: socket.socket, into: bytearray | memoryview, until: float | None = None
+) -> bytearray | memoryview:
     """Fill `into` from a socket; ConnectionError when it ends before, TimeoutError when all of it took beyond `until`."""
     view = memoryview(into)
     while view:
@@ -163,7 +165,7 @@ def _proof(token: str) -> bytes:
     return hashlib.sha256(f"lowpeak {token}".encode()).hexdigest().encode()
 
 
-def own_addresses() -> list[str]:
+def host_addresses() -> list[str]:
     """Addresses by which other hosts may know this one, the one that routes lead out by first."""
     found: list[str] = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

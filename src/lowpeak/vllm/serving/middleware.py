@@ -111,12 +111,12 @@ class AdapterMiddleware:
         if scope["type"] != "http" or scope["path"] != ADAPTER_ROUTE:
             await self._app(scope, receive, send)
             return
-        register(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
+        register_adapter(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-def register(models: Any, adapter: Mapping[str, Any]) -> None:
+def register_adapter(models: Any, adapter: Mapping[str, Any]) -> None:
     """Let the server's requests name `adapter`, and none that came before it."""
     from vllm.lora.request import LoRARequest
 

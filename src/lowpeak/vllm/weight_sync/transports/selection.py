@@ -12,10 +12,10 @@ import torch
 
 from lowpeak.arguments import Transport
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import Vllm, ask
-from lowpeak.vllm.weight_sync.transports.base import Inlet, ProcessInlet, ProcessSender, Sender
-from lowpeak.vllm.weight_sync.transports.nccl import NcclInlet, NcclSender
-from lowpeak.vllm.weight_sync.transports.tcp import TcpInlet, TcpSender, own_addresses
+from lowpeak.vllm.protocol import Vllm, call_workers
+from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, ProcessReceiver, ProcessSender
+from lowpeak.vllm.weight_sync.transports.nccl import NcclReceiver, NcclSender
+from lowpeak.vllm.weight_sync.transports.tcp import TcpReceiver, TcpSender, host_addresses
 
 
 def open_sender(
@@ -25,7 +25,7 @@ def open_sender(
     device: torch.device,
     timeout: float,
     port: int | None = None,
-) -> Sender:
+) -> BucketSender:
     """The trainer's end of `transport`, of the one that fits best with "auto"; EngineError where it reaches no worker.
 
     "auto" is the process if the engine is in it, NCCL if trainer and workers have GPUs of their own, else TCP. NCCL and TCP meet at
@@ -34,12 +34,12 @@ def open_sender(
     in_process = all(vllm.in_process for vllm in vllms)
     if transport == "process" or (transport == "auto" and in_process):
         return ProcessSender(bucket_bytes, device=None)
-    seen = _Seen.of(vllms, timeout)
+    seen = _WorkerLocations.of(vllms, timeout)
     if transport == "tcp" or (transport == "auto" and not seen.on_other_gpus(device)):
         return TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout, port=port)
     if device.type != "cuda" or "cpu" in seen.devices:
         raise EngineError("vllm_transport='nccl' is between GPUs, and the trainer or vLLM is on a CPU: use 'auto'.")
-    host = "127.0.0.1" if seen.all_here else own_addresses()[0]
+    host = "127.0.0.1" if seen.all_here else host_addresses()[0]
     return NcclSender(bucket_bytes, device, host, seen.num_workers, timeout, port)
 
 
@@ -47,20 +47,20 @@ def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> lis
     """Every transport by which values on `device` can reach all workers."""
     reached: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
     reached.append("tcp")
-    return [*reached, "nccl"] if _Seen.of(vllms, timeout).on_other_gpus(device) else reached
+    return [*reached, "nccl"] if _WorkerLocations.of(vllms, timeout).on_other_gpus(device) else reached
 
 
-def open_inlet(invitation: Mapping[str, Any], device: torch.device, rank: int) -> Inlet:
+def open_receiver(invitation: Mapping[str, Any], device: torch.device, rank: int) -> BucketReceiver:
     """A worker's end of what the trainer offers; `rank` is the worker's among its engine's."""
     given = dict(invitation)
     transport, first_rank = given.pop("transport"), given.pop("first_rank")
     if transport == "nccl":
-        return NcclInlet(**given, rank=first_rank + rank, device=device)
-    return ProcessInlet() if transport == "process" else TcpInlet(**given)
+        return NcclReceiver(**given, rank=first_rank + rank, device=device)
+    return ProcessReceiver() if transport == "process" else TcpReceiver(**given)
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _WorkerLocations:
     """What the workers answer: whether all are on this host, and their devices."""
 
     all_here: bool
@@ -68,18 +68,18 @@ class _Seen:
     num_workers: int
 
     @staticmethod
-    def of(vllms: Sequence[Vllm], timeout: float) -> _Seen:
-        answers = [a for each in ask(vllms, "lowpeak_look", [{}] * len(vllms), timeout) for a in each]
+    def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
+        answers = [a for each in call_workers(vllms, "lowpeak_look", [{}] * len(vllms), timeout) for a in each]
         here = _network()
         all_here = here is not None and all(answer["network"] == here for answer in answers)
-        return _Seen(all_here, frozenset(answer["device"] for answer in answers), len(answers))
+        return _WorkerLocations(all_here, frozenset(answer["device"] for answer in answers), len(answers))
 
     def on_other_gpus(self, device: torch.device) -> bool:
         """Return whether NCCL reaches them: it refuses two ranks on one device."""
         return device.type == "cuda" and "cpu" not in self.devices and _device_id(device) not in self.devices
 
 
-def look(device: torch.device) -> dict[str, Any]:
+def probe_location(device: torch.device) -> dict[str, Any]:
     """Return a worker's network and device, by names that are the same in every process of its host."""
     return {"network": _network(), "device": _device_id(device)}
 
