@@ -133,7 +133,7 @@ class Group:
 
 
 def nccl_sender(form, timeout=10.0):
-    return NcclSender(64, CPU, "127.0.0.1", 2, timeout, form=form)
+    return NcclSender(64, CPU, "127.0.0.1", 2, timeout, make_group=form)
 
 
 def test_both_ends_of_an_update_free_their_communicator_once():
@@ -144,10 +144,10 @@ def test_both_ends_of_an_update_free_their_communicator_once():
         return ours if rank == 0 else theirs
 
     one = nccl_sender(form)
-    one.joined()
+    one.wait_connected()
     given = one.invitation()
     assert given.pop("transport") == "nccl"
-    other = NcclReceiver(**given, rank=2, device=CPU, form=form)
+    other = NcclReceiver(**given, rank=2, device=CPU, make_group=form)
     for end in (one, other, one, other):
         end.close()
     assert (ours.ends, theirs.ends) == (1, 1)
@@ -164,7 +164,7 @@ def test_a_group_that_forms_after_its_update_was_given_up_ends_at_once():
 
     one = nccl_sender(form, timeout=0.01)
     with pytest.raises(EngineError, match="vllm_transport='tcp'"):
-        one.joined()
+        one.wait_connected()
     one.close()
     assert not ended.is_set()
     late.set()
@@ -176,7 +176,7 @@ def test_why_a_group_did_not_form_is_told():
         raise OSError("a reason")
 
     with pytest.raises(EngineError, match=r"\(a reason\)"):
-        nccl_sender(form).joined()
+        nccl_sender(form).wait_connected()
 
 
 def test_a_communicator_that_broadcasts_nothing_is_none():

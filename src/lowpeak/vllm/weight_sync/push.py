@@ -1,4 +1,6 @@
-"""The policy's weights on their way into vLLM: slices fill buckets, buckets go to every worker; all is proved, or nothing holds."""
+"""Trainer side of a weight update: slices fill buckets, every worker receives all buckets, and the result is
+verified.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,15 @@ from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
 from lowpeak.vllm.weight_sync.buckets import Bucket, ChecksumTable, fill_buckets, shorten_names
 from lowpeak.vllm.weight_sync.transports import BucketSender, open_sender
 
-TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
-ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
+TIMEOUT = 600.0  # seconds for one bucket, or for the verification
+ABORT_SECONDS = 30.0  # for an engine to abort a failed update
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """What an update took: bytes that were sent, seconds, and the proof's of them.
+    """Cost of an update: bytes sent, seconds, and the seconds of them for checksums and verification.
 
-    `adapters` is, for each engine, what requests have to name to be answered with these weights (`Request.adapter`).
+    `adapters` are, per engine, the adapter that requests name to use these weights (`Request.adapter`).
     """
 
     num_bytes: int = 0
@@ -46,13 +48,13 @@ def push_weights(
     adapter: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
 ) -> PushReport:
-    """One whole update of every engine: when it returns, all hold these weights, proved, as `policy_version`.
+    """Update all engines; on return, all have these weights, verified, as `policy_version`.
 
-    `slices` are taken to their end in any case, because other ranks wait for them. Errors come after that, and leave every engine
-    without a version. Tensors that training does not change (`unchanging`) come
-    once: an engine that holds them proves it against their checksums instead. Alive are one bucket here, and in a worker the bucket
-    and the largest tensor. EngineError names what was wrong: tensors that vLLM does not take, that did not arrive as they were,
-    or that are lacking; LostEngineError is a worker's end.
+    `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every
+    engine without a version. Tensors that training does not change (`unchanging`) are sent once: an engine that has
+    them verifies their checksums instead. Memory holds one bucket here, and one bucket and the largest tensor in a
+    worker. Raise EngineError with the names of tensors that vLLM does not accept, that were damaged or that are
+    missing; LostEngineError if a worker died.
     """
     rest = iter(slices)
     began = time.perf_counter()
@@ -73,7 +75,7 @@ def push_weights(
 
 @dataclass
 class _Update:
-    """An update under way; leaving it by an error makes every engine that can still be reached forget its version."""
+    """Update in progress; leaving its block by an error aborts it on every engine that still answers."""
 
     vllms: Sequence[Vllm]
     settings: VllmSettings
@@ -99,44 +101,45 @@ class _Update:
             for vllm in self.vllms:
                 try:
                     vllm.call("lowpeak_abort", {}, min(self.timeout, ABORT_SECONDS))
-                except Exception:  # it may be what failed; without a commit it holds no version anyway
+                except Exception:
+                    # This engine may have caused the error; without a commit it has no version anyway.
                     continue
 
     def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
-        """All slices, but the `unchanging` that every worker holds."""
+        """Send all slices, except the `unchanging` tensors that every worker has."""
         settings = self.settings
         port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
         sender = open_sender(settings.transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
         self._sender = sender
-        held_back = self._begin(sender) & frozenset(unchanging)
-        sender.joined()
-        for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, held_back):
+        skipped = self._begin(sender) & frozenset(unchanging)
+        sender.wait_connected()
+        for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, skipped):
             self._deliver(sender, bucket)
 
     def verify(self) -> None:
-        """Every worker holds what was sent, and together they hold all of it."""
+        """Check that every worker has what was sent, and that together they have all of it."""
         began = time.perf_counter()
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
         answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
-        for vllm, each in zip(self.vllms, answers, strict=True):
-            _check_complete([answer["lacking"] for answer in each], self._counts, shared=vllm.in_process)
+        for vllm, workers in zip(self.vllms, answers, strict=True):
+            _check_complete([answer["lacking"] for answer in workers], self._counts, shared=vllm.in_process)
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
-        given = [{"policy_version": policy_version}] * len(self.vllms)
-        answers = call_workers(self.vllms, "lowpeak_commit", given, self.timeout)
-        named = [each[0]["adapter"] for each in answers]
-        self._adapters = tuple(None if one is None else Adapter(**one) for one in named)
+        arguments = [{"policy_version": policy_version}] * len(self.vllms)
+        answers = call_workers(self.vllms, "lowpeak_commit", arguments, self.timeout)
+        adapters = [workers[0]["adapter"] for workers in answers]
+        self._adapters = tuple(None if adapter is None else Adapter(**adapter) for adapter in adapters)
 
     def report(self, seconds: float) -> PushReport:
         proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
         return PushReport(self._num_bytes, seconds, proof, self._adapters)
 
     def _begin(self, sender: BucketSender) -> frozenset[str]:
-        """Open every worker's end; the names of tensors that all of them hold."""
+        """Open every worker's receiver; return the names of tensors that all workers have."""
         invitation = sender.invitation()
-        # An adapter's number in vLLM: one that was not used before, and above those that its server counts from 1.
+        # An unused number of an adapter in vLLM, above those that its server counts from 1.
         number = (1 << 20) + secrets.randbelow(1 << 30)
         adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
         others = self.vllms[:-1]
@@ -156,9 +159,9 @@ class _Update:
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
 
     def _counted(self, slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
-        for piece in slices:
-            self._counts.setdefault(piece.name, torch.Size(piece.shape).numel())
-            yield piece
+        for weight_slice in slices:
+            self._counts.setdefault(weight_slice.name, torch.Size(weight_slice.shape).numel())
+            yield weight_slice
 
     def _deliver(self, sender: BucketSender, bucket: Bucket) -> None:
         pieces = [piece.to_json() for piece in bucket.pieces]
@@ -171,34 +174,37 @@ class _Update:
 
 
 def _check_complete(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
-    """EngineError where a part of a tensor is in no worker; `lacking` are the elements placed where they are not all.
+    """Raise EngineError if part of a tensor is in no worker; `lacking` has the elements of incomplete tensors per
+    worker.
 
-    An engine over the trainer's own ranks answers for one of its workers alone (`shared`): what another one holds is not known.
+    An engine over the trainer's ranks (`shared`) reports one of its workers only, so the others' elements are
+    unknown.
     """
     names = set().union(*lacking)
     placed = {name: sum(each.get(name, counts[name]) for each in lacking) for name in names}
     lost = sorted(name for name in names if placed[name] < counts[name])
     if lost and not shared:
         raise EngineError(
-            f"vLLM took only a part of {shorten_names(lost)}: its model has other shapes, or does not have these tensors."
+            f"vLLM loaded only a part of {shorten_names(lost)}: its model has other shapes, or lacks these tensors."
         )
 
 
 def exhaust_slices(slices: Iterator[WeightSlice]) -> None:
-    """Take the rest of the slices: other ranks wait for each."""
+    """Consume the remaining slices, because other ranks wait for each of them."""
     deque(slices, maxlen=0)
 
 
 def prove(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
-    """Each worker sums its parameters again; EngineError with the tensors' names where they changed, and no version then.
+    """Verify that all workers' weights are unchanged since the push.
 
-    A worker that was pushed to without proof (`verify=False`), or that holds no version, proves nothing: EngineError.
+    Raise EngineError with the names of changed tensors, whose worker then has no version; also if a worker has no
+    version or was pushed to with `verify=False`.
     """
     call_workers(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
 
 
 def held_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
-    """The policy version that every worker of every engine holds; None where one holds none, or they differ."""
+    """Return the policy version of all workers of all engines; None if one has none, or they differ."""
     answers = [
         answer for each in call_workers(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each
     ]

@@ -1,4 +1,4 @@
-"""Which transport reaches all workers of all engines of an update, and its two ends."""
+"""Selection of the transport that reaches all workers of an update, and construction of its two ends."""
 
 from __future__ import annotations
 
@@ -26,66 +26,67 @@ def open_sender(
     timeout: float,
     port: int | None = None,
 ) -> BucketSender:
-    """The trainer's end of `transport`, of the one that fits best with "auto"; EngineError where it reaches no worker.
+    """Return the trainer's end of `transport`; raise EngineError if it cannot reach the workers.
 
-    "auto" is the process if the engine is in it, NCCL if trainer and workers have GPUs of their own, else TCP. NCCL and TCP meet at
-    `port` of this host (None: any free one).
+    "auto" selects the process if the engine is in it, NCCL if trainer and workers have different GPUs, otherwise TCP.
+    NCCL and TCP listen at `port` of this host (None: any free one).
     """
     in_process = all(vllm.in_process for vllm in vllms)
     if transport == "process" or (transport == "auto" and in_process):
         return ProcessSender(bucket_bytes, device=None)
-    seen = _WorkerLocations.of(vllms, timeout)
-    if transport == "tcp" or (transport == "auto" and not seen.on_other_gpus(device)):
-        return TcpSender(bucket_bytes, loopback=seen.all_here, timeout=timeout, port=port)
-    if device.type != "cuda" or "cpu" in seen.devices:
-        raise EngineError("vllm_transport='nccl' is between GPUs, and the trainer or vLLM is on a CPU: use 'auto'.")
-    host = "127.0.0.1" if seen.all_here else host_addresses()[0]
-    return NcclSender(bucket_bytes, device, host, seen.num_workers, timeout, port)
+    workers = _WorkerLocations.of(vllms, timeout)
+    if transport == "tcp" or (transport == "auto" and not workers.on_other_gpus(device)):
+        return TcpSender(bucket_bytes, loopback=workers.all_local, timeout=timeout, port=port)
+    if device.type != "cuda" or "cpu" in workers.devices:
+        raise EngineError("vllm_transport='nccl' needs GPUs, but the trainer or vLLM is on a CPU: use 'auto'.")
+    host = "127.0.0.1" if workers.all_local else host_addresses()[0]
+    return NcclSender(bucket_bytes, device, host, workers.num_workers, timeout, port)
 
 
 def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
-    """Every transport by which values on `device` can reach all workers."""
-    reached: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
-    reached.append("tcp")
-    return [*reached, "nccl"] if _WorkerLocations.of(vllms, timeout).on_other_gpus(device) else reached
+    """Return every transport by which values on `device` can reach all workers."""
+    transports: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
+    transports.append("tcp")
+    return [*transports, "nccl"] if _WorkerLocations.of(vllms, timeout).on_other_gpus(device) else transports
 
 
 def open_receiver(invitation: Mapping[str, Any], device: torch.device, rank: int) -> BucketReceiver:
-    """A worker's end of what the trainer offers; `rank` is the worker's among its engine's."""
-    given = dict(invitation)
-    transport, first_rank = given.pop("transport"), given.pop("first_rank")
+    """Return a worker's end for the trainer's invitation; `rank` is the worker's within its engine."""
+    arguments = dict(invitation)
+    transport, first_rank = arguments.pop("transport"), arguments.pop("first_rank")
     if transport == "nccl":
-        return NcclReceiver(**given, rank=first_rank + rank, device=device)
-    return ProcessReceiver() if transport == "process" else TcpReceiver(**given)
+        return NcclReceiver(**arguments, rank=first_rank + rank, device=device)
+    return ProcessReceiver() if transport == "process" else TcpReceiver(**arguments)
 
 
 @dataclass(frozen=True)
 class _WorkerLocations:
-    """What the workers answer: whether all are on this host, and their devices."""
+    """Locations of the workers: whether all are on this host, their devices, and their number."""
 
-    all_here: bool
+    all_local: bool
     devices: frozenset[str]
     num_workers: int
 
     @staticmethod
     def of(vllms: Sequence[Vllm], timeout: float) -> _WorkerLocations:
-        answers = [a for each in call_workers(vllms, "lowpeak_look", [{}] * len(vllms), timeout) for a in each]
-        here = _network()
-        all_here = here is not None and all(answer["network"] == here for answer in answers)
-        return _WorkerLocations(all_here, frozenset(answer["device"] for answer in answers), len(answers))
+        engines = call_workers(vllms, "lowpeak_look", [{}] * len(vllms), timeout)
+        workers = [worker for engine in engines for worker in engine]
+        network = _network()
+        all_local = network is not None and all(worker["network"] == network for worker in workers)
+        return _WorkerLocations(all_local, frozenset(worker["device"] for worker in workers), len(workers))
 
     def on_other_gpus(self, device: torch.device) -> bool:
-        """Return whether NCCL reaches them: it refuses two ranks on one device."""
+        """Return whether NCCL can reach the workers: it refuses two ranks on one device."""
         return device.type == "cuda" and "cpu" not in self.devices and _device_id(device) not in self.devices
 
 
 def probe_location(device: torch.device) -> dict[str, Any]:
-    """Return a worker's network and device, by names that are the same in every process of its host."""
+    """Return a worker's network and device, as names that are equal in all processes of its host."""
     return {"network": _network(), "device": _device_id(device)}
 
 
 def _network() -> str | None:
-    """Return a name of this process's network: processes of the same one share the loopback address."""
+    """Return a name of this process's network; processes with the same name share the loopback address."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
