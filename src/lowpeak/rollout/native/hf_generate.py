@@ -1,8 +1,8 @@
-"""Waves by `model.generate()`, for models that keep more than plain keys and values or take no position ids.
+"""Fallback to `model.generate()`, for models with other caches than plain keys and values or without position ids.
 
-Sliding windows, linear attention and state-space layers need transformers' own bookkeeping. Each row forwards its
-prompt and ended rows stay in the batch, so this is slower; tokens, draws and log-probs are chosen by the same code,
-in a logits processor that leaves `generate()` one token to take.
+Sliding windows, linear attention and state-space layers need transformers' bookkeeping. Every sequence forwards its
+prompt, and ended sequences stay in the batch, so this is slower. Tokens and log-probs come from the same sampling
+code, in a logits processor that leaves `generate()` one token to choose.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ _NEEDED = ("attention_mask", "position_ids", "past_key_values", "logits_to_keep"
 
 
 def unsupported_reason(model: nn.Module) -> str | None:
-    """Why the engine's own decode loop cannot drive `model`, or None when it can."""
+    """Return why the decode loop does not support `model`, or None if it does."""
     accepted = inspect.signature(transformers_model(model).forward).parameters
     missing = [name for name in _NEEDED if name not in accepted]
     if missing:
-        return f"its forward takes no {', '.join(missing)}"
+        return f"its forward does not accept {', '.join(missing)}"
     if "local" in (getattr(text_config(model), "attention_layers", None) or ()):
-        return "its local layers count their window in columns of the cache"
-    # The cache that transformers would make for this config says what each layer keeps.
+        return "its local layers measure their window in columns of the cache"
+    # The cache that transformers creates for this config shows what each layer stores.
     other = {type(layer).__name__ for layer in DynamicCache(config=text_config(model)).layers} - {DynamicLayer.__name__}
     return f"its layers need {', '.join(sorted(other))}" if other else None
 
 
 def decode_by_generate(
-    model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, progress: OutputBuffer
+    model: nn.Module, wave: Wave, prompts: Sequence[Prompt], sampling: Sampling, output: OutputBuffer
 ) -> None:
-    """Generate the rows of `wave` into `progress`, as `Batch.run` does."""
-    device = progress.device
-    ids = [prompts[row.prompt].ids for row in wave]
+    """Generate the sequences of `wave` into `output`, as `DecodeLoop.run` does."""
+    device = output.device
+    ids = [prompts[sequence.prompt].ids for sequence in wave]
     lengths = [len(x) for x in ids]
     mask_NL = left_mask(lengths, device)
     driver = transformers_model(model)
     draws = UniformDraws(len(wave), sampling, device)
     draws.make(range(len(wave)), wave, prompts)
-    chooser = _TokenChooser(sampling, draws, progress, len(wave))
+    chooser = _TokenChooser(sampling, draws, output, len(wave))
     with _use_generation_config(driver, GenerationConfig(max_new_tokens=sampling.max_new_tokens, do_sample=False)):
         driver.generate(
             input_ids=(input_ids := left_pad(ids, device)),
@@ -64,14 +64,14 @@ def decode_by_generate(
 
 
 class _TokenChooser(LogitsProcessor):
-    """Chooses each row's token as the decode loop does, and leaves it as the only one with a finite score."""
+    """Logits processor that chooses each token as the decode loop does, and leaves it the only finite score."""
 
-    def __init__(self, sampling: Sampling, draws: UniformDraws, progress: OutputBuffer, num_rows: int) -> None:
+    def __init__(self, sampling: Sampling, draws: UniformDraws, output: OutputBuffer, num_rows: int) -> None:
         self._sampling = sampling
         self._draws = draws
-        self._progress = progress
+        self._output = output
         self._position = 0
-        self.over = [False] * num_rows
+        self.ended = [False] * num_rows
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         rows_N = torch.arange(len(scores), device=scores.device)
@@ -82,12 +82,12 @@ class _TokenChooser(LogitsProcessor):
         return torch.full_like(scores, float("-inf")).scatter(-1, tokens_N[:, None], 0.0)
 
     def _write(self, tokens_N: Tensor, logprobs_N: Tensor) -> None:
-        """Give the tokens to the rows that run; the others stay in the batch until all have ended."""
-        running = [row for row, over in enumerate(self.over) if not over]
+        """Add the tokens of the running sequences; ended sequences stay in the batch until all have ended."""
+        running = [row for row, ended in enumerate(self.ended) if not ended]
         rows_n = torch.tensor(running).to(tokens_N.device)
-        over = self._progress.add(rows_n, tokens_N[rows_n], logprobs_N[rows_n], len(tokens_N))
-        for row, ended in zip(running, over, strict=True):
-            self.over[row] = ended
+        ended = self._output.add(rows_n, tokens_N[rows_n], logprobs_N[rows_n], len(tokens_N))
+        for row, has_ended in zip(running, ended, strict=True):
+            self.ended[row] = has_ended
 
 
 class _StopEnded(StoppingCriteria):
@@ -95,14 +95,16 @@ class _StopEnded(StoppingCriteria):
         self._chooser = chooser
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        return torch.tensor(self._chooser.over, device=input_ids.device)
+        return torch.tensor(self._chooser.ended, device=input_ids.device)
 
 
 @contextmanager
 def _use_generation_config(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """`generate()` merges the model's own generation config into the one it is given; here the model's is `config`."""
-    own, model.generation_config = model.generation_config, config
+    """Set the model's generation config to `config` in the block, because `generate()` merges the model's into its
+    argument.
+    """
+    original, model.generation_config = model.generation_config, config
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = original
