@@ -19,7 +19,7 @@ from lowpeak.arguments import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
 from lowpeak.memory import free_bytes, is_exhaustion
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.vllm.compatibility import read_engine_info, require_vllm, warn_unsupported
+from lowpeak.vllm.compatibility import read_facts, require_vllm, warn_unsupported
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, NO_SHARE, memory_remedy
 from lowpeak.vllm.process_isolation import (
     destroy_vllm_groups,
@@ -97,8 +97,8 @@ class ColocatedVllm(Vllm):
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
     def facts(self) -> Facts:
-        info = read_engine_info(self.llm.llm_engine.vllm_config)
-        return replace(info, model=self._model, num_workers=1, keeps_to_cache=True)
+        facts = read_facts(self.llm.llm_engine.vllm_config)
+        return replace(facts, model=self._model, num_workers=1, limits_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
         """Complete one wave; after `timeout` abort the rest and raise LostEngineError with the finished answers."""
@@ -283,14 +283,14 @@ def _write_model_folder(spec: Blueprint, folder: Path) -> None:
 
 
 def _to_answer(output: Any) -> Answer:
-    one = output.outputs[0]
-    ids = tuple(one.token_ids)
-    logprobs = tuple(found[token].logprob for token, found in zip(ids, one.logprobs or (), strict=False))
-    return Answer(ids, logprobs, str(one.finish_reason))
+    completion = output.outputs[0]
+    ids = tuple(completion.token_ids)
+    logprobs = tuple(values[token].logprob for token, values in zip(ids, completion.logprobs or (), strict=False))
+    return Answer(ids, logprobs, str(completion.finish_reason))
 
 
 def _used_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    free_now, total = torch.cuda.mem_get_info(device)
+    free_now, total = torch.cuda.mem_get_facts(device)
     return total - free_now

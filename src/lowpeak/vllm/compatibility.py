@@ -94,8 +94,8 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def read_engine_info(config: Any) -> Facts:
-    """Return the info of the vLLM in this process from its `VllmConfig`, without a fingerprint."""
+def read_facts(config: Any) -> Facts:
+    """Return the properties of the vLLM in this process from its `VllmConfig`, without a fingerprint."""
     import vllm
 
     model, cache = config.model_config, config.cache_config
@@ -112,18 +112,18 @@ def read_engine_info(config: Any) -> Facts:
     )
 
 
-def check_same(info: Facts, model: Any, tokenizer: Any) -> None:
+def check_same(facts: Facts, model: Any, tokenizer: Any) -> None:
     """Raise EngineError, with both names, if vLLM has loaded another model or tokenizer than the trainer's."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     sizes, vocabulary = fingerprint(model.config, tokenizer.get_vocab()).split(":")
-    engine_sizes, engine_vocabulary = info.fingerprint.split(":")
+    engine_sizes, engine_vocabulary = facts.fingerprint.split(":")
     if sizes != engine_sizes:
         raise EngineError(
-            f"vLLM has loaded {info.model!r}, whose sizes differ from those of the model that is trained, {name!r}: start it with "
+            f"vLLM has loaded {facts.model!r}, whose sizes differ from those of the model that is trained, {name!r}: start it with "
             f"`lowpeak serve --model {name}`."
         )
     if vocabulary != engine_vocabulary:
         raise EngineError(
-            f"vLLM's tokenizer, from {info.model!r}, has another vocabulary than the trainer's, "
+            f"vLLM's tokenizer, from {facts.model!r}, has another vocabulary than the trainer's, "
             f"{getattr(tokenizer, 'name_or_path', '') or name!r}: start vLLM with the same tokenizer (--tokenizer)."
         )

@@ -104,7 +104,7 @@ class VllmEngine:
 
     @property
     def slice_form(self) -> SliceForm:
-        dtypes = {info.dtype for info in self._facts}
+        dtypes = {facts.dtype for facts in self._facts}
         if len(dtypes) != 1:
             raise EngineError(
                 f"The vLLM engines have different dtypes ({', '.join(sorted(dtypes))}): start all with the same --dtype."
@@ -232,7 +232,7 @@ class VllmEngine:
         False if several ranks share the engines: only the pushing rank knows the adapter's name.
         """
         wanted = self.settings.adapters and self.policy.adapter is not None and self.callers.num_callers == 1
-        return wanted and all(info.serves_adapters for info in self._facts)
+        return wanted and all(facts.serves_adapters for facts in self._facts)
 
     def _weights_survived(self) -> bool:
         """Return whether the weights are unchanged, by the same checksums as after a push."""
@@ -276,7 +276,7 @@ class VllmEngine:
 
     def _capacity(self, sequences: Sequence[SequenceRequest]) -> int:
         """Return how many sequences of the greatest length fit the engines' caches; all if the engines limit themselves."""
-        if all(info.keeps_to_cache for info in self._facts):
+        if all(facts.limits_to_cache for facts in self._facts):
             return len(sequences)
         longest = max(len(s.request.prompt_ids) + int(s.request.params["max_tokens"]) for s in sequences)
         return wave_capacity(self._facts, longest, self.callers.num_callers, self.settings.where)
@@ -299,7 +299,7 @@ class VllmEngine:
         return failure
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
-        context, where = min(info.max_model_len for info in self._facts), self.settings.where
+        context, where = min(facts.max_model_len for facts in self._facts), self.settings.where
         remedy = f"raise {option(where, 'max_model_length')} or shorten completions"
         if isinstance(where, ServerSettings):
             remedy += f", or set vllm_max_model_length={context}, which rejects such prompts at the start"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from lowpeak.arguments import ColocateSettings, ServerSettings
 
-# For colocated engines and servers alike: weights arrive through lowpeak's worker methods, log-probs are of the full
+# For colocated engines and servers: weights arrive through lowpeak's worker methods, log-probs are of the full
 # softmax, and a checkpoint's generation defaults do not apply.
 COMMON_ENGINE_ARGS: Mapping[str, str] = {
     "worker_extension_cls": "lowpeak.vllm.weight_sync.worker.Extension",

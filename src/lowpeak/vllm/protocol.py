@@ -59,7 +59,7 @@ class Facts:
 
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
     tokenizer's vocabulary, `dtype` torch's name of the weights' dtype, `kv_tokens` the KV cache's capacity. With
-    `keeps_to_cache` vLLM starts no more sequences than the cache fits at full length, so a wave may have any size.
+    `limits_to_cache` vLLM starts no more sequences than the cache fits at full length, so a wave may have any size.
     """
 
     version: str
@@ -71,7 +71,7 @@ class Facts:
     kv_tokens: int
     num_workers: int
     serves_adapters: bool = False
-    keeps_to_cache: bool = False
+    limits_to_cache: bool = False
 
 
 @runtime_checkable

@@ -246,13 +246,13 @@ def wave_capacity(engines: Sequence[Facts], longest: int, num_callers: int, wher
     # vLLM queues what does not fit and preempts running sequences, dropping their keys and values: a wave that fits is never
     # computed twice.
     total = 0
-    for info in engines:
-        if info.kv_tokens < longest:
+    for facts in engines:
+        if facts.kv_tokens < longest:
             raise EngineError(
-                f"One sequence of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {info.kv_tokens} "
+                f"One sequence of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {facts.kv_tokens} "
                 f"tokens: {cache_size_remedy(where, 'raise')}, or generate fewer tokens."
             )
-        total += min(info.max_num_seqs, info.kv_tokens // longest)
+        total += min(facts.max_num_seqs, facts.kv_tokens // longest)
     return max(1, total // num_callers)
 
 

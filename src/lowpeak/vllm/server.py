@@ -84,9 +84,9 @@ class ServerVllm(Vllm):
     def facts(self) -> Facts:
         self._route = self._adapter = None
         self._incarnation = self.read_incarnation()
-        info = self.call("lowpeak_facts", {}, _CALL_SECONDS)[0]
+        properties = self.call("lowpeak_facts", {}, _CALL_SECONDS)[0]
         try:
-            return Facts(**info)
+            return Facts(**properties)
         except TypeError as error:
             raise EngineError(
                 f"the server at {self.url} returned properties that this lowpeak does not know ({error}): install the same "

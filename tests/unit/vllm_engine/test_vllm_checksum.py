@@ -167,7 +167,7 @@ def test_one_buffer_serves_all_buckets_and_small_tensors_share_one():
 def test_a_tensor_whose_slices_are_all_in_one_bucket_is_whole_in_it():
     (bucket,) = fill_buckets(slices(MANY, 64), lambda device: torch.empty(1 << 20, dtype=torch.uint8), None)
     assert [piece.name for piece in bucket.pieces] == list(MANY)
-    assert all(piece.is_whole for piece in bucket.pieces)
+    assert all(piece.is_complete for piece in bucket.pieces)
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 100000])

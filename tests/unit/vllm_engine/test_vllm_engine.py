@@ -73,7 +73,7 @@ def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length_unless_vllm_k
     assert [len(wave) for wave in vllm.waves] == [4, 4, 4]
     assert [len({request.prompt_ids for request in wave}) for wave in vllm.waves] == [1, 1, 1]
     assert [len(wave[0].prompt_ids) for wave in vllm.waves] == [6, 5, 4]
-    vllm = scripted(kv_tokens=4 * 9, keeps_to_cache=True)
+    vllm = scripted(kv_tokens=4 * 9, limits_to_cache=True)
     for settings in ({}, {"batch_size": 6}):
         engine_over(vllm, **settings).generate(prompts(), SAMPLING)
     assert [len(wave) for wave in vllm.waves] == [12, 6, 6]

@@ -47,8 +47,8 @@ class TokenMiddleware:
             await send({"type": "http.response.body", "body": b'{"error": "this server demands a token"}'})
 
     def _is_authorized(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        credentials = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(credentials) == 1 and hmac.compare_digest(credentials[0], self._expected)
 
 
 @contextmanager

@@ -35,7 +35,7 @@ class Piece:
         return torch.Size(self.shape).numel()
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.count == self.numel
 
     def values_in(self, bucket: Tensor) -> Tensor:

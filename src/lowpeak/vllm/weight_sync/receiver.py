@@ -68,7 +68,7 @@ class WeightReceiver:
         """Load every tensor that these pieces complete; the bucket may be overwritten afterwards."""
         for piece in pieces:
             values = piece.values_in(bucket)
-            if piece.is_whole:
+            if piece.is_complete:
                 self._load(piece.name, values.view(piece.shape))
             else:
                 self._assemble(piece, values)
