@@ -60,8 +60,9 @@ class RolloutEngine(Protocol):
 
     @property
     def slice_form(self) -> SliceForm:
-        """Return the form of the slices for the next `load`; an engine without the base of its `adapter` requests the
-        base first.
+        """Return the form of the slices for the next `load`.
+
+        An engine that lacks the base of its `adapter` requests the base first.
         """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:

@@ -180,15 +180,16 @@ def _sampling_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _call_seed(call: _FunctionCall) -> int:
-    """Return the seed of one engine call: 56 bits of a hash of the function's call and the engine call's number in
-    it.
+    """Return the seed of one engine call.
+
+    It is 56 bits of a hash of the function's call and of the engine call's number within it.
     """
     name = f"{call.sampling.seed}/{call.first_serial}/{call.num_calls}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
 
 
 def _check_names(output: Any) -> None:
-    """Raise EngineError for a result that is not a dict, lacks a field, or has a field named like a reward's keyword."""
+    """Raise EngineError for a result that is not a dict, lacks a field, or uses a reward's keyword."""
     if not isinstance(output, Mapping):
         raise EngineError(f"rollout_func returned {type(output).__name__}; it must return a dict of lists.")
     missing = [name for name in _REQUIRED if name not in output]

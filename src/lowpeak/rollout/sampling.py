@@ -186,9 +186,7 @@ def apply_repetition_penalty(scores_NV: Tensor, history_NL: Tensor, penalty: flo
 
 
 def filter_scores(scores_NV: Tensor, sampling: Sampling) -> Tensor:
-    """Return scores over the temperature with the tokens that top-k, top-p and min-p remove, in this order, at minus
-    infinity.
-    """
+    """Apply temperature, top-k, top-p and min-p, in this order; removed tokens get minus infinity."""
     scores_NV = _scale(scores_NV, sampling.temperature)
     top_k = min(sampling.top_k, scores_NV.shape[-1])
     if top_k > 0:
@@ -298,7 +296,10 @@ def shifted_cumulative_sum(values_NM: Tensor) -> Tensor:
 
 
 def _search(weights_NM: Tensor, uniforms_N1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the item that each uniform selects, with widths as the weights, and the position within it in [0, 1)."""
+    """Return the item that each uniform selects, and the position within it in [0, 1).
+
+    Items are as wide as their weights.
+    """
     ends_NM = cumulative_sum(weights_NM)
     target_N1 = uniforms_N1 * ends_NM[:, -1:]
     item_N1 = torch.searchsorted(ends_NM, target_N1, right=True).clamp(max=weights_NM.shape[-1] - 1)

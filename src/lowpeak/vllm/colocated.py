@@ -73,11 +73,11 @@ class ColocatedVllm(Vllm):
         _check_version()
         self._num_requests = 0
         self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
-        is_single = team.world_size == 1 or spec.device.type != "cpu"
+        on_cpu_team = team.world_size > 1 and spec.device.type == "cpu"
         with (
             tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder,
             preserve_process_state(),
-            nullcontext() if is_single else disable_shared_memory(team.rank),
+            disable_shared_memory(team.rank) if on_cpu_team else nullcontext(),
         ):
             _write_model_folder(spec, Path(folder))
             try:
@@ -132,8 +132,9 @@ class ColocatedVllm(Vllm):
             )
 
     def sleep(self) -> None:
-        """Release device memory: weights move to host memory if there is room for twice the weights of all ranks,
-        otherwise they are dropped.
+        """Release device memory; move the weights to host memory if there is room, otherwise drop them.
+
+        There is room if twice the weights of all ranks of this host fit.
         """
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())

@@ -141,7 +141,10 @@ class VllmEngine:
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
-        """Wait for the vLLMs, push the slices and verify them; a rank that does not push still reads its slices."""
+        """Wait for the vLLMs, push the slices and verify them.
+
+        A rank that does not push still consumes its slices.
+        """
         has_base = self._weights.has_base and weights == "adapter"
         self._weights = LoadedWeights(has_base=has_base, adapters=(None,) * len(self._vllms))
         remaining = iter(slices)

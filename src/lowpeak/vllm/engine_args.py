@@ -1,4 +1,4 @@
-"""vLLM's engine arguments: those common to all engines of a run, and those to change when memory is too small."""
+"""vLLM's engine arguments: those common to all engines, and remedies for too little memory."""
 
 from __future__ import annotations
 

@@ -30,8 +30,7 @@ _RESTORED = "_lowpeak_restored"
 
 @contextmanager
 def preserve_process_state() -> Iterator[None]:
-    """Restore environment, random states, thread count and garbage collection after a block that builds a vLLM (0.31
-    to 0.33).
+    """Restore this process's state after a block that builds a vLLM (0.31 to 0.33).
 
     vLLM overwrites LOCAL_WORLD_SIZE, LD_PRELOAD and others, seeds all generators, replaces `torch.set_num_threads` by
     a function that only warns, and freezes all objects of the garbage collector, including the trainer's.
@@ -78,11 +77,10 @@ def disable_shared_memory(rank: int) -> Iterator[None]:
 
 
 def shut_down_vllm(llm: Any, had_group: bool) -> None:
-    """Shut down a vLLM of this process, but keep the trainer's process group (`had_group`), which vLLM would destroy
-    too.
-    """
+    """Shut down a vLLM of this process but keep the trainer's process group (`had_group`)."""
     from vllm.v1.engine import core
 
+    # The shutdown would destroy all process groups.
     cleanup = core.cleanup_dist_env_and_memory
     core.cleanup_dist_env_and_memory = lambda *args, **kwargs: None
     try:

@@ -93,7 +93,10 @@ def rows_of(
 
 
 def sampling_params(sampling: Sampling, end_ids: Iterable[int], regex: str | None) -> dict[str, Any]:
-    """Return vLLM's sampling parameters as JSON; a completion includes the token that ends it, as in the native engine."""
+    """Return vLLM's sampling parameters as JSON.
+
+    A completion includes the token that ends it, as in the native engine.
+    """
     params: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
         "temperature": sampling.temperature,
@@ -116,7 +119,10 @@ def sampling_params(sampling: Sampling, end_ids: Iterable[int], regex: str | Non
 
 
 def completion_seed(sampling: Sampling, serial: int, number: int) -> int:
-    """Return the seed of one completion: 62 bits of a hash of (seed, rollout, serial, number), independent of waves and ranks."""
+    """Return the seed of one completion, which depends on neither waves nor ranks.
+
+    It is 62 bits of a hash of (seed, rollout, serial, number).
+    """
     name = f"{sampling.seed}/{sampling.rollout}/{serial}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 2
 

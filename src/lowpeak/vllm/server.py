@@ -108,8 +108,9 @@ class ServerVllm(Vllm):
         return [answer for answer in answers if answer is not None]
 
     def pause(self) -> None:
-        """Abort running requests, which end with the reason "abort"; new ones wait, or fail as with a lost engine
-        (vLLM 0.33).
+        """Abort running requests, which end with the reason "abort".
+
+        New requests wait, or fail as with a lost engine (vLLM 0.33).
         """
         self._http.post("/pause?mode=abort&clear_cache=true", None, _CALL_SECONDS)
 

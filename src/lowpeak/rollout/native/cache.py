@@ -23,10 +23,12 @@ MAX_COPIED = 1 << 22
 
 
 def bytes_per_token(model: nn.Module, dtype: torch.dtype | None = None) -> int:
-    """Return the bytes of one token's keys and values: `layers x KV heads x (key + value width) x itemsize`.
+    """Return the bytes of one token's keys and values.
 
-    `dtype` is the cache's. None stands for the parameters' dtype, but at least two bytes: 8-bit parameters have wider keys and
-    values. Under autocast keys and values are narrower than the parameters.
+        layers x KV heads x (key width + value width) x itemsize
+
+    `dtype` is the cache's. None stands for the parameters' dtype, but at least two bytes: 8-bit parameters have wider
+    keys and values. Under autocast keys and values are narrower than the parameters.
 
     If a config does not name its KV heads or their width, they are the attention heads and `hidden_size / heads`;
     without attention heads (recurrent models) the keys and values have the hidden size.
@@ -73,7 +75,10 @@ def parameter_dtype(model: nn.Module) -> torch.dtype:
 
 
 class PromptLayer(DynamicLayer):
-    """Keys and values of prompts in one layer, [P, K, L, W], as the model returns them: written once, never extended."""
+    """Keys and values of prompts in one layer, [P, K, L, W], as the model returns them.
+
+    They are written once and never extended.
+    """
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values; keys in the values' dtype.
@@ -87,7 +92,10 @@ class PromptLayer(DynamicLayer):
 
 
 class SlotLayer(DynamicLayer):
-    """Keys and values of one layer in two buffers [S, C, K, W]: a sequence's newest token is contiguous."""
+    """Keys and values of one layer in two buffers [S, C, K, W].
+
+    A sequence's newest token is contiguous in this layout.
+    """
 
     def __init__(self, like: PromptLayer, num_slots: int, num_columns: int) -> None:
         super().__init__()
@@ -97,8 +105,9 @@ class SlotLayer(DynamicLayer):
         self.set_view(num_slots, 0, None)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write one token [N, K, 1, W] per sequence at the index of `set_view`; return all keys and values [N, K, L,
-        W].
+        """Write one token [N, K, 1, W] per sequence at the index of `set_view`.
+
+        Returns all keys and values [N, K, L, W].
         """
         assert self._index_N is not None, "`SlotCache.begin` sets the index"
         for buffer, states in zip(self.buffers, (key_states, value_states), strict=True):
@@ -116,9 +125,8 @@ class SlotLayer(DynamicLayer):
         return max(0, self.keys.shape[-2] - 1)
 
     def resize(self, num_slots: int, num_columns: int, num_rows: int) -> None:
-        """Resize the buffers and keep their first sequences; one buffer after the other, to avoid a second copy of
-        both.
-        """
+        """Resize the buffers and keep their first sequences."""
+        # One buffer after the other, so that no second copy of both exists.
         for i, old in enumerate(self.buffers):
             kept = min(num_columns, old.shape[1])
             new = old.new_zeros(num_slots, num_columns, *old.shape[2:])

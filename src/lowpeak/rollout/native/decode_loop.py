@@ -31,7 +31,10 @@ _ADDITIVE_MASKS = ("sdpa", "eager", NAME)
 
 
 class RunningSequence(NamedTuple):
-    """Sequence in a slot: its row of the output, its prompt, and `column of its newest token - steps of the loop so far`."""
+    """Sequence in a slot: its row of the output, its prompt and its offset.
+
+    `offset` is the column of its newest token minus the steps of the loop so far.
+    """
 
     row: int
     prompt: int
@@ -61,7 +64,7 @@ class DecodeLoop:
         self._inputs = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.output)
 
     def run(self) -> None:
-        """Generate all sequences into `output`, whose row of completion c of prompt p is `p x generations + c`."""
+        """Generate all sequences into `output`; completion c of prompt p is row `p x generations + c`."""
         # The only host synchronisation is one small read per step: which sequences have ended.
         while self._admit():
             self._step()
@@ -159,7 +162,7 @@ class DecodeLoop:
         return RunningSequence(row, prompt, len(self.prompts[prompt].ids) - self._num_steps)
 
     def _reserve(self, num_slots: int, num_used: int) -> None:
-        """Reserve slots for all sequences that may still run, and columns for the newest tokens of the running ones."""
+        """Reserve slots for all sequences that may still run, and columns for the running ones."""
         most = len(self._running) + len(self._without_slot) + self.queue.num_rows
         self._cache.reserve(min(num_slots, most), self._num_columns(), num_used)
 

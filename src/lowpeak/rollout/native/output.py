@@ -1,4 +1,4 @@
-"""Output of generation: the tokens of each sequence, and when it ends by an end-of-sequence token or a stop string."""
+"""Output of generation: the tokens of each sequence and the detection of its end."""
 
 from __future__ import annotations
 

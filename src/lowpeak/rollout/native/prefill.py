@@ -50,7 +50,10 @@ def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tup
 
 
 def left_pad(prompts: Ids, device: torch.device) -> Tensor:
-    """Return right-aligned ids [P, L], padded with the prompt's first token: it is masked, and in its history anyway."""
+    """Return right-aligned ids [P, L], padded with each prompt's first token.
+
+    The padding is masked, and a repetition penalty applies to this token anyway.
+    """
     length = max(len(ids) for ids in prompts)
     rows = [[ids[0]] * (length - len(ids)) + list(ids) for ids in prompts]
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)

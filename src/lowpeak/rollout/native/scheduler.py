@@ -51,8 +51,9 @@ class PromptQueue:
         return len(self._prompts) * self._num_generations
 
     def take(self, num_rows: int) -> list[int]:
-        """Remove and return the prompts to start for `num_rows` free slots; the last one may have more sequences than
-        that.
+        """Remove and return the prompts to start for `num_rows` free slots.
+
+        The last prompt may have more sequences than the remaining slots.
         """
         num_prompts = min(len(self._prompts), -(-max(0, num_rows) // self._num_generations))
         return [self._prompts.popleft() for _ in range(num_prompts)]

@@ -27,8 +27,9 @@ _RESERVED = ("worker-extension-cls", "api-key", "uds")
 
 @dataclass(frozen=True)
 class Server:
-    """Specification of a server: `devices` are visible to it (empty: all, `("cpu",)`: none), `options` are vLLM's, as
-    the user wrote them.
+    """Specification of a server.
+
+    `devices` are visible to it (empty: all, `("cpu",)`: none), `options` are vLLM's, as the user wrote them.
     """
 
     model: str

@@ -1,7 +1,8 @@
-"""ASGI middlewares for vLLM's `--middleware`, and the file in which runs on the same host find a server's token.
+"""ASGI middlewares for vLLM's `--middleware`, and the file with a server's token.
 
 vLLM's `--api-key` protects only `/v1`, `/v2` and `/inference` (0.32, entrypoints/serve/middleware/authenticate.py),
-so any client could replace the weights through `/collective_rpc`. The token here protects every route but `/health`.
+so any client could replace the weights through `/collective_rpc`. The token here protects every route but `/health`;
+runs on the same host read it from the file.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def saved_token(port: int, token: str) -> Iterator[Path]:
 
 
 def find_token(host: str | None, port: int | None) -> str | None:
-    """Return the saved token of the server at `port` of this host; None if there is none, or `host` is another one."""
+    """Return the saved token of the server at `port`; None without one or for another host."""
     if host in _THIS_HOST and port is not None:
         with suppress(OSError):
             return _token_file(port).read_text()
@@ -97,7 +98,7 @@ def _token_file(port: int) -> Path:
 
 
 class AdapterMiddleware:
-    """Middleware that registers the last push's adapter in place of the former one, so that requests can name it.
+    """Middleware that registers the last push's adapter, so that requests can name it.
 
     vLLM's `/v1/load_lora_adapter` would load the files again under another number: a second, unverified copy. Here
     the server only receives the number of the adapter that its workers have loaded.

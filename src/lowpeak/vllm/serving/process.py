@@ -99,9 +99,7 @@ class ServerProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def describe_end(self, status: int) -> str:
-        """Return a sentence with the exit status, the last lines of the log, and what to change if memory or the
-        context was too small.
-        """
+        """Return a message with the exit status, the end of the log and possible remedies."""
         sentence = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
             return f"{sentence}; its output is above."
@@ -115,8 +113,9 @@ class ServerProcess:
 
 @contextmanager
 def served(server: Server, log: Path) -> Iterator[None]:
-    """Run the block while the server answers; raise EngineError with the end of its log if it ends early or starts
-    too slowly.
+    """Run the block while the server answers.
+
+    Raise EngineError with the end of its log if it ends early or starts too slowly.
     """
     process = ServerProcess(server, os.environ, log)
     process.start()

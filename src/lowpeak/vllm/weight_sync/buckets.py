@@ -19,8 +19,9 @@ ALIGNMENT = 64  # of a piece in the bucket, plus its offset within an 8-byte wor
 
 @dataclass(frozen=True)
 class Piece:
-    """Flat range of one tensor within a bucket: `count` elements from element `start`, at byte `offset` of the
-    bucket.
+    """Flat range of one tensor within a bucket.
+
+    It has `count` elements from the tensor's element `start`, at byte `offset` of the bucket.
     """
 
     name: str
@@ -67,9 +68,7 @@ class ChecksumTable:
     _num_missing: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, num_bytes: int, first: int, values: Tensor, source: Tensor | None = None) -> None:
-        """Add a range of a tensor of `num_bytes` that starts at byte `first`; copied from `source` if given, see
-        `Checksum.add`.
-        """
+        """Add a range of a tensor of `num_bytes` that starts at byte `first`; for `source` see `Checksum.add`."""
         if name not in self._open:
             self._open[name] = Checksum(num_bytes, values.device)
             self._num_missing[name] = num_bytes
@@ -173,7 +172,8 @@ class _BucketBuilder:
 def _copy_and_sum(
     weight_slice: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: ChecksumTable | None
 ) -> None:
-    """Copy values to `into` and add them to the checksums, if given; in one pass if both are on one device."""
+    """Copy values to `into` and add them to the checksums, if given."""
+    # One pass over memory instead of two if both are on one device.
     in_one_pass = into is not None and sums is not None and into.device == values.device
     if into is not None and not in_one_pass:
         into.copy_(values)

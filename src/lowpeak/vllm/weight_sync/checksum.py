@@ -30,9 +30,10 @@ MIX_1, MIX_2 = 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
 
 class Checksum:
-    """Checksum of a tensor of `num_bytes`, whose bytes are added in any order, each once; the sums are on `device`.
+    """Checksum of a tensor of `num_bytes`, whose bytes are added in any order, each once.
 
-    `seconds` is the time of the summation without copies; on a GPU, only that of the kernel launches.
+    The sums are on `device`. `seconds` is the time of the summation without copies; on a GPU, only that of the kernel
+    launches.
     """
 
     def __init__(self, num_bytes: int, device: torch.device | str = "cpu") -> None:

@@ -1,9 +1,9 @@
-"""Update of a LoRA adapter alone: each worker collects its tensors and writes them to a folder, from which vLLM loads
-it.
+"""Update of a LoRA adapter alone, without its base model.
 
-vLLM loads adapters from folders (`adapter_config.json` and a safetensors file with peft's names). The received
-tensors are verified by their checksums; the tensors that vLLM derives from them (scaled, joined, sharded) are summed
-then, to detect later changes. The new adapter replaces the former one.
+Each worker collects the adapter's tensors and writes them to a folder, because vLLM loads adapters from folders
+(`adapter_config.json` and a safetensors file with peft's names). The received tensors are verified by their
+checksums; the tensors that vLLM derives from them (scaled, joined, sharded) are summed then, to detect later changes.
+The new adapter replaces the former one.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ class AdapterReceiver:
             self._num_missing[piece.name] -= piece.count
 
     def verify(self, sent: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, int]:
-        """Raise EngineError with names if the tensors differ from what was sent, or if vLLM does not load the
-        adapter.
-        """
+        """Raise EngineError with names if tensors differ from what was sent or vLLM rejects the adapter."""
         incomplete = sorted(name for name in sent if self._num_missing.get(name) != 0)
         if incomplete:
             raise EngineError(f"These tensors of the adapter are incomplete: {shorten_names(incomplete)}.")

@@ -1,6 +1,4 @@
-"""Trainer side of a weight update: slices fill buckets, every worker receives all buckets, and the result is
-verified.
-"""
+"""Trainer side of a weight update: send the slices in buckets to every worker and verify the result."""
 
 from __future__ import annotations
 
@@ -174,11 +172,10 @@ class _Update:
 
 
 def _check_complete(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
-    """Raise EngineError if part of a tensor is in no worker; `lacking` has the elements of incomplete tensors per
-    worker.
+    """Raise EngineError if part of a tensor is in no worker.
 
-    An engine over the trainer's ranks (`shared`) reports one of its workers only, so the others' elements are
-    unknown.
+    `lacking` has, per worker, the element counts of its incomplete tensors. An engine over the trainer's ranks
+    (`shared`) reports only one of its workers, so the others' elements are unknown.
     """
     names = set().union(*lacking)
     placed = {name: sum(each.get(name, counts[name]) for each in lacking) for name in names}

@@ -50,8 +50,9 @@ class WeightReceiver:
         return self._written and self.policy_version is None
 
     def begin(self, summing: bool = True) -> tuple[str, ...]:
-        """Drop the version and return the tensors that need not be sent again; without `summing` nothing can be
-        verified.
+        """Drop the version and return the tensors that need not be sent again.
+
+        Without `summing` nothing can be verified.
         """
         known = self.known if self.policy_version is not None else ()
         self.policy_version, self.known = None, ()

@@ -25,10 +25,10 @@ RegionKey = tuple[str, int]  # tensor name, index of the region
 
 @dataclass(frozen=True)
 class Region:
-    """Region of a parameter's storage that one tensor's values were written to; `num_read` counts the tensor's
-    elements in it.
+    """Region of a parameter's storage that one tensor's values were written to.
 
-    `expected` is the checksum of the written source; None if that is the complete tensor as it was sent.
+    `num_read` counts the tensor's elements in it. `expected` is the checksum of the written source; None if that is
+    the complete tensor as it was sent.
     """
 
     parameter: str

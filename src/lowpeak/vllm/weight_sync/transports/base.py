@@ -1,6 +1,4 @@
-"""Transport of buckets to vLLM's workers: a sender in the trainer, a receiver in each worker, and both within one
-process.
-"""
+"""Transport of buckets to vLLM's workers: a sender in the trainer and a receiver in each worker."""
 
 from __future__ import annotations
 
