@@ -110,6 +110,7 @@ class NativeEngine:
 
 def _inference_mode(model: nn.Module) -> AbstractContextManager[Any]:
     """Return inference mode if all parameters are plain tensors, otherwise a no-op."""
-    # Inference mode saves a tenth of a short forward. Training reuses tensors that sharded parameters gather, and may not modify tensors made in inference mode.
+    # Inference mode saves a tenth of a short forward. Training reuses tensors that sharded parameters gather, and may not
+    # modify tensors made in inference mode.
     is_plain = all(type(p) is nn.Parameter for p in model.parameters())
     return torch.inference_mode() if is_plain else nullcontext()
