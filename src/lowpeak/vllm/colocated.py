@@ -293,5 +293,5 @@ def _to_answer(output: Any) -> Answer:
 def _used_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
-    free_now, total = torch.cuda.mem_get_facts(device)
+    free_now, total = torch.cuda.mem_get_info(device)
     return total - free_now
