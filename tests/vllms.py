@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 
 from lowpeak.arguments import ColocateSettings, Sampling, VllmSettings
-from lowpeak.errors import EngineError, LostEngineError
+from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import Adapter, Answer, Callers, Facts, PolicyFacts, VllmEngine
-from lowpeak.vllm.weight_sync import PushReport
+from lowpeak.vllm import Answer, Callers, Facts, PolicyFacts, VllmEngine
+from lowpeak.vllm.weight_sync import Piece
 
 FACTS = Facts(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,
@@ -28,12 +28,11 @@ def _noted(event):
 
 
 class ScriptedVllm:
-    """One vLLM that needs no model: `script` says each request's tokens, or its whole answer.
+    """A vLLM without a model: `script` returns each request's tokens, or its whole `Answer`.
 
-    `waves` are the requests of each call that was answered or failed. To misbehave it is told: `dies_after` so many
-    answers more it is lost, and there again with no weights; `answers_short` by so many; `seconds` are what an answer takes;
-    `restart()` and `hold(version)` change what it holds behind the engine's back. `weights` are the pieces that came with
-    the last `scripted_push`.
+    `waves` are the requests of each call to `complete`, `weights` the pieces of the last push: an adapter's beside its base's.
+    Faults: after `dies_after` more answers it is lost and restarts without weights; it omits `answers_short` answers; an answer
+    takes `seconds`; a push raises `push_error`; `restart()` and `hold(version)` change its weights behind the engine's back.
     """
 
     in_process = True
@@ -47,16 +46,52 @@ class ScriptedVllm:
         self.dies_after = None
         self.answers_short = 0
         self.seconds = 0.0
+        self.push_error = None
+        self.num_proofs = 0
         self.incarnation = 0
         self.policy_version = None
         self.weights = {}
 
     def call(self, method, arguments, timeout=None):
-        """Its identity when asked for it; anything else is noted in `calls`."""
-        if method == "lowpeak_identity":
-            return [{"incarnation": str(self.incarnation), "policy_version": self.policy_version}]
-        self.calls.append((method, arguments))
-        return [{}]
+        """Run `method` as the one worker would, if this class has it; note any other call in `calls`."""
+        run = getattr(self, f"_{method.removeprefix('lowpeak_')}", None)
+        if run is None:
+            self.calls.append((method, arguments))
+            return [{}]
+        return [run(**arguments)]
+
+    def _identity(self):
+        return {"incarnation": str(self.incarnation), "policy_version": self.policy_version}
+
+    def _begin(self, invitation, summing, adapter):
+        if self.push_error is not None:
+            raise self.push_error
+        self.policy_version, self._adapter = None, adapter
+        self.weights = self.weights if adapter is not None else {}
+        self._received = {}
+        return {"known": []}
+
+    def _take(self, pieces, data):
+        for piece in map(Piece.from_json, pieces):
+            self._received.setdefault(piece.name, []).append(piece.values_in(data).clone())
+        return {}
+
+    def _verify(self, sent, counts):
+        return {"lacking": {}}
+
+    def _commit(self, policy_version):
+        self.weights = self.weights | self._received
+        self.policy_version = policy_version
+        number = policy_version + 1
+        return {"adapter": None if self._adapter is None else {"name": "scripted", "number": number, "folder": ""}}
+
+    def _abort(self):
+        self.policy_version = None
+        return {}
+
+    def _prove(self):
+        self.num_proofs += 1
+        return {"error": "The scripted vLLM has no weights."} if self.policy_version is None else {}
 
     def facts(self):
         return self._facts
@@ -101,24 +136,6 @@ class ScriptedVllm:
         return Answer(ids, (0.0,) * len(ids), "stop" if ended else "length")
 
 
-def scripted_push(slices, vllms, settings, policy_version, *, unchanging=(), adapter=None):
-    """Gives the slices to scripted vLLMs, copied; an `adapter` in place of the former one, beside its base."""
-    weights = {}
-    for piece in slices:
-        weights.setdefault(piece.name, []).append(piece.values.detach().clone())
-    for vllm in vllms:
-        vllm.weights = {**vllm.weights, **weights} if adapter is not None else weights
-        vllm.hold(policy_version)
-    number_of = Adapter("scripted", policy_version + 1, "")
-    return PushReport(adapters=tuple(number_of if adapter is not None else None for _ in vllms))
-
-
-def scripted_prove(vllms):
-    """EngineError where a scripted vLLM holds no version."""
-    if any(worker["policy_version"] is None for vllm in vllms for worker in vllm.call("lowpeak_identity", {})):
-        raise EngineError("The scripted vLLM holds other weights.")
-
-
 def _lost(sentence, finished):
     error = LostEngineError(sentence)
     error.finished = dict(finished)
@@ -145,15 +162,13 @@ def slices(values=(1.0, 2.0)):
     yield WeightSlice("weight", (len(values),), torch.float32, 0, tensor)
 
 
-def engine_over(*vllms, callers=None, adapter=None, push=scripted_push, prove=scripted_prove, **settings):
+def engine_over(*vllms, callers=None, adapter=None, **settings):
     """An engine over these vLLMs, awake and loaded with version 0."""
     made = VllmEngine(
         lambda: vllms,
         replace(SETTINGS, **settings),
         PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
         callers or Callers(Ranks()),
-        push=push,
-        prove=prove,
     )
     made.wake()
     made.load(slices(), 0)

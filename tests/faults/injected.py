@@ -161,8 +161,8 @@ FAULTS = [
     ),
     (
         "any token opens the server",
-        "len(given) == 1 and hmac.compare_digest(given[0], self._expected)",
-        "len(given) == 1",
+        "len(credentials) == 1 and hmac.compare_digest(credentials[0], self._expected)",
+        "len(credentials) == 1",
         ROLLOUT,
     ),
     ("a minus after a currency sign is lost", 'number["minus"] or number["minus_2"]', 'number["minus"]', REWARDS),

@@ -1,4 +1,4 @@
-"""Engines that generate completions, and how they sample."""
+"""Rollout engines: the protocol, the native engine, and engines over a user's function."""
 
 from lowpeak.exports import lazy_exports
 

@@ -4,11 +4,11 @@ from lowpeak.rollout.engine import SliceForm as SliceForm
 from lowpeak.rollout.engine import check_lengths as check_lengths
 from lowpeak.rollout.function import FunctionEngine as FunctionEngine
 from lowpeak.rollout.sampling import MAX_DRAWS as MAX_DRAWS
-from lowpeak.rollout.sampling import Draws as Draws
-from lowpeak.rollout.sampling import choose as choose
-from lowpeak.rollout.sampling import draw as draw
-from lowpeak.rollout.sampling import keep_likely as keep_likely
-from lowpeak.rollout.sampling import penalize as penalize
+from lowpeak.rollout.sampling import UniformDraws as UniformDraws
+from lowpeak.rollout.sampling import apply_repetition_penalty as apply_repetition_penalty
+from lowpeak.rollout.sampling import draw_tokens as draw_tokens
+from lowpeak.rollout.sampling import filter_scores as filter_scores
 from lowpeak.rollout.sampling import philox as philox
-from lowpeak.rollout.sampling import shifted_sum as shifted_sum
+from lowpeak.rollout.sampling import sample_tokens as sample_tokens
+from lowpeak.rollout.sampling import shifted_cumulative_sum as shifted_cumulative_sum
 from lowpeak.rollout.sampling import uniforms as uniforms

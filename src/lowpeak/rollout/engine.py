@@ -1,4 +1,4 @@
-"""The engine protocol: what generates. The step does not know which engine runs."""
+"""Protocol of rollout engines, which generate completions. The training step does not depend on the engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SLICE_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class SliceForm:
-    """The slices that an engine takes: `Strategy.slices`' arguments of these names."""
+    """Form of the weight slices that an engine takes: arguments of `Strategy.slices`."""
 
     max_bytes: int = SLICE_BYTES
     dtype: torch.dtype | None = None
@@ -25,12 +25,13 @@ class SliceForm:
 
 
 def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, context: int | None, whose: str, remedy: str) -> None:
-    """EngineError for a prompt without tokens, or one whose completions exceed the context of `whose` (None: no limit)."""
+    """Raise EngineError for a prompt without tokens, or with completions beyond the context of `whose` (None: no
+    limit).
+    """
     for prompt in prompts:
         if not prompt.ids:
             raise EngineError(
-                f"Prompt {prompt.serial}, {prompt.source!r:.60}, has no tokens, so there is nothing to generate from: drop such "
-                "rows from the data set."
+                f"Prompt {prompt.serial}, {prompt.source!r:.60}, has no tokens: drop such rows from the data set."
             )
         if context is not None and len(prompt.ids) + sampling.max_new_tokens > context:
             raise EngineError(
@@ -41,37 +42,44 @@ def check_lengths(prompts: Sequence[Prompt], sampling: Sampling, context: int | 
 
 @runtime_checkable
 class RolloutEngine(Protocol):
-    """Generates groups with the weights of one policy version.
+    """Generator of groups with the weights of one policy version.
 
-    `policy_version` is None while the engine holds no known weights: it was just made, restarted, or dropped them.
+    `policy_version` is None while the engine's weights are unknown: before the first load, after a restart, or after
+    it dropped them.
     """
 
     @property
     def policy_version(self) -> int | None:
-        """The version of the weights that `generate` would use now."""
+        """Return the version of the weights that `generate` would use now."""
 
     @property
     def cuts_groups(self) -> bool:
-        """Whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share it."""
+        """Return whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share
+        it.
+        """
 
     @property
     def slice_form(self) -> SliceForm:
-        """What `load` takes next. A rank that has no `base` yet for its `adapter` wants that first."""
+        """Return the form of the slices for the next `load`.
+
+        An engine that lacks the base of its `adapter` requests the base first.
+        """
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """One group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
+        """Return one group of `sampling.num_generations` completions per prompt, in the order of `prompts`."""
 
     def load(self, slices: Iterable[WeightSlice], policy_version: int, weights: Weights = "merged") -> None:
-        """One whole update: all or nothing, caches reset. An engine that shares the policy's weights reads no slice.
+        """Update all weights and reset caches; after an error the engine has no version.
 
-        After a `base` it holds no version: the adapter comes next.
+        An engine that shares the policy's weights reads no slice. After a `base` it has no version until the adapter
+        is loaded.
         """
 
     def sleep(self) -> None:
-        """Give back the memory that generating needs."""
+        """Release the memory that generation needs."""
 
     def wake(self) -> None:
-        """Be ready to generate, for the first time or again; all ranks call it together."""
+        """Prepare for generation, for the first time or again; all ranks call it together."""
 
     def close(self) -> None:
-        """Let go of everything; `wake` begins anew."""
+        """Release everything; `wake` starts again."""

@@ -1,10 +1,11 @@
 """Rollouts by a user's function: `rollout_func(prompts, trainer)`, with tools and environments of the user's choice.
 
-The contract is TRL's. `prompts` has each prompt, as the data set gave it, once per completion that is asked of it, one
-after another. The function returns one entry for each: a dict with `prompt_ids`, `completion_ids`, `logprobs` (None if
-they are not known), optionally `env_mask` (1 for a token of the policy, 0 for one of the environment), and any other
-fields, which rewards get as columns. `trainer.model.training` tells a rollout from an evaluation. `trainer.asked`, a
-Sampling, says how completions are to be drawn: an evaluation also asks for one greedy completion of each prompt.
+The contract is TRL's. `prompts` repeats each prompt, as the data set contains it, once per requested completion,
+consecutively. The function returns one entry for each: a dict with `prompt_ids`, `completion_ids`, `logprobs` (None
+if unknown), optionally `env_mask` (1 for a token of the policy, 0 for one of the environment), and any other fields,
+which rewards receive as columns. `trainer.model.training` distinguishes a rollout from an evaluation.
+`trainer.asked`, a Sampling, has the requested sampling parameters: an evaluation also requests one greedy completion
+of each prompt.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from lowpeak.records import Completion, Group, Prompt
 from lowpeak.rollout.engine import RolloutEngine, SliceForm
 
 _REQUIRED = ("prompt_ids", "completion_ids", "logprobs")
-_ROUNDED = 1e-2  # a log-prob that half precision rounds may be a little above 0
-_PER_ROW = (*_REQUIRED, "env_mask")
-# vLLM's names of sampling parameters, which TRL's helper takes, and the fields of Sampling that they are.
+_MAX_LOGPROB = 1e-2  # half precision may round a log-prob to slightly above 0
+_PER_COMPLETION = (*_REQUIRED, "env_mask")
+# vLLM's names of sampling parameters, which TRL's helper accepts, and the corresponding fields of Sampling.
 _OVERRIDES = {
     "max_tokens": "max_new_tokens",
     "temperature": "temperature",
@@ -44,8 +45,8 @@ _OVERRIDES = {
 
 
 @dataclass
-class _Question:
-    """What one call of the function asks for; the seeds of its calls of the engine follow from it."""
+class _FunctionCall:
+    """One call of the function: its sampling parameters, and what the seeds of its engine calls depend on."""
 
     first_serial: int
     sampling: Sampling
@@ -54,9 +55,10 @@ class _Question:
 
 @dataclass(eq=False, repr=False)
 class FunctionEngine:
-    """An engine whose groups a user's function writes; `engine` is the one that the function may ask.
+    """Engine whose groups a user's function generates; the function may call `engine`.
 
-    `hold` gives the policy in the state in which the function finds it, and `end_ids` the tokens that end a completion.
+    `hold` returns the policy in the state in which the function receives it, `end_ids` the tokens that end a
+    completion.
     """
 
     function: Callable[..., Mapping[str, Any]]
@@ -65,8 +67,9 @@ class FunctionEngine:
     hold: Callable[[], AbstractContextManager[Any]]
     end_ids: Callable[[Sampling], Collection[int]]
     new_reader: Callable[[], PromptReader]
-    cuts_groups = False  # the function may need a group's entries together
-    _question: _Question | None = None
+    # The function may need all entries of a group.
+    cuts_groups = False
+    _call: _FunctionCall | None = None
 
     def __post_init__(self) -> None:
         engine = self.engine
@@ -81,47 +84,48 @@ class FunctionEngine:
         return self.engine.slice_form
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> list[Group]:
-        """Call the function once for all prompts; EngineError says why its answer cannot be used.
+        """Call the function once for all prompts; raise EngineError if its result is invalid.
 
-        Without prompts it is not called, and this rank helps the others to generate if forwards need all ranks.
+        Without prompts it is not called; this rank then only takes part in the other ranks' forwards, if those need
+        all ranks.
         """
         training, size = self.trainer.model.training, sampling.num_generations
         with self.hold() as model:
             if not prompts:
                 return []
             entries = [copy.deepcopy(prompt.source) for prompt in prompts for _ in range(size)]
-            question = _Question(prompts[0].serial, sampling)
-            with self._asking(question, training), fail_on_exit(EngineError, "rollout_func"):
+            call = _FunctionCall(prompts[0].serial, sampling)
+            with self._request_sampling(call, training), fail_on_exit(EngineError, "rollout_func"):
                 output = self.function(entries, self.trainer)
             num_tokens = num_embeddings(model) or int(model.config.get_text_config().vocab_size)
-        fields, ends = _checked(output, len(entries), size), self.end_ids(sampling)
-        rows = [_completion(fields, row, sampling.max_new_tokens, ends, num_tokens) for row in range(len(entries))]
-        return [Group(prompt, tuple(rows[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
+        fields, ends = _check_output(output, len(entries), size), self.end_ids(sampling)
+        completions = [_completion(fields, i, sampling.max_new_tokens, ends, num_tokens) for i in range(len(entries))]
+        return [Group(prompt, tuple(completions[p * size : (p + 1) * size])) for p, prompt in enumerate(prompts)]
 
     def complete(self, prompts: Sequence[Any], overrides: Mapping[str, Any]) -> list[Group]:
-        """Ask the engine for one completion of each prompt, drawn as asked of the function but for `overrides`.
+        """Request one completion of each prompt from the engine, with the call's sampling parameters and `overrides`.
 
-        EngineError outside of the function's call.
+        Raise EngineError outside of the function's call.
         """
-        question = self._question
-        if question is None:
+        call = self._call
+        if call is None:
             raise EngineError("generate_rollout_completions was called outside of a rollout_func; call it inside one.")
-        question.num_calls += 1
-        sampling = replace(question.sampling, num_generations=1, seed=_seed_of(question), **_overridden(overrides))
+        call.num_calls += 1
+        sampling = replace(call.sampling, num_generations=1, seed=_call_seed(call), **_sampling_overrides(overrides))
         read = self.new_reader().read_batch([{"prompt": prompt} for prompt in prompts], 0)
         return self.engine.generate([prompt for prompt in read if prompt is not None], sampling)
 
     @contextmanager
-    def _asking(self, question: _Question, training: bool) -> Iterator[None]:
-        """Tell the function, by the trainer that it gets, what is asked of it."""
-        trainer, self._question = self.trainer, question
-        trainer.asked, mode = question.sampling, trainer.model.training
+    def _request_sampling(self, call: _FunctionCall, training: bool) -> Iterator[None]:
+        """Set the trainer's attributes that tell the function what to generate."""
+        trainer, self._call = self.trainer, call
+        trainer.asked, mode = call.sampling, trainer.model.training
         # TRL's functions tell a rollout from an evaluation by this flag. The modules inside stay in eval mode.
         trainer.model.training = training
         try:
             yield
         finally:
-            trainer.asked, self._question = None, None
+            trainer.asked, self._call = None, None
             trainer.model.training = mode
 
 
@@ -135,11 +139,11 @@ def generate_rollout_completions(
     """Return one completion per prompt from the run's engine, inside a `rollout_func`; TRL's function of this name.
 
     Prompts are strings, or lists of messages for the chat template. Each result has `prompt_ids`, `completion_ids`,
-    `logprobs` and `text`. `generation_overrides` are in vLLM's names (`max_tokens`, `temperature`, ...).
+    `logprobs` and `text`. `generation_overrides` have vLLM's names (`max_tokens`, `temperature`, ...).
     """
     if as_chat is not None and any(isinstance(prompt, list) != as_chat for prompt in prompts):
         kind = "a list of messages" if as_chat else "a string"
-        raise ArgumentError(f"as_chat={as_chat} needs prompts that are each {kind}; leave it out to go by their type.")
+        raise ArgumentError(f"as_chat={as_chat} needs prompts that are each {kind}; omit it to decide by type.")
     engine, tokenizer = trainer.maker.engine, trainer.processing_class
     if not isinstance(engine, FunctionEngine):
         raise EngineError("generate_rollout_completions was called in a run without a rollout_func; pass one.")
@@ -157,118 +161,122 @@ def generate_rollout_completions(
     return results
 
 
-def _overridden(overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a Sampling that vLLM's names override; None leaves one as it is."""
+def _sampling_overrides(overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Sampling that vLLM's names override; None keeps a field."""
     unknown = sorted(set(overrides) - {*_OVERRIDES, "n"})
     if unknown or overrides.get("n", 1) != 1:
         what = ", ".join(unknown) or f"n={overrides['n']}"
         raise ArgumentError(
-            f"generation_overrides has {what}, which cannot act; it takes {', '.join(_OVERRIDES)}, and one completion is "
-            "written for each prompt."
+            f"generation_overrides has {what}, which has no effect; it accepts {', '.join(_OVERRIDES)}, and each prompt gets "
+            "one completion."
         )
     fields = {_OVERRIDES[name]: value for name, value in overrides.items() if name != "n" and value is not None}
     for name in {"stop", "stop_token_ids"} & fields.keys():
         fields[name] = (fields[name],) if isinstance(fields[name], str) else tuple(fields[name])
     if "top_k" in fields:
-        fields["top_k"] = max(0, fields["top_k"])  # vLLM's -1 is off, too
+        # vLLM's -1 also means off.
+        fields["top_k"] = max(0, fields["top_k"])
     return fields
 
 
-def _seed_of(question: _Question) -> int:
-    """The seed of one call of the engine: 56 bits of a hash of the question and the call's number in it."""
-    name = f"{question.sampling.seed}/{question.first_serial}/{question.num_calls}".encode()
+def _call_seed(call: _FunctionCall) -> int:
+    """Return the seed of one engine call.
+
+    It is 56 bits of a hash of the function's call and of the engine call's number within it.
+    """
+    name = f"{call.sampling.seed}/{call.first_serial}/{call.num_calls}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=7).digest(), "big")
 
 
 def _check_names(output: Any) -> None:
-    """Raise EngineError for an answer that is no dict, lacks a field, or has one under a reward's keyword."""
+    """Raise EngineError for a result that is not a dict, lacks a field, or uses a reward's keyword."""
     if not isinstance(output, Mapping):
         raise EngineError(f"rollout_func returned {type(output).__name__}; it must return a dict of lists.")
     missing = [name for name in _REQUIRED if name not in output]
     if missing:
-        raise EngineError(f"rollout_func's answer lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
+        raise EngineError(f"rollout_func's result lacks {', '.join(missing)}; it must have {', '.join(_REQUIRED)}.")
     taken = sorted(REWARD_KEYWORDS & output.keys() - {*_REQUIRED})
     if taken:
         raise EngineError(
-            f"rollout_func's answer has {', '.join(map(repr, taken))}, keywords of every reward, which are made of its ids: rename "
-            "the fields."
+            f"rollout_func's result has {', '.join(map(repr, taken))}, which are keywords of every reward: rename the fields."
         )
 
 
-def _checked(output: Any, rows: int, num_generations: int) -> dict[str, Sequence[Any]]:
-    """The answer as lists with one entry per row; EngineError if it cannot be that."""
+def _check_output(output: Any, count: int, num_generations: int) -> dict[str, Sequence[Any]]:
+    """Return the result as lists with one entry per completion; raise EngineError if it is malformed."""
     _check_names(output)
-    fields = {name: values if _is_list(values) else [values] * rows for name, values in output.items()}
+    fields = {name: values if _is_list(values) else [values] * count for name, values in output.items()}
     for name, values in fields.items():
-        if name in _PER_ROW and output[name] is not None and values is not output[name]:
+        if name in _PER_COMPLETION and output[name] is not None and values is not output[name]:
             raise EngineError(
-                f"rollout_func's {name!r} is {output[name]!r:.40}; it must be a list with one entry for each of {rows} prompts."
+                f"rollout_func's {name!r} is {output[name]!r:.40}; it must be a list with one entry for each of {count} prompts."
             )
-        if len(values) != rows:
+        if len(values) != count:
             raise EngineError(
-                f"rollout_func's {name!r} has {len(values)} entries for {rows} prompts; it must have one for each, and each "
-                f"prompt comes {num_generations} times, once per completion."
+                f"rollout_func's {name!r} has {len(values)} entries for {count} prompts; it must have one for each; every "
+                f"prompt is given {num_generations} times, once per completion."
             )
-    empty = [row for row, ids in enumerate(fields["prompt_ids"]) if not len(ids)]
+    empty = [i for i, ids in enumerate(fields["prompt_ids"]) if not len(ids)]
     if empty:
         raise EngineError(
-            f"rollout_func: row {empty[0]} has no prompt_ids; the first token needs one to be predicted from."
+            f"rollout_func: entry {empty[0]} has no prompt_ids; the first completion token needs at least one."
         )
     return fields
 
 
 def _is_list(values: Any) -> bool:
-    """Whether a field has one entry per row: lists, tuples, arrays. Anything else is the same for all rows."""
+    """Return whether a field has one entry per completion (list, tuple, array); any other value applies to all."""
     return isinstance(values, list | tuple) or getattr(values, "ndim", 0) > 0
 
 
 def _completion(
-    fields: Mapping[str, Sequence[Any]], row: int, max_new_tokens: int, ends: Collection[int], num_tokens: int
+    fields: Mapping[str, Sequence[Any]], index: int, max_new_tokens: int, ends: Collection[int], num_tokens: int
 ) -> Completion:
-    ids, prompt_ids = (_token_ids(fields, name, row, num_tokens) for name in ("completion_ids", "prompt_ids"))
-    logprobs = _or_else(fields["logprobs"][row], [None] * len(ids))
-    mask = _or_else(fields["env_mask"][row] if "env_mask" in fields else None, [1] * len(ids))
+    ids, prompt_ids = (_token_ids(fields, name, index, num_tokens) for name in ("completion_ids", "prompt_ids"))
+    logprobs = _list_or(fields["logprobs"][index], [None] * len(ids))
+    mask = _list_or(fields["env_mask"][index] if "env_mask" in fields else None, [1] * len(ids))
     if not len(ids) == len(logprobs) == len(mask) > 0:
         raise EngineError(
-            f"rollout_func: row {row} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
+            f"rollout_func: entry {index} has {len(ids)} completion_ids, {len(logprobs)} logprobs and {len(mask)} values of "
             "env_mask; the three must be equally long and not empty."
         )
-    cut = ids[-1] not in ends and len(ids) >= max_new_tokens
+    is_truncated = ids[-1] not in ends and len(ids) >= max_new_tokens
     return Completion(
         ids=torch.tensor(ids, dtype=torch.int32),
-        logprobs=_logprobs(logprobs, mask, row),
+        logprobs=_logprobs(logprobs, mask, index),
         loss_mask=torch.tensor(mask).bool(),
-        finish_reason="length" if cut else "stop",
+        finish_reason="length" if is_truncated else "stop",
         prompt_ids=tuple(prompt_ids),
-        extra={name: values[row] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
+        extra={name: values[index] for name, values in fields.items() if name not in (*_REQUIRED, "env_mask")},
     )
 
 
-def _logprobs(values: Sequence[Any], mask: Sequence[Any], row: int) -> torch.Tensor:
-    """A row's log-probs, NaN where they are not known; EngineError for what is none of a token that the policy wrote."""
+def _logprobs(values: Sequence[Any], mask: Sequence[Any], index: int) -> torch.Tensor:
+    """Return the log-probs, NaN if unknown; raise EngineError for an invalid log-prob of a policy's token."""
     flat = [value[0] if isinstance(value, list | tuple) else value for value in values]
-    written = [value for value, kept in zip(flat, mask, strict=True) if kept and value is not None]
-    wrong = [value for value in written if not -math.inf < value < _ROUNDED]
-    if wrong:
+    known = [value for value, is_policy in zip(flat, mask, strict=True) if is_policy and value is not None]
+    invalid = [value for value in known if not -math.inf < value < _MAX_LOGPROB]
+    if invalid:
         raise EngineError(
-            f"rollout_func: row {row}: logprobs has {wrong[0]}; a log-prob is a finite number of at most 0, or None where it is "
-            "not known."
+            f"rollout_func: entry {index}: logprobs has {invalid[0]}; a log-prob is a finite number of at most 0, or None if "
+            "unknown."
         )
     return torch.tensor([math.nan if value is None else value for value in flat], dtype=torch.float32)
 
 
-def _or_else(values: Any, default: list[Any]) -> list[Any]:
+def _list_or(values: Any, default: list[Any]) -> list[Any]:
     return default if values is None else list(values)
 
 
-def _token_ids(fields: Mapping[str, Sequence[Any]], name: str, row: int, num_tokens: int) -> list[int]:
-    """A row's tokens as plain numbers; a device that looks up a token it does not have may fail for good."""
-    values = fields[name][row]
+def _token_ids(fields: Mapping[str, Sequence[Any]], name: str, index: int, num_tokens: int) -> list[int]:
+    """Return the token ids of one entry as integers."""
+    values = fields[name][index]
     ids = values.tolist() if hasattr(values, "tolist") else list(values)
+    # Checked here, because a GPU that looks up an invalid token may fail for the rest of the process.
     for token in ids:
         if not isinstance(token, Integral) or not 0 <= int(token) < num_tokens:
             raise EngineError(
-                f"rollout_func: row {row}: {name} has {token!r}, which is no token of the model: they are whole numbers "
+                f"rollout_func: entry {index}: {name} has {token!r}, which is not a token of the model: tokens are integers "
                 f"from 0 to {num_tokens - 1}."
             )
     return [int(token) for token in ids]

@@ -1,4 +1,4 @@
-"""vLLM as an engine: in this process, or behind HTTP."""
+"""vLLM as a rollout engine: in the training process, or behind HTTP."""
 
 from lowpeak.exports import lazy_exports
 

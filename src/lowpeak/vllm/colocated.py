@@ -1,4 +1,4 @@
-"""A vLLM in the training process: one for each rank, or one over several neighbouring ranks that generate together."""
+"""vLLM in the training process: one per rank, or one over several neighbouring ranks that generate together."""
 
 from __future__ import annotations
 
@@ -19,24 +19,29 @@ from lowpeak.arguments import ColocateSettings, VllmSettings, hide_secrets
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakError, MemoryExhaustedError
 from lowpeak.memory import free_bytes, is_exhaustion
 from lowpeak.ranks import Ranks, has_group
-from lowpeak.vllm.compatibility import facts_of
-from lowpeak.vllm.memory_errors import remedy
-from lowpeak.vllm.process_isolation import free, guarded_build, keep_apart, leave_groups, plain_collectives
+from lowpeak.vllm.compatibility import read_facts, require_vllm, warn_unsupported
+from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, NO_SHARE, memory_remedy
+from lowpeak.vllm.process_isolation import (
+    destroy_vllm_groups,
+    disable_shared_memory,
+    preserve_process_state,
+    shut_down_vllm,
+    undo_vllm_class_patch,
+)
 from lowpeak.vllm.protocol import Answer, Facts, Request, Vllm
-from lowpeak.vllm.requests import rows_that_fit
-from lowpeak.vllm.versions import ALWAYS, NO_SHARE, require_vllm, warn_unsupported
+from lowpeak.vllm.requests import wave_capacity
 
 logger = logging.getLogger(__name__)
 
-_STEPS_PER_AGREEMENT = 32  # of a team: ranks look at their clocks together
+_STEPS_PER_TIMEOUT_CHECK = 32  # of a team, whose ranks check the timeout with a collective
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """The model that vLLM is built for: its config and tokenizer, which are written to a folder for it; no weights.
+    """Specification of the model that vLLM is built for: config and tokenizer, without weights.
 
-    `dtype` is torch's name; `kv_cache_bytes` bounds the cache (None: vLLM's share of the device decides); `seed` is the
-    same in all ranks of a team.
+    `dtype` is torch's name; `kv_cache_bytes` bounds the cache (None: vLLM's share of the device); `seed` is the same
+    on all ranks of a team.
     """
 
     config: Any
@@ -52,50 +57,51 @@ class Blueprint:
 class ColocatedVllm(Vllm):
     """One vLLM, or this rank's part of one, behind `vllm.LLM` in this process.
 
-    It is built with random weights, since the policy's are pushed before anything is generated: neither a checkpoint nor a
-    hub is read. All ranks of a `team` build it together and call `complete` with the same requests in the same order.
+    It is built with random weights, because the policy's are pushed before any generation: no checkpoint is read and
+    no hub is asked. All ranks of a `team` build it together and call `complete` with the same requests in the same
+    order.
     """
 
     in_process = True
 
-    def __init__(self, blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> None:
+    def __init__(self, spec: Blueprint, settings: VllmSettings, team: Ranks) -> None:
         assert isinstance(settings.where, ColocateSettings)
         self._where, self._batch_size = settings.where, settings.batch_size
         self._team = team
-        self._device = blueprint.device
+        self._device = spec.device
         self._had_group = has_group()
         _check_version()
         self._num_requests = 0
-        self._model = getattr(blueprint.config, "_name_or_path", "") or blueprint.architecture
-        alone = team.world_size == 1 or blueprint.device.type != "cpu"
+        self._model = getattr(spec.config, "_name_or_path", "") or spec.architecture
+        on_cpu_team = team.world_size > 1 and spec.device.type == "cpu"
         with (
             tempfile.TemporaryDirectory(prefix="lowpeak-vllm-") as folder,
-            guarded_build(),
-            nullcontext() if alone else plain_collectives(team.rank),
+            preserve_process_state(),
+            disable_shared_memory(team.rank) if on_cpu_team else nullcontext(),
         ):
-            _write(blueprint, Path(folder))
+            _write_model_folder(spec, Path(folder))
             try:
-                self.llm: Any = self._build(folder, blueprint)
+                self.llm: Any = self._build(folder, spec)
             except BaseException:
-                leave_groups(self._had_group)
+                destroy_vllm_groups(self._had_group)
                 raise
         if self._where.model_impl != "vllm":
-            keep_apart(self.model.modules(), _is_building)
+            undo_vllm_class_patch(self.model.modules(), _is_building_vllm)
 
     @property
     def model(self) -> torch.nn.Module:
-        """vLLM's model, or this rank's part of it."""
+        """Return vLLM's model, or this rank's part of it."""
         return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
     def facts(self) -> Facts:
-        told = facts_of(self.llm.llm_engine.vllm_config)
-        return replace(told, model=self._model, num_workers=1, keeps_to_cache=True)
+        facts = read_facts(self.llm.llm_engine.vllm_config)
+        return replace(facts, model=self._model, num_workers=1, limits_to_cache=True)
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
-        """One wave. Past `timeout` what is unfinished is given up, and LostEngineError has the rest."""
+        """Complete one wave; after `timeout` abort the rest and raise LostEngineError with the finished answers."""
         deadline = None if timeout is None else time.monotonic() + timeout
         names: list[str] = []
         outputs: dict[str, Any] = {}
@@ -104,15 +110,15 @@ class ColocatedVllm(Vllm):
         except LowpeakError:
             raise
         except RuntimeError as error:
-            raise self._explained("vLLM failed while generating", error) from error
+            raise self._explain_error("vLLM failed while generating", error) from error
         finally:
-            left = [name for name in names if name not in outputs]
-            if left:
-                self.llm.llm_engine.abort_request(left)
-        answers = {i: _answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
+            unfinished = [name for name in names if name not in outputs]
+            if unfinished:
+                self.llm.llm_engine.abort_request(unfinished)
+        answers = {i: _to_answer(outputs[name]) for i, name in enumerate(names) if name in outputs}
         if len(answers) < len(requests):
             lost = LostEngineError(
-                f"vLLM finished {len(answers)} of {len(requests)} completions within the wave's limit of {timeout} s: raise "
+                f"vLLM finished {len(answers)} of {len(requests)} completions within the wave's timeout of {timeout} s: raise "
                 "vllm_wave_timeout, or lower vllm_batch_size."
             )
             lost.finished = answers
@@ -121,19 +127,24 @@ class ColocatedVllm(Vllm):
 
     def resume(self) -> None:
         if not self.llm.reset_prefix_cache():
-            raise EngineError("vLLM did not reset its prefix cache after a load: completions of old weights still run.")
+            raise EngineError(
+                "vLLM did not reset its prefix cache after a load: completions still run with the old weights."
+            )
 
     def sleep(self) -> None:
-        """Give its device memory back: weights go to host memory where that has room for all of its ranks' twice, else nowhere."""
+        """Release device memory; move the weights to host memory if there is room, otherwise drop them.
+
+        There is room if twice the weights of all ranks of this host fit.
+        """
         before = _used_bytes(self._device)
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * ranks_of_host(self._team, os.environ) else 2
+        level = 1 if free_bytes(torch.device("cpu")) > 2 * weights * num_host_ranks(self._team, os.environ) else 2
         self.llm.sleep(level=level)
         after = _used_bytes(self._device)
         logger.info(
-            "vLLM sleeps (level %d: weights %s): %d MiB of the device are free again, %d MiB in use.",
+            "vLLM sleeps (level %d: weights %s): %d MiB of device memory freed, %d MiB in use.",
             level,
-            "in host memory" if level == 1 else "dropped, sent again when it wakes",
+            "in host memory" if level == 1 else "dropped, and sent again after wake-up",
             (before - after) >> 20,
             after >> 20,
         )
@@ -144,69 +155,72 @@ class ColocatedVllm(Vllm):
     def close(self) -> None:
         llm, self.llm = self.llm, None
         if llm is not None:
-            free(llm, self._had_group)
+            shut_down_vllm(llm, self._had_group)
             del llm
             gc.collect()
 
-    def _build(self, folder: str, blueprint: Blueprint) -> Any:
-        """`vllm.LLM` with the run's arguments, and over them those that are passed through."""
+    def _build(self, folder: str, spec: Blueprint) -> Any:
+        """Build `vllm.LLM`; `vllm_engine_kwargs` override the run's arguments."""
         from vllm import LLM
 
-        on_cpu, where = blueprint.device.type == "cpu", self._where
+        on_cpu, where = spec.device.type == "cpu", self._where
         arguments: dict[str, Any] = {
             "model": folder,
             "load_format": "dummy",
-            "dtype": blueprint.dtype,
+            "dtype": spec.dtype,
             "tensor_parallel_size": self._team.world_size,
             "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
             "gpu_memory_utilization": where.gpu_memory_utilization if where.kv_cache_bytes is None else NO_SHARE,
             "max_model_len": where.max_model_length,
             "model_impl": where.model_impl,
             "enable_prefix_caching": True,
-            **ALWAYS,
-            "trust_remote_code": blueprint.trust_remote_code,
-            "seed": blueprint.seed,
-            "enforce_eager": on_cpu,  # compiling takes 40 s there and gains nothing
-            "kv_cache_memory_bytes": blueprint.kv_cache_bytes,
+            **COMMON_ENGINE_ARGS,
+            "trust_remote_code": spec.trust_remote_code,
+            "seed": spec.seed,
+            # On a CPU, compilation takes 40 s and gains nothing.
+            "enforce_eager": on_cpu,
+            "kv_cache_memory_bytes": spec.kv_cache_bytes,
         }
         if where.sleeps:
             arguments["enable_sleep_mode"] = True
-        if on_cpu:  # of a cut prompt vLLM winds the seed back, which CPU generators cannot
+        if on_cpu:
+            # Chunked prefill rewinds the random generator, which CPU generators cannot do.
             arguments["enable_chunked_prefill"] = False
         try:
             return LLM(**{**arguments, **where.engine_kwargs})
         except Exception as error:
             if isinstance(error, TypeError) and where.engine_kwargs:
                 raise ArgumentError(f"vllm_engine_kwargs={hide_secrets(where.engine_kwargs)!r}: {error}") from error
-            raise self._explained("vLLM could not be built in this process", error) from error
+            raise self._explain_error("vLLM could not be built in this process", error) from error
 
-    def _explained(self, what: str, error: Exception) -> LowpeakError:
-        """Return vLLM's own words, and what to change if memory or the context was too small."""
+    def _explain_error(self, what: str, error: Exception) -> LowpeakError:
+        """Return an error with vLLM's message and what to change if memory or the context was too small."""
         kind = MemoryExhaustedError if is_exhaustion(error) else EngineError
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        words = " ".join(lines[:3]) or type(error).__name__
-        return kind(f"{what}: {words.removesuffix('.')}. {remedy(self._where, self._batch_size)}")
+        message = " ".join(lines[:3]) or type(error).__name__
+        return kind(f"{what}: {message.removesuffix('.')}. {memory_remedy(self._where, self._batch_size)}")
 
     def _run(
         self, requests: Sequence[Request], names: list[str], outputs: dict[str, Any], deadline: float | None
     ) -> None:
-        """Step until all is finished, or it is too late. What has begun is in `names`, what is finished in `outputs`.
+        """Step the engine until all requests are finished or the deadline is past.
 
-        No more rows run than the cache holds at their full length: vLLM would take in what it has to throw out again.
+        Fills `names` with the started requests and `outputs` with the finished ones.
         """
         engine, steps = self.llm.llm_engine, 0
-        longest = max((len(one.prompt_ids) + int(one.params["max_tokens"]) for one in requests), default=1)
-        most = rows_that_fit([self.facts()], longest, 1, self._where)
+        # No more sequences run than the cache fits at full length: vLLM would start others and preempt them later.
+        longest = max((len(request.prompt_ids) + int(request.params["max_tokens"]) for request in requests), default=1)
+        most = wave_capacity([self.facts()], longest, 1, self._where)
         while len(outputs) < len(requests):
             while len(names) < len(requests) and len(names) - len(outputs) < most:
-                names.append(self._add(requests[len(names)]))
+                names.append(self._add_request(requests[len(names)]))
             outputs |= {output.request_id: output for output in engine.step() if output.finished}
             steps += 1
             if deadline is not None and self._is_late(deadline, steps):
                 return
 
-    def _add(self, request: Request) -> str:
-        """Hand a request over; the name that its output will have."""
+    def _add_request(self, request: Request) -> str:
+        """Add a request to vLLM and return its id."""
         from vllm import SamplingParams, TokensPrompt
         from vllm.lora.request import LoRARequest
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -215,67 +229,65 @@ class ColocatedVllm(Vllm):
         if "structured_outputs" in params:
             params["structured_outputs"] = StructuredOutputsParams(**params["structured_outputs"])
         self._num_requests += 1
-        name, held = str(self._num_requests), request.adapter
+        name, lora = str(self._num_requests), request.adapter
         prompt = TokensPrompt(prompt_token_ids=list(request.prompt_ids))
-        adapter = None if held is None else LoRARequest(held.name, held.number, held.folder)
+        adapter = None if lora is None else LoRARequest(lora.name, lora.number, lora.folder)
         try:
             sampling = SamplingParams(**params, output_kind=RequestOutputKind.FINAL_ONLY)
             self.llm.llm_engine.add_request(name, prompt, sampling, lora_request=adapter)
         except Exception as error:
-            raise EngineError(f"vLLM refuses a request: {error}") from error
+            raise EngineError(f"vLLM rejected a request: {error}") from error
         return name
 
     def _is_late(self, deadline: float, steps: int) -> bool:
-        """Whether the limit is past; a team takes its steps together, and so must end."""
+        """Return whether the deadline is past; the ranks of a team agree, because they step together."""
         if self._team.world_size == 1:
             return time.monotonic() > deadline
-        if steps % _STEPS_PER_AGREEMENT:
+        if steps % _STEPS_PER_TIMEOUT_CHECK:
             return False
         return bool(self._team.max([float(time.monotonic() > deadline)])[0])
 
 
-def ranks_of_host(team: Ranks, environ: Mapping[str, str]) -> int:
-    """How many ranks sleep on this host at once: those that a launcher started here, else the team."""
+def num_host_ranks(team: Ranks, environ: Mapping[str, str]) -> int:
+    """Return how many ranks sleep on this host at once: those that a launcher started here, otherwise the team."""
     return int(environ.get("LOCAL_WORLD_SIZE") or team.world_size)
 
 
 def _check_version() -> None:
-    """Warn of a vLLM that lowpeak is not tested with; MissingPackageError where there is none."""
+    """Raise MissingPackageError without vLLM; warn if its version is unsupported."""
     require_vllm()
     import vllm
 
     warn_unsupported(vllm.__version__)
 
 
-def _is_building() -> bool:
+def _is_building_vllm() -> bool:
     from vllm.config import get_current_vllm_config_or_none
 
     return get_current_vllm_config_or_none() is not None
 
 
 def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
-    """ArgumentError for what cannot act on the device."""
+    """Raise ArgumentError for settings that have no effect on the device."""
     if settings.sleeps and device.type == "cpu":
-        raise ArgumentError(
-            "vllm_enable_sleep_mode=True cannot act: vLLM has no sleep on CPUs, where its memory is the host's; remove it."
-        )
+        raise ArgumentError("vllm_enable_sleep_mode=True has no effect: vLLM has no sleep mode on CPUs; remove it.")
 
 
-def _write(blueprint: Blueprint, folder: Path) -> None:
-    """Config and tokenizer as `from_pretrained` reads them; what quantizes the policy's base is not vLLM's concern."""
-    config = type(blueprint.config).from_dict(blueprint.config.to_dict())
-    config.architectures = [blueprint.architecture]
+def _write_model_folder(spec: Blueprint, folder: Path) -> None:
+    """Write config and tokenizer for `from_pretrained`, without the policy's quantization config."""
+    config = type(spec.config).from_dict(spec.config.to_dict())
+    config.architectures = [spec.architecture]
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.save_pretrained(folder)
-    blueprint.tokenizer.save_pretrained(folder)
+    spec.tokenizer.save_pretrained(folder)
 
 
-def _answer(output: Any) -> Answer:
-    one = output.outputs[0]
-    ids = tuple(one.token_ids)
-    logprobs = tuple(found[token].logprob for token, found in zip(ids, one.logprobs or (), strict=False))
-    return Answer(ids, logprobs, str(one.finish_reason))
+def _to_answer(output: Any) -> Answer:
+    completion = output.outputs[0]
+    ids = tuple(completion.token_ids)
+    logprobs = tuple(values[token].logprob for token, values in zip(ids, completion.logprobs or (), strict=False))
+    return Answer(ids, logprobs, str(completion.finish_reason))
 
 
 def _used_bytes(device: torch.device) -> int:

@@ -1,19 +1,27 @@
-"""What a vLLM is, told by its workers, and whether it is what a run trains.
+"""Compatibility checks: vLLM's version, and the model and tokenizer that an engine has loaded.
 
-A fingerprint is two hashes: of the sizes in the model's configuration, and of the tokenizer's vocabulary. The weights are not
-in it: they are sent. Both sides compute it with the same function, each from what transformers loaded for it.
+A fingerprint is two hashes: of the sizes in the model's configuration, and of the tokenizer's vocabulary. It excludes the weights,
+which the trainer sends. Trainer and workers compute it with the same function, each from what transformers loaded there.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from lowpeak.errors import EngineError
+from lowpeak.errors import EngineError, require_package
 from lowpeak.vllm.protocol import Facts
+
+logger = logging.getLogger(__name__)
+
+OLDEST = (0, 31)
+BELOW = (0, 34)
+SUPPORTED = f">={OLDEST[0]}.{OLDEST[1]},<{BELOW[0]}.{BELOW[1]}"
 
 SIZES = (
     "model_type",
@@ -26,34 +34,68 @@ SIZES = (
 )
 
 
+def require_vllm(what: str = "use_vllm=True") -> None:
+    """Raise MissingPackageError if vLLM, which `what` needs, is not installed."""
+    # Does not import vLLM, which takes many seconds.
+    otherwise = "; without it the policy itself generates (use_vllm=False)"
+    require_package("vllm", what, "vllm", otherwise, named=f"vLLM {SUPPORTED}")
+
+
+def warn_unsupported(version: str) -> None:
+    """Log a warning if `version` is outside the supported range or cannot be parsed."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or not OLDEST <= (int(match[1]), int(match[2])) < BELOW:
+        logger.warning(
+            "vLLM %s is outside the versions that lowpeak is tested with (%s): loading weights may fail.",
+            version,
+            SUPPORTED,
+        )
+
+
 def fingerprint(config: Any, vocabulary: Mapping[str, int]) -> str:
-    """`model:tokenizer`, 16 hexadecimal digits each.
-
-    Tokens that the model does not embed do not count: with a model's config beside it, transformers may load a tokenizer as a class
-    that adds tokens of its own.
-    """
-    text = _text(config)
-    return f"{_sizes(text)}:{_tokens(vocabulary, getattr(text, 'vocab_size', None))}"
+    """Return `model:tokenizer`, 16 hexadecimal digits each."""
+    # Tokens without an embedding do not count: transformers may load a tokenizer as another class, which adds tokens, if a
+    # model's config lies in the same folder.
+    text = _text_config(config)
+    return f"{_hash_sizes(text)}:{_hash_tokens(vocabulary, getattr(text, 'vocab_size', None))}"
 
 
-def _text(config: Any) -> Any:
+def engine_fingerprint(model: Any) -> str:
+    """Return the fingerprint of vLLM's `ModelConfig`, whose tokenizer is loaded for it."""
+    text = _text_config(model.hf_config)
+    if model.skip_tokenizer_init:
+        return f"{_hash_sizes(text)}:{_hash_tokens({}, None)}"
+    source = str(model.tokenizer), model.tokenizer_revision, bool(model.trust_remote_code)
+    return f"{_hash_sizes(text)}:{_hash_tokenizer(*source, getattr(text, 'vocab_size', None))}"
+
+
+def _text_config(config: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _sizes(text: Any) -> str:
+def _hash_sizes(text: Any) -> str:
     return _digest({name: getattr(text, name, None) for name in SIZES})
 
 
-def _tokens(vocabulary: Mapping[str, int], size: int | None) -> str:
+def _hash_tokens(vocabulary: Mapping[str, int], size: int | None) -> str:
     return _digest(sorted(pair for pair in vocabulary.items() if size is None or pair[1] < size))
 
 
-def _digest(what: Any) -> str:
-    return hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+@cache
+def _hash_tokenizer(name: str, revision: str | None, trust_remote_code: bool, size: int | None) -> str:
+    """Hash the vocabulary that `AutoTokenizer` loads, as in the trainer; once per process."""
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    return _hash_tokens(loaded.get_vocab(), size)
 
 
-def facts_of(config: Any) -> Facts:
-    """The facts of the vLLM that runs in this process, from its `VllmConfig`; without a fingerprint."""
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+
+def read_facts(config: Any) -> Facts:
+    """Return the properties of the vLLM in this process from its `VllmConfig`, without a fingerprint."""
     import vllm
 
     model, cache = config.model_config, config.cache_config
@@ -70,36 +112,18 @@ def facts_of(config: Any) -> Facts:
     )
 
 
-def own_fingerprint(model: Any) -> str:
-    """The fingerprint of vLLM's `ModelConfig`; its tokenizer is loaded for it."""
-    text = _text(model.hf_config)
-    if model.skip_tokenizer_init:
-        return f"{_sizes(text)}:{_tokens({}, None)}"
-    where = str(model.tokenizer), model.tokenizer_revision, bool(model.trust_remote_code)
-    return f"{_sizes(text)}:{_tokens_of(*where, getattr(text, 'vocab_size', None))}"
-
-
-@cache
-def _tokens_of(name: str, revision: str | None, trust_remote_code: bool, size: int | None) -> str:
-    """Of the vocabulary as `AutoTokenizer` has it, which is how the trainer loads it; read once a process."""
-    from transformers import AutoTokenizer
-
-    loaded = AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
-    return _tokens(loaded.get_vocab(), size)
-
-
 def check_same(facts: Facts, model: Any, tokenizer: Any) -> None:
-    """EngineError with both names where vLLM holds another model or tokenizer than the trainer's."""
+    """Raise EngineError, with both names, if vLLM has loaded another model or tokenizer than the trainer's."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     sizes, vocabulary = fingerprint(model.config, tokenizer.get_vocab()).split(":")
-    its_sizes, its_vocabulary = facts.fingerprint.split(":")
-    if sizes != its_sizes:
+    engine_sizes, engine_vocabulary = facts.fingerprint.split(":")
+    if sizes != engine_sizes:
         raise EngineError(
-            f"vLLM has {facts.model!r} loaded, which has other sizes than the model that is trained, {name!r}: start it with "
+            f"vLLM has loaded {facts.model!r}, whose sizes differ from those of the model that is trained, {name!r}: start it with "
             f"`lowpeak serve --model {name}`."
         )
-    if vocabulary != its_vocabulary:
+    if vocabulary != engine_vocabulary:
         raise EngineError(
             f"vLLM's tokenizer, from {facts.model!r}, has another vocabulary than the trainer's, "
-            f"{getattr(tokenizer, 'name_or_path', '') or name!r}: start vLLM with the same (--tokenizer)."
+            f"{getattr(tokenizer, 'name_or_path', '') or name!r}: start vLLM with the same tokenizer (--tokenizer)."
         )

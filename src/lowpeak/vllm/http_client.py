@@ -1,8 +1,8 @@
-"""JSON over HTTP to one server, with a time limit on each request as a whole.
+"""HTTP client for one vLLM server: JSON requests with a total time limit each.
 
-Requests run on one event loop in a background thread, so that they work inside another loop (a notebook's) and Ctrl-C cancels them.
-Connections are not kept: a server closes idle ones at moments of its own, and a request that meets that moment cannot be told
-from one that a dying server dropped.
+Requests run on an event loop in a background thread, so that they also work inside a notebook's loop and Ctrl-C
+cancels them. Connections are not reused: a request that meets the server closing an idle connection looks like one
+that a dying server dropped.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from lowpeak.vllm.serving import find_token
 _MAX_CONNECTIONS = 512
 _TIMEOUT = httpx2.Timeout(None, connect=10.0)  # asyncio.timeout_at bounds the whole request
 _GONE = {503: "is not answering now (503)"}
-_UNSURE = (500, 502, 504)  # a dead engine, or one that failed at this request alone
-_LOOK_SECONDS = 0.2
-# Notice within two minutes that the other host is gone, if no limit was asked for.
+_AMBIGUOUS = (500, 502, 504)  # a dead engine, or one failed request
+_CHECK_SECONDS = 0.2
+# Detect a lost host within two minutes, also if a request has no time limit.
 _KEEP_ALIVE = [
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     *(
@@ -43,13 +43,14 @@ Result = TypeVar("Result")
 
 
 class NoRouteError(EngineError):
-    """A server that lacks a route, or was not started with it."""
+    """Error for a server without a route, or started without it."""
 
 
 class Http:
-    """A server's address, the token it demands (None: the one saved on this host, if any), and requests to it.
+    """HTTP access to a server: its address and token (None: the token saved on this host, if any).
 
-    Raises LostEngineError if the server is gone, broken or too slow, EngineError with the server's own sentence if it refuses.
+    Requests raise LostEngineError if the server is gone, broken or too slow, EngineError with the server's message if
+    it refuses.
     """
 
     def __init__(self, base_url: str, token: str | None = None) -> None:
@@ -59,28 +60,28 @@ class Http:
         self._ssl = ssl.create_default_context()
 
     def get(self, path: str, timeout: float, stopping: Callable[[], bool] = lambda: False) -> Any:
-        """Return the server's JSON, None if it answers nothing; StoppedError once `stopping()` is true."""
-        return run(self._send("GET", path, None, deadline(timeout)), stopping)
+        """Return the server's JSON, None if the response is empty; raise StoppedError once `stopping()` is true."""
+        return run_on_loop(self._send("GET", path, None, deadline(timeout)), stopping)
 
     def post(self, path: str, body: Mapping[str, Any] | None, timeout: float) -> Any:
-        return run(self._send("POST", path, body, deadline(timeout)))
+        return run_on_loop(self._send("POST", path, body, deadline(timeout)))
 
     def post_each(
         self, path: str, bodies: Sequence[Mapping[str, Any]], until: float | None, read: Callable[[Any], Result]
     ) -> tuple[list[Result | None], BaseException | None]:
-        """Post all bodies at once; return what `read` makes of each answer, and the first error.
+        """Post all bodies concurrently; return the result of `read` for each answer, and the first error.
 
-        After an error, and after Ctrl-C, the other requests are cancelled: a server that sees the client go aborts them.
+        After an error or Ctrl-C the other requests are cancelled: a server aborts requests whose client disconnects.
         """
-        return run(self._post_each(path, bodies, until, read))
+        return run_on_loop(self._post_each(path, bodies, until, read))
 
     def exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
-        """Return status and text of one request, whatever they are."""
-        return run(self._exchange(verb, path, body, until))
+        """Return status and text of one request, whatever the status is."""
+        return run_on_loop(self._exchange(verb, path, body, until))
 
     def is_healthy(self) -> bool:
-        """Return whether the server's engine lives; a hung one still says so."""
-        return run(self._is_healthy())
+        """Return whether the server's engine is alive; a hung engine also counts as alive."""
+        return run_on_loop(self._is_healthy())
 
     async def _is_healthy(self) -> bool:
         try:
@@ -94,18 +95,18 @@ class Http:
     ) -> tuple[list[Result | None], BaseException | None]:
         slots = asyncio.Semaphore(_MAX_CONNECTIONS)
 
-        async def one(body: Mapping[str, Any]) -> Result:
+        async def post_one(body: Mapping[str, Any]) -> Result:
             async with slots:
                 return read(await self._send("POST", path, body, until))
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(body)) for body in bodies]
+                tasks = [group.create_task(post_one(body)) for body in bodies]
         except* EngineError:
             pass
-        ended = [task for task in tasks if not task.cancelled()]
-        failed = next((error for task in ended if (error := task.exception()) is not None), None)
-        return [None if task.cancelled() or task.exception() else task.result() for task in tasks], failed
+        completed = [task for task in tasks if not task.cancelled()]
+        failure = next((error for task in completed if (error := task.exception()) is not None), None)
+        return [None if task.cancelled() or task.exception() else task.result() for task in tasks], failure
 
     async def _send(self, verb: str, path: str, body: Any, until: float | None) -> Any:
         status, text = await self._exchange(verb, path, body, until)
@@ -115,12 +116,12 @@ class Http:
             return json.loads(text) if text.strip() else None
         except (ValueError, RecursionError):
             raise EngineError(
-                f"the server at {self.url} answered {path} with something that is not JSON ({text[:80]!r}): is it vLLM?"
+                f"the server at {self.url} answered {path} with {text[:80]!r}, which is not JSON: check that it is vLLM."
             ) from None
 
     async def _exchange(self, verb: str, path: str, body: Any, until: float | None) -> tuple[int, str]:
-        # A client for each request: a pool looks through all of its connections whenever one changes. One with a transport of
-        # its own keeps the environment's proxies out.
+        # One client per request: a pool scans all of its connections whenever one changes. The explicit transport ignores the
+        # environment's proxies.
         transport = httpx2.AsyncHTTPTransport(self._ssl, socket_options=_KEEP_ALIVE)
         try:
             async with (
@@ -130,44 +131,46 @@ class Http:
                 response = await client.request(verb, self.url + path, json=body, headers=self._headers())
                 return response.status_code, response.text
         except TimeoutError:
-            raise LostEngineError(f"the server at {self.url} did not answer {path} in time.") from None
+            raise LostEngineError(f"the server at {self.url} did not answer {path} within the time limit.") from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise LostEngineError(f"no server answers at {self.url}: {_words(error)}.") from error
+            raise LostEngineError(f"no server answers at {self.url}: {_error_text(error)}.") from error
         except httpx2.HTTPError as error:
-            raise LostEngineError(f"the server at {self.url} was lost at {path}: {_words(error)}.") from error
+            raise LostEngineError(f"the server at {self.url} was lost during {path}: {_error_text(error)}.") from error
 
     def _headers(self) -> dict[str, str]:
-        # A server that was started again has saved another token.
+        # Read the saved token for every request, because a restarted server has another one.
         token = self._token or find_token(self._url.host, self._url.port)
         return {"Connection": "close"} | ({"Authorization": f"Bearer {token}"} if token else {})
 
     async def _refusal(self, path: str, status: int, text: str) -> EngineError:
-        """Return the error that a status stands for, with the server's words."""
-        said = f"the server at {self.url}"
+        """Return the error for an HTTP status, with the server's message."""
+        server = f"the server at {self.url}"
         if status == 401:
             return EngineError(
-                f"{said} demands a token that it did not get: set vllm_server_token, or {SERVER_TOKEN} in the environment, to the "
-                "one that it was started with."
+                f"{server} requires a token: set vllm_server_token, or {SERVER_TOKEN} in the environment, to the token that it was "
+                "started with."
             )
-        if status in _GONE or (status in _UNSURE and not await self._is_healthy()):
-            return LostEngineError(f"{said} {_GONE.get(status, f'has lost its engine ({status})')}: {_sentence(text)}")
+        if status in _GONE or (status in _AMBIGUOUS and not await self._is_healthy()):
+            return LostEngineError(
+                f"{server} {_GONE.get(status, f'has lost its engine ({status})')}: {_sentence(text)}"
+            )
         if status in (403, 404, 405):
             return NoRouteError(
-                f"{said} has no {path} ({status}: {_sentence(text)}): start it with `lowpeak serve`, which turns it on."
+                f"{server} has no {path} ({status}: {_sentence(text)}): start it with `lowpeak serve`, which turns it on."
             )
-        return EngineError(f"{said} refused {path} ({status}): {_sentence(text)}")
+        return EngineError(f"{server} refused {path} ({status}): {_sentence(text)}")
 
 
-def run(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], bool] = lambda: False) -> Result:
-    """Run a coroutine on the background loop and return its result; StoppedError once `stopping()` is true.
+def run_on_loop(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], bool] = lambda: False) -> Result:
+    """Run a coroutine on the background loop and return its result; raise StoppedError once `stopping()` is true.
 
-    Whatever ends the wait, Ctrl-C too, cancels the coroutine.
+    Any error during the wait, including Ctrl-C, cancels the coroutine.
     """
     future = asyncio.run_coroutine_threadsafe(coroutine, _loop(os.getpid()))
     try:
-        while not wait([future], _LOOK_SECONDS).done:
+        while not wait([future], _CHECK_SECONDS).done:
             if stopping():
-                raise StoppedError("the run was asked to stop while it waited for a vLLM server.")
+                raise StoppedError("the run was stopped while waiting for a vLLM server.")
         return future.result()
     finally:
         future.cancel()
@@ -175,26 +178,26 @@ def run(coroutine: Coroutine[Any, Any, Result], stopping: Callable[[], bool] = l
 
 @cache
 def _loop(pid: int) -> asyncio.AbstractEventLoop:
-    """Start the loop of this process; a forked child has no thread of its parent's."""
+    """Return this process's event loop; a forked child starts its own, because threads do not survive a fork."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, name="lowpeak-http", daemon=True).start()
     return loop
 
 
 def deadline(seconds: float | None) -> float | None:
-    """Return the moment on the monotonic clock that is `seconds` from now."""
+    """Return the time on the monotonic clock that is `seconds` from now."""
     return None if seconds is None else time.monotonic() + seconds
 
 
-def _words(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
 def _sentence(text: str) -> str:
-    """Return what the server says was wrong: vLLM's own field, else the beginning of its answer."""
+    """Return the server's error message: vLLM's field, otherwise the start of the response."""
     try:
         error = json.loads(text).get("error", text)
-        said = error.get("message", text) if isinstance(error, dict) else error
+        message = error.get("message", text) if isinstance(error, dict) else error
     except (ValueError, AttributeError, RecursionError):
-        said = text
-    return " ".join(str(said).split())[:500] or "it gave no reason"
+        message = text
+    return " ".join(str(message).split())[:500] or "no reason given"

@@ -1,7 +1,7 @@
-"""What the engine asks of one vLLM, in this process or behind a URL; who holds its weights, and who answers prompts.
+"""Protocol of one vLLM, in the training process or behind a URL, and calls to its workers.
 
-Both implementations (`colocated.py`, `server.py`) and the tests' fake have these members and no others, so that
-waves, weights, proof and faults are written once.
+`colocated.py`, `server.py` and the tests' fake implement it, so that waves, weight updates, verification and fault
+handling exist once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter that a vLLM holds: vLLM's `LoRARequest(name, number, folder)`, the folder being on its host."""
+    """LoRA adapter loaded in a vLLM: vLLM's `LoRARequest(name, number, folder)`; the folder is on vLLM's host."""
 
     name: str
     number: int
@@ -29,9 +29,9 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Request:
-    """One completion to be written: token ids in, and vLLM's sampling parameters by name (one completion: no `n`).
+    """Request for one completion: prompt ids and vLLM's sampling parameters by name (without `n`).
 
-    With an `adapter` it is written by the base model with that adapter, which is what the last push gave.
+    The base model answers with the `adapter` of the last push, if any.
     """
 
     prompt_ids: tuple[int, ...]
@@ -41,10 +41,10 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens that came back, the end-of-sequence token included, and the log-prob of each.
+    """Completion from vLLM: its tokens, including the end-of-sequence token, and their log-probs.
 
-    `finish_reason` is vLLM's: "stop", "length", or "abort" where the request was given up before its end. `policy_versions`
-    are the versions of the weights that wrote it, where vLLM tells them.
+    `finish_reason` is vLLM's: "stop", "length", or "abort" if the request was aborted. `policy_versions` are the
+    versions of the weights that generated it, if vLLM reports them.
     """
 
     ids: tuple[int, ...]
@@ -55,12 +55,11 @@ class Answer:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a vLLM says of itself: what it was built from, and how much it can hold.
+    """Properties of a vLLM: the model that it loaded and its capacity.
 
-    `model` is the name or path that it loaded, `fingerprint` a hash of its configuration's sizes and of its tokenizer's
-    vocabulary, `dtype` torch's name of its weights' dtype, `kv_tokens` how many tokens its KV cache holds.
-    With `keeps_to_cache` it starts no more rows of a wave than that holds at their full length, the next as one ends: then a
-    wave may be of any size.
+    `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
+    tokenizer's vocabulary, `dtype` torch's name of the weights' dtype, `kv_tokens` the KV cache's capacity. With
+    `limits_to_cache` vLLM starts no more sequences than the cache fits at full length, so a wave may have any size.
     """
 
     version: str
@@ -72,83 +71,92 @@ class Facts:
     kv_tokens: int
     num_workers: int
     serves_adapters: bool = False
-    keeps_to_cache: bool = False
+    limits_to_cache: bool = False
 
 
 @runtime_checkable
 class Vllm(Protocol):
-    """One vLLM engine; its workers hold its weights, and each has the methods of `weights/extension.py`.
+    """One vLLM engine whose workers have the methods of `weight_sync/worker.py`.
 
-    What an implementation has no need of does nothing here: one in this process is always there, a server keeps its memory.
+    Methods that an implementation does not need do nothing: a colocated vLLM is always ready, a server keeps its
+    memory.
     """
 
     @property
     def in_process(self) -> bool:
-        """Whether its workers live in this process, so that a call's arguments may be tensors; else they are JSON."""
+        """Whether the workers run in this process, so that arguments of calls may be tensors; otherwise they are
+        JSON.
+        """
 
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
-        """What each worker's method returns, in rank order; LostEngineError when one is gone."""
+        """Return what each worker's method returns, in rank order; raise LostEngineError if a worker is gone."""
 
     def facts(self) -> Facts:
-        """What it is; asked once it is there, and again after a restart."""
+        """Return the properties; call it once vLLM is ready, and again after a restart."""
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:
-        """One wave: an answer for each request, in order. LostEngineError when it dies or does not answer in time."""
+        """Complete one wave and return the answers in order.
+
+        Raise LostEngineError if vLLM dies or exceeds the timeout.
+        """
 
     def pause(self) -> None:
-        """Give up what is being written and start nothing until `resume`: weights are about to change."""
+        """Abort running requests and start none until `resume`, because the weights are about to change."""
         return
 
     def resume(self) -> None:
-        """Forget cached keys and values of the old weights, and answer again."""
+        """Drop cached keys and values of the old weights, and accept requests again."""
 
     def wait(self, seconds: float) -> None:
-        """Return when it answers, within `seconds`; EngineError says what was waited for."""
+        """Return once vLLM is ready; raise EngineError after `seconds`."""
         return
 
     def sleep(self) -> None:
-        """Give its memory back, as far as it can; weights may be lost."""
+        """Release memory, as far as possible; the weights may be lost."""
         return
 
     def wake(self) -> None:
-        """Have its memory again."""
+        """Reallocate the memory."""
         return
 
     def close(self) -> None:
-        """Let go of it: an engine of this process is freed, a server is left running."""
+        """Free an engine of this process; leave a server running."""
         return
 
 
-def ask(
+def call_workers(
     vllms: Sequence[Vllm], method: str, arguments: Sequence[Mapping[str, Any]], timeout: float
 ) -> list[list[dict[str, Any]]]:
-    """Return what each worker of each engine answers, all engines at once; EngineError with the first complaint."""
+    """Call a method on the workers of all engines concurrently and return the workers' answers per engine.
 
-    def one(vllm: Vllm, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = vllm.call(method, given, timeout)
+    Raise EngineError with the first error that a worker returned.
+    """
+
+    def call_engine(vllm: Vllm, kwargs: Mapping[str, Any]) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = vllm.call(method, kwargs, timeout)
         for answer in answers:
             if "error" in answer:
                 raise EngineError(answer["error"])
         return answers
 
-    return call_together([partial(one, vllm, given) for vllm, given in zip(vllms, arguments, strict=True)])
+    return call_concurrently(
+        [partial(call_engine, vllm, kwargs) for vllm, kwargs in zip(vllms, arguments, strict=True)]
+    )
 
 
-def call_together(calls: Sequence[Callable[[], Item]]) -> list[Item]:
-    """Make the calls at once; return what they return when all have ended, or raise the first one's error.
-
-    A single call is made in this thread, since its engine may be in this process. Others get threads that end with the process:
-    an executor's would be waited for after Ctrl-C.
-    """
+def call_concurrently(calls: Sequence[Callable[[], Item]]) -> list[Item]:
+    """Make the calls concurrently and return their results, or raise the first error, once all have ended."""
+    # A single call runs in this thread, since its engine may be in this process. The others run in daemon threads: an
+    # executor would wait for its threads after Ctrl-C.
     if len(calls) == 1:
         return [calls[0]()]
-    futures = [start(call) for call in calls]
+    futures = [start_thread(call) for call in calls]
     wait(futures)
     return [future.result() for future in futures]
 
 
-def start(call: Callable[[], Item]) -> Future[Item]:
-    """Make the call in a thread that ends with the process."""
+def start_thread(call: Callable[[], Item]) -> Future[Item]:
+    """Run the call in a daemon thread and return its future."""
     future: Future[Item] = Future()
 
     def run() -> None:

@@ -1,7 +1,8 @@
-"""Requests to vLLM, one per completion with a seed of its own, in waves; and its answers: read from HTTP, checked, as completions.
+"""Requests to vLLM, their distribution over waves and engines, and the validation of the answers.
 
-vLLM's server has two routes with token ids in, token ids and log-probs out: `/inference/v1/generate` tells which weights wrote
-each token; `/v1/completions` is there without `--enable-scale-out`.
+Each completion has a separate request with a separate seed. vLLM's server has two routes that take token ids and return token ids
+and log-probs: `/inference/v1/generate` also returns the weight version of each token; `/v1/completions` exists without
+`--enable-scale-out`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Literal
 
@@ -19,19 +20,19 @@ from lowpeak.arguments import Sampling
 from lowpeak.batching import assign
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
-from lowpeak.vllm.memory_errors import Where, cache_share
+from lowpeak.vllm.engine_args import Location, cache_size_remedy
 from lowpeak.vllm.protocol import Answer, Facts, Request
 
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
 COMPLETIONS: Route = "/v1/completions"
 
-Key = tuple[int, int, tuple[int, ...]]  # a prompt's serial, which of its completions, the prompt's tokens
+Key = tuple[int, int, tuple[int, ...]]  # prompt serial, completion number, prompt ids
 
 
 @dataclass(frozen=True)
-class Row:
-    """One completion to be written: completion `number` of the prompt with this `serial`."""
+class SequenceRequest:
+    """Request for completion `number` of the prompt with this `serial`."""
 
     serial: int
     number: int
@@ -39,8 +40,36 @@ class Row:
 
     @property
     def key(self) -> Key:
-        """What names the completion among those of one policy version and sampling."""
+        """Return the sequence's identity within one policy version and sampling."""
         return self.serial, self.number, self.request.prompt_ids
+
+
+@dataclass
+class PartialAnswers:
+    """Answers of a `generate` call, kept if the call fails, for one policy version and sampling."""
+
+    _answers: dict[Key, Answer] = field(default_factory=dict)
+    _valid_for: tuple[int, Sampling] | None = None
+
+    def begin(self, policy_version: int, sampling: Sampling) -> None:
+        """Drop the kept answers if they have another policy version or sampling."""
+        valid_for = policy_version, replace(sampling, num_generations=0, first_completion=0)
+        if valid_for != self._valid_for:
+            self._answers, self._valid_for = {}, valid_for
+
+    def missing(self, sequences: Iterable[SequenceRequest]) -> list[SequenceRequest]:
+        """Return the sequences that have no answer yet."""
+        return [sequence for sequence in sequences if sequence.key not in self._answers]
+
+    def add(self, sequences: Sequence[SequenceRequest], answers: Mapping[int, Answer]) -> None:
+        """Keep the answers, which are given by the indices of their sequences."""
+        self._answers.update({sequences[i].key: answer for i, answer in answers.items()})
+
+    def pop(self, sequences: Iterable[SequenceRequest]) -> list[Answer]:
+        """Return the answers to these sequences and drop all answers."""
+        answers = [self._answers[sequence.key] for sequence in sequences]
+        self._answers = {}
+        return answers
 
 
 def rows_of(
@@ -49,24 +78,24 @@ def rows_of(
     end_ids: Iterable[int],
     regex: str | None = None,
     more: Mapping[str, Any] | None = None,
-) -> list[Row]:
-    """A row per completion, a prompt's one after another so that vLLM's prefix cache has it once.
+) -> list[SequenceRequest]:
+    """Return one request per completion, grouped by prompt so that vLLM's prefix cache computes each prompt once.
 
-    `regex` is what a completion must match, `more` are vLLM's own sampling parameters.
+    `regex` is what a completion must match; `more` are additional sampling parameters of vLLM.
     """
-    common = {**parameters(sampling, end_ids, regex), **(more or {})}
-    rows = []
+    common = {**sampling_params(sampling, end_ids, regex), **(more or {})}
+    sequences = []
     for prompt in prompts:
         for number in range(sampling.first_completion, sampling.first_completion + sampling.num_generations):
-            own = {} if sampling.temperature == 0 else {"seed": seed_of(sampling, prompt.serial, number)}
-            rows.append(Row(prompt.serial, number, Request(prompt.ids, {**common, **own})))
-    return rows
+            seed = {} if sampling.temperature == 0 else {"seed": completion_seed(sampling, prompt.serial, number)}
+            sequences.append(SequenceRequest(prompt.serial, number, Request(prompt.ids, {**common, **seed})))
+    return sequences
 
 
-def parameters(sampling: Sampling, end_ids: Iterable[int], regex: str | None) -> dict[str, Any]:
-    """vLLM's sampling parameters, as JSON: a completion ends as the native engine's, with the token that ends it.
+def sampling_params(sampling: Sampling, end_ids: Iterable[int], regex: str | None) -> dict[str, Any]:
+    """Return vLLM's sampling parameters as JSON.
 
-    Which tokens end it is said (`ignore_eos` and a list), so that a server's own generation config adds none.
+    A completion includes the token that ends it, as in the native engine.
     """
     params: dict[str, Any] = {
         "max_tokens": sampling.max_new_tokens,
@@ -75,6 +104,7 @@ def parameters(sampling: Sampling, end_ids: Iterable[int], regex: str | None) ->
         "top_p": sampling.top_p,
         "min_p": sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        # An explicit list, so that a server's generation config adds no end tokens.
         "ignore_eos": True,
         "stop_token_ids": sorted(end_ids),
         "logprobs": 0,
@@ -88,26 +118,30 @@ def parameters(sampling: Sampling, end_ids: Iterable[int], regex: str | None) ->
     return params
 
 
-def seed_of(sampling: Sampling, serial: int, number: int) -> int:
-    """The seed of one completion, 62 bits of a hash of (seed, rollout, serial, number): neither waves nor ranks are in it."""
+def completion_seed(sampling: Sampling, serial: int, number: int) -> int:
+    """Return the seed of one completion, which depends on neither waves nor ranks.
+
+    It is 62 bits of a hash of (seed, rollout, serial, number).
+    """
     name = f"{sampling.seed}/{sampling.rollout}/{serial}/{number}".encode()
     return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") >> 2
 
 
-def body_of(request: Request, route: Route) -> dict[str, Any]:
-    """One completion's request; text is made only where a stop string needs it. An adapter is named as a model."""
+def request_body(request: Request, route: Route) -> dict[str, Any]:
+    """Return the JSON body of one completion's request; an adapter is requested as the model's name."""
     params = {"logprobs": 0, **request.params}
-    named = {} if request.adapter is None else {"model": request.adapter.name}
+    model = {} if request.adapter is None else {"model": request.adapter.name}
     if route == COMPLETIONS:
         return (
-            {"prompt": list(request.prompt_ids), "return_token_ids": True, "add_special_tokens": False} | params | named
+            {"prompt": list(request.prompt_ids), "return_token_ids": True, "add_special_tokens": False} | params | model
         )
+    # Detokenise only for stop strings and bad words.
     params.setdefault("detokenize", bool(params.get("stop") or params.get("bad_words")))
-    return {"token_ids": list(request.prompt_ids), "sampling_params": params} | named
+    return {"token_ids": list(request.prompt_ids), "sampling_params": params} | model
 
 
-def read(answer: Any, route: Route, url: str) -> Answer:
-    """The answer to `body_of`; EngineError where it has another form. Whether it can be used is looked at as any engine's is."""
+def parse_answer(answer: Any, route: Route, url: str) -> Answer:
+    """Return the answer to a `request_body`; raise EngineError if its form is wrong. `check_answers` checks its values."""
     try:
         (choice,) = answer["choices"]
         ids = tuple(choice["token_ids"])
@@ -116,85 +150,92 @@ def read(answer: Any, route: Route, url: str) -> Answer:
         versions = _versions(choice.get("weight_versions") or ())
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(
-            f"the server at {url} answered {route} in a form that vLLM does not ({type(error).__name__}: {error}); is its version "
-            "in the supported range?"
+            f"the server at {url} returned a malformed answer to {route} ({type(error).__name__}: {error}); check that its "
+            "vLLM version is in the supported range."
         ) from None
     if not all(isinstance(each, int) and not isinstance(each, bool) for each in ids):
-        raise EngineError(f"the server at {url} returned tokens that are no ids.")
+        raise EngineError(f"the server at {url} returned token ids that are not integers.")
     return Answer(ids, logprobs, str(reason), versions)
 
 
-def _logprobs(found: Mapping[str, Any] | None, route: Route) -> tuple[float, ...]:
-    if found is None:
+def _logprobs(values: Mapping[str, Any] | None, route: Route) -> tuple[float, ...]:
+    if values is None:
         return ()
     if route == COMPLETIONS:
-        return tuple(float(each) for each in found["token_logprobs"])
-    return tuple(float(each["logprob"]) for each in found["content"] or ())
+        return tuple(float(each) for each in values["token_logprobs"])
+    return tuple(float(each["logprob"]) for each in values["content"] or ())
 
 
 def _versions(spans: Any) -> frozenset[int]:
-    """The policy versions among weight versions; vLLM's own word for a checkpoint as it was loaded is none."""
+    """Return the policy versions among weight versions, without vLLM's name for the loaded checkpoint."""
     names = (str(span["version"]) for span in spans)
     return frozenset(int(name) for name in names if name.isdigit())
 
 
-def checked(rows: Sequence[Row], answers: Sequence[Answer], version: int, num_tokens: int | None) -> list[Answer]:
-    """The answers to these rows, written by the weights of `version` from a vocabulary of `num_tokens` (None: any).
+def check_answers(
+    sequences: Sequence[SequenceRequest], answers: Sequence[Answer], version: int, num_tokens: int | None
+) -> list[Answer]:
+    """Return the answers if weights of `version` generated them and they are valid.
 
-    EngineError for too few of them or what is none; LostEngineError, with those that are good, where an answer was given
-    up or was written by other weights.
+    Raise EngineError for a wrong number of answers or an invalid one (`num_tokens` is the vocabulary size, None: any); raise
+    LostEngineError, with the valid answers in `finished`, if requests were aborted or used other weights.
     """
-    if len(answers) != len(rows):
-        raise EngineError(f"vLLM returned {len(answers)} completions for {len(rows)} requests; one for each is needed.")
-    good: dict[int, Answer] = {}
-    given_up, others = 0, set[int]()
-    for i, (row, answer) in enumerate(zip(rows, answers, strict=True)):
+    if len(answers) != len(sequences):
+        raise EngineError(
+            f"vLLM returned {len(answers)} completions for {len(sequences)} requests; it must return one for each."
+        )
+    valid: dict[int, Answer] = {}
+    num_aborted, other_versions = 0, set[int]()
+    for i, (sequence, answer) in enumerate(zip(sequences, answers, strict=True)):
         if answer.finish_reason == "abort":
-            given_up += 1
+            num_aborted += 1
         elif answer.policy_versions - {version}:
-            others |= answer.policy_versions - {version}
+            other_versions |= answer.policy_versions - {version}
         else:
-            _check(row, answer, num_tokens)
-            good[i] = answer
-    if len(good) == len(rows):
+            _check(sequence, answer, num_tokens)
+            valid[i] = answer
+    if len(valid) == len(sequences):
         return list(answers)
     reason = (
-        f"gave up {given_up} of {len(rows)} requests" if given_up else f"answered with the weights of {sorted(others)}"
+        f"aborted {num_aborted} of {len(sequences)} requests"
+        if num_aborted
+        else f"used weights of versions {sorted(other_versions)}"
     )
-    error = LostEngineError(f"vLLM {reason}, while version {version} was asked: who else uses this engine?")
-    error.finished = good
+    error = LostEngineError(f"vLLM {reason} instead of version {version}: check that no other run uses this engine.")
+    error.finished = valid
     raise error
 
 
-def _check(row: Row, answer: Answer, num_tokens: int | None) -> None:
-    where = f"vLLM's completion {row.number} of prompt {row.serial}"
-    count, most = len(answer.ids), int(row.request.params["max_tokens"])
+def _check(sequence: SequenceRequest, answer: Answer, num_tokens: int | None) -> None:
+    name = f"vLLM's completion {sequence.number} of prompt {sequence.serial}"
+    count, most = len(answer.ids), int(sequence.request.params["max_tokens"])
     if not 0 < count <= most or count != len(answer.logprobs):
         raise EngineError(
-            f"{where} has {count} tokens and {len(answer.logprobs)} log-probs; as many of each are needed, from 1 to {most}."
+            f"{name} has {count} tokens and {len(answer.logprobs)} log-probs; the two must be equal, from 1 to {most}."
         )
     if answer.finish_reason not in ("stop", "length") or (answer.finish_reason == "length" and count < most):
         raise EngineError(
-            f"{where} ended with {answer.finish_reason!r} after {count} of {most} tokens, which is no end."
+            f"{name} has finish reason {answer.finish_reason!r} after {count} of {most} tokens; it must be 'stop', or 'length' at "
+            "the limit."
         )
-    _check_values(where, answer, num_tokens)
+    _check_values(name, answer, num_tokens)
 
 
-def _check_values(where: str, answer: Answer, num_tokens: int | None) -> None:
-    wrong = [token for token in answer.ids if token < 0 or (num_tokens is not None and token >= num_tokens)]
-    if wrong:
+def _check_values(name: str, answer: Answer, num_tokens: int | None) -> None:
+    invalid = [token for token in answer.ids if token < 0 or (num_tokens is not None and token >= num_tokens)]
+    if invalid:
         raise EngineError(
-            f"{where} has token {wrong[0]}, which is none of the model's {num_tokens}: another tokenizer?"
+            f"{name} has token {invalid[0]}, outside the model's {num_tokens}: start vLLM with the trainer's tokenizer."
         )
     if not all(math.isfinite(logprob) for logprob in answer.logprobs):
         raise EngineError(
-            f"{where} has log-probs that are NaN or infinite: the policy's weights are broken (a diverged step or a checkpoint "
+            f"{name} has log-probs that are NaN or infinite: the policy's weights are broken (a diverged step or a checkpoint "
             "that was not loaded)."
         )
 
 
-def completion_of(answer: Answer) -> Completion:
-    """The answer as a completion that the policy wrote whole."""
+def to_completion(answer: Answer) -> Completion:
+    """Return the answer as a completion whose tokens are all the policy's."""
     return Completion(
         ids=torch.tensor(answer.ids, dtype=torch.int32),
         logprobs=torch.tensor(answer.logprobs, dtype=torch.float32),
@@ -203,59 +244,64 @@ def completion_of(answer: Answer) -> Completion:
     )
 
 
-def rows_that_fit(all_facts: Sequence[Facts], longest: int, num_callers: int, where: Where) -> int:
-    """Rows of `longest` tokens that the engines' caches hold at once, shared evenly by so many callers.
+def wave_capacity(engines: Sequence[Facts], longest: int, num_callers: int, where: Location) -> int:
+    """Return the sequences of `longest` tokens that fit the engines' caches at once, divided by `num_callers`.
 
-    vLLM queues what does not fit and throws away the keys and values of what it has begun: a wave that fits is never
-    computed twice. EngineError where an engine cannot hold one row.
+    Raise EngineError if one sequence exceeds an engine's cache.
     """
+    # vLLM queues what does not fit and preempts running sequences, dropping their keys and values: a wave that fits is never
+    # computed twice.
     total = 0
-    for facts in all_facts:
+    for facts in engines:
         if facts.kv_tokens < longest:
             raise EngineError(
-                f"One row of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {facts.kv_tokens} "
-                f"tokens: {cache_share(where, 'raise')}, or generate fewer tokens."
+                f"One sequence of {longest} tokens (prompt and completion) does not fit vLLM's KV cache of {facts.kv_tokens} "
+                f"tokens: {cache_size_remedy(where, 'raise')}, or generate fewer tokens."
             )
         total += min(facts.max_num_seqs, facts.kv_tokens // longest)
     return max(1, total // num_callers)
 
 
-def form_waves(rows: Sequence[Row], capacity: int) -> list[list[Row]]:
-    """The rows in as few waves of at most `capacity` as there can be, about equally large, longest prompts first.
+def form_waves(sequences: Sequence[SequenceRequest], capacity: int) -> list[list[SequenceRequest]]:
+    """Split sequences into the fewest waves of at most `capacity`, about equally large, longest prompts first.
 
-    A prompt's rows stay in one wave where that makes no more waves; else its second part finds the prompt in the cache.
+    A prompt's sequences stay in one wave unless that needs more waves; a second part finds the prompt in the prefix cache.
     """
-    ordered = sorted(rows, key=lambda row: (-len(row.request.prompt_ids), row.serial, row.number))
+    ordered = sorted(
+        sequences, key=lambda sequence: (-len(sequence.request.prompt_ids), sequence.serial, sequence.number)
+    )
     num_waves = -(-len(ordered) // capacity)
     waves, start = [], 0
     for wave in range(1, num_waves + 1):
-        stop = _cut(ordered, start, wave, num_waves, capacity)
+        stop = _wave_end(ordered, start, wave, num_waves, capacity)
         waves.append(ordered[start:stop])
         start = stop
     return waves
 
 
-def _cut(rows: Sequence[Row], start: int, wave: int, num_waves: int, capacity: int) -> int:
-    """Where a wave ends that begins at `start`: between two prompts next to an even share, if all rows still fit."""
-    even = len(rows) * wave // num_waves
-    least = max(start + 1, len(rows) - capacity * (num_waves - wave))
-    most = min(start + capacity, len(rows))
-    between = [i for i in range(least, most + 1) if i == len(rows) or rows[i - 1].serial != rows[i].serial]
+def _wave_end(sequences: Sequence[SequenceRequest], start: int, wave: int, num_waves: int, capacity: int) -> int:
+    """Return the end of the wave from `start`: the boundary of two prompts nearest to an even split that fits."""
+    even = len(sequences) * wave // num_waves
+    least = max(start + 1, len(sequences) - capacity * (num_waves - wave))
+    most = min(start + capacity, len(sequences))
+    boundaries = [
+        i for i in range(least, most + 1) if i == len(sequences) or sequences[i - 1].serial != sequences[i].serial
+    ]
     if wave == num_waves:
-        return len(rows)
-    return min(between, key=lambda i: abs(i - even), default=min(max(even, least), most))
+        return len(sequences)
+    return min(boundaries, key=lambda i: abs(i - even), default=min(max(even, least), most))
 
 
-def share(wave: Sequence[Row], num_engines: int) -> list[list[int]]:
-    """Which rows of a wave each engine answers: a prompt's rows together where there are prompts enough, even in tokens."""
+def split_wave(wave: Sequence[SequenceRequest], num_engines: int) -> list[list[int]]:
+    """Return each engine's indices into the wave, balanced by tokens; whole groups if there are enough prompts."""
     parts = [list(part) for _, part in groupby(range(len(wave)), key=lambda i: wave[i].serial)]
     if len(parts) < num_engines:
         parts = [[i] for i in range(len(wave))]
-    shares = assign([_tokens(wave, part) for part in parts], num_engines)
-    return [[i for number in mine for i in parts[number]] for mine in shares]
+    shares = assign([_num_tokens(wave, part) for part in parts], num_engines)
+    return [[i for number in share for i in parts[number]] for share in shares]
 
 
-def _tokens(wave: Sequence[Row], part: Sequence[int]) -> int:
-    """What a prompt's rows may cost: the prompt once, and completions of full length."""
+def _num_tokens(wave: Sequence[SequenceRequest], part: Sequence[int]) -> int:
+    """Return the maximal tokens of sequences that share a prompt: the prompt once, and completions of full length."""
     request = wave[part[0]].request
     return len(request.prompt_ids) + len(part) * int(request.params["max_tokens"])

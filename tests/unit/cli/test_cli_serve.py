@@ -21,8 +21,8 @@ from lowpeak.vllm.serving import Server, ServerProcess, environment, find_token,
 from lowpeak.watchdog import PARENT
 from processes import are_gone
 
-GUARD = "lowpeak.vllm.serving.auth.TokenMiddleware"
-ADAPTERS = "lowpeak.vllm.serving.auth.AdapterMiddleware"
+GUARD = "lowpeak.vllm.serving.middleware.TokenMiddleware"
+ADAPTERS = "lowpeak.vllm.serving.middleware.AdapterMiddleware"
 EXTENSION = "lowpeak.vllm.weight_sync.worker.Extension"
 
 

@@ -19,7 +19,17 @@ from transformers import (
 
 from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
-from lowpeak.rollout import MAX_DRAWS, Draws, choose, draw, keep_likely, penalize, philox, shifted_sum, uniforms
+from lowpeak.rollout import (
+    MAX_DRAWS,
+    UniformDraws,
+    apply_repetition_penalty,
+    draw_tokens,
+    filter_scores,
+    philox,
+    sample_tokens,
+    shifted_cumulative_sum,
+    uniforms,
+)
 
 PLAIN = Sampling(num_generations=1, max_new_tokens=1)
 
@@ -93,7 +103,7 @@ PROMPTS = [Prompt(serial, (1,), "") for serial in (30, 20)]
 def test_draws_are_those_of_each_position_asked_for_alone(num_generations):
     sampling = replace(PLAIN, max_new_tokens=150, seed=4, rollout=6)
     numbers, wave = range(num_generations), [(1, i) for i in range(num_generations)]
-    draws = Draws(2 * num_generations, sampling, torch.device("cpu"))
+    draws = UniformDraws(2 * num_generations, sampling, torch.device("cpu"))
     draws.make(numbers, wave, PROMPTS)
     draws.make(range(num_generations, 2 * num_generations), [(0, i) for i in numbers], PROMPTS)  # begins later
     for first, serial in ((0, 20), (num_generations, 30)):
@@ -101,7 +111,7 @@ def test_draws_are_those_of_each_position_asked_for_alone(num_generations):
         expected = uniforms(sampling, torch.full_like(completions, serial), completions, torch.arange(150))
         positions = (completions + 77) % 150
         assert torch.equal(draws.at(first + completions, positions), expected[completions, positions])
-    greedy = Draws(4, replace(sampling, temperature=0.0), torch.device("cpu"))
+    greedy = UniformDraws(4, replace(sampling, temperature=0.0), torch.device("cpu"))
     greedy.make([0, 1], wave[:2], PROMPTS)
     assert greedy.at(torch.arange(2), torch.zeros(2, dtype=torch.int64)) is None
 
@@ -149,14 +159,14 @@ def test_filters_leave_the_scores_that_transformers_leaves(settings):
     history = torch.randint(0, 300, (16, 9), generator=torch.Generator().manual_seed(2))
     ours = scores
     if sampling.repetition_penalty != 1:
-        ours = penalize(scores, history, sampling.repetition_penalty)
-    torch.testing.assert_close(keep_likely(ours, sampling), _by_transformers(scores, history, sampling))
+        ours = apply_repetition_penalty(scores, history, sampling.repetition_penalty)
+    torch.testing.assert_close(filter_scores(ours, sampling), _by_transformers(scores, history, sampling))
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 20}, {"min_p": 0.05}, {"top_k": 20, "min_p": 0.3}])
 def test_filters_treat_ties_as_transformers_does(settings):
     scores = _scores(ties=True)
-    kept = keep_likely(scores, replace(PLAIN, **settings))
+    kept = filter_scores(scores, replace(PLAIN, **settings))
     expected = _by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), replace(PLAIN, **settings))
     assert torch.equal(kept, expected)
     assert "top_k" not in settings or int((kept > -math.inf).sum(-1).max()) > settings["top_k"] or "min_p" in settings
@@ -165,15 +175,15 @@ def test_filters_treat_ties_as_transformers_does(settings):
 def test_top_p_keeps_as_many_ties_after_a_top_k_as_transformers_does():
     scores = _scores(vocab_size=1000, ties=True)
     sampling = replace(PLAIN, top_k=100, top_p=0.97)
-    kept = (keep_likely(scores, sampling) > -math.inf).sum(-1)
+    kept = (filter_scores(scores, sampling) > -math.inf).sum(-1)
     expected = (_by_transformers(scores, torch.zeros(16, 1, dtype=torch.int64), sampling) > -math.inf).sum(-1)
     assert torch.equal(kept, expected)
 
 
 def test_a_history_padded_with_its_own_token_is_penalized_once():
     scores = _scores(1, 10)
-    once = penalize(scores, torch.tensor([[3, 5]]), 1.5)
-    assert torch.equal(penalize(scores, torch.tensor([[3, 3, 3, 5]]), 1.5), once)
+    once = apply_repetition_penalty(scores, torch.tensor([[3, 5]]), 1.5)
+    assert torch.equal(apply_repetition_penalty(scores, torch.tensor([[3, 3, 3, 5]]), 1.5), once)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 5, 512, 513, 3000])
@@ -183,7 +193,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(vocab_size):
     drawn_at = uniforms(PLAIN, torch.arange(200), torch.arange(200), torch.arange(1))[:, 0]
     ends = scores.softmax(-1).cumsum(-1)
     expected = torch.searchsorted(ends, drawn_at[:, None], right=True)[:, 0]
-    assert torch.equal(draw(scores.float(), drawn_at), expected)
+    assert torch.equal(draw_tokens(scores.float(), drawn_at), expected)
 
 
 @pytest.mark.parametrize("uniform", [0.0, 1 - 2.0**-53])
@@ -191,7 +201,7 @@ def test_a_draw_is_the_inverse_of_the_distribution_function(vocab_size):
 def test_a_removed_token_is_not_drawn_at_either_end(uniform, vocab_size):
     scores = torch.full((1, vocab_size), -math.inf)
     scores[0, [2, vocab_size - 3]] = torch.tensor([1.0, -20.0])
-    token = int(draw(scores, torch.tensor([uniform], dtype=torch.float64)))
+    token = int(draw_tokens(scores, torch.tensor([uniform], dtype=torch.float64)))
     assert token == (2 if uniform == 0 else vocab_size - 3)
 
 
@@ -201,21 +211,23 @@ def test_rare_tokens_of_a_large_vocabulary_keep_their_probability():
     scores[0, 0] = 0.0
     tail = 1e-9 * (vocab_size - 1) / (1 + 1e-9 * (vocab_size - 1))
     inside = torch.tensor([1 - tail / 2], dtype=torch.float64)
-    assert abs(int(draw(scores, inside)) - vocab_size / 2) < 0.001 * vocab_size
+    assert abs(int(draw_tokens(scores, inside)) - vocab_size / 2) < 0.001 * vocab_size
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_a_logprob_is_of_the_full_softmax_before_penalty_and_filters(temperature):
     scores = _scores()
     sampling = replace(PLAIN, temperature=temperature, top_k=3, top_p=0.5, repetition_penalty=1.5)
-    tokens, logprobs = choose(scores, sampling, torch.full((16,), 0.4).double(), torch.zeros(16, 1, dtype=torch.int64))
+    tokens, logprobs = sample_tokens(
+        scores, sampling, torch.full((16,), 0.4).double(), torch.zeros(16, 1, dtype=torch.int64)
+    )
     expected = (scores / temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
     torch.testing.assert_close(logprobs, expected)
 
 
 def test_greedy_takes_the_largest_score_after_the_penalty_and_its_logprob_at_temperature_one():
     scores = torch.tensor([[3.0, 2.9, 0.0]])
-    tokens, logprobs = choose(
+    tokens, logprobs = sample_tokens(
         scores, replace(PLAIN, temperature=0.0, repetition_penalty=1.2), None, torch.tensor([[0]])
     )
     assert tokens.tolist() == [1]
@@ -226,8 +238,8 @@ def test_greedy_takes_the_largest_score_after_the_penalty_and_its_logprob_at_tem
 def test_a_large_batch_is_chosen_in_slices_with_the_same_result_and_arguments_stay(max_elements):
     sampling = replace(PLAIN, **FILTERS["all"])
     rows = (torch.rand(16, generator=torch.Generator().manual_seed(0)).double(), torch.arange(48).view(16, 3))
-    scores, expected = _scores(), choose(_scores(), sampling, *rows)
-    for mine, other in zip(choose(scores, sampling, *rows, max_elements=max_elements), expected, strict=True):
+    scores, expected = _scores(), sample_tokens(_scores(), sampling, *rows)
+    for mine, other in zip(sample_tokens(scores, sampling, *rows, max_elements=max_elements), expected, strict=True):
         assert torch.equal(mine, other)
     assert torch.equal(scores, _scores())  # left as they were
 
@@ -236,8 +248,8 @@ def test_a_large_batch_is_chosen_in_slices_with_the_same_result_and_arguments_st
 def test_rows_may_share_logits_that_stand_there_once(name):
     sampling, sources = replace(PLAIN, **FILTERS[name]), torch.tensor([3, 3, 0, 15, 3])
     rows = (torch.rand(5, generator=torch.Generator().manual_seed(1)).double(), torch.arange(15).view(5, 3))
-    expected = choose(_scores()[sources], sampling, *rows)
-    for mine, other in zip(choose(_scores(), sampling, *rows, sources), expected, strict=True):
+    expected = sample_tokens(_scores()[sources], sampling, *rows)
+    for mine, other in zip(sample_tokens(_scores(), sampling, *rows, sources), expected, strict=True):
         assert torch.equal(mine, other)
 
 
@@ -245,7 +257,7 @@ def test_the_logprob_of_a_token_that_nobody_would_draw_is_finite_and_right():
     scores = torch.ones(1, 700)
     scores[0, 3] = 500.0
     penalized = replace(PLAIN, temperature=0.0, repetition_penalty=1e6)
-    tokens, logprobs = choose(scores, penalized, None, torch.tensor([[3]]))
+    tokens, logprobs = sample_tokens(scores, penalized, None, torch.tensor([[3]]))
     assert tokens.tolist() != [3]
     assert logprobs.tolist() == [-499.0]
 
@@ -253,4 +265,4 @@ def test_the_logprob_of_a_token_that_nobody_would_draw_is_finite_and_right():
 @pytest.mark.parametrize("width", [1, 2, 3, 64, 1000])
 def test_shifted_sums_are_the_running_sum(width):
     values = torch.rand(3, width, dtype=torch.float64, generator=torch.Generator().manual_seed(width))
-    torch.testing.assert_close(shifted_sum(values), values.cumsum(-1), rtol=1e-13, atol=0)
+    torch.testing.assert_close(shifted_cumulative_sum(values), values.cumsum(-1), rtol=1e-13, atol=0)

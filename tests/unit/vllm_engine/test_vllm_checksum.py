@@ -18,10 +18,10 @@ from lowpeak.vllm.weight_sync import (
     ROW_BYTES,
     WIDTH,
     Checksum,
+    ChecksumTable,
     Piece,
-    Sums,
-    fill,
-    read_sums,
+    fill_buckets,
+    read_checksums,
     tensor_checksum,
 )
 
@@ -143,7 +143,7 @@ def _filled(tensors, num_bytes, count, sums=None, held_back=()):
         made.append(torch.zeros(num_bytes, dtype=torch.uint8))
         return made[-1]
 
-    for bucket in fill(slices(tensors, count), buffer, sums, held_back):
+    for bucket in fill_buckets(slices(tensors, count), buffer, sums, held_back):
         lengths.append(len(bucket.data))
         for piece in bucket.pieces:
             parts[piece.name][piece.start : piece.start + piece.count] = piece.values_in(bucket.data)
@@ -165,24 +165,24 @@ def test_one_buffer_serves_all_buckets_and_small_tensors_share_one():
 
 
 def test_a_tensor_whose_slices_are_all_in_one_bucket_is_whole_in_it():
-    (bucket,) = fill(slices(MANY, 64), lambda device: torch.empty(1 << 20, dtype=torch.uint8), None)
+    (bucket,) = fill_buckets(slices(MANY, 64), lambda device: torch.empty(1 << 20, dtype=torch.uint8), None)
     assert [piece.name for piece in bucket.pieces] == list(MANY)
-    assert all(piece.is_whole for piece in bucket.pieces)
+    assert all(piece.is_complete for piece in bucket.pieces)
 
 
 @pytest.mark.parametrize("count", [1, 7, 64, 100000])
 def test_the_sums_are_those_of_the_whole_tensors_sent_or_held_back(count):
-    sums = Sums()
+    sums = ChecksumTable()
     found, _ = _filled(MANY, 200, count, sums, held_back={"b", "e"})
-    assert sums.read() == read_sums({name: tensor_checksum(tensor) for name, tensor in MANY.items()})
+    assert sums.read() == read_checksums({name: tensor_checksum(tensor) for name, tensor in MANY.items()})
     assert torch.equal(found["a"], MANY["a"])
     assert found["b"].eq(-7).all()
 
 
 def test_slices_that_end_before_their_tensor_are_an_error_with_its_name():
-    sums = Sums()
+    sums = ChecksumTable()
     short = [WeightSlice("a.weight", (10,), torch.float32, 0, torch.ones(9))]
-    list(fill(short, lambda device: torch.empty(64, dtype=torch.uint8), sums))
+    list(fill_buckets(short, lambda device: torch.empty(64, dtype=torch.uint8), sums))
     with pytest.raises(EngineError, match=r"a\.weight"):
         sums.read()
 

@@ -10,8 +10,8 @@ import torch
 from lowpeak.arguments import ColocateSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.rollout import RolloutEngine
-from lowpeak.vllm import Answer, Vllm, seed_of
-from vllms import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, scripted_push, slices
+from lowpeak.vllm import Answer, Vllm, completion_seed
+from vllms import SAMPLING, ScriptedVllm, engine_over, prompts, said, scripted, slices
 
 
 def asked(vllm):
@@ -27,7 +27,7 @@ def test_groups_come_in_the_order_of_the_prompts_with_tokens_logprobs_and_ends()
     assert [group.prompt.serial for group in groups] == [0, 1, 2]
     for group in groups:
         for number, completion in enumerate(group.completions):
-            seed = seed_of(SAMPLING, group.prompt.serial, number)
+            seed = completion_seed(SAMPLING, group.prompt.serial, number)
             assert completion.ids.tolist() == [group.prompt.ids[0], 2 + seed % 7, 1 if seed % 2 else 3]
             assert completion.finish_reason == ("stop" if seed % 2 else "length")
             assert completion.loss_mask.all()
@@ -73,7 +73,7 @@ def test_a_wave_is_as_large_as_the_cache_holds_rows_of_full_length_unless_vllm_k
     assert [len(wave) for wave in vllm.waves] == [4, 4, 4]
     assert [len({request.prompt_ids for request in wave}) for wave in vllm.waves] == [1, 1, 1]
     assert [len(wave[0].prompt_ids) for wave in vllm.waves] == [6, 5, 4]
-    vllm = scripted(kv_tokens=4 * 9, keeps_to_cache=True)
+    vllm = scripted(kv_tokens=4 * 9, limits_to_cache=True)
     for settings in ({}, {"batch_size": 6}):
         engine_over(vllm, **settings).generate(prompts(), SAMPLING)
     assert [len(wave) for wave in vllm.waves] == [12, 6, 6]
@@ -96,21 +96,15 @@ def test_after_a_load_that_failed_every_vllm_that_can_goes_on():
             if self.dies_after == 0:
                 raise LostEngineError
 
-    first, second, fails = Paused(said), scripted(), []
-
-    def push(*args, **more):
-        if fails:
-            raise EngineError("P1")
-        return scripted_push(*args, **more)
-
-    engine = engine_over(first, second, push=push)
-    fails.append(1)
+    first, second = Paused(said), scripted()
+    engine = engine_over(first, second)
+    first.push_error = EngineError("P1")
     first.dies_after = 0
     with pytest.raises(EngineError, match="P1") as found:
         engine.load(slices(), 1)
     assert not isinstance(found.value, LostEngineError)
     assert first.events[-2:] == second.events[-2:] == ["pause", "resume"]
-    fails.clear()
+    first.push_error = None
     with pytest.raises(LostEngineError):
         engine.load(slices(), 1)
     assert second.events[-1] == "resume"
@@ -192,7 +186,7 @@ def test_a_malformed_answer_is_one_sentence(bad, match):
     [(answer(finish_reason="abort"), "1 of 4"), (answer(versions=[7]), r"\[7\]")],
 )
 def test_answers_of_other_weights_or_given_up_are_asked_again_after_a_load(bad, match):
-    seeds = [seed_of(SAMPLING, 0, number) for number in range(4)]
+    seeds = [completion_seed(SAMPLING, 0, number) for number in range(4)]
     told = []
 
     def script(request):
@@ -225,8 +219,8 @@ def test_an_engine_that_sleeps_proves_its_weights_when_it_wakes():
 
 
 def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
-    vllm, proofs = scripted(serves_adapters=True), []
-    engine = engine_over(vllm, adapter={"r": 4}, where=ColocateSettings(sleeps=True), prove=proofs.append)
+    vllm = scripted(serves_adapters=True)
+    engine = engine_over(vllm, adapter={"r": 4}, where=ColocateSettings(sleeps=True))
     engine.close()
     engine.wake()
     engine.load(slices(), 1, "base")
@@ -234,7 +228,7 @@ def test_a_base_that_slept_comes_again_and_is_asked_what_is_left_of_it():
     assert engine.slice_form.weights == "adapter"
     engine.sleep()
     engine.wake()
-    assert len(proofs) == 1  # a worker that finds its base gone forgets which tensors it knows
+    assert vllm.num_proofs == 1  # a worker that finds its base gone forgets which tensors it knows
     assert engine.policy_version is None
     assert engine.slice_form.weights == "base"
 
@@ -248,12 +242,9 @@ def test_a_push_that_fails_takes_the_slices_that_others_wait_for_but_ctrl_c_does
             left.pop()
             yield from slices()
 
-    def push(pieces, vllms, settings, version, **more):
-        next(iter(pieces))
-        if version:
-            raise error
-
-    engine = engine_over(scripted(), push=push)
+    vllm = scripted()
+    engine = engine_over(vllm)
+    vllm.push_error = error
     with pytest.raises(type(error)):
         engine.load(endangered(), 1)
     assert len(left) == num_left
@@ -313,7 +304,7 @@ def test_an_engine_needs_a_load_stays_awake_unless_told_to_sleep_and_closes_its_
 
 
 def test_another_seed_or_rollout_draws_anew_and_greedy_needs_no_seed():
-    seeds = {seed_of(replace(SAMPLING, seed=s, rollout=r), 3, 1) for s in (0, 1) for r in (0, 1)}
+    seeds = {completion_seed(replace(SAMPLING, seed=s, rollout=r), 3, 1) for s in (0, 1) for r in (0, 1)}
     assert len(seeds) == 4
     assert all(0 <= seed < 2**62 for seed in seeds)
     vllm = scripted()

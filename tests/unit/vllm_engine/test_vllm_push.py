@@ -12,7 +12,7 @@ from fused import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync import Names, held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import CheckpointNames, held_version, prove, push_weights
 from tiny import tiny_model
 
 
@@ -139,11 +139,11 @@ def test_a_tensor_that_the_models_configuration_asks_for_and_that_did_not_come_i
 
 
 def test_names_that_are_not_the_configurations_tell_nothing_of_what_lacks():
-    names = Names(tiny_model().config)
+    names = CheckpointNames(tiny_model().config)
     own = [name for name, _ in tiny_model().named_parameters()]
     assert names.lacking(own) == []
     assert names.lacking(own[2:]) == sorted(own[:2])
-    assert names.lacking([*own[2:], "another"]) == Names(None).lacking(own) == []
+    assert names.lacking([*own[2:], "another"]) == CheckpointNames(None).lacking(own) == []
 
 
 class TakesTheTop(FusedModel):

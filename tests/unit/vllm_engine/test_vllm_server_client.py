@@ -16,7 +16,17 @@ import pytest
 from fake_server import DROP, GENERATE, FakeServer, completion, error, generated, serving, slow
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
-from lowpeak.vllm import Adapter, Answer, Request, Row, ServerVllm, Vllm, call_together, checked, connect
+from lowpeak.vllm import (
+    Adapter,
+    Answer,
+    Request,
+    SequenceRequest,
+    ServerVllm,
+    Vllm,
+    call_concurrently,
+    check_answers,
+    connect,
+)
 from lowpeak.vllm.serving import Server, ServerProcess
 from served import free_port
 
@@ -261,9 +271,9 @@ def test_an_answer_of_the_right_form_that_cannot_be_used_is_refused(answer, said
     has_version = "weight_versions" in answer["choices"][0]
     with serving(FakeServer(scale_out=has_version)) as fake:
         fake.answers[GENERATE if has_version else "/v1/completions"] = lambda body: (200, answer)
-        rows = [Row(0, 0, request) for request in requests(2)]
+        rows = [SequenceRequest(0, 0, request) for request in requests(2)]
         with pytest.raises(EngineError, match=said):
-            checked(rows, ServerVllm(fake.url).complete([row.request for row in rows]), 3, None)
+            check_answers(rows, ServerVllm(fake.url).complete([row.request for row in rows]), 3, None)
 
 
 @pytest.mark.parametrize(
@@ -350,9 +360,9 @@ def test_calls_run_together_and_answer_in_order_and_a_single_one_in_the_callers_
         meeting.wait()
         return number
 
-    assert call_together([lambda: call(1), lambda: call(2)]) == [1, 2]
-    assert call_together([]) == []
-    assert call_together([threading.current_thread]) == [threading.current_thread()]
+    assert call_concurrently([lambda: call(1), lambda: call(2)]) == [1, 2]
+    assert call_concurrently([]) == []
+    assert call_concurrently([threading.current_thread]) == [threading.current_thread()]
 
 
 def test_the_first_error_is_raised_when_all_calls_have_ended():
@@ -367,7 +377,7 @@ def test_the_first_error_is_raised_when_all_calls_have_ended():
         raise KeyError
 
     with pytest.raises(KeyError):
-        call_together([early, late])
+        call_concurrently([early, late])
     assert ended.is_set()
 
 
@@ -375,7 +385,7 @@ def test_ctrl_c_does_not_wait_for_calls_that_hang():
     hanging = threading.Event()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt), interrupted_soon():
-        call_together([lambda: hanging.wait(10)] * 2)
+        call_concurrently([lambda: hanging.wait(10)] * 2)
     hanging.set()
     assert time.monotonic() - began < 5
 

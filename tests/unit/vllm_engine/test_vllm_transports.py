@@ -15,13 +15,13 @@ from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.vllm.weight_sync import held_version, prove, push_weights
 from lowpeak.vllm.weight_sync.transports import (
-    NcclInlet,
+    NcclReceiver,
     NcclSender,
-    TcpInlet,
+    TcpReceiver,
     TcpSender,
+    check_communicator,
+    host_addresses,
     open_sender,
-    own_addresses,
-    usable,
 )
 from remote import RemoteVllm
 from served import free_port
@@ -97,7 +97,7 @@ def test_a_worker_in_another_network_is_given_this_hosts_addresses():
     )
     with contextlib.closing(open_sender("tcp", [vllm], 512, CPU, 5)) as sender:
         hosts = sender.invitation()["hosts"]
-    assert hosts == own_addresses()
+    assert hosts == host_addresses()
 
 
 def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
@@ -113,7 +113,7 @@ def test_a_stranger_who_sends_a_byte_now_and_then_keeps_nobody_waiting_either():
 
         threading.Thread(target=trickle, daemon=True).start()
         given, began = sender.invitation(), time.monotonic()
-        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+        TcpReceiver(given["hosts"], given["port"], given["token"], 20).close()
         assert time.monotonic() - began < 8
 
 
@@ -133,7 +133,7 @@ class Group:
 
 
 def nccl_sender(form, timeout=10.0):
-    return NcclSender(64, CPU, "127.0.0.1", 2, timeout, form=form)
+    return NcclSender(64, CPU, "127.0.0.1", 2, timeout, make_group=form)
 
 
 def test_both_ends_of_an_update_free_their_communicator_once():
@@ -144,10 +144,10 @@ def test_both_ends_of_an_update_free_their_communicator_once():
         return ours if rank == 0 else theirs
 
     one = nccl_sender(form)
-    one.joined()
+    one.wait_connected()
     given = one.invitation()
     assert given.pop("transport") == "nccl"
-    other = NcclInlet(**given, rank=2, device=CPU, form=form)
+    other = NcclReceiver(**given, rank=2, device=CPU, make_group=form)
     for end in (one, other, one, other):
         end.close()
     assert (ours.ends, theirs.ends) == (1, 1)
@@ -164,7 +164,7 @@ def test_a_group_that_forms_after_its_update_was_given_up_ends_at_once():
 
     one = nccl_sender(form, timeout=0.01)
     with pytest.raises(EngineError, match="vllm_transport='tcp'"):
-        one.joined()
+        one.wait_connected()
     one.close()
     assert not ended.is_set()
     late.set()
@@ -176,15 +176,15 @@ def test_why_a_group_did_not_form_is_told():
         raise OSError("a reason")
 
     with pytest.raises(EngineError, match=r"\(a reason\)"):
-        nccl_sender(form).joined()
+        nccl_sender(form).wait_connected()
 
 
 def test_a_communicator_that_broadcasts_nothing_is_none():
     group = Group()
-    assert usable(group) is group
+    assert check_communicator(group) is group
     group.disabled = True
     with pytest.raises(EngineError, match="NCCL"):
-        usable(group)
+        check_communicator(group)
 
 
 def test_a_worker_that_does_not_know_the_token_gets_nothing():
@@ -194,10 +194,10 @@ def test_a_worker_that_does_not_know_the_token_gets_nothing():
             stranger.sendall(b"0" * 64)
             assert stranger.recv(1) == b""
         with pytest.raises(EngineError, match=HERE):
-            TcpInlet(given["hosts"], given["port"], "0" * 64, 5)
-        TcpInlet(given["hosts"], given["port"], given["token"], 5).close()
+            TcpReceiver(given["hosts"], given["port"], "0" * 64, 5)
+        TcpReceiver(given["hosts"], given["port"], given["token"], 5).close()
     with pytest.raises(EngineError, match=HERE):
-        TcpInlet(given["hosts"], given["port"], given["token"], 5)
+        TcpReceiver(given["hosts"], given["port"], given["token"], 5)
 
 
 @pytest.mark.parametrize("answers", [True, False])
@@ -213,7 +213,7 @@ def test_a_worker_takes_no_weights_from_one_that_does_not_know_the_token(answers
             threading.Thread(target=echo, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(EngineError, match=HERE):
-            TcpInlet(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
+            TcpReceiver(["127.0.0.1"], stranger.getsockname()[1], "0" * 64, 1)
         assert time.monotonic() - began < 5
 
 
@@ -230,5 +230,5 @@ def test_strangers_keep_no_worker_waiting_whatever_they_send(count, data):
             with contextlib.suppress(ConnectionError):
                 stranger.sendall(data)
         began = time.monotonic()
-        TcpInlet(given["hosts"], given["port"], given["token"], 20).close()
+        TcpReceiver(given["hosts"], given["port"], given["token"], 20).close()
         assert time.monotonic() - began < 5

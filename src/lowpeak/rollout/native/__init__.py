@@ -1,4 +1,4 @@
-"""The native engine: batched decoding in PyTorch, with the weights that are trained."""
+"""Native rollout engine: batched decoding in PyTorch, with the weights that are trained."""
 
 from lowpeak.exports import lazy_exports
 

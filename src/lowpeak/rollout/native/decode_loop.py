@@ -1,9 +1,10 @@
-"""The rows that generate together, each at its own position, and what the model is fed for each.
+"""Decode loop of the native engine: sequences that generate together, each at its own position.
 
-A group begins with one prefill of its prompt, after which the first tokens of all its completions are drawn at once.
-Its rows then take slots as there are free ones; one that finds no slot yet copies the prompt's keys and values later,
-from a row of its group. The rows that run are always the first slots, so that no forward computes any other.
-Shapes: P prompts, N rows that run, L columns of the cache with the newest token, V vocabulary.
+A group starts with one prefill of its prompt, after which the first tokens of all its completions are drawn at once.
+Its sequences then take slots as they become free; a sequence without a slot later copies the prompt's keys and values
+from another sequence of its group. The running sequences always have the first slots, so that a forward computes no
+others.
+Shapes: P prompts, N running sequences, L columns of the cache including the newest token, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,176 +20,176 @@ from torch import Tensor, nn
 from lowpeak.arguments import Sampling
 from lowpeak.attention import NAME
 from lowpeak.records import Prompt
-from lowpeak.rollout.native.budget import bytes_per_token, parameter_dtype, text_config
-from lowpeak.rollout.native.cache import SlotCache
-from lowpeak.rollout.native.output import Progress
-from lowpeak.rollout.native.prefill import left_padded, prefill_prompts, share
-from lowpeak.rollout.native.scheduler import Row, Waiting
-from lowpeak.rollout.sampling import Draws, choose
+from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, parameter_dtype, text_config
+from lowpeak.rollout.native.output import OutputBuffer
+from lowpeak.rollout.native.prefill import left_pad, prefill_prompts, split_prefill
+from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
+from lowpeak.rollout.sampling import UniformDraws, sample_tokens
 
-# Attention that adds a mask to its scores takes one that is made already, once for all layers; flash kernels do not.
-_ADD_MASKS = ("sdpa", "eager", NAME)
+# Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
+_ADDITIVE_MASKS = ("sdpa", "eager", NAME)
 
 
-class Running(NamedTuple):
-    """A row in a slot: its number, its prompt, and the column of its newest token less the steps of the batch so far."""
+class RunningSequence(NamedTuple):
+    """Sequence in a slot: its row of the output, its prompt and its offset.
 
-    number: int
+    `offset` is the column of its newest token minus the steps of the loop so far.
+    """
+
+    row: int
     prompt: int
     offset: int
 
 
 @dataclass(eq=False, repr=False)
-class Batch:
-    """Rows in the slots of a cache that never holds more than the budget's tokens."""
+class DecodeLoop:
+    """Generation of all sequences of a call, in the slots of a cache that never exceeds the budget."""
 
     model: nn.Module
-    waiting: Waiting
+    queue: PromptQueue
     kv_cache_bytes: int
     prompts: Sequence[Prompt]
     sampling: Sampling
-    progress: Progress
+    output: OutputBuffer
 
     def __post_init__(self) -> None:
-        self._rows: list[Running] = []
-        self._begun: deque[tuple[int, int]] = deque()  # numbers and prompts of rows that have begun and have no slot
-        self._over: list[bool] = []
+        self._running: list[RunningSequence] = []
+        self._without_slot: deque[tuple[int, int]] = deque()  # rows and prompts of sequences that wait for a slot
+        self._ended: list[bool] = []
         self._num_steps = 0
-        longest = max(self.waiting.lengths, default=0)
-        self._cache = SlotCache(self.waiting.max_tokens, longest + self.sampling.max_new_tokens)
+        longest = max(self.queue.lengths, default=0)
+        self._cache = SlotCache(self.queue.max_tokens, longest + self.sampling.max_new_tokens)
         num_rows = len(self.prompts) * self.sampling.num_generations
-        self._draws = Draws(num_rows, self.sampling, self.progress.device)
-        self._feed = Feed(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.progress)
+        self._draws = UniformDraws(num_rows, self.sampling, self.output.device)
+        self._inputs = DecodeInputs(self.model, [prompt.ids for prompt in self.prompts], self.sampling, self.output)
 
     def run(self) -> None:
-        """Generate all waiting rows into `progress`, whose row of completion c of prompt p is `p x generations + c`.
-
-        One small read per token, of which rows have ended, is all that waits for the device.
-        """
-        while self._fill():
+        """Generate all sequences into `output`; completion c of prompt p is row `p x generations + c`."""
+        # The only host synchronisation is one small read per step: which sequences have ended.
+        while self._admit():
             self._step()
 
-    def _fill(self) -> bool:
-        """Drop rows that have ended and let others enter; whether any row runs now."""
-        changed = any(self._over)
+    def _admit(self) -> bool:
+        """Remove ended sequences and start waiting ones; return whether any sequence runs."""
+        changed = any(self._ended)
         if changed:
-            self._arrange()
-        # One group at most has rows without a slot, so that one of its rows has the prompt in a slot all the time.
-        while not self._begun and (prompts := self.waiting.take(self._num_slots() - len(self._rows))):
+            self._refill_slots()
+        # Only one group at a time may have sequences without a slot, so that a running sequence always has their prompt.
+        while not self._without_slot and (prompts := self.queue.take(self._num_slots() - len(self._running))):
             changed = True
-            for part in share(prompts, self.waiting.lengths):
-                self._begin(part)
-        if changed and self._rows:
-            self._feed.restart([row.number for row in self._rows])
-        return bool(self._rows)
+            for part in split_prefill(prompts, self.queue.lengths):
+                self._start(part)
+        if changed and self._running:
+            self._inputs.restart([sequence.row for sequence in self._running])
+        return bool(self._running)
 
     def _step(self) -> None:
         num_columns = self._num_columns()
-        self._cache.reserve(self._cache.num_slots, num_columns, len(self._rows))
-        logits_NV = self._feed.forward(self._cache, num_columns)
-        uniforms_N = self._draws.at(self._feed.rows_N, self._feed.written_N)
-        history_NL = self._feed.history(num_columns)
-        chosen = choose(logits_NV, self.sampling, uniforms_N, history_NL)
-        self._over = self.progress.add(self._feed.rows_N, *chosen, len(self._rows))
-        self._feed.advance(chosen[0])
+        self._cache.reserve(self._cache.num_slots, num_columns, len(self._running))
+        logits_NV = self._inputs.forward(self._cache, num_columns)
+        uniforms_N = self._draws.at(self._inputs.rows_N, self._inputs.written_N)
+        history_NL = self._inputs.history(num_columns)
+        tokens_N, logprobs_N = sample_tokens(logits_NV, self.sampling, uniforms_N, history_NL)
+        self._ended = self.output.add(self._inputs.rows_N, tokens_N, logprobs_N, len(self._running))
+        self._inputs.advance(tokens_N)
         self._num_steps += 1
 
     def _num_columns(self) -> int:
-        """Columns that the rows take with their newest token."""
-        return self._num_steps + max(row.offset for row in self._rows) + 1
+        """Return the columns that the running sequences use, including their newest tokens."""
+        return self._num_steps + max(sequence.offset for sequence in self._running) + 1
 
     def _num_slots(self, entering: Sequence[int] = ()) -> int:
-        """Slots that the budget holds with rows of the prompts that have begun and those that are `entering`."""
-        begun = [row.prompt for row in self._rows] + [prompt for _, prompt in self._begun]
-        return self.waiting.num_slots([*begun, *entering])
+        """Return the slots that the budget allows with the prompts in the loop and those that are `entering`."""
+        started = [sequence.prompt for sequence in self._running] + [prompt for _, prompt in self._without_slot]
+        return self.queue.num_slots([*started, *entering])
 
-    def _arrange(self) -> None:
-        """Rows that have begun take the slots of those that have ended; the last rows move into what is left."""
-        num_held = len(self._rows)
-        holder = {row.prompt: slot for slot, row in enumerate(self._rows)}
-        free = deque(slot for slot, over in enumerate(self._over) if over)
-        rows = {slot: row for slot, row in enumerate(self._rows) if not self._over[slot]}
-        self._rows, self._over = list(rows.values()), []
+    def _refill_slots(self) -> None:
+        """Give the slots of ended sequences to waiting ones, and fill remaining gaps with the last sequences."""
+        num_used = len(self._running)
+        slot_of_prompt = {sequence.prompt: slot for slot, sequence in enumerate(self._running)}
+        free = deque(slot for slot, ended in enumerate(self._ended) if ended)
+        running = {slot: sequence for slot, sequence in enumerate(self._running) if not self._ended[slot]}
+        self._running, self._ended = list(running.values()), []
         num_slots = self._num_slots()
-        sources: dict[int, int] = {}  # of each slot that is written
-        while self._begun and len(rows) < num_slots:
-            number, prompt = self._begun.popleft()
-            slot = free.popleft() if free else len(rows)
-            rows[slot], sources[slot] = self._entering(number, prompt), holder[prompt]
-        sources |= _close_gaps(rows, free)
-        self._rows = [rows[slot] for slot in range(len(rows))]
+        sources: dict[int, int] = {}  # target slot -> source slot
+        while self._without_slot and len(running) < num_slots:
+            row, prompt = self._without_slot.popleft()
+            slot = free.popleft() if free else len(running)
+            running[slot], sources[slot] = self._entering(row, prompt), slot_of_prompt[prompt]
+        sources |= _close_gaps(running, free)
+        self._running = [running[slot] for slot in range(len(running))]
         if sources:
-            self._reserve(num_slots, num_held)
+            self._reserve(num_slots, num_used)
             self._cache.move(list(sources), list(sources.values()), self._num_columns())
 
-    def _begin(self, prompts: Sequence[int]) -> None:
-        """Prefill prompts, draw the first tokens of their groups, and give slots to as many rows as there are."""
-        logits_PV, prefilled = prefill_prompts(self.model, [self.prompts[i].ids for i in prompts], self.progress.device)
+    def _start(self, prompts: Sequence[int]) -> None:
+        """Prefill prompts, draw the first tokens of their groups, and place as many sequences as there are slots."""
+        logits_PV, prefilled = prefill_prompts(self.model, [self.prompts[i].ids for i in prompts], self.output.device)
         if not self._cache.layers:
-            self._count(prefilled.layers[0].values.dtype)
-        going = self._first_tokens(prompts, logits_PV)
-        num_held, num_slots = len(self._rows), self._num_slots(prompts)
-        taken = going[: num_slots - num_held]
-        self._rows += [self._entering(number, prompt) for number, prompt in taken]
-        self._begun.extend(going[len(taken) :])
-        if taken:
-            self._reserve(num_slots, num_held)
-            place = {prompt: i for i, prompt in enumerate(prompts)}
-            places = [place[prompt] for _, prompt in taken]
-            self._cache.place(prefilled, places, [len(self.prompts[i].ids) for i in prompts], num_held)
+            self._set_budget(prefilled.layers[0].values.dtype)
+        started = self._first_tokens(prompts, logits_PV)
+        num_used, num_slots = len(self._running), self._num_slots(prompts)
+        placed = started[: num_slots - num_used]
+        self._running += [self._entering(row, prompt) for row, prompt in placed]
+        self._without_slot.extend(started[len(placed) :])
+        if placed:
+            self._reserve(num_slots, num_used)
+            index_of_prompt = {prompt: i for i, prompt in enumerate(prompts)}
+            indices = [index_of_prompt[prompt] for _, prompt in placed]
+            self._cache.place(prefilled, indices, [len(self.prompts[i].ids) for i in prompts], num_used)
 
-    def _count(self, dtype: torch.dtype) -> None:
-        """Count the budget in tokens as the cache will store them: under autocast in fewer bytes than parameters."""
+    def _set_budget(self, dtype: torch.dtype) -> None:
+        """Convert the budget to tokens of the cache's dtype, which under autocast is narrower than the parameters'."""
         max_tokens = self.kv_cache_bytes // bytes_per_token(self.model, dtype)
-        self.waiting.set_budget(max_tokens)
+        self.queue.set_budget(max_tokens)
         self._cache.max_tokens = max_tokens
 
     def _first_tokens(self, prompts: Sequence[int], logits_PV: Tensor) -> list[tuple[int, int]]:
-        """Choose the first token of each row of these groups; numbers and prompts of those that go on."""
+        """Draw the first token of each sequence of these groups; return rows and prompts of those that continue."""
         size = self.sampling.num_generations
-        wave = [Row(prompt, completion) for prompt in prompts for completion in range(size)]
-        numbers = [row.prompt * size + row.completion for row in wave]
-        self._draws.make(numbers, wave, self.prompts)
-        self._feed.restart(numbers)
-        rows_N, written_N = self._feed.rows_N, self._feed.written_N
+        wave = [SequenceId(prompt, completion) for prompt in prompts for completion in range(size)]
+        rows = [sequence.prompt * size + sequence.completion for sequence in wave]
+        self._draws.make(rows, wave, self.prompts)
+        self._inputs.restart(rows)
+        rows_N, written_N = self._inputs.rows_N, self._inputs.written_N
         sources_N = torch.arange(len(prompts), device=rows_N.device).repeat_interleave(size)
         uniforms_N = self._draws.at(rows_N, written_N)
-        chosen = choose(logits_PV, self.sampling, uniforms_N, self._feed.history(0), sources_N)
-        over = self.progress.add(rows_N, *chosen, len(numbers))
-        return [(n, row.prompt) for n, row, ended in zip(numbers, wave, over, strict=True) if not ended]
+        sampled = sample_tokens(logits_PV, self.sampling, uniforms_N, self._inputs.history(0), sources_N)
+        ended = self.output.add(rows_N, *sampled, len(rows))
+        return [(row, sequence.prompt) for row, sequence, end in zip(rows, wave, ended, strict=True) if not end]
 
-    def _entering(self, number: int, prompt: int) -> Running:
-        return Running(number, prompt, len(self.prompts[prompt].ids) - self._num_steps)
+    def _entering(self, row: int, prompt: int) -> RunningSequence:
+        return RunningSequence(row, prompt, len(self.prompts[prompt].ids) - self._num_steps)
 
-    def _reserve(self, num_slots: int, num_held: int) -> None:
-        """Room for as many rows as may ever run, and for the newest tokens of those that run now."""
-        most = len(self._rows) + len(self._begun) + self.waiting.num_rows
-        self._cache.reserve(min(num_slots, most), self._num_columns(), num_held)
+    def _reserve(self, num_slots: int, num_used: int) -> None:
+        """Reserve slots for all sequences that may still run, and columns for the running ones."""
+        most = len(self._running) + len(self._without_slot) + self.queue.num_rows
+        self._cache.reserve(min(num_slots, most), self._num_columns(), num_used)
 
 
-def _close_gaps(rows: dict[int, Running], free: Iterable[int]) -> dict[int, int]:
-    """Move the last rows into slots that are free before them; of each slot that is written, where its row was."""
+def _close_gaps(running: dict[int, RunningSequence], free: Iterable[int]) -> dict[int, int]:
+    """Move the last sequences into earlier free slots; return the source slot of each target slot."""
     sources: dict[int, int] = {}
     for slot in free:
-        last = max(rows, default=-1)
+        last = max(running, default=-1)
         if slot < last:
-            rows[slot], sources[slot] = rows.pop(last), last
+            running[slot], sources[slot] = running.pop(last), last
     return sources
 
 
-class Feed:
-    """The newest token of each row of a batch, on the device; a token's column in the cache is its position."""
+class DecodeInputs:
+    """Model inputs of one decode step, on the device; a token's column in the cache is its position."""
 
     def __init__(
-        self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, progress: Progress
+        self, model: nn.Module, prompts: Sequence[Sequence[int]], sampling: Sampling, output: OutputBuffer
     ) -> None:
         self._model = model
         self._size = sampling.num_generations
-        self._progress = progress
-        self._device = progress.device
+        self._output = output
+        self._device = output.device
         self._lengths_P = torch.tensor([len(ids) for ids in prompts], dtype=torch.int64).to(self._device)
-        known = sampling.repetition_penalty != 1 and len(prompts) > 0
-        self._prompts_PL = left_padded(prompts, self._device) if known else None
+        needs_history = sampling.repetition_penalty != 1 and len(prompts) > 0
+        self._prompts_PL = left_pad(prompts, self._device) if needs_history else None
         self._mask_dtype = _mask_dtype(model)
         self.rows_N: Tensor
         self.written_N: Tensor
@@ -196,10 +197,10 @@ class Feed:
         self._tokens_N: Tensor
 
     def restart(self, rows: Sequence[int]) -> None:
-        """Go on with these rows, numbers of the call's, from what they have written."""
+        """Continue with these rows of the output, from their newest tokens."""
         self.rows_N = torch.tensor(rows).to(self._device, non_blocking=True)
-        self.written_N = self._progress.written(self.rows_N)
-        self._tokens_N = self._progress.newest(self.rows_N, self.written_N)
+        self.written_N = self._output.written(self.rows_N)
+        self._tokens_N = self._output.newest(self.rows_N, self.written_N)
         self._columns_N = self._lengths_P[self.rows_N // self._size] + self.written_N - 1
 
     def advance(self, tokens_N: Tensor) -> None:
@@ -207,7 +208,7 @@ class Feed:
         self.written_N, self._columns_N = self.written_N + 1, self._columns_N + 1
 
     def forward(self, cache: SlotCache, num_columns: int) -> Tensor:
-        """The logits [N, V] of the rows' newest tokens, which go into the cache."""
+        """Return the logits [N, V] of the newest tokens and add these to the cache."""
         cache.begin(self._columns_N, num_columns)
         output = self._model(
             input_ids=self._tokens_N[:, None],
@@ -220,17 +221,20 @@ class Feed:
         return output.logits[:, -1]
 
     def history(self, num_columns: int) -> Tensor | None:
-        """The tokens [N, L] that a repetition penalty knows, padded with the prompt's first; None where there is none."""
+        """Return the tokens [N, L] for a repetition penalty, padded with the prompt's first; None without a penalty."""
         if self._prompts_PL is None:
             return None
         prompts_NL = self._prompts_PL[self.rows_N // self._size]
-        written_NL = self._progress.tokens(self.rows_N, num_columns)
+        written_NL = self._output.tokens(self.rows_N, num_columns)
         columns_L = torch.arange(written_NL.shape[1], device=self._device)
         written_NL = torch.where(columns_L < self.written_N[:, None], written_NL, prompts_NL[:, :1])
         return torch.cat([prompts_NL, written_NL], dim=-1)
 
     def _mask(self, num_columns: int) -> Tensor:
-        """What each row sees of the columns: scores to add [N, 1, 1, L] where attention adds them, else 0 and 1 [N, L]."""
+        """Return which columns each sequence attends to.
+
+        Additive scores [N, 1, 1, L] if the attention adds masks, otherwise 0 and 1 [N, L].
+        """
         seen_NL = torch.arange(num_columns, device=self._device) <= self._columns_N[:, None]
         if self._mask_dtype is None:
             return seen_NL.long()
@@ -239,7 +243,7 @@ class Feed:
 
 
 def _mask_dtype(model: nn.Module) -> torch.dtype | None:
-    """The dtype of a mask that is added to the scores, None where transformers is to make the mask."""
+    """Return the dtype of an additive mask, None if transformers has to make the mask."""
     config = text_config(model)
-    prepared = getattr(config, "_attn_implementation", None) in _ADD_MASKS and not getattr(config, "alibi", False)
+    prepared = getattr(config, "_attn_implementation", None) in _ADDITIVE_MASKS and not getattr(config, "alibi", False)
     return parameter_dtype(model) if prepared else None

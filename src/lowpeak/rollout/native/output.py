@@ -1,4 +1,4 @@
-"""When a completion ends: end-of-sequence tokens, stop strings, and what each row has written so far."""
+"""Output of generation: the tokens of each sequence and the detection of its end."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
 from lowpeak.records import Completion
 
-# Tokens before the shortest window that could hold a stop string: a window that starts inside a character or a word
-# decodes differently there, and special tokens have no text of their own.
+# Extra tokens before the shortest window that could contain a stop string: a window that starts inside a character or a word
+# decodes differently there, and special tokens decode to no text.
 _MARGIN = 8
-_BROKEN = 2  # the state of a row whose log-prob is no number; 0 runs, 1 is over
+_NON_FINITE = 2  # state of a sequence with a non-finite log-prob; 0: running, 1: ended
 
 
 def end_token_ids(model: nn.Module, tokenizer: Any, sampling: Sampling) -> frozenset[int]:
-    """The tokens that end a completion: those of the generation config, of the tokenizer, and of `sampling`."""
+    """Return the tokens that end a completion: those of the generation config, of the tokenizer, and of `sampling`."""
     ids = set(sampling.stop_token_ids)
     for owner in (getattr(model, "generation_config", None), tokenizer):
-        found = getattr(owner, "eos_token_id", None)
-        if found is not None:
-            ids.update([found] if isinstance(found, int) else found)
+        end_ids = getattr(owner, "eos_token_id", None)
+        if end_ids is not None:
+            ids.update([end_ids] if isinstance(end_ids, int) else end_ids)
     return frozenset(ids)
 
 
 class StopStrings:
-    """Tells whether the last token of a completion completed one of the stop strings.
+    """Detection of stop strings after each token.
 
-    The same as `any(s in decode(ids) for s in stop)` asked after every token, but only a window of the last tokens is
-    decoded, and only when the new token's own text can hold the last character of a stop string.
+    Equivalent to `any(s in decode(ids) for s in stop)`, but decodes only a window of the last tokens, and only if the
+    new token's text can contain the last character of a stop string.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class StopStrings:
         self._may_complete: dict[int, bool] = {}
 
     def completed(self, ids: Sequence[int]) -> bool:
-        """Whether `ids` contain a stop string that `ids[:-1]` did not."""
+        """Return whether `ids` contain a stop string that `ids[:-1]` did not."""
         if not self._stop or not self.can_complete(ids[-1]):
             return False
         text = self._decode(ids[-self.window :])
@@ -55,7 +55,7 @@ class StopStrings:
     def can_complete(self, token: int) -> bool:
         if token not in self._may_complete:
             text = self._decode([token])
-            # Part of a character decodes to U+FFFD; a space that starts a word may be lost when the word stands alone.
+            # A partial character decodes to U+FFFD; a word decoded alone may lose the space before it.
             unclear = not text or "\ufffd" in text
             self._may_complete[token] = unclear or any(stop[-1] in text or stop[-1] == " " for stop in self._stop)
         return self._may_complete[token]
@@ -64,10 +64,11 @@ class StopStrings:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-class Progress:
-    """What rows have written, on their device; one that has ended or is `max_new_tokens` long takes no more tokens.
+class OutputBuffer:
+    """Tokens and log-probs of all sequences, on their device; a sequence ends by itself or at `max_new_tokens`.
 
-    Shapes: R rows, N of them that are given a token, C tokens of the longest completion. It takes 8 bytes a token.
+    Shapes: R sequences, N of them that receive a token, C tokens of the longest completion. It takes 8 bytes per
+    token.
     """
 
     def __init__(
@@ -89,9 +90,9 @@ class Progress:
         self._ended_R = torch.zeros(num_rows, dtype=torch.bool, device=device)
 
     def add(self, rows_N: Tensor, tokens_N: Tensor, logprobs_N: Tensor, num_computed: int) -> list[bool]:
-        """Give rows that run their next tokens, from a forward of `num_computed` rows; True where a row is over.
+        """Add the next tokens of running sequences, from a forward of `num_computed`; return which have ended.
 
-        This is the one read of a step. EngineError on a log-prob that is NaN or infinite.
+        This is the only device read of a step. Raise EngineError for a NaN or infinite log-prob.
         """
         positions_N = self._written_R[rows_N]
         self._ids_RC[rows_N, positions_N] = tokens_N.to(torch.int32)
@@ -99,9 +100,9 @@ class Progress:
         self._written_R[rows_N] = positions_N + 1
         ended_N = (tokens_N[:, None] == self._end_ids_E).any(dim=-1)
         self._ended_R[rows_N] = ended_N
-        over_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
-        states = torch.where(logprobs_N.isfinite(), over_N.to(torch.int8), _BROKEN).tolist()
-        if _BROKEN in states:
+        finished_N = ended_N | (positions_N + 1 >= self._ids_RC.shape[1])
+        states = torch.where(logprobs_N.isfinite(), finished_N.to(torch.int8), _NON_FINITE).tolist()
+        if _NON_FINITE in states:
             raise EngineError(
                 "The model's logits are NaN or infinite while generating: the policy's weights are broken "
                 "(a diverged step or a checkpoint that was not loaded)."
@@ -112,9 +113,9 @@ class Progress:
         return [bool(state) or i in stopped for i, state in enumerate(states)]
 
     def _stopped(self, rows_N: Tensor, tokens_N: Tensor) -> set[int]:
-        """Which of the rows have just completed a stop string; it is marked as their end."""
+        """Return the sequences that have just completed a stop string, and mark them as ended."""
         tokens = tokens_N.tolist() if self._stops.any else []
-        found: set[int] = set()
+        stopped: set[int] = set()
         for i, token in enumerate(tokens):
             if self._stops.can_complete(token):
                 row = int(rows_N[i])
@@ -122,25 +123,25 @@ class Progress:
                 start = max(0, stop - self._stops.window)
                 if self._stops.completed(self._ids_RC[row, start:stop].tolist()):
                     self._ended_R[row] = True
-                    found.add(i)
-        return found
+                    stopped.add(i)
+        return stopped
 
     def written(self, rows_N: Tensor) -> Tensor:
         return self._written_R[rows_N]
 
     def newest(self, rows_N: Tensor, written_N: Tensor) -> Tensor:
-        """The newest token [N] of each of the rows; any token where there is none."""
+        """Return the newest token [N] of each row; any token if there is none."""
         return self._ids_RC[rows_N, (written_N - 1).clamp(min=0)].long()
 
     def tokens(self, rows_N: Tensor, num_tokens: int) -> Tensor:
-        """The first tokens [N, num_tokens] of the rows at most, zeros where a row has fewer."""
+        """Return at most the first tokens [N, num_tokens] of the rows, zeros beyond a row's end."""
         return self._ids_RC[rows_N, :num_tokens].long()
 
     def completions(self) -> list[Completion]:
-        """The rows as completions; one that has not ended was cut off by its length."""
+        """Return the rows as completions; one that has not ended was truncated by its length."""
         written_R, ended_R = self._written_R.cpu(), self._ended_R.tolist()
         is_written_RC = torch.arange(self._ids_RC.shape[1]) < written_R[:, None]
-        # One tensor with all rows, of which each has a part: a tensor a row is a thousand small copies.
+        # Each row is a view of one tensor: separate tensors would take a thousand small copies.
         ids, logprobs = (x.cpu()[is_written_RC] for x in (self._ids_RC, self._logprobs_RC))
         counts = written_R.tolist()
         masks = torch.ones_like(ids, dtype=torch.bool).split(counts)

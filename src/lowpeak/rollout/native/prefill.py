@@ -1,6 +1,6 @@
-"""Prefill: each prompt that begins goes through the model once, for all rows of its group.
+"""Prefill: one forward of each new prompt, shared by all sequences of its group.
 
-Shapes: P prompts of one forward, L columns that the longest of the prompts takes, V vocabulary.
+Shapes: P prompts of one forward, L columns of the longest of them, V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from transformers.cache_utils import Cache
 
 from lowpeak.rollout.native.cache import PromptLayer
 
-_MAX_TOKENS = 16_384  # padded prompt tokens of one forward: activations take more per token than the cache they leave
+_MAX_TOKENS = 16_384  # padded prompt tokens per forward, because activations take more bytes per token than the cache
 
 Ids = Sequence[Sequence[int]]
 
 
-def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX_TOKENS) -> Iterator[list[int]]:
-    """The prompts of each forward, in order: as many as `max_tokens` padded tokens allow, one at least."""
+def split_prefill(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX_TOKENS) -> Iterator[list[int]]:
+    """Yield the prompts of each forward, in order: as many as `max_tokens` padded tokens allow, at least one."""
     part: list[int] = []
     longest = 0
     for prompt in prompts:
@@ -33,13 +33,13 @@ def share(prompts: Sequence[int], lengths: Sequence[int], max_tokens: int = _MAX
 
 
 def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tuple[Tensor, Cache]:
-    """Logits [P, V] of the first new token of each prompt, and keys and values, right-aligned."""
+    """Return the logits [P, V] of each prompt's first new token, and right-aligned keys and values."""
     lengths = [len(ids) for ids in prompts]
     mask_PL = left_mask(lengths, device)
     positions_PL = None if mask_PL is None else (mask_PL.cumsum(dim=-1) - 1).clamp(min=0)
     cache = Cache(layer_class_to_replicate=PromptLayer)
     output = model(
-        input_ids=left_padded(prompts, device),
+        input_ids=left_pad(prompts, device),
         attention_mask=mask_PL,
         position_ids=positions_PL,
         past_key_values=cache,
@@ -49,17 +49,21 @@ def prefill_prompts(model: nn.Module, prompts: Ids, device: torch.device) -> tup
     return output.logits[:, -1], cache
 
 
-def left_padded(prompts: Ids, device: torch.device) -> Tensor:
-    """Ids [P, L], right-aligned. A row is padded with its own first token: it is masked, and known to the history."""
+def left_pad(prompts: Ids, device: torch.device) -> Tensor:
+    """Return right-aligned ids [P, L], padded with each prompt's first token.
+
+    The padding is masked, and a repetition penalty applies to this token anyway.
+    """
     length = max(len(ids) for ids in prompts)
     rows = [[ids[0]] * (length - len(ids)) + list(ids) for ids in prompts]
     return torch.tensor(rows, dtype=torch.int64).to(device, non_blocking=True)
 
 
 def left_mask(lengths: Sequence[int], device: torch.device) -> Tensor | None:
-    """The mask [P, L] of left-padded rows, L the longest: 0 on padding; None where nothing is padded.
+    """Return the mask [P, L] of left-padded sequences, 0 on padding; None without padding.
 
-    Without a mask attention may use its fastest kernel, and transformers need not ask the device whether all is one.
+    Without a mask attention may use its fastest kernel, and transformers does not read from the device whether all is
+    1.
     """
     num_columns = max(lengths)
     if min(lengths) == num_columns:

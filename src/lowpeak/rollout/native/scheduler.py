@@ -1,4 +1,4 @@
-"""Which rows generate together so that their keys and values fit the budget: by slots of the cache, or in waves."""
+"""Scheduling of sequences within the KV-cache budget: by slots of the cache, or in waves."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import NamedTuple
 from lowpeak.errors import EngineError
 
 
-class Row(NamedTuple):
-    """One row of a wave: which prompt of the call, and which completion of its group."""
+class SequenceId(NamedTuple):
+    """Prompt index within the call, and completion index within the group."""
 
     prompt: int
     completion: int
 
 
-Wave = list[Row]
+Wave = list[SequenceId]
 
 
-class Waiting:
-    """The prompts of a call that have not begun, longest first: `slots x (longest prompt + new) <= max_tokens`.
+class PromptQueue:
+    """Prompts of a call that have not started, longest first: `slots x (longest prompt + new) <= max_tokens`.
 
-    Prompts of like lengths are in the batch together, and the number of slots grows as prompts get shorter. EngineError
-    when not even one row fits.
+    Prompts of similar lengths run together, and the number of slots grows as prompts get shorter. Raise EngineError
+    if not even one sequence fits.
     """
 
     def __init__(self, lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> None:
@@ -34,14 +34,14 @@ class Waiting:
         self.set_budget(max_tokens)
 
     def set_budget(self, max_tokens: int) -> None:
-        """Hold at most so many tokens from now on."""
+        """Limit the cache to `max_tokens` from now on."""
         self.max_tokens = max_tokens
         if self.lengths:
             longest, new = max(self.lengths), self._max_new_tokens
             check_capacity(max_tokens // (longest + new), longest, new, max_tokens)
 
     def num_slots(self, live: Sequence[int]) -> int:
-        """Slots that the budget holds while rows of the prompts `live` and the next one that waits are in them."""
+        """Return the slots that the budget allows with the `live` prompts and the next waiting one."""
         prompts = (*live, *list(self._prompts)[:1])
         longest = max((self.lengths[prompt] for prompt in prompts), default=0)
         return self.max_tokens // (longest + self._max_new_tokens)
@@ -51,32 +51,35 @@ class Waiting:
         return len(self._prompts) * self._num_generations
 
     def take(self, num_rows: int) -> list[int]:
-        """The prompts that begin when `num_rows` rows may: as few as have so many; the last may have more."""
+        """Remove and return the prompts to start for `num_rows` free slots.
+
+        The last prompt may have more sequences than the remaining slots.
+        """
         num_prompts = min(len(self._prompts), -(-max(0, num_rows) // self._num_generations))
         return [self._prompts.popleft() for _ in range(num_prompts)]
 
 
 def form_waves(lengths: Sequence[int], num_generations: int, max_new_tokens: int, max_tokens: int) -> list[Wave]:
-    """Waves of rows with `rows x (longest prompt + max_new_tokens) <= max_tokens`, longest prompts first.
+    """Return waves with `sequences x (longest prompt + max_new_tokens) <= max_tokens`, longest prompts first.
 
-    Prompts of like lengths share a wave, so that little is padded. EngineError when not even one row fits.
+    Prompts of similar lengths share a wave, which reduces padding. Raise EngineError if not even one sequence fits.
     """
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    rows = [Row(prompt, completion) for prompt in longest_first for completion in range(num_generations)]
+    sequences = [SequenceId(prompt, completion) for prompt in longest_first for completion in range(num_generations)]
     waves: list[Wave] = []
-    while rows:
-        longest = lengths[rows[0].prompt]
+    while sequences:
+        longest = lengths[sequences[0].prompt]
         capacity = max_tokens // (longest + max_new_tokens)
         check_capacity(capacity, longest, max_new_tokens, max_tokens)
-        waves.append(rows[:capacity])
-        rows = rows[capacity:]
+        waves.append(sequences[:capacity])
+        sequences = sequences[capacity:]
     return waves
 
 
 def check_capacity(capacity: int, length: int, max_new_tokens: int, max_tokens: int) -> None:
-    """EngineError where a budget of `max_tokens` has no room for one row."""
+    """Raise EngineError if a budget of `max_tokens` has no room for one sequence."""
     if capacity < 1:
         raise EngineError(
-            f"One row of {length} prompt and {max_new_tokens} new tokens does not fit the rollout's KV cache of "
+            f"One sequence of {length} prompt and {max_new_tokens} new tokens does not fit the rollout's KV cache of "
             f"{max_tokens} tokens: raise kv_cache_bytes or generate fewer tokens."
         )

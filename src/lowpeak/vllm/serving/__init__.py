@@ -1,4 +1,4 @@
-"""vLLM servers that lowpeak starts: command line, process, entry point, token."""
+"""vLLM servers: command line, process, authentication."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,7 +1,3 @@
-from lowpeak.vllm.serving.auth import ADAPTER_ROUTE as ADAPTER_ROUTE
-from lowpeak.vllm.serving.auth import TokenMiddleware as TokenMiddleware
-from lowpeak.vllm.serving.auth import find_token as find_token
-from lowpeak.vllm.serving.auth import saved_token as saved_token
 from lowpeak.vllm.serving.command import CPU as CPU
 from lowpeak.vllm.serving.command import LOOPBACK as LOOPBACK
 from lowpeak.vllm.serving.command import Server as Server
@@ -9,5 +5,9 @@ from lowpeak.vllm.serving.command import environment as environment
 from lowpeak.vllm.serving.command import free_ports as free_ports
 from lowpeak.vllm.serving.command import visible as visible
 from lowpeak.vllm.serving.command import words as words
+from lowpeak.vllm.serving.middleware import ADAPTER_ROUTE as ADAPTER_ROUTE
+from lowpeak.vllm.serving.middleware import TokenMiddleware as TokenMiddleware
+from lowpeak.vllm.serving.middleware import find_token as find_token
+from lowpeak.vllm.serving.middleware import saved_token as saved_token
 from lowpeak.vllm.serving.process import ServerProcess as ServerProcess
 from lowpeak.vllm.serving.process import served as served

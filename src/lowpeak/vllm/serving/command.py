@@ -1,4 +1,4 @@
-"""The command line and the environment of one vLLM server: vLLM's own, and what weight updates need."""
+"""Command line and environment of a vLLM server."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from dataclasses import dataclass, field
 
 from lowpeak.arguments import SERVER_TOKEN, url_of
 from lowpeak.errors import ArgumentError
+from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS
 from lowpeak.vllm.serving.entrypoint import SCALE_OUT
-from lowpeak.vllm.versions import ALWAYS
 from lowpeak.watchdog import PARENT
 
 LOOPBACK = "127.0.0.1"
 CPU = "cpu"
-_CPU_CACHE = 1 << 30
-_ADAPTERS = "lowpeak.vllm.serving.auth.AdapterMiddleware"
-_GUARD = "lowpeak.vllm.serving.auth.TokenMiddleware"
-_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_CPU_CACHE_BYTES = 1 << 30
+_ADAPTER_MIDDLEWARE = "lowpeak.vllm.serving.middleware.AdapterMiddleware"
+_TOKEN_MIDDLEWARE = "lowpeak.vllm.serving.middleware.TokenMiddleware"
+_RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LAST_PORT = 65535
-_TAKEN = ("worker-extension-cls", "api-key", "uds")
+_RESERVED = ("worker-extension-cls", "api-key", "uds")
 
 
 @dataclass(frozen=True)
 class Server:
-    """A server to start: `devices` are those that it sees (empty: all, `("cpu",)`: none), `options` are vLLM's, as written."""
+    """Specification of a server.
+
+    `devices` are visible to it (empty: all, `("cpu",)`: none), `options` are vLLM's, as the user wrote them.
+    """
 
     model: str
     host: str = LOOPBACK
@@ -42,82 +45,82 @@ class Server:
         if not self.model:
             raise ArgumentError("a server needs --model, the folder or hub name of the model that is trained.")
         if not 1 <= self.port <= _LAST_PORT:
-            raise ArgumentError(f"--port {self.port} is no port; use one from 1 to {_LAST_PORT}.")
+            raise ArgumentError(f"--port {self.port} is not a port; use one from 1 to {_LAST_PORT}.")
         if self.tensor_parallel_size < 1:
             raise ArgumentError(f"the tensor parallel size {self.tensor_parallel_size} must be at least 1.")
-        for option in _TAKEN:
+        for option in _RESERVED:
             if _has(self.options, option):
-                raise ArgumentError(f"--{option} is lowpeak's own to set; leave it out (a token is --token).")
+                raise ArgumentError(f"--{option} is set by lowpeak; remove it (for a token use --token).")
         if 1 < len(self.devices) < self.tensor_parallel_size:
             raise ArgumentError(
-                f"--tensor_parallel_size {self.tensor_parallel_size} needs as many devices, and {len(self.devices)} were named."
+                f"--tensor_parallel_size {self.tensor_parallel_size} needs as many devices, but {len(self.devices)} were given."
             )
 
     @property
     def url(self) -> str:
-        """The address for a client on this host."""
+        """Return the address for a client on this host."""
         return url_of(self.host, self.port)
 
 
 def words(server: Server) -> list[str]:
-    """Return the command; an option that the user wrote replaces ours.
-
-    Log-probs are of the full softmax, the cache serves a group's prompt once, and a request alone says how it is sampled: defaults
-    that a checkpoint brings along are off. On a CPU, where vLLM's share is nine tenths of all the host's memory, the KV cache is
-    bounded unless the user sets either.
-    """
-    ours: dict[str, str | None] = {
+    """Return the server's command; the user's options replace the defaults."""
+    defaults: dict[str, str | None] = {
         "model": server.model,
         "host": server.host,
         "port": str(server.port),
         "tensor-parallel-size": str(server.tensor_parallel_size),
-        **{name.replace("_", "-"): value for name, value in ALWAYS.items()},
+        **{name.replace("_", "-"): value for name, value in COMMON_ENGINE_ARGS.items()},
         "enable-prefix-caching": None,
         SCALE_OUT.removeprefix("--"): None,
     }
     if server.dtype is not None:
-        ours["dtype"] = server.dtype
+        defaults["dtype"] = server.dtype
+    # On a CPU vLLM's share would be nine tenths of the host's memory.
     if server.devices == (CPU,) and not _has(server.options, "gpu-memory-utilization"):
-        ours["kv-cache-memory-bytes"] = str(_CPU_CACHE)
+        defaults["kv-cache-memory-bytes"] = str(_CPU_CACHE_BYTES)
     added: list[str] = []
-    for name, value in ours.items():
+    for name, value in defaults.items():
         if not _has(server.options, name):
             added += [f"--{name}"] if value is None else [f"--{name}", value]
-    # The last middleware stands before all others.
-    middleware = ["--middleware", _ADAPTERS, *server.options, "--middleware", _GUARD]
+    # Requests pass the last middleware first.
+    middleware = ["--middleware", _ADAPTER_MIDDLEWARE, *server.options, "--middleware", _TOKEN_MIDDLEWARE]
     return [sys.executable, "-m", "lowpeak.vllm.serving.entrypoint", *added, *middleware]
 
 
 def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the server's environment: its devices, the routes that weight updates need, the process that started it.
-
-    On a CPU, vLLM's default binds each server's threads to the first cores and asserts on two workers: it is off unless set.
+    """Return the server's environment: its devices, the switch of the weight-update routes, the id of its parent
+    process.
     """
-    found = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **inherited}
-    for name in (*_RANKS, "VLLM_API_KEY"):  # vLLM's own key guards less than the token does
-        found.pop(name, None)
-    found |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), SERVER_TOKEN: server.token}
-    return found | visible(server.devices, inherited)
+    # On a CPU, vLLM's default binds each server's threads to the first cores, and an assertion fails with two workers.
+    variables = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", **inherited}
+    # The token replaces vLLM's key, which protects fewer routes.
+    for name in (*_RANK_VARIABLES, "VLLM_API_KEY"):
+        variables.pop(name, None)
+    variables |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), SERVER_TOKEN: server.token}
+    return variables | visible(server.devices, inherited)
 
 
 def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that show a process these devices alone (none: no change); indexes count those visible here."""
+    """Return the variables that make only these devices visible to a process (none: no change).
+
+    Indices count the devices that are visible here.
+    """
     if not devices:
         return {}
     if tuple(devices) == (CPU,):
         return {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
-    if here and any(each.isdigit() and int(each) >= len(here) for each in devices):
+    visible_here = [each.strip() for each in inherited.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    if visible_here and any(each.isdigit() and int(each) >= len(visible_here) for each in devices):
         raise ArgumentError(
-            f"the devices {', '.join(devices)} are not all there: CUDA_VISIBLE_DEVICES shows {len(here)} here."
+            f"the devices {', '.join(devices)} are not all visible: CUDA_VISIBLE_DEVICES has {len(visible_here)}."
         )
-    shown = ",".join(here[int(each)] if here and each.isdigit() else each for each in devices)
+    value = ",".join(visible_here[int(each)] if visible_here and each.isdigit() else each for each in devices)
     variables = ["CUDA_VISIBLE_DEVICES", *(["HIP_VISIBLE_DEVICES"] if "HIP_VISIBLE_DEVICES" in inherited else [])]
-    return dict.fromkeys(variables, shown)
+    return dict.fromkeys(variables, value)
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return different ports that are free now at the address `host` (empty: at all of this machine's)."""
+    """Return different ports that are free now at the address `host` (empty: at all addresses of this machine)."""
     probes = [socket.create_server((host, 0)) for _ in range(count)]
     ports = [int(probe.getsockname()[1]) for probe in probes]
     for probe in probes:

@@ -1,7 +1,6 @@
-"""vLLM's API server as a process: `python -m lowpeak.vllm.serving.entrypoint --model ...`, with vLLM's own options.
+"""Entry point of vLLM's API server: `python -m lowpeak.vllm.serving.entrypoint --model ...`, with vLLM's options.
 
-The processes that vLLM spawns import this module again, as multiprocessing does with a main module: so they, too, watch their
-parent. `vllm serve` is not used: it looks for a distribution named vllm, which the CPU build has not.
+`vllm serve` is not used, because it looks for a distribution named vllm, which the CPU build lacks.
 """
 
 from __future__ import annotations
@@ -15,20 +14,23 @@ from lowpeak.watchdog import PARENT, end_with_parent, watch_forks
 SCALE_OUT = "--enable-scale-out"
 _CHUNKED = ("--enable-chunked-prefill", "--no-enable-chunked-prefill")
 
+# Processes that vLLM spawns import this module again as their main module, so they watch their parent too.
 if PARENT in os.environ:
-    end_with_parent(first=__name__ == "__main__")  # spawned processes import it as __mp_main__
+    # In spawned processes the module's name is __mp_main__.
+    end_with_parent(first=__name__ == "__main__")
     watch_forks()
 
 
 def main() -> None:
-    """Call vLLM's server with the settings of `sys.argv`."""
+    """Run vLLM's server with the options in `sys.argv`."""
     if SCALE_OUT in sys.argv and not _has(SCALE_OUT):
         sys.argv.remove(SCALE_OUT)
     if _on_cpu() and not any(word.replace("_", "-").split("=")[0] in _CHUNKED for word in sys.argv):
         sys.argv.append(_CHUNKED[1])
     try:
         from vllm.entrypoints.launchers.api_server.entry import main as serve
-    except ImportError:  # before vLLM 0.32
+    except ImportError:
+        # Before vLLM 0.32.
         runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
     else:
         serve()
@@ -42,7 +44,7 @@ def _on_cpu() -> bool:
 
 
 def _has(option: str) -> bool:
-    """Return whether this version of vLLM's server takes the option."""
+    """Return whether this version of vLLM's server accepts the option."""
     from dataclasses import fields
 
     try:

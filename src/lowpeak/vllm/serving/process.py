@@ -1,7 +1,7 @@
-"""A vLLM server as a child of this process: started in a separate process group, watched, and ended with all its processes.
+"""vLLM server as a child process, in a separate process group that ends with it.
 
-What can go wrong on the way out was measured with vLLM 0.32: SIGTERM with requests under way hung in most runs, and a killed API
-server left its engine running. So requests are given up first, SIGTERM gets a few seconds, and the group is killed in any case.
+With vLLM 0.32, SIGTERM during requests hung in most trials, and a killed API server left its engine running. So
+`stop` aborts requests first, gives SIGTERM a few seconds, and then kills the process group.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lowpeak.errors import EngineError
+from lowpeak.vllm.engine_args import LaunchedServer, memory_remedy
 from lowpeak.vllm.http_client import Http, deadline
-from lowpeak.vllm.memory_errors import Launched, remedy
 from lowpeak.vllm.serving.command import Server, environment, words
 
 _ABORT_SECONDS = 2.0
@@ -30,7 +30,9 @@ _UNKNOWN_OPTION = 2  # argparse's exit status
 
 @dataclass(eq=False)
 class ServerProcess:
-    """A server; its output goes to the file `log` (None: to this process's). `command` makes its command line."""
+    """One server process; its output goes to the file `log` (None: to this process's output). `command` returns its
+    command line.
+    """
 
     server: Server
     inherited: Mapping[str, str] = field(repr=False)
@@ -40,15 +42,15 @@ class ServerProcess:
     def __post_init__(self) -> None:
         self._http = Http(self.server.url, self.server.token)
         self._process: subprocess.Popen[bytes] | None = None
-        self._log_start = 0  # where this life's output begins
+        self._log_start = 0  # offset of the output since the last start
 
     @property
     def pid(self) -> int | None:
-        """The id of its process and of its group; None if it was not started."""
+        """Return the id of the process and of its group; None before `start`."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
-        """Start the server, or start it again; its output is appended to the log."""
+        """Start the server, or restart it; its output is appended to the log."""
         with ExitStack() as files:
             out = None
             if self.log is not None:
@@ -65,7 +67,7 @@ class ServerProcess:
             )
 
     def status(self) -> int | None:
-        """Return the exit status, None while it runs; end the processes that it has left behind."""
+        """Return the exit status, None while the server runs; kill the processes that an ended server left."""
         assert self._process is not None
         status = self._process.poll()
         if status is not None:
@@ -73,16 +75,17 @@ class ServerProcess:
         return status
 
     def is_ready(self) -> bool:
-        """Return whether it answers."""
+        """Return whether the server answers."""
         return self._http.is_healthy()
 
     def stop(self) -> None:
-        """End the server and all its processes within seven seconds, in whatever state it is."""
+        """End the server and its process group within seven seconds, in any state."""
         if self._process is None:
             return
         if self._process.poll() is None:
             with suppress(EngineError):
-                self._http.exchange("POST", "/pause?mode=abort", None, deadline(_ABORT_SECONDS))  # whatever it answers
+                # The status does not matter: SIGTERM follows in any case.
+                self._http.exchange("POST", "/pause?mode=abort", None, deadline(_ABORT_SECONDS))
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_TERM_SECONDS)
@@ -90,25 +93,30 @@ class ServerProcess:
         self._process.wait()
 
     def _kill_group(self) -> None:
-        # The leader's id names the group for as long as one member lives.
+        # The group's id remains valid while any member is alive.
         assert self._process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def describe_end(self, status: int) -> str:
-        """Return a sentence about its end, the last lines of its log, and what to change if memory or the context was too small."""
-        said = f"the vLLM server of {self.server.url} ended with status {status}"
+        """Return a message with the exit status, the end of the log and possible remedies."""
+        sentence = f"the vLLM server of {self.server.url} ended with status {status}"
         if self.log is None:
-            return f"{said}; its output stands above."
+            return f"{sentence}; its output is above."
         text = self.log.read_bytes()[self._log_start :].decode("utf-8", errors="replace")
         end = "\n".join(text.splitlines()[-_LINES:])
-        advice = "" if status == _UNKNOWN_OPTION else f"\n{remedy(Launched(self.server.tensor_parallel_size))}"
-        return f"{said}; the end of {self.log}:\n{end}{advice}"
+        advice = (
+            "" if status == _UNKNOWN_OPTION else f"\n{memory_remedy(LaunchedServer(self.server.tensor_parallel_size))}"
+        )
+        return f"{sentence}; the end of {self.log}:\n{end}{advice}"
 
 
 @contextmanager
 def served(server: Server, log: Path) -> Iterator[None]:
-    """Run the block while the server answers; EngineError with the end of its log if it ends before, or takes too long."""
+    """Run the block while the server answers.
+
+    Raise EngineError with the end of its log if it ends early or starts too slowly.
+    """
     process = ServerProcess(server, os.environ, log)
     process.start()
     try:

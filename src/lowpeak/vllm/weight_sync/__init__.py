@@ -1,4 +1,4 @@
-"""Weight sync from the policy to vLLM: sent in buckets, checked by their sums, then committed."""
+"""Weight updates of vLLM: send the policy's weights, load them in the workers, and verify them."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,7 +1,7 @@
+from lowpeak.vllm.weight_sync.buckets import ChecksumTable as ChecksumTable
 from lowpeak.vllm.weight_sync.buckets import Piece as Piece
-from lowpeak.vllm.weight_sync.buckets import Sums as Sums
-from lowpeak.vllm.weight_sync.buckets import fill as fill
-from lowpeak.vllm.weight_sync.buckets import read_sums as read_sums
+from lowpeak.vllm.weight_sync.buckets import fill_buckets as fill_buckets
+from lowpeak.vllm.weight_sync.buckets import read_checksums as read_checksums
 from lowpeak.vllm.weight_sync.checksum import MIX_1 as MIX_1
 from lowpeak.vllm.weight_sync.checksum import MIX_2 as MIX_2
 from lowpeak.vllm.weight_sync.checksum import PLACE as PLACE
@@ -11,9 +11,9 @@ from lowpeak.vllm.weight_sync.checksum import Checksum as Checksum
 from lowpeak.vllm.weight_sync.checksum import tensor_checksum as tensor_checksum
 from lowpeak.vllm.weight_sync.lora import adapter_config as adapter_config
 from lowpeak.vllm.weight_sync.push import PushReport as PushReport
-from lowpeak.vllm.weight_sync.push import exhaust as exhaust
+from lowpeak.vllm.weight_sync.push import exhaust_slices as exhaust_slices
 from lowpeak.vllm.weight_sync.push import held_version as held_version
 from lowpeak.vllm.weight_sync.push import prove as prove
 from lowpeak.vllm.weight_sync.push import push_weights as push_weights
-from lowpeak.vllm.weight_sync.receiver import Names as Names
+from lowpeak.vllm.weight_sync.receiver import CheckpointNames as CheckpointNames
 from lowpeak.vllm.weight_sync.worker import Extension as Extension

@@ -1,4 +1,4 @@
-"""Slices gathered into buckets of bounded size: one buffer, filled again and again, and what lies where in it."""
+"""Buckets of bounded size: weight slices packed into one reused buffer, with the location of each piece."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from lowpeak.records import WeightSlice
 from lowpeak.vllm.weight_sync.checksum import Checksum
 
 Key = TypeVar("Key", bound=Hashable)
-ALIGNMENT = 64  # of a piece in the bucket, plus what puts its words where the tensor has them
+ALIGNMENT = 64  # of a piece in the bucket, plus its offset within an 8-byte word of the tensor
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A flat range of one tensor in a bucket: `count` elements from `start`, which lie from byte `offset` on."""
+    """Flat range of one tensor within a bucket.
+
+    It has `count` elements from the tensor's element `start`, at byte `offset` of the bucket.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -33,7 +36,7 @@ class Piece:
         return torch.Size(self.shape).numel()
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.count == self.numel
 
     def values_in(self, bucket: Tensor) -> Tensor:
@@ -43,132 +46,138 @@ class Piece:
         return asdict(self) | {"shape": list(self.shape), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @staticmethod
-    def from_json(given: Mapping[str, Any]) -> Piece:
-        return Piece(**{**given, "shape": tuple(given["shape"]), "dtype": getattr(torch, given["dtype"])})
+    def from_json(fields: Mapping[str, Any]) -> Piece:
+        return Piece(**{**fields, "shape": tuple(fields["shape"]), "dtype": getattr(torch, fields["dtype"])})
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Pieces and the bytes that hold them; good until the next bucket is asked for."""
+    """Pieces and their bytes; valid until the next bucket is requested."""
 
     pieces: tuple[Piece, ...]
     data: Tensor
 
 
 @dataclass
-class Sums:
-    """The checksum of every tensor that passed, whether it was sent or held back, and what they took."""
+class ChecksumTable:
+    """Checksums of all tensors of an update, sent or skipped, and the seconds they took."""
 
     of: dict[str, Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     _open: dict[str, Checksum] = field(default_factory=dict)
-    _left: dict[str, int] = field(default_factory=dict)
+    _num_missing: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, num_bytes: int, first: int, values: Tensor, source: Tensor | None = None) -> None:
-        """Take a range of a tensor of `num_bytes`, whose first byte is `first`; from `source` where one is given, see Checksum."""
+        """Add a range of a tensor of `num_bytes` that starts at byte `first`; for `source` see `Checksum.add`."""
         if name not in self._open:
             self._open[name] = Checksum(num_bytes, values.device)
-            self._left[name] = num_bytes
+            self._num_missing[name] = num_bytes
         self._open[name].add(first, values, source)
-        self._left[name] -= values.numel() * values.element_size()
-        if not self._left[name]:
+        self._num_missing[name] -= values.numel() * values.element_size()
+        if not self._num_missing[name]:
             total = self._open.pop(name)
             self.of[name] = total.value()
             self.seconds += total.seconds
 
     def read(self) -> dict[str, str]:
-        """All of them as hexadecimal, read from the device together; EngineError where a tensor is not whole."""
+        """Return all checksums as hexadecimal; raise EngineError if a tensor is incomplete."""
         if self._open:
-            raise EngineError(f"The slices of {few(self._open)} ended before the tensor did.")
-        return read_sums(self.of)
+            raise EngineError(f"The slices of {shorten_names(self._open)} do not cover the whole tensor.")
+        return read_checksums(self.of)
 
 
-def read_sums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
-    """Checksums as hexadecimal, which JSON keeps whole; one read for each device that they live on."""
-    found: dict[Key, str] = {}
+def read_checksums(sums: Mapping[Key, Tensor]) -> dict[Key, str]:
+    """Return checksums as hexadecimal, which JSON keeps exactly; one device-to-host copy per device."""
+    texts: dict[Key, str] = {}
     for device in {value.device for value in sums.values()}:
         names = [name for name, value in sums.items() if value.device == device]
         numbers = torch.stack([sums[name] for name in names]).tolist()
-        found |= {name: f"{number % 2**64:016x}" for name, number in zip(names, numbers, strict=True)}
-    return found
+        texts |= {name: f"{number % 2**64:016x}" for name, number in zip(names, numbers, strict=True)}
+    return texts
 
 
-def few(names: Iterable[str], most: int = 5) -> str:
-    """Return a handful of names, and how many more there are."""
-    found = sorted(names)
-    more = f" and {len(found) - most} more" if len(found) > most else ""
-    return ", ".join(found[:most]) + more
+def shorten_names(names: Iterable[str], most: int = 5) -> str:
+    """Return the first names and the number of the others."""
+    ordered = sorted(names)
+    more = f" and {len(ordered) - most} more" if len(ordered) > most else ""
+    return ", ".join(ordered[:most]) + more
 
 
-def fill(
+def fill_buckets(
     slices: Iterable[WeightSlice],
     buffer: Callable[[torch.device], Tensor],
-    sums: Sums | None,
-    held_back: Collection[str] = (),
+    sums: ChecksumTable | None,
+    skipped: Collection[str] = (),
 ) -> Iterator[Bucket]:
-    """Buckets of the slices' values, each at most the buffer long; what is `held_back` is summed and not sent.
+    """Pack slices into buckets of at most the buffer's length; sum `skipped` tensors without packing them.
 
-    The buffer is asked for once, with the device of the first slice. A slice that is longer than what is left is cut.
+    `buffer` is called once, with the device of the first slice. A slice that exceeds the bucket's remaining space is
+    split.
     """
-    filling: _Filling | None = None
-    for piece in slices:
-        if piece.name in held_back:
-            _copied(piece, 0, piece.values, None, sums)
+    builder: _BucketBuilder | None = None
+    for weight_slice in slices:
+        if weight_slice.name in skipped:
+            _copy_and_sum(weight_slice, 0, weight_slice.values, None, sums)
             continue
-        filling = filling or _Filling(buffer(piece.values.device))
+        builder = builder or _BucketBuilder(buffer(weight_slice.values.device))
         done = 0
-        while done < piece.values.numel():
-            count = filling.take(piece, done, sums)
+        while done < weight_slice.values.numel():
+            count = builder.add(weight_slice, done, sums)
             if not count:
-                yield filling.bucket(piece)
-                filling = _Filling(filling.data)
+                yield builder.bucket(weight_slice.name)
+                builder = _BucketBuilder(builder.data)
             done += count
-    if filling and filling.pieces:
-        yield filling.bucket(filling.pieces[-1])
+    if builder and builder.pieces:
+        yield builder.bucket(builder.pieces[-1].name)
 
 
 @dataclass
-class _Filling:
-    """The bucket that is being filled: what it holds, and the byte of the buffer where that ends."""
+class _BucketBuilder:
+    """Bucket under construction: the buffer, its pieces, and the end of the used bytes."""
 
     data: Tensor
     pieces: list[Piece] = field(default_factory=list)
     end: int = 0
 
-    def take(self, piece: WeightSlice, done: int, sums: Sums | None) -> int:
-        """Take what fits of the slice's values from `done` on, and return how many that are."""
-        start, size = piece.start + done, piece.dtype.itemsize
+    def add(self, weight_slice: WeightSlice, done: int, sums: ChecksumTable | None) -> int:
+        """Add as much of the slice as fits, from its element `done` on; return how many elements were added."""
+        name, start, size = weight_slice.name, weight_slice.start + done, weight_slice.dtype.itemsize
         last = self.pieces[-1] if self.pieces else None
-        goes_on = last is not None and (last.name, last.start + last.count) == (piece.name, start)
-        # Words of the tensor stay words, so that both sides sum fast.
-        offset = self.end if goes_on else -(-self.end // ALIGNMENT) * ALIGNMENT + start * size % 8
-        count = min(piece.values.numel() - done, (len(self.data) - offset) // size)
+        extends_last = last is not None and (last.name, last.start + last.count) == (name, start)
+        # The tensor's 8-byte words stay aligned, so that both sides can sum whole words.
+        offset = self.end if extends_last else -(-self.end // ALIGNMENT) * ALIGNMENT + start * size % 8
+        count = min(weight_slice.values.numel() - done, (len(self.data) - offset) // size)
         if count <= 0:
             return 0
-        placed = Piece(piece.name, piece.shape, piece.dtype, start, count, offset)
-        _copied(piece, done, piece.values[done : done + count], placed.values_in(self.data), sums)
-        if goes_on and last:  # as one piece: a tensor whose slices are all in a bucket is whole there
+        piece = Piece(name, weight_slice.shape, weight_slice.dtype, start, count, offset)
+        values = weight_slice.values[done : done + count]
+        _copy_and_sum(weight_slice, done, values, piece.values_in(self.data), sums)
+        if extends_last and last:
+            # Joined, so that a tensor whose slices are all in one bucket is one piece, which the worker loads without a copy.
             self.pieces[-1] = replace(last, count=last.count + count)
         else:
-            self.pieces.append(placed)
+            self.pieces.append(piece)
         self.end = offset + count * size
         return count
 
-    def bucket(self, piece: WeightSlice | Piece) -> Bucket:
-        """What was taken; EngineError where the whole buffer is too small for an element of `piece`."""
+    def bucket(self, name: str) -> Bucket:
+        """Return the bucket; raise EngineError if the buffer is too small for an element of the tensor `name`."""
         if not self.pieces:
             raise EngineError(
-                f"A bucket of {len(self.data)} bytes holds no element of {piece.name}: give buckets of at least 4096 bytes."
+                f"A bucket of {len(self.data)} bytes is too small for an element of {name}: use buckets of at least 4096 bytes."
             )
         return Bucket(tuple(self.pieces), self.data[: self.end])
 
 
-def _copied(piece: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: Sums | None) -> None:
-    """Copy values and sum them, on the way where both are on one device; or the one of the two that is asked for."""
-    is_on_the_way = into is not None and sums is not None and into.device == values.device
-    if into is not None and not is_on_the_way:
+def _copy_and_sum(
+    weight_slice: WeightSlice, done: int, values: Tensor, into: Tensor | None, sums: ChecksumTable | None
+) -> None:
+    """Copy values to `into` and add them to the checksums, if given."""
+    # One pass over memory instead of two if both are on one device.
+    in_one_pass = into is not None and sums is not None and into.device == values.device
+    if into is not None and not in_one_pass:
         into.copy_(values)
     if sums is not None:
-        size = piece.dtype.itemsize
-        held, source = (into, values) if into is not None and is_on_the_way else (values, None)
-        sums.add(piece.name, torch.Size(piece.shape).numel() * size, (piece.start + done) * size, held, source)
+        size, num_elements = weight_slice.dtype.itemsize, torch.Size(weight_slice.shape).numel()
+        target, source = (into, values) if into is not None and in_one_pass else (values, None)
+        sums.add(weight_slice.name, num_elements * size, (weight_slice.start + done) * size, target, source)

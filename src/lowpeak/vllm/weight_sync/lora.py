@@ -1,7 +1,9 @@
-"""A LoRA adapter alone: each worker collects its tensors, and writes them where vLLM reads adapters; it replaces the former one.
+"""Update of a LoRA adapter alone, without its base model.
 
-vLLM takes adapters from folders (`adapter_config.json` and a safetensors file under peft's names). What arrived is proved by
-each tensor's checksum; what vLLM made of it (scaled, joined, cut) is summed then, to prove later that it did not change.
+Each worker collects the adapter's tensors and writes them to a folder, because vLLM loads adapters from folders
+(`adapter_config.json` and a safetensors file with peft's names). The received tensors are verified by their
+checksums; the tensors that vLLM derives from them (scaled, joined, sharded) are summed then, to detect later changes.
+The new adapter replaces the former one.
 """
 
 from __future__ import annotations
@@ -20,17 +22,17 @@ from torch import Tensor
 
 from lowpeak.errors import EngineError
 from lowpeak.vllm.protocol import Adapter
-from lowpeak.vllm.weight_sync.buckets import Piece, few, read_sums
+from lowpeak.vllm.weight_sync.buckets import Piece, read_checksums, shorten_names
 from lowpeak.vllm.weight_sync.checksum import tensor_checksum
 
 
 def adapter_config(model: Any) -> dict[str, Any]:
-    """The configuration of a peft model's active adapter, as its file has it."""
+    """Return the configuration of a peft model's active adapter, as in its file."""
     config = model.peft_config[model.active_adapters[0]].to_dict()
-    return {name: _plain(value) for name, value in config.items()}
+    return {name: _to_json(value) for name, value in config.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value)
     return value.value if isinstance(value, Enum) else value
@@ -38,56 +40,54 @@ def _plain(value: Any) -> Any:
 
 @dataclass
 class AdapterReceiver:
-    """Takes the adapters of one worker of vLLM, one after the other."""
+    """Receiver of one worker's adapter updates."""
 
     worker: Any
     policy_version: int | None = None
-    _given: Mapping[str, Any] = field(default_factory=dict)
+    _update: Mapping[str, Any] = field(default_factory=dict)
     _tensors: dict[str, Tensor] = field(default_factory=dict)
-    _left: dict[str, int] = field(default_factory=dict)
-    _held: _Held | None = None
-    _next: _Held | None = None
+    _num_missing: dict[str, int] = field(default_factory=dict)
+    _current: _LoadedAdapter | None = None
+    _next: _LoadedAdapter | None = None
 
-    def begin(self, given: Mapping[str, Any]) -> tuple[str, ...]:
-        """Forget the version; `given` has the adapter's configuration and number. Everything comes again."""
+    def begin(self, update: Mapping[str, Any]) -> tuple[str, ...]:
+        """Drop the version; `update` has the adapter's configuration and number. All tensors must be sent again."""
         if self.worker.vllm_config.lora_config is None:
-            raise EngineError(
-                "vLLM was started without adapters: start it with enable_lora, or set vllm_adapters=False."
-            )
+            raise EngineError("vLLM was started without LoRA: start it with enable_lora, or set vllm_adapters=False.")
         self.abort()
-        self._given = given
+        self._update = update
         return ()
 
     def take(self, pieces: Iterable[Piece], bucket: Tensor) -> None:
         for piece in pieces:
             if piece.name not in self._tensors:
                 self._tensors[piece.name] = torch.empty(piece.shape, dtype=piece.dtype)
-                self._left[piece.name] = piece.numel
+                self._num_missing[piece.name] = piece.numel
             flat = self._tensors[piece.name].view(-1)
             flat[piece.start : piece.start + piece.count] = piece.values_in(bucket)
-            self._left[piece.name] -= piece.count
+            self._num_missing[piece.name] -= piece.count
 
     def verify(self, sent: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, int]:
-        """EngineError with names where the tensors are not what was sent, or vLLM does not take the adapter."""
-        lost = sorted(name for name in sent if self._left.get(name) != 0)
-        if lost:
-            raise EngineError(f"These tensors of the adapter did not come whole: {few(lost)}.")
-        found = read_sums({name: tensor_checksum(tensor) for name, tensor in self._tensors.items()})
-        wrong = sorted(name for name, value in sent.items() if value and found.get(name) != value)
-        if wrong:
-            raise EngineError(f"The adapter is not the policy's: {few(wrong)}.")
-        self._next = _Held.of(self.worker, self._given, self._tensors)
+        """Raise EngineError with names if tensors differ from what was sent or vLLM rejects the adapter."""
+        incomplete = sorted(name for name in sent if self._num_missing.get(name) != 0)
+        if incomplete:
+            raise EngineError(f"These tensors of the adapter are incomplete: {shorten_names(incomplete)}.")
+        received = read_checksums({name: tensor_checksum(tensor) for name, tensor in self._tensors.items()})
+        different = sorted(name for name, value in sent.items() if value and received.get(name) != value)
+        if different:
+            raise EngineError(f"The adapter differs from the policy's: {shorten_names(different)}.")
+        self._next = _LoadedAdapter.load(self.worker, self._update, self._tensors)
         self._drop_tensors()
         return {}
 
     def commit(self, policy_version: int) -> None:
-        if self._held is not None:
-            self._held.remove(self.worker)
-        self._held, self._next = self._next, None
+        if self._current is not None:
+            self._current.remove(self.worker)
+        self._current, self._next = self._next, None
         self.policy_version = policy_version
 
     def abort(self) -> None:
-        """Give the update up; the former adapter stays until another comes, of no version."""
+        """Abort the update; the former adapter stays loaded, without a version."""
         self.policy_version = None
         self._drop_tensors()
         if self._next is not None:
@@ -95,51 +95,51 @@ class AdapterReceiver:
             self._next = None
 
     def prove(self) -> None:
-        """EngineError, and no version any more, where vLLM holds the adapter no longer, or another one."""
-        if self.policy_version is None or self._held is None:
-            raise EngineError("vLLM holds the adapter of no version.")
-        if _sums(self.worker, self._held.adapter.number) != self._held.sums:
+        """Raise EngineError, and drop the version, if vLLM no longer has the adapter, or it changed."""
+        if self.policy_version is None or self._current is None:
+            raise EngineError("vLLM has an adapter without a version.")
+        if _adapter_checksums(self.worker, self._current.adapter.number) != self._current.sums:
             self.policy_version = None
-            raise EngineError(f"vLLM's adapter {self._held.adapter.name} is no longer the policy's.")
+            raise EngineError(f"vLLM's adapter {self._current.adapter.name} changed since it was verified.")
 
     def adapter(self) -> dict[str, Any] | None:
-        return None if self._held is None else asdict(self._held.adapter)
+        return None if self._current is None else asdict(self._current.adapter)
 
     def _drop_tensors(self) -> None:
         self._tensors.clear()
-        self._left.clear()
+        self._num_missing.clear()
 
 
 @dataclass(frozen=True)
-class _Held:
-    """An adapter that vLLM has loaded, and what its tensors summed to then."""
+class _LoadedAdapter:
+    """Adapter that vLLM has loaded, its folder, and the checksums of its tensors at that time."""
 
     adapter: Adapter
     folder: tempfile.TemporaryDirectory[str]
     sums: dict[str, str]
 
     @staticmethod
-    def of(worker: Any, given: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _Held:
+    def load(worker: Any, update: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> _LoadedAdapter:
         from vllm.lora.request import LoRARequest
 
-        number, name = int(given["number"]), f"lowpeak-{given['number']}"
+        number, name = int(update["number"]), f"lowpeak-{update['number']}"
         folder = tempfile.TemporaryDirectory(prefix=f"{name}-")
         save_file(dict(tensors), Path(folder.name) / "adapter_model.safetensors")
-        (Path(folder.name) / "adapter_config.json").write_text(json.dumps(given["config"]), encoding="utf-8")
+        (Path(folder.name) / "adapter_config.json").write_text(json.dumps(update["config"]), encoding="utf-8")
         try:
             worker.add_lora(LoRARequest(name, number, folder.name))
         except Exception as error:
             folder.cleanup()
-            raise EngineError(f"vLLM does not take the adapter ({type(error).__name__}: {error}).") from error
-        return _Held(Adapter(name, number, folder.name), folder, _sums(worker, number))
+            raise EngineError(f"vLLM does not load the adapter ({type(error).__name__}: {error}).") from error
+        return _LoadedAdapter(Adapter(name, number, folder.name), folder, _adapter_checksums(worker, number))
 
     def remove(self, worker: Any) -> None:
         worker.remove_lora(self.adapter.number)
         self.folder.cleanup()
 
 
-def _sums(worker: Any, number: int) -> dict[str, str]:
-    """The checksums of what vLLM keeps of an adapter; nothing when it keeps it no longer."""
+def _adapter_checksums(worker: Any, number: int) -> dict[str, str]:
+    """Return the checksums of vLLM's tensors of an adapter; empty if vLLM dropped it."""
     loaded = worker.model_runner.lora_manager._adapter_manager.get_adapter(number)
     layers = {} if loaded is None else loaded.loras
     tensors: dict[str, Tensor] = {}
@@ -149,4 +149,4 @@ def _sums(worker: Any, number: int) -> dict[str, str]:
             for i, each in enumerate(values if isinstance(values, list | tuple) else [values]):
                 if each is not None:
                     tensors[f"{name}.{part}.{i}"] = tensor_checksum(each)
-    return read_sums(tensors)
+    return read_checksums(tensors)

@@ -1,4 +1,4 @@
-"""The policy's weights on their way into vLLM: slices fill buckets, buckets go to every worker; all is proved, or nothing holds."""
+"""Trainer side of a weight update: send the slices in buckets to every worker and verify the result."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ import torch
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.protocol import Adapter, Vllm, ask
-from lowpeak.vllm.weight_sync.buckets import Bucket, Sums, few, fill
-from lowpeak.vllm.weight_sync.transports import Sender, open_sender
+from lowpeak.vllm.protocol import Adapter, Vllm, call_workers
+from lowpeak.vllm.weight_sync.buckets import Bucket, ChecksumTable, fill_buckets, shorten_names
+from lowpeak.vllm.weight_sync.transports import BucketSender, open_sender
 
-TIMEOUT = 600.0  # seconds for one bucket, or for the proof of all
-ABORT_SECONDS = 30.0  # for an engine to forget an update that failed
+TIMEOUT = 600.0  # seconds for one bucket, or for the verification
+ABORT_SECONDS = 30.0  # for an engine to abort a failed update
 
 
 @dataclass(frozen=True)
 class PushReport:
-    """What an update took: bytes that were sent, seconds, and the proof's of them.
+    """Cost of an update: bytes sent, seconds, and the seconds of them for checksums and verification.
 
-    `adapters` is, for each engine, what requests have to name to be answered with these weights (`Request.adapter`).
+    `adapters` are, per engine, the adapter that requests name to use these weights (`Request.adapter`).
     """
 
     num_bytes: int = 0
@@ -46,13 +46,13 @@ def push_weights(
     adapter: Mapping[str, Any] | None = None,
     timeout: float = TIMEOUT,
 ) -> PushReport:
-    """One whole update of every engine: when it returns, all hold these weights, proved, as `policy_version`.
+    """Update all engines; on return, all have these weights, verified, as `policy_version`.
 
-    `slices` are taken to their end in any case, because other ranks wait for them. Errors come after that, and leave every engine
-    without a version. Tensors that training does not change (`unchanging`) come
-    once: an engine that holds them proves it against their checksums instead. Alive are one bucket here, and in a worker the bucket
-    and the largest tensor. EngineError names what was wrong: tensors that vLLM does not take, that did not arrive as they were,
-    or that are lacking; LostEngineError is a worker's end.
+    `slices` are always consumed, because other ranks wait for them; errors are raised afterwards and leave every
+    engine without a version. Tensors that training does not change (`unchanging`) are sent once: an engine that has
+    them verifies their checksums instead. Memory holds one bucket here, and one bucket and the largest tensor in a
+    worker. Raise EngineError with the names of tensors that vLLM does not accept, that were damaged or that are
+    missing; LostEngineError if a worker died.
     """
     rest = iter(slices)
     began = time.perf_counter()
@@ -66,14 +66,14 @@ def push_weights(
             update.commit(policy_version)
     except BaseException as error:
         if isinstance(error, Exception):
-            exhaust(rest)
+            exhaust_slices(rest)
         raise
     return update.report(time.perf_counter() - began)
 
 
 @dataclass
 class _Update:
-    """An update under way; leaving it by an error makes every engine that can still be reached forget its version."""
+    """Update in progress; leaving its block by an error aborts it on every engine that still answers."""
 
     vllms: Sequence[Vllm]
     settings: VllmSettings
@@ -82,11 +82,11 @@ class _Update:
     timeout: float
 
     def __post_init__(self) -> None:
-        self._sums = Sums() if self.settings.verify else None
+        self._sums = ChecksumTable() if self.settings.verify else None
         self._counts: dict[str, int] = {}
         self._num_bytes = 0
         self._proof_seconds = 0.0
-        self._sender: Sender | None = None
+        self._sender: BucketSender | None = None
         self._adapters: tuple[Adapter | None, ...] = ()
 
     def __enter__(self) -> _Update:
@@ -99,48 +99,49 @@ class _Update:
             for vllm in self.vllms:
                 try:
                     vllm.call("lowpeak_abort", {}, min(self.timeout, ABORT_SECONDS))
-                except Exception:  # it may be what failed; without a commit it holds no version anyway
+                except Exception:
+                    # This engine may have caused the error; without a commit it has no version anyway.
                     continue
 
     def send(self, slices: Iterable[WeightSlice], unchanging: Collection[str]) -> None:
-        """All slices, but the `unchanging` that every worker holds."""
+        """Send all slices, except the `unchanging` tensors that every worker has."""
         settings = self.settings
         port = settings.where.group_port if isinstance(settings.where, ServerSettings) else None
         sender = open_sender(settings.transport, self.vllms, settings.bucket_bytes, self.device, self.timeout, port)
         self._sender = sender
-        held_back = self._begin(sender) & frozenset(unchanging)
-        sender.joined()
-        for bucket in fill(self._counted(slices), sender.buffer, self._sums, held_back):
+        skipped = self._begin(sender) & frozenset(unchanging)
+        sender.wait_connected()
+        for bucket in fill_buckets(self._counted(slices), sender.buffer, self._sums, skipped):
             self._deliver(sender, bucket)
 
     def verify(self) -> None:
-        """Every worker holds what was sent, and together they hold all of it."""
+        """Check that every worker has what was sent, and that together they have all of it."""
         began = time.perf_counter()
         sent = dict.fromkeys(self._counts, "") if self._sums is None else self._sums.read()
         arguments = {"sent": sent, "counts": self._counts}
-        answers = ask(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
-        for vllm, each in zip(self.vllms, answers, strict=True):
-            _check_whole([answer["lacking"] for answer in each], self._counts, shared=vllm.in_process)
+        answers = call_workers(self.vllms, "lowpeak_verify", [arguments] * len(self.vllms), self.timeout)
+        for vllm, workers in zip(self.vllms, answers, strict=True):
+            _check_complete([answer["lacking"] for answer in workers], self._counts, shared=vllm.in_process)
         self._proof_seconds = time.perf_counter() - began
 
     def commit(self, policy_version: int) -> None:
-        given = [{"policy_version": policy_version}] * len(self.vllms)
-        answers = ask(self.vllms, "lowpeak_commit", given, self.timeout)
-        named = [each[0]["adapter"] for each in answers]
-        self._adapters = tuple(None if one is None else Adapter(**one) for one in named)
+        arguments = [{"policy_version": policy_version}] * len(self.vllms)
+        answers = call_workers(self.vllms, "lowpeak_commit", arguments, self.timeout)
+        adapters = [workers[0]["adapter"] for workers in answers]
+        self._adapters = tuple(None if adapter is None else Adapter(**adapter) for adapter in adapters)
 
     def report(self, seconds: float) -> PushReport:
         proof = 0.0 if self._sums is None else self._proof_seconds + self._sums.seconds
         return PushReport(self._num_bytes, seconds, proof, self._adapters)
 
-    def _begin(self, sender: Sender) -> frozenset[str]:
-        """Open every worker's end; the names of tensors that all of them hold."""
+    def _begin(self, sender: BucketSender) -> frozenset[str]:
+        """Open every worker's receiver; return the names of tensors that all workers have."""
         invitation = sender.invitation()
-        # An adapter's number in vLLM: one that was not used before, and above those that its server counts from 1.
+        # An unused number of an adapter in vLLM, above those that its server counts from 1.
         number = (1 << 20) + secrets.randbelow(1 << 30)
         adapter = None if self.adapter is None else {"config": dict(self.adapter), "number": number}
         others = self.vllms[:-1]
-        workers = ask(others, "lowpeak_identity", [{}] * len(others), self.timeout)
+        workers = call_workers(others, "lowpeak_identity", [{}] * len(others), self.timeout)
         first_ranks = itertools.accumulate((len(each) for each in workers), initial=1)
         arguments = [
             {
@@ -150,53 +151,59 @@ class _Update:
             }
             for rank in first_ranks
         ]
-        answers = [answer for each in ask(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each]
+        answers = [
+            answer for each in call_workers(self.vllms, "lowpeak_begin", arguments, self.timeout) for answer in each
+        ]
         return frozenset.intersection(*(frozenset(answer["known"]) for answer in answers))
 
     def _counted(self, slices: Iterable[WeightSlice]) -> Iterator[WeightSlice]:
-        for piece in slices:
-            self._counts.setdefault(piece.name, torch.Size(piece.shape).numel())
-            yield piece
+        for weight_slice in slices:
+            self._counts.setdefault(weight_slice.name, torch.Size(weight_slice.shape).numel())
+            yield weight_slice
 
-    def _deliver(self, sender: Sender, bucket: Bucket) -> None:
+    def _deliver(self, sender: BucketSender, bucket: Bucket) -> None:
         pieces = [piece.to_json() for piece in bucket.pieces]
         self._num_bytes += sum(piece.count * piece.dtype.itemsize for piece in bucket.pieces)
 
         def take(arguments: Mapping[str, Any]) -> None:
-            ask(self.vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout)
+            call_workers(self.vllms, "lowpeak_take", [{"pieces": pieces, **arguments}] * len(self.vllms), self.timeout)
 
         sender.deliver(bucket, take)
 
 
-def _check_whole(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
-    """EngineError where a part of a tensor is in no worker; `lacking` are the elements placed where they are not all.
+def _check_complete(lacking: Sequence[Mapping[str, int]], counts: Mapping[str, int], shared: bool) -> None:
+    """Raise EngineError if part of a tensor is in no worker.
 
-    An engine over the trainer's own ranks answers for one of its workers alone (`shared`): what another one holds is not known.
+    `lacking` has, per worker, the element counts of its incomplete tensors. An engine over the trainer's ranks
+    (`shared`) reports only one of its workers, so the others' elements are unknown.
     """
     names = set().union(*lacking)
     placed = {name: sum(each.get(name, counts[name]) for each in lacking) for name in names}
     lost = sorted(name for name in names if placed[name] < counts[name])
     if lost and not shared:
         raise EngineError(
-            f"vLLM took only a part of {few(lost)}: its model has other shapes, or does not have these tensors."
+            f"vLLM loaded only a part of {shorten_names(lost)}: its model has other shapes, or lacks these tensors."
         )
 
 
-def exhaust(slices: Iterator[WeightSlice]) -> None:
-    """Take the rest of the slices: other ranks wait for each."""
+def exhaust_slices(slices: Iterator[WeightSlice]) -> None:
+    """Consume the remaining slices, because other ranks wait for each of them."""
     deque(slices, maxlen=0)
 
 
 def prove(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
-    """Each worker sums its parameters again; EngineError with the tensors' names where they changed, and no version then.
+    """Verify that all workers' weights are unchanged since the push.
 
-    A worker that was pushed to without proof (`verify=False`), or that holds no version, proves nothing: EngineError.
+    Raise EngineError with the names of changed tensors, whose worker then has no version; also if a worker has no
+    version or was pushed to with `verify=False`.
     """
-    ask(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
+    call_workers(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
 
 
 def held_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
-    """The policy version that every worker of every engine holds; None where one holds none, or they differ."""
-    answers = [answer for each in ask(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each]
+    """Return the policy version of all workers of all engines; None if one has none, or they differ."""
+    answers = [
+        answer for each in call_workers(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each
+    ]
     versions = {answer["policy_version"] for answer in answers}
     return versions.pop() if len(versions) == 1 else None

@@ -1,10 +1,11 @@
-"""Modules whose parameters are not the checkpoint's values: quantised weights, experts in a kernel's layout, absorbed projections.
+"""Reload of modules whose parameters differ from the checkpoint: quantised weights, kernel layouts of experts,
+absorbed projections.
 
-There a plain `load_weights` would write into what is no weight any more (vLLM's CPU kernel for experts keeps the parameter's
-name, shape and loader, and packs what is in it). vLLM's layerwise reload makes such a module anew, processes it and copies it
-where it was. Beyond the model one module is alive, and every tensor is kept until its module is whole, so they are copied first.
-What arrived is proved by each tensor's checksum; what stands in the parameters afterwards is another thing, and is summed to
-prove later that it did not change.
+There a plain `load_weights` would write into packed data (vLLM's CPU kernel for experts keeps the parameter's name,
+shape and loader, but packs its contents). vLLM's layerwise reload constructs such a module anew, processes it and
+copies it into place. It needs memory for one module besides the model, and keeps every tensor until its module is
+complete, so the tensors are copied first. Each received tensor is verified by its checksum; the processed parameters
+are summed to detect later changes.
 """
 
 from __future__ import annotations
@@ -17,25 +18,23 @@ from torch import Tensor, nn
 
 from lowpeak.vllm.weight_sync.checksum import tensor_checksum
 
-AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # once oneDNN's format is off, see extension.py
+AS_LOADED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"}  # without oneDNN's format, see worker.py
 PLAIN_ATTENTION = {"Attention", "MMEncoderAttention"}  # MLAAttention absorbs a projection
 
 
-def rewritten(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
-    """The topmost modules that vLLM processes after loading; the whole model where it is quantised.
-
-    Seen from the modules: a `quant_method` that is not one of those that leave weights as they are, or processing of their
-    own. What is not known to be plain is reloaded, as vLLM itself does for all.
-    """
+def modules_to_reload(model: nn.Module, vllm_config: Any) -> list[nn.Module]:
+    """Return the topmost modules that vLLM processes after loading; the whole model if it is quantised."""
+    # A module counts as processed if its `quant_method` is not known to keep weights as loaded, or if it has a processing method.
+    # Modules that are not known to be plain are reloaded, as vLLM does with all modules.
     if vllm_config.quant_config is not None or hasattr(model, "process_weights_after_loading"):
         return [model]
-    return _not_plain(model)
+    return _processed_modules(model)
 
 
-def _not_plain(module: nn.Module) -> list[nn.Module]:
+def _processed_modules(module: nn.Module) -> list[nn.Module]:
     if not _is_plain(module):
         return [module]
-    return [found for child in module.children() for found in _not_plain(child)]
+    return [processed for child in module.children() for processed in _processed_modules(child)]
 
 
 def _is_plain(module: nn.Module) -> bool:
@@ -46,8 +45,8 @@ def _is_plain(module: nn.Module) -> bool:
     return not processed or type(method).__name__ in AS_LOADED
 
 
-class Reloads:
-    """The modules of one model that are made anew in each update."""
+class ReloadedModules:
+    """Modules of one model that each update constructs anew."""
 
     def __init__(self, modules: Sequence[nn.Module], names: Mapping[nn.Module, str], model_config: Any) -> None:
         self._modules = modules
@@ -66,7 +65,7 @@ class Reloads:
         }
 
     def begin(self) -> None:
-        """Make them ready to be made anew; those of an update that was given up are finished first."""
+        """Prepare the modules for loading; finish those of an aborted update first."""
         self.finish()
         for module in self._modules:
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -75,11 +74,13 @@ class Reloads:
         self._open = True
 
     def missing(self) -> list[str]:
-        """Parameters that nothing was loaded into, while the update is open."""
-        return sorted(name for module in self._modules if self._open for name in _unloaded(module, self._names[module]))
+        """Return the parameters that received nothing, while the update is open."""
+        return sorted(
+            name for module in self._modules if self._open for name in _unloaded_parameters(module, self._names[module])
+        )
 
     def finish(self) -> None:
-        """Process what is left, and go back to how the modules were."""
+        """Process the remaining modules and restore their normal state."""
         for module in self._modules if self._open else ():
             from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -98,14 +99,13 @@ class Reloads:
             }
 
 
-def _unloaded(module: nn.Module, prefix: str) -> Iterator[str]:
+def _unloaded_parameters(module: nn.Module, prefix: str) -> Iterator[str]:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for name, layer in module.named_modules():
         info = get_layerwise_info(layer)
-        if info.can_load() and not hasattr(
-            layer, "process_weights_after_loading"
-        ):  # else it is whole, or has no weights
+        # Other layers are complete, or have no weights.
+        if info.can_load() and not hasattr(layer, "process_weights_after_loading"):
             loaded = {parameter for parameter, _ in info.loaded_weights}
             for parameter, _ in layer.named_parameters(recurse=False):
                 if parameter not in loaded:
@@ -113,7 +113,7 @@ def _unloaded(module: nn.Module, prefix: str) -> Iterator[str]:
 
 
 def _was_loaded(layer: nn.Module) -> bool:
-    """Whether an open reload has values for a layer, or has already made it anew."""
+    """Return whether an open reload has values for a layer or has already rebuilt it."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     info = get_layerwise_info(layer)
@@ -121,7 +121,10 @@ def _was_loaded(layer: nn.Module) -> bool:
 
 
 def _pack_experts(layer: nn.Module) -> None:
-    """Pack a CPU's experts again: vLLM 0.32 does it at the first load alone, and a reload leaves them as the kernel cannot read."""
+    """Pack a CPU layer's experts again.
+
+    vLLM 0.32 packs them only at the first load; after a reload the kernel cannot read them.
+    """
     kernel = getattr(getattr(layer, "quant_method", None), "moe_kernel", None)
     experts = getattr(kernel, "fused_experts", None)
     if experts is not None and next(layer.parameters()).device.type == "cpu":

@@ -1,13 +1,13 @@
-"""What vLLM's workers learn from lowpeak: `worker_extension_cls="lowpeak.vllm.weight_sync.worker.Extension"`.
+"""Methods that lowpeak adds to vLLM's workers: `worker_extension_cls="lowpeak.vllm.weight_sync.worker.Extension"`.
 
-Imported by every worker before it loads its model. On CPUs vLLM repacks linear weights into oneDNN's own format and empties the
-parameters, so that nothing could be loaded into them again, and a tied head would keep its old values. Importing this turns that
-off.
+Every worker imports this module before it loads its model. On CPUs vLLM repacks linear weights into oneDNN's format
+and empties the parameters, which prevents later loads and leaves a tied head with its old values. The import disables
+that.
 
-Log-probs of sampled tokens are made the policy's: of the full softmax at the sampling temperature, before top-k, top-p and
-penalties. vLLM's "raw_logprobs" are at temperature 1, its "processed_logprobs" are renormalised over what top-k and top-p leave.
-In raw mode its sampler computes them from the logits before anything else is done to these: there they are divided by each
-row's temperature.
+Log-probs of sampled tokens must be the policy's: of the full softmax at the sampling temperature, before top-k, top-p
+and penalties. vLLM's "raw_logprobs" have temperature 1; its "processed_logprobs" are renormalised after top-k and
+top-p. In raw mode vLLM's sampler computes them from the unmodified logits, so the logits are divided by each
+sequence's temperature at that point.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError, LowpeakError, is_installed
-from lowpeak.vllm.compatibility import facts_of, own_fingerprint
+from lowpeak.vllm.compatibility import engine_fingerprint, read_facts
 from lowpeak.vllm.weight_sync.buckets import Piece
 from lowpeak.vllm.weight_sync.lora import AdapterReceiver
-from lowpeak.vllm.weight_sync.receiver import Names, Receiver
-from lowpeak.vllm.weight_sync.reload import Reloads, rewritten
-from lowpeak.vllm.weight_sync.transports import Inlet, look, open_inlet
+from lowpeak.vllm.weight_sync.receiver import CheckpointNames, WeightReceiver
+from lowpeak.vllm.weight_sync.reload import ReloadedModules, modules_to_reload
+from lowpeak.vllm.weight_sync.transports import BucketReceiver, open_receiver, probe_location
 
-_GREEDY = 1e-5  # vLLM's: at a lower temperature a row is greedy, and its log-probs are those at temperature 1
+# vLLM's threshold: below it a sequence is greedy, and its log-probs are those at temperature 1.
+_GREEDY = 1e-5
 
 
-def keep_parameters() -> None:
-    """Let CPU models keep their weights as loaded."""
+def disable_cpu_repacking() -> None:
+    """Make vLLM keep the weights of CPU models as they were loaded."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -44,15 +45,19 @@ def keep_parameters() -> None:
         utils.check_cpu_sgl_kernel = lambda *args, **kwargs: False
 
 
-if is_installed("vllm"):  # else it is a test's worker
-    keep_parameters()
+# Without vLLM, the worker is a test's.
+if is_installed("vllm"):
+    disable_cpu_repacking()
 
 
-def answering(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
-    """Make a method answer errors as `{"error": sentence}`: an exception may end vLLM's engine, and loses its class on the way."""
+def reply_with_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Make a method return errors as `{"error": message}`.
+
+    An exception may end vLLM's engine, and loses its class on the way to the trainer.
+    """
 
     @wraps(method)
-    def answered(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
             return method(self, *args, **kwargs)
         except LowpeakError as error:
@@ -60,142 +65,149 @@ def answering(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, 
         except Exception as error:
             return {"error": f"vLLM's worker failed in {method.__name__}: {type(error).__name__}: {error}"[:500]}
 
-    return answered
+    return wrapped
 
 
 class Extension:
-    """Methods that vLLM mixes into its worker class; each is called on all workers, and answers what JSON can hold."""
+    """Methods that vLLM mixes into its worker class; each runs on all workers and returns JSON-compatible values."""
 
-    @answering
+    @reply_with_errors
     def lowpeak_identity(self) -> dict[str, Any]:
-        """Which worker this is, and the version that it holds: another incarnation is one that restarted."""
-        work = _work(self)
-        return {"incarnation": work.incarnation, "policy_version": work.receiver.policy_version}
+        """Return the worker's incarnation, which changes with a restart, and its policy version."""
+        state = _worker_state(self)
+        return {"incarnation": state.incarnation, "policy_version": state.receiver.policy_version}
 
-    @answering
+    @reply_with_errors
     def lowpeak_facts(self) -> dict[str, Any]:
         config = self.vllm_config  # type: ignore[attr-defined]
-        return asdict(replace(facts_of(config), fingerprint=own_fingerprint(config.model_config)))
+        return asdict(replace(read_facts(config), fingerprint=engine_fingerprint(config.model_config)))
 
-    @answering
+    @reply_with_errors
     def lowpeak_look(self) -> dict[str, Any]:
-        return look(_work(self).device)
+        return probe_location(_worker_state(self).device)
 
-    @answering
+    @reply_with_errors
     def lowpeak_begin(
         self, invitation: Mapping[str, Any], summing: bool, adapter: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Begin an update, of an adapter alone where one is given: no version from here on.
+        """Begin an update, of an adapter if one is given, and drop the version.
 
-        The names of tensors that need not come again.
+        Returns the names of tensors that need not be sent again.
         """
-        work = _work(self)
-        work.close_inlet()
+        state = _worker_state(self)
+        state.close_transport()
         if adapter is None:
-            work.receiver = work.weights
-            known = work.weights.begin(summing)
-        elif work.weights.is_broken:
-            raise EngineError("The last update of vLLM's base weights failed: push them before an adapter.")
+            state.receiver = state.weights
+            known = state.weights.begin(summing)
+        elif state.weights.is_broken:
+            raise EngineError("The last update of vLLM's base weights failed: push the base weights before an adapter.")
         else:
-            work.receiver = work.adapters
-            known = work.adapters.begin(adapter)
-        work.inlet = open_inlet(invitation, work.device, work.rank)
+            state.receiver = state.adapters
+            known = state.adapters.begin(adapter)
+        state.transport = open_receiver(invitation, state.device, state.rank)
         return {"known": list(known)}
 
-    @answering
-    def lowpeak_take(self, pieces: Sequence[Mapping[str, Any]], **where: Any) -> dict[str, Any]:
-        work = _work(self)
+    @reply_with_errors
+    def lowpeak_take(self, pieces: Sequence[Mapping[str, Any]], **arguments: Any) -> dict[str, Any]:
+        """Load a bucket's pieces."""
+        state = _worker_state(self)
         try:
-            if work.inlet is None:
-                raise EngineError("No update of vLLM's weights is under way.")
-            work.receiver.take([Piece.from_json(piece) for piece in pieces], work.inlet.read(where))
-            if work.device.type != "cpu":  # the bucket may be filled again when this has answered
-                torch.accelerator.synchronize(work.device)
+            if state.transport is None:
+                raise EngineError("No weight update has begun in vLLM's worker.")
+            state.receiver.take([Piece.from_json(piece) for piece in pieces], state.transport.read(arguments))
+            # The trainer may refill the bucket after this call.
+            if state.device.type != "cpu":
+                torch.accelerator.synchronize(state.device)
         except BaseException:
-            work.close_inlet()
+            state.close_transport()
             raise
         return {}
 
-    @answering
+    @reply_with_errors
     def lowpeak_verify(self, sent: Mapping[str, str], counts: Mapping[str, int]) -> dict[str, Any]:
-        work = _work(self)
-        work.close_inlet()
-        return {"lacking": work.receiver.verify(sent, counts)}
+        """Verify the checksums of all tensors; return per tensor the elements in this worker if it lacks some."""
+        state = _worker_state(self)
+        state.close_transport()
+        return {"lacking": state.receiver.verify(sent, counts)}
 
-    @answering
+    @reply_with_errors
     def lowpeak_commit(self, policy_version: int) -> dict[str, Any]:
-        """The update is whole, everywhere. The adapter that requests name, where it was one."""
-        receiver = _work(self).receiver
+        """Set the version, after all workers verified the update; return the adapter that requests may name, if any."""
+        receiver = _worker_state(self).receiver
         receiver.commit(policy_version)
         return {"adapter": receiver.adapter()}
 
-    @answering
+    @reply_with_errors
     def lowpeak_abort(self) -> dict[str, Any]:
-        """Give the update up, or forget the version of weights that were lost."""
-        work = _work(self)
-        work.close_inlet()
-        work.receiver.abort()
+        """Abort the update, or drop the version of weights that were lost."""
+        state = _worker_state(self)
+        state.close_transport()
+        state.receiver.abort()
         return {}
 
-    @answering
+    @reply_with_errors
     def lowpeak_prove(self) -> dict[str, Any]:
-        """EngineError, and no version any more, where weights changed since they were verified: the adapter's base as well."""
-        work = _work(self)
-        if work.receiver is work.adapters and work.weights.policy_version is not None:
+        """Verify that weights, and an adapter's base, are unchanged; otherwise raise EngineError and drop the
+        version.
+        """
+        state = _worker_state(self)
+        if state.receiver is state.adapters and state.weights.policy_version is not None:
             try:
-                work.weights.prove()
+                state.weights.prove()
             except EngineError:
-                work.adapters.abort()
+                state.adapters.abort()
                 raise
-        work.receiver.prove()
+        state.receiver.prove()
         return {}
 
-    @answering
+    @reply_with_errors
     def lowpeak_score_at_temperature(self) -> dict[str, Any]:
         score_at_temperature(self.model_runner.sampler)  # type: ignore[attr-defined]
         return {}
 
 
-def _work(worker: Any) -> Work:
-    """The work of a worker whose model is loaded, kept beside it."""
-    if not hasattr(worker, "_lowpeak_work"):
+def _worker_state(worker: Any) -> WorkerState:
+    """Return the state of a worker whose model is loaded; it is created once and stored on the worker."""
+    if not hasattr(worker, "_lowpeak_state"):
         model, config = worker.model_runner.get_model(), worker.vllm_config
         device, rank = next(model.parameters()).device, config.parallel_config.rank
         paths = {module: name for name, module in model.named_modules()}
-        reloads = Reloads(rewritten(model, config), paths, config.model_config)
-        weights = Receiver(model, Names(config.model_config.hf_config), reloads)
-        worker._lowpeak_work = Work(weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8))
-    work: Work = worker._lowpeak_work
-    return work
+        reloads = ReloadedModules(modules_to_reload(model, config), paths, config.model_config)
+        weights = WeightReceiver(model, CheckpointNames(config.model_config.hf_config), reloads)
+        worker._lowpeak_state = WorkerState(
+            weights, AdapterReceiver(worker), weights, device, rank, secrets.token_hex(8)
+        )
+    state: WorkerState = worker._lowpeak_state
+    return state
 
 
 @dataclass
-class Work:
-    """One worker's part in updates; `rank` is its place among its engine's workers.
+class WorkerState:
+    """State of one worker's weight updates; `rank` is its rank within its engine.
 
-    `receiver` is that of the last update: of the model's weights, or of adapters beside the model that was loaded.
+    `receiver` is that of the last update: `weights` for the model, or `adapters`.
     """
 
-    weights: Receiver
+    weights: WeightReceiver
     adapters: AdapterReceiver
-    receiver: Receiver | AdapterReceiver
+    receiver: WeightReceiver | AdapterReceiver
     device: torch.device
     rank: int
     incarnation: str
-    inlet: Inlet | None = None
+    transport: BucketReceiver | None = None
 
-    def close_inlet(self) -> None:
-        if self.inlet is not None:
-            self.inlet.close()
-            self.inlet = None
+    def close_transport(self) -> None:
+        if self.transport is not None:
+            self.transport.close()
+            self.transport = None
 
 
 def score_at_temperature(sampler: Any) -> None:
-    """Make a sampler of vLLM give its raw log-probs at each row's temperature; a second call changes nothing."""
+    """Make a vLLM sampler return raw log-probs at each sequence's temperature; repeated calls have no effect."""
     if getattr(sampler, "lowpeak_scores_at_temperature", False):
         return
     if getattr(sampler, "logprobs_mode", None) != "raw_logprobs":
-        raise EngineError('vLLM was started with another logprobs_mode than "raw_logprobs": leave it at its default.')
+        raise EngineError('vLLM needs logprobs_mode="raw_logprobs": remove the option that changes it.')
     temperature: list[Tensor | None] = [None]
     compute: Callable[[Tensor], Tensor] = sampler.compute_logprobs
     forward: Callable[..., Any] = sampler.forward
@@ -210,10 +222,10 @@ def score_at_temperature(sampler: Any) -> None:
 
     @wraps(compute)
     def compute_at_temperature(logits: Tensor) -> Tensor:
-        rows = temperature[0]
-        if rows is None:
+        temperatures = temperature[0]
+        if temperatures is None:
             return compute(logits)
-        divisor = torch.where(rows < _GREEDY, 1.0, rows).to(logits.device)
+        divisor = torch.where(temperatures < _GREEDY, 1.0, temperatures).to(logits.device)
         return compute(logits.float() / divisor.unsqueeze(1))
 
     sampler.forward = forward_with_temperature

@@ -1,4 +1,4 @@
-"""A way for bytes to reach vLLM's workers: an end that fills buckets and one that reads them; both, of one process."""
+"""Transport of buckets to vLLM's workers: a sender in the trainer and a receiver in each worker."""
 
 from __future__ import annotations
 
@@ -10,62 +10,62 @@ from torch import Tensor
 
 from lowpeak.vllm.weight_sync.buckets import Bucket
 
-Ask = Callable[[Mapping[str, Any]], None]  # makes every worker take a bucket, with what it needs to find it
+TakeCall = Callable[[Mapping[str, Any]], None]  # calls `lowpeak_take` on every worker with the transport's arguments
 
 
-class Sender:
-    """The trainer's end, for all workers of all engines of one update."""
+class BucketSender:
+    """Trainer's end, for all workers of all engines of one update."""
 
-    name: str  # the transport's in the settings
+    name: str  # in the settings
 
     def __init__(self, bucket_bytes: int, device: torch.device | None) -> None:
         self._bucket_bytes = bucket_bytes
         self._device = device
 
     def invitation(self) -> dict[str, Any]:
-        """What a worker needs to open its end, for JSON; made before any worker is asked."""
+        """Return what a worker needs to connect, as JSON."""
         raise NotImplementedError
 
-    def joined(self) -> None:
-        """Every worker has opened its end."""
+    def wait_connected(self) -> None:
+        """Wait until every worker is connected; called once all have opened their receivers."""
 
     def buffer(self, device: torch.device) -> Tensor:
-        """The bytes that buckets are filled in, where the values are on `device`."""
+        """Return the buffer for buckets of values on `device`."""
         return torch.empty(self._bucket_bytes, dtype=torch.uint8, device=self._device or device)
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        """Give a bucket to every worker; when this returns, the buffer may be filled again."""
+    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+        """Send a bucket to every worker; afterwards the buffer may be refilled."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave nothing behind, however the update ended."""
+        """Release all resources, also after a failed update."""
 
 
-class Inlet:
-    """A worker's end."""
+class BucketReceiver:
+    """Worker's end."""
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
-        """The bytes of the bucket that `arguments` speak of, good until the next call."""
+        """Return the bytes of the next bucket, valid until the next call; `arguments` are those of `lowpeak_take`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Release all resources."""
 
 
-class ProcessSender(Sender):
-    """The trainer's end in one process: a buffer on the device of the values, which the worker reads itself."""
+class ProcessSender(BucketSender):
+    """Trainer's end within one process: a buffer on the values' device, which the worker reads directly."""
 
     name = "process"
 
     def invitation(self) -> dict[str, Any]:
         return {"transport": self.name}
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        ask({"data": bucket.data})
+    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+        take({"data": bucket.data})
 
 
-class ProcessInlet(Inlet):
-    """The worker's end in one process."""
+class ProcessReceiver(BucketReceiver):
+    """Worker's end within one process."""
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
         data: Tensor = arguments["data"]

@@ -1,7 +1,8 @@
-"""Workers on other devices: the trainer broadcasts each bucket to all of them over NCCL.
+"""Transport to workers on other GPUs: the trainer broadcasts each bucket over NCCL.
 
-The group is vLLM's `StatelessProcessGroup` with its `PyNcclCommunicator`, which its own weight transfer is made of: it stands
-beside the trainer's process groups and ends with the update. The trainer is rank 0, the workers of all engines follow.
+The group is vLLM's `StatelessProcessGroup` with its `PyNcclCommunicator`, as in vLLM's weight transfer: it is
+independent of the trainer's process groups and ends with the update. The trainer is rank 0, the workers of all
+engines follow.
 """
 
 from __future__ import annotations
@@ -15,19 +16,17 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import start
+from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.serving import free_ports
 from lowpeak.vllm.weight_sync.buckets import Bucket
-from lowpeak.vllm.weight_sync.transports.base import Ask, Inlet, Sender
+from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, TakeCall
 
-Form = Callable[[str, int, int, int, torch.device], Any]  # a group of host, port, rank, number of ranks and device
+# Arguments: host, port, rank, world size, device.
+GroupFactory = Callable[[str, int, int, int, torch.device], Any]
 
 
-class NcclSender(Sender):
-    """The trainer's end; forming the group and each bucket may take `timeout` seconds. `port` None is any free one.
-
-    `form` makes the group.
-    """
+class NcclSender(BucketSender):
+    """Trainer's end; forming the group, and each bucket, may take `timeout` seconds. `port` None is any free port."""
 
     name = "nccl"
 
@@ -39,47 +38,47 @@ class NcclSender(Sender):
         num_workers: int,
         timeout: float,
         port: int | None = None,
-        form: Form | None = None,
+        make_group: GroupFactory | None = None,
     ) -> None:
         super().__init__(bucket_bytes, device)
         port, world_size = port or free_ports(1, "")[0], num_workers + 1
-        self._meeting = {"host": host, "port": port, "world_size": world_size}
+        self._address = {"host": host, "port": port, "world_size": world_size}
         self._timeout = timeout
         self._closed = False
-        self._forming = start(partial(form or _group, host, port, 0, world_size, device))
+        self._group_future = start_thread(partial(make_group or _make_group, host, port, 0, world_size, device))
 
     def invitation(self) -> dict[str, Any]:
-        return {"transport": self.name, "num_bytes": self._bucket_bytes, **self._meeting}
+        return {"transport": self.name, "num_bytes": self._bucket_bytes, **self._address}
 
-    def joined(self) -> None:
+    def wait_connected(self) -> None:
         try:
-            self._group = self._forming.result(self._timeout)
+            self._group = self._group_future.result(self._timeout)
         except Exception as error:
             reason = f"not within {self._timeout:.0f} s" if isinstance(error, TimeoutError) else str(error)
             raise EngineError(
-                f"The NCCL group for weights did not form ({reason}): set vllm_transport='tcp'."
+                f"The NCCL group for weights could not be formed ({reason}): set vllm_transport='tcp'."
             ) from error
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        answering = start(partial(ask, {"num_bytes": len(bucket.data)}))
+    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+        taking = start_thread(partial(take, {"num_bytes": len(bucket.data)}))
         self._group.broadcast(bucket.data, src=0)
-        answering.result()
+        taking.result()
         torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """End the group, now or when it has formed at last: nothing else frees its device memory."""
+        """Destroy the group, now or once it has formed: nothing else frees its device memory."""
         if not self._closed:
             self._closed = True
-            self._forming.add_done_callback(_destroy)
+            self._group_future.add_done_callback(_destroy_group)
 
 
-def _destroy(forming: Future[Any]) -> None:
-    if forming.exception() is None:
-        forming.result().destroy()
+def _destroy_group(future: Future[Any]) -> None:
+    if future.exception() is None:
+        future.result().destroy()
 
 
-class NcclInlet(Inlet):
-    """A worker's end, as `rank` of the group."""
+class NcclReceiver(BucketReceiver):
+    """Worker's end, as `rank` of the group."""
 
     def __init__(
         self,
@@ -89,9 +88,9 @@ class NcclInlet(Inlet):
         num_bytes: int,
         rank: int,
         device: torch.device,
-        form: Form | None = None,
+        make_group: GroupFactory | None = None,
     ) -> None:
-        self._group = (form or _group)(host, port, rank, world_size, device)
+        self._group = (make_group or _make_group)(host, port, rank, world_size, device)
         self._data = torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
@@ -106,17 +105,19 @@ class NcclInlet(Inlet):
         self._data = torch.empty(0, dtype=torch.uint8)
 
 
-def _group(host: str, port: int, rank: int, world_size: int, device: torch.device) -> Any:
+def _make_group(host: str, port: int, rank: int, world_size: int, device: torch.device) -> Any:
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
     from vllm.distributed.utils import StatelessProcessGroup
 
     with torch.cuda.device(device):
-        meeting = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
-        return usable(PyNcclCommunicator(meeting, device=device))
+        group = StatelessProcessGroup.create(host=host, port=port, rank=rank, world_size=world_size)
+        return check_communicator(PyNcclCommunicator(group, device=device))
 
 
-def usable(communicator: Any) -> Any:
-    """The communicator; EngineError where it found no NCCL library, since its broadcasts then do nothing, without a word."""
+def check_communicator(communicator: Any) -> Any:
+    """Return the communicator; raise EngineError if it found no NCCL library, because its broadcasts would do
+    nothing.
+    """
     if getattr(communicator, "disabled", False):
         raise EngineError("vLLM finds no NCCL library on this machine.")
     return communicator

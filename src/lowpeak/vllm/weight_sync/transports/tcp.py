@@ -1,8 +1,8 @@
-"""Workers anywhere: each connects back to the trainer and reads buckets from a socket of its own.
+"""Transport to workers anywhere: each connects to the trainer and reads the buckets from its socket.
 
-The trainer listens while an update begins, on the loopback address alone where all workers are on its host. Who connects shows a
-token of this update, which came by vLLM's own channel, and gets a proof that the trainer knows it too. Weights are not encrypted
-on their way.
+The trainer listens while an update begins, only on the loopback address if all workers are on its host. A worker
+sends this update's token, which it received through vLLM, and gets a proof that the trainer knows the token too.
+Weights are not encrypted.
 """
 
 from __future__ import annotations
@@ -21,73 +21,77 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import EngineError
-from lowpeak.vllm.protocol import start
+from lowpeak.vllm.protocol import start_thread
 from lowpeak.vllm.weight_sync.buckets import Bucket
-from lowpeak.vllm.weight_sync.transports.base import Ask, Inlet, Sender
+from lowpeak.vllm.weight_sync.transports.base import BucketReceiver, BucketSender, TakeCall
 from lowpeak.watchdog import accept_known
 
-_HELLO = 64  # characters of a token or its proof
+_TOKEN_LENGTH = 64  # characters of a token or its proof
 
 
-class TcpSender(Sender):
-    """The trainer's end; every wait ends after `timeout` seconds. `port` is where it listens (None: any free one)."""
+class TcpSender(BucketSender):
+    """Trainer's end; every wait ends after `timeout` seconds. `port` is where it listens (None: any free port)."""
 
     name = "tcp"
 
     def __init__(self, bucket_bytes: int, *, loopback: bool, timeout: float, port: int | None = None) -> None:
         super().__init__(bucket_bytes, torch.device("cpu"))
         self._timeout = timeout
-        self._token = secrets.token_hex(_HELLO // 2)
+        self._token = secrets.token_hex(_TOKEN_LENGTH // 2)
         self._peers: list[socket.socket] = []
         try:
             self._listener = socket.create_server(("127.0.0.1" if loopback else "", port or 0))
         except OSError as error:
             raise EngineError(
-                f"Weights cannot leave by port {port} ({error.strerror}): set vllm_group_port to one that nobody uses."
+                f"Cannot listen at port {port} for weight updates ({error.strerror}): set vllm_group_port to a free port."
             ) from error
-        self._hosts = ["127.0.0.1"] if loopback else own_addresses()
-        self._door = threading.Thread(target=self._let_in, name="lowpeak-weights", daemon=True)
-        self._door.start()
+        self._hosts = ["127.0.0.1"] if loopback else host_addresses()
+        self._accept_thread = threading.Thread(target=self._accept, name="lowpeak-weights", daemon=True)
+        self._accept_thread.start()
 
     def invitation(self) -> dict[str, Any]:
         port = self._listener.getsockname()[1]
-        given = {"hosts": self._hosts, "port": port, "token": self._token, "timeout": self._timeout}
-        return {"transport": self.name, **given}
+        arguments = {"hosts": self._hosts, "port": port, "token": self._token, "timeout": self._timeout}
+        return {"transport": self.name, **arguments}
 
-    def joined(self) -> None:
-        self._shut()
+    def wait_connected(self) -> None:
+        self._stop_listening()
 
-    def deliver(self, bucket: Bucket, ask: Ask) -> None:
-        """Write the bucket to every worker while they read it; what a worker says is wrong comes before a broken socket."""
+    def deliver(self, bucket: Bucket, take: TakeCall) -> None:
+        """Write the bucket to every worker while the workers read; a worker's error takes precedence over a broken
+        socket.
+        """
 
         def read() -> None:
             try:
-                ask({"num_bytes": len(bucket.data)})
+                take({"num_bytes": len(bucket.data)})
             except BaseException:
-                self._hang_up()  # so that nobody writes to a worker that does not read
+                # So that `_write` does not wait for a worker that does not read.
+                self._disconnect()
                 raise
 
-        reading = start(read)
+        reading = start_thread(read)
         broken = self._write(bucket.data.numpy().data)
         reading.result()
         if broken is not None:
-            raise EngineError(f"A worker of vLLM did not read the weights ({broken}).") from broken
+            raise EngineError(f"A worker of vLLM stopped reading the weights ({broken}).") from broken
 
     def close(self) -> None:
-        self._shut()
-        self._hang_up()
+        self._stop_listening()
+        self._disconnect()
 
     def _write(self, data: memoryview) -> OSError | None:
         try:
             for peer in self._peers:
                 peer.sendall(data)
         except OSError as error:
-            self._hang_up()  # the other workers' reads end, too
+            # Ends the other workers' reads too.
+            self._disconnect()
             return error
         return None
 
-    def _let_in(self) -> None:
-        """Take connections that know the token, until the listener is shut."""
+    def _accept(self) -> None:
+        """Accept connections that know the token, until the listener is shut down."""
         for peer, _ in accept_known(self._listener, self._token.encode()):
             try:
                 peer.settimeout(self._timeout)
@@ -96,31 +100,31 @@ class TcpSender(Sender):
             except OSError:
                 peer.close()
 
-    def _shut(self) -> None:
+    def _stop_listening(self) -> None:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._door.join(self._timeout)
+        self._accept_thread.join(self._timeout)
 
-    def _hang_up(self) -> None:
+    def _disconnect(self) -> None:
         for peer in self._peers:
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)
             peer.close()
 
 
-class TcpInlet(Inlet):
-    """The worker's end: connects to the first of `hosts` that proves to know the token."""
+class TcpReceiver(BucketReceiver):
+    """Worker's end: connects to the first of `hosts` that proves to know the token."""
 
     def __init__(self, hosts: Sequence[str], port: int, token: str, timeout: float) -> None:
-        self._peer = _connected(hosts, port, token, timeout)
+        self._peer = _connect(hosts, port, token, timeout)
         self._data = bytearray()
 
     def read(self, arguments: Mapping[str, Any]) -> Tensor:
         num_bytes = arguments["num_bytes"]
         if len(self._data) < num_bytes:
             self._data = bytearray(num_bytes)
-        _received(self._peer, memoryview(self._data)[:num_bytes])
+        _receive_into(self._peer, memoryview(self._data)[:num_bytes])
         return torch.frombuffer(self._data, dtype=torch.uint8)
 
     def close(self) -> None:
@@ -128,7 +132,7 @@ class TcpInlet(Inlet):
         self._data = bytearray()
 
 
-def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> socket.socket:
+def _connect(hosts: Sequence[str], port: int, token: str, timeout: float) -> socket.socket:
     failures = []
     deadline = time.monotonic() + timeout
     for i, host in enumerate(hosts):
@@ -137,20 +141,23 @@ def _connected(hosts: Sequence[str], port: int, token: str, timeout: float) -> s
             until = time.monotonic() + min(share, 10.0)
             peer = socket.create_connection((host, port), min(share, 10.0))
             peer.sendall(token.encode())
-            if hmac.compare_digest(_received(peer, bytearray(_HELLO), until), _proof(token)):
+            if hmac.compare_digest(_receive_into(peer, bytearray(_TOKEN_LENGTH), until), _proof(token)):
                 peer.settimeout(timeout)
                 return peer
-            failures.append(f"{host}: somebody else answers")
+            failures.append(f"{host}: another service answers")
         except OSError as error:
             failures.append(f"{host}: {error}")
     raise EngineError(f"vLLM's worker cannot connect to the trainer for weights ({'; '.join(failures)}).")
 
 
-def _received(peer: socket.socket, into: bytearray | memoryview, until: float | None = None) -> bytearray | memoryview:
-    """Fill `into` from a socket; ConnectionError when it ends before, TimeoutError when all of it took beyond `until`."""
+def _receive_into(
+    peer: socket.socket, into: bytearray | memoryview, until: float | None = None
+) -> bytearray | memoryview:
+    """Fill `into` from a socket; raise ConnectionError if it ends early, TimeoutError after `until`."""
     view = memoryview(into)
     while view:
-        if until is not None:  # a socket's own limit begins anew with every byte
+        # A socket's timeout restarts with every byte.
+        if until is not None:
             peer.settimeout(max(0.001, until - time.monotonic()))
         count = peer.recv_into(view)
         if not count:
@@ -163,12 +170,13 @@ def _proof(token: str) -> bytes:
     return hashlib.sha256(f"lowpeak {token}".encode()).hexdigest().encode()
 
 
-def own_addresses() -> list[str]:
-    """Addresses by which other hosts may know this one, the one that routes lead out by first."""
-    found: list[str] = []
+def host_addresses() -> list[str]:
+    """Return addresses by which other hosts may reach this one, first that of the default route."""
+    addresses: list[str] = []
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect(("192.0.2.1", 9))  # an address for documentation (RFC 5737): nothing is sent
-        found.append(probe.getsockname()[0])
+        # A documentation address (RFC 5737): nothing is sent.
+        probe.connect(("192.0.2.1", 9))
+        addresses.append(probe.getsockname()[0])
     with contextlib.suppress(OSError):
-        found += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
-    return list(dict.fromkeys([*found, "127.0.0.1"]))
+        addresses += [str(info[4][0]) for info in socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)]
+    return list(dict.fromkeys([*addresses, "127.0.0.1"]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowpeak.vllm import keep_apart
+from lowpeak.vllm import undo_vllm_class_patch
 
 
 def decorated(building):
@@ -45,8 +45,8 @@ def test_the_trainers_models_are_made_and_called_as_before_and_vllms_as_vllm_wan
     x = torch.ones(1, 2)
     with pytest.raises(AttributeError, match="do_not_compile"):
         ours(x)
-    keep_apart([theirs], lambda: bool(building))
-    keep_apart([theirs], lambda: bool(building))
+    undo_vllm_class_patch([theirs], lambda: bool(building))
+    undo_vllm_class_patch([theirs], lambda: bool(building))
     seen = []
     ours.register_forward_hook(lambda *given: seen.append(1))
     assert torch.equal(ours(x), ours.linear(x))

@@ -8,14 +8,14 @@ import pytest
 
 from lowpeak.arguments import ColocateSettings, ServerSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm import Request, Row, form_waves, rows_that_fit, share
+from lowpeak.vllm import Request, SequenceRequest, form_waves, split_wave, wave_capacity
 from vllms import facts
 
 
 def rows(*groups):
     """A row per completion of groups given as (length of the prompt, completions)."""
     return [
-        Row(serial, number, Request((serial,) * length, {"max_tokens": 3}))
+        SequenceRequest(serial, number, Request((serial,) * length, {"max_tokens": 3}))
         for serial, (length, count) in enumerate(groups)
         for number in range(count)
     ]
@@ -54,11 +54,11 @@ def test_longest_prompts_come_first_and_waves_are_about_even():
 
 def test_what_fits_is_bounded_by_cache_and_slots_and_shared_by_callers():
     here = ColocateSettings()
-    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=64)], 100, 1, here) == 10
-    assert rows_that_fit([facts(kv_tokens=1000, max_num_seqs=8)], 100, 1, here) == 8
-    assert rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=500)], 100, 1, here) == 15
-    assert rows_that_fit([facts(kv_tokens=1000)], 100, 4, here) == 2
-    assert rows_that_fit([facts(kv_tokens=100)], 100, 4, here) == 1
+    assert wave_capacity([facts(kv_tokens=1000, max_num_seqs=64)], 100, 1, here) == 10
+    assert wave_capacity([facts(kv_tokens=1000, max_num_seqs=8)], 100, 1, here) == 8
+    assert wave_capacity([facts(kv_tokens=1000), facts(kv_tokens=500)], 100, 1, here) == 15
+    assert wave_capacity([facts(kv_tokens=1000)], 100, 4, here) == 2
+    assert wave_capacity([facts(kv_tokens=100)], 100, 4, here) == 1
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_what_fits_is_bounded_by_cache_and_slots_and_shared_by_callers():
 )
 def test_a_row_that_fits_no_cache_is_told_with_what_can_be_changed_there(where, remedy):
     with pytest.raises(EngineError, match=f"101 .*{remedy}"):
-        rows_that_fit([facts(kv_tokens=1000), facts(kv_tokens=100)], 101, 1, where)
+        wave_capacity([facts(kv_tokens=1000), facts(kv_tokens=100)], 101, 1, where)
 
 
 def test_engines_get_whole_prompts_where_there_are_enough_and_parts_where_not():
     wave = rows((50, 2), (10, 2), (10, 2), (10, 2))
-    first, second = share(wave, 2)
+    first, second = split_wave(wave, 2)
     assert sorted(first + second) == list(range(8))
     assert {wave[i].serial for i in first} | {wave[i].serial for i in second} == {0, 1, 2, 3}
     assert not {wave[i].serial for i in first} & {wave[i].serial for i in second}
-    assert [len(part) for part in share(rows((4, 6)), 3)] == [2, 2, 2]
-    assert share(rows((4, 1)), 3) == [[0], [], []]
+    assert [len(part) for part in split_wave(rows((4, 6)), 3)] == [2, 2, 2]
+    assert split_wave(rows((4, 1)), 3) == [[0], [], []]

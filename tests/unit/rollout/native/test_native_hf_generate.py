@@ -25,12 +25,12 @@ from lowpeak.arguments import Sampling
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import (
     NativeEngine,
-    Progress,
-    Row,
+    OutputBuffer,
+    SequenceId,
     StopStrings,
     decode_by_generate,
     end_token_ids,
-    why_not_driven,
+    unsupported_reason,
 )
 from tiny import char_tokenizer, tiny_model
 
@@ -69,14 +69,14 @@ def _engine(model: nn.Module) -> NativeEngine:
 
 
 def test_plain_models_are_driven_also_under_an_adapter():
-    assert why_not_driven(tiny_model()) is None
-    assert why_not_driven(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))) is None
+    assert unsupported_reason(tiny_model()) is None
+    assert unsupported_reason(get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj"]))) is None
 
 
 @pytest.mark.parametrize("reason", MODELS)
 def test_other_models_say_why_they_are_not_driven_and_have_logprobs_of_a_plain_forward(reason):
     model = _model(reason)
-    assert reason.split()[-1] in why_not_driven(model)
+    assert reason.split()[-1] in unsupported_reason(model)
     for group in _engine(model).generate(PROMPTS, SAMPLING):
         for completion in group.completions:
             ids = torch.tensor([[*group.prompt.ids, *completion.ids.tolist()]])
@@ -89,10 +89,10 @@ def test_other_models_say_why_they_are_not_driven_and_have_logprobs_of_a_plain_f
 @pytest.mark.parametrize("changed", [{}, {"temperature": 0.0}, {"stop": ("33",)}, {"stop_token_ids": (5,)}])
 def test_the_fallback_draws_what_the_decode_loop_draws(changed):
     model, sampling = tiny_model(), replace(SAMPLING, **changed)
-    rows = [Row(i, j) for i in range(3) for j in range(3)]
+    rows = [SequenceId(i, j) for i in range(3) for j in range(3)]
     tokenizer = char_tokenizer()
     ends = (end_token_ids(model, tokenizer, sampling), StopStrings(tokenizer, sampling.stop))
-    progress = Progress(9, sampling.max_new_tokens, *ends, None, torch.device("cpu"))
+    progress = OutputBuffer(9, sampling.max_new_tokens, *ends, None, torch.device("cpu"))
     decode_by_generate(model, rows, PROMPTS, sampling, progress)
     driven = [c for group in _engine(model).generate(PROMPTS, sampling) for c in group.completions]
     for ours, other in zip(progress.completions(), driven, strict=True):

@@ -1,7 +1,8 @@
-"""The token that a server demands, on every route but `/health`, and the file in which runs on the same host find it.
+"""ASGI middlewares for vLLM's `--middleware`, and the file with a server's token.
 
-vLLM's own `--api-key` guards `/v1`, `/v2` and `/inference` alone (0.32, entrypoints/serve/middleware/authenticate.py): any client
-could replace the weights through `/collective_rpc`. The two ASGI middlewares here are for vLLM's `--middleware`.
+vLLM's `--api-key` protects only `/v1`, `/v2` and `/inference` (0.32, entrypoints/serve/middleware/authenticate.py),
+so any client could replace the weights through `/collective_rpc`. The token here protects every route but `/health`;
+runs on the same host read it from the file.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.errors import ArgumentError
 
 ADAPTER_ROUTE = "/lowpeak_adapter"
-_ADAPTER_PREFIX = "lowpeak-"  # of the names that `weights/adapters.py` gives
-_OPEN = ("/health",)
+_ADAPTER_PREFIX = "lowpeak-"  # of the names that `weight_sync/lora.py` chooses
+_PUBLIC_ROUTES = ("/health",)
 _THIS_HOST = ("127.0.0.1", "localhost", "::1", "0.0.0.0", "::")
 
 Scope = MutableMapping[str, Any]
@@ -30,14 +31,14 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class TokenMiddleware:
-    """Answers 401 to a request whose `Authorization` is not `Bearer <LOWPEAK_SERVER_TOKEN>`."""
+    """Middleware that answers 401 unless `Authorization` is `Bearer <LOWPEAK_SERVER_TOKEN>`."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._expected = f"Bearer {os.environ[SERVER_TOKEN]}".encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] not in ("http", "websocket") or scope["path"] in _OPEN or self._knows(scope):
+        if scope["type"] not in ("http", "websocket") or scope["path"] in _PUBLIC_ROUTES or self._is_authorized(scope):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
@@ -46,20 +47,19 @@ class TokenMiddleware:
             await send({"type": "http.response.start", "status": 401, "headers": headers})
             await send({"type": "http.response.body", "body": b'{"error": "this server demands a token"}'})
 
-    def _knows(self, scope: Scope) -> bool:
-        given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+    def _is_authorized(self, scope: Scope) -> bool:
+        credentials = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(credentials) == 1 and hmac.compare_digest(credentials[0], self._expected)
 
 
 @contextmanager
 def saved_token(port: int, token: str) -> Iterator[Path]:
-    """Keep the token of the server at `port` in a file that its user alone can read, during the block.
-
-    The file is locked meanwhile: vLLM takes the port a minute later, and another server could be started for it until then.
-    """
-    import fcntl  # of Unix alone, as vLLM
+    """Save the token of the server at `port` in a file that only this user can read, during the block."""
+    # Only on Unix, like vLLM.
+    import fcntl
 
     path = _token_file(port)
+    # The lock reserves the port: vLLM binds it a minute later, and another server could be started for it until then.
     with ExitStack() as files:
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def saved_token(port: int, token: str) -> Iterator[Path]:
 
 
 def find_token(host: str | None, port: int | None) -> str | None:
-    """Return the saved token of the server at `port` of this host; None if there is none, or `host` is another one."""
+    """Return the saved token of the server at `port`; None without one or for another host."""
     if host in _THIS_HOST and port is not None:
         with suppress(OSError):
             return _token_file(port).read_text()
@@ -98,10 +98,10 @@ def _token_file(port: int) -> Path:
 
 
 class AdapterMiddleware:
-    """Registers the adapter of the last push in place of the former one, so that requests can name it; other requests pass.
+    """Middleware that registers the last push's adapter, so that requests can name it.
 
-    vLLM's own `/v1/load_lora_adapter` would read the adapter's files again, under another number: a second copy, which
-    nothing has proved. Here the server only learns the number that its workers store.
+    vLLM's `/v1/load_lora_adapter` would load the files again under another number: a second, unverified copy. Here
+    the server only receives the number of the adapter that its workers have loaded.
     """
 
     def __init__(self, app: App) -> None:
@@ -111,19 +111,18 @@ class AdapterMiddleware:
         if scope["type"] != "http" or scope["path"] != ADAPTER_ROUTE:
             await self._app(scope, receive, send)
             return
-        register(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
+        register_adapter(scope["app"].state.openai_serving_models, json.loads(await _body(receive)))
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
         await send({"type": "http.response.body", "body": b"{}"})
 
 
-def register(models: Any, adapter: Mapping[str, Any]) -> None:
-    """Let the server's requests name `adapter`, and none that came before it."""
+def register_adapter(models: Any, adapter: Mapping[str, Any]) -> None:
+    """Register `adapter` with vLLM's server and remove earlier adapters of lowpeak."""
     from vllm.lora.request import LoRARequest
 
     for name in [name for name in models.lora_requests if name.startswith(_ADAPTER_PREFIX)]:
         del models.lora_requests[name]
-    made = LoRARequest(adapter["name"], int(adapter["number"]), adapter["folder"])
-    models.lora_requests[adapter["name"]] = made
+    models.lora_requests[adapter["name"]] = LoRARequest(adapter["name"], int(adapter["number"]), adapter["folder"])
 
 
 async def _body(receive: Receive) -> bytes:

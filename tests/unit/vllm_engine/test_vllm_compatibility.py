@@ -11,10 +11,10 @@ import pytest
 from fake_server import FACTS
 from lowpeak.errors import EngineError
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import SUPPORTED, check_same, fingerprint, ranks_of_host, warn_unsupported
+from lowpeak.vllm import SUPPORTED, check_same, fingerprint, num_host_ranks, warn_unsupported
 from tiny import char_tokenizer, tiny_model
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -59,5 +59,5 @@ def test_the_version_that_is_installed_with_the_package_is_in_the_range():
 
 
 def test_every_rank_of_the_host_counts_for_the_memory_of_engines_that_sleep():
-    assert ranks_of_host(Ranks(), {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}) == 8
-    assert ranks_of_host(Ranks(), {}) == 1
+    assert num_host_ranks(Ranks(), {"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}) == 8
+    assert num_host_ranks(Ranks(), {}) == 1

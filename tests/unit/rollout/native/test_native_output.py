@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 from lowpeak.arguments import Sampling
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native import Progress, StopStrings, end_token_ids
+from lowpeak.rollout.native import OutputBuffer, StopStrings, end_token_ids
 from tiny import char_tokenizer, tiny_model
 
 SAMPLING = Sampling(num_generations=1, max_new_tokens=1)
@@ -83,14 +83,14 @@ def test_end_tokens_come_from_config_tokenizer_and_sampling():
     assert end_token_ids(model, tokenizer, SAMPLING) == frozenset()
 
 
-def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None, max_new_tokens: int = 9) -> Progress:
+def _progress(num_rows: int, counted: list[tuple[int, int]] | None = None, max_new_tokens: int = 9) -> OutputBuffer:
     on_tokens = None if counted is None else lambda *counts: counted.append(counts)
     stops = StopStrings(char_tokenizer(), ["44"])
-    return Progress(num_rows, max_new_tokens, frozenset({1}), stops, on_tokens, torch.device("cpu"))
+    return OutputBuffer(num_rows, max_new_tokens, frozenset({1}), stops, on_tokens, torch.device("cpu"))
 
 
 def _add(
-    progress: Progress, rows: list[int], tokens: list[int], logprob: float = -1.0, computed: int = 3
+    progress: OutputBuffer, rows: list[int], tokens: list[int], logprob: float = -1.0, computed: int = 3
 ) -> list[bool]:
     return progress.add(torch.tensor(rows), torch.tensor(tokens), torch.full((len(rows),), logprob), computed)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lowpeak.errors import EngineError
-from lowpeak.rollout.native import Row, Waiting, form_waves
+from lowpeak.rollout.native import PromptQueue, SequenceId, form_waves
 
 
 def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():
-    waiting = Waiting([3, 5, 4, 2], num_generations=2, max_new_tokens=5, max_tokens=50)
+    waiting = PromptQueue([3, 5, 4, 2], num_generations=2, max_new_tokens=5, max_tokens=50)
     assert waiting.num_slots([]) == 5
     assert waiting.take(3) == [1, 2]
     assert waiting.take(0) == []
@@ -19,7 +19,7 @@ def test_the_longest_prompts_begin_first_and_as_few_as_fill_the_slots():
 
 
 def test_shorter_prompts_have_more_slots_once_no_longer_one_runs():
-    waiting = Waiting([15, 5, 5, 5], num_generations=1, max_new_tokens=5, max_tokens=40)
+    waiting = PromptQueue([15, 5, 5, 5], num_generations=1, max_new_tokens=5, max_tokens=40)
     assert waiting.num_slots([]) == 2
     assert waiting.take(2) == [0, 1]
     assert waiting.num_slots([0, 1]) == 2
@@ -27,7 +27,7 @@ def test_shorter_prompts_have_more_slots_once_no_longer_one_runs():
 
 
 def test_a_budget_that_is_counted_anew_has_other_slots():
-    waiting = Waiting([5, 5], num_generations=2, max_new_tokens=5, max_tokens=20)
+    waiting = PromptQueue([5, 5], num_generations=2, max_new_tokens=5, max_tokens=20)
     waiting.set_budget(40)
     assert waiting.num_slots([]) == 4
     with pytest.raises(EngineError, match="kv_cache_bytes"):
@@ -40,7 +40,7 @@ def test_every_row_is_in_one_wave_and_no_wave_exceeds_the_budget(max_tokens, num
     lengths = [3, 12, 7, 7, 1, 9]
     waves = form_waves(lengths, num_generations, 8, max_tokens)
     rows = [row for wave in waves for row in wave]
-    assert sorted(rows) == [Row(i, j) for i in range(6) for j in range(num_generations)]
+    assert sorted(rows) == [SequenceId(i, j) for i in range(6) for j in range(num_generations)]
     for wave in waves:
         assert len(wave) * (max(lengths[row.prompt] for row in wave) + 8) <= max_tokens
 
@@ -57,7 +57,7 @@ def test_waves_are_as_large_as_the_budget_allows(lengths, num_generations, new, 
 
 def test_a_row_that_cannot_fit_is_an_error_with_the_numbers():
     with pytest.raises(EngineError, match=r"9 .*5 .*13 .*kv_cache_bytes"):
-        Waiting([3, 9], num_generations=1, max_new_tokens=5, max_tokens=13)
+        PromptQueue([3, 9], num_generations=1, max_new_tokens=5, max_tokens=13)
     with pytest.raises(EngineError, match=r"40 .*10 .*49 .*kv_cache_bytes"):
         form_waves([40], 2, 10, 49)
     assert form_waves([], 4, 6, 60) == []
