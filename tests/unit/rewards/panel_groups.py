@@ -28,7 +28,7 @@ def panel(*functions, weights=None, **settings):
     return RewardPanel(make_rewards(list(functions)), RewardSettings(weights, **settings), decode)
 
 
-def judge(*functions, groups=None, weights=None, **settings):
+def compute_rewards(*functions, groups=None, weights=None, **settings):
     return panel(*functions, weights=weights, **settings).judge(
         groups or [group("p", "a", "bb"), group("q", "ccc", "")]
     )

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
-from lowpeak.rewards import BackgroundLoop, FunctionReward, Late, Reward, call_within
+from lowpeak.rewards import BackgroundLoop, FunctionReward, Reward, TimeLimitExceeded, call_with_timeout
 
 ROWS = {"prompts": ["p", "p"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]]}
 
@@ -121,7 +121,7 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
 def test_a_call_with_a_limit_sees_the_callers_context():
     word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
     word.set("here")
-    assert call_within(word.get, 30) == "here"
+    assert call_with_timeout(word.get, 30) == "here"
 
 
 def test_the_background_loop_is_kept_until_it_was_blocked_and_ends_with_its_owner():
@@ -135,7 +135,7 @@ def test_the_background_loop_is_kept_until_it_was_blocked_and_ends_with_its_owne
 
     first = loop.run(running())
     assert loop.run(running()) is first
-    with pytest.raises(Late):
+    with pytest.raises(TimeLimitExceeded):
         loop.run(blocks(), 0.05)
     second = loop.run(running(), 30)
     released.set()

@@ -9,8 +9,8 @@ import pytest
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards import (
-    FACTORIES,
-    SHIPPED,
+    BUILTIN_REWARDS,
+    REWARD_FACTORIES,
     SoftOverlong,
     callable_name,
     exact_match,
@@ -62,7 +62,7 @@ def test_a_file_gives_its_functions_objects_and_methods_finds_its_neighbours_and
     assert load_reward(f"{rewards_py}:judge")(completions=["a"]) == [5.0]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", BUILTIN_REWARDS)
 def test_every_shipped_name_is_a_reward_of_that_name(name):
     reward = make_rewards(load_reward(name))[0]
     assert reward.name == name
@@ -76,13 +76,13 @@ def test_factories_are_written_with_their_arguments():
     reward = load_reward(r"format_reward('a\\d (x|y)', name='mine')")
     assert reward(completions=["a1 x", "a1 z"]) == [1.0, 0.0]
     assert callable_name(reward) == "mine"
-    assert set(FACTORIES).isdisjoint(SHIPPED)
+    assert set(REWARD_FACTORIES).isdisjoint(BUILTIN_REWARDS)
 
 
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        *((f"lowpeak.rewards.answers{mark}exact_match", exact_match) for mark in ".:"),
+        *((f"lowpeak.rewards.builtin{mark}exact_match", exact_match) for mark in ".:"),
         *((model, model) for model in ("owner/judge", "./judges/tiny", "/judges/tiny", ".")),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_module_that_fails_inside_is_told_apart_from_one_that_is_missing(tmp_p
         (load_reward, "some/file.py", r"'some/file\.py:function'"),
         (load_reward, "no_such_package.rewards.f", "'no_such_package'"),
         (load_reward, "lowpeak.no_such_module.f", r"'lowpeak\.no_such_module'"),
-        (load_reward, "lowpeak.rewards.answers.gone", "'gone'"),
+        (load_reward, "lowpeak.rewards.builtin.gone", "'gone'"),
         (load_reward, "exact_mach", "'exact_mach'.*exact_match, numeric_match"),
         (load_reward, "", "''"),
         (load_reward, "soft_overlong", "'soft_overlong'"),
