@@ -178,7 +178,7 @@ def not_fast():
     [
         (tokenizer_of(THINKS_LAST), LONG[:3], r"row 3: .*\{% generation %\}"),
         (not_fast(), LONG, r"row 3: .*\{% generation %\}"),
-        (tokenizer_of(INST), [turn("user", "one"), turn("user", "two")], "row 3 .*alternate"),
+        (tokenizer_of(INST), [turn("user", "one"), turn("user", "two")], "row 3: .*alternate"),
     ],
     ids=["no turn can be told", "tokens are not mapped to characters", "the template fails"],
 )
