@@ -19,10 +19,10 @@ from lowpeak.data.row_reader import RowReader as RowReader
 from lowpeak.data.row_reader import check_embedded as check_embedded
 from lowpeak.data.row_reader import check_end as check_end
 from lowpeak.data.row_reader import check_tokenizer as check_tokenizer
+from lowpeak.data.row_reader import filter_rows as filter_rows
 from lowpeak.data.row_reader import num_rows as num_rows
 from lowpeak.data.row_reader import padding_id as padding_id
 from lowpeak.data.row_reader import rows_at as rows_at
-from lowpeak.data.row_reader import usable_rows as usable_rows
 from lowpeak.data.supervised import SupervisedReader as SupervisedReader
 from lowpeak.data.supervised import check_supervised_columns as check_supervised_columns
 from lowpeak.data.supervised import make_record as make_record

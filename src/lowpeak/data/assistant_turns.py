@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.data.chat import TEMPLATE_ERRORS, Messages, template_errors
-from lowpeak.data.row_reader import num_shared
+from lowpeak.data.row_reader import common_prefix_length
 from lowpeak.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class AssistantTurns:
             if full.text.startswith(before):
                 start = full.first_token_after(before)
             elif full.text.startswith(chat.write(turn)):
-                start = num_shared(chat.tokenize(before).ids, full.ids)
+                start = common_prefix_length(chat.tokenize(before).ids, full.ids)
                 self._warn_once(
                     "the chat template does not write its generation prompt before the assistant's message, so the model "
                     "trains on another context than it will generate from",
@@ -96,7 +96,7 @@ class AssistantTurns:
         if full.text.startswith(after):
             return range(start, full.num_tokens_of(after))
         after_ids = chat.tokenize(after).ids
-        stop = num_shared(after_ids, full.ids)
+        stop = common_prefix_length(after_ids, full.ids)
         only_end_differs = not self._tokenizer.decode(after_ids[stop:], skip_special_tokens=True).strip()
         return range(start, stop if only_end_differs else start)
 

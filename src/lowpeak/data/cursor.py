@@ -18,7 +18,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from lowpeak.data.prompts import PromptReader
-from lowpeak.data.row_reader import RowReader, log_dropped_rows, num_rows, read_all, usable_rows
+from lowpeak.data.row_reader import RowReader, filter_rows, log_dropped_rows, num_rows, read_all
 from lowpeak.errors import CheckpointError, DataError
 from lowpeak.records import Prompt
 
@@ -166,7 +166,7 @@ def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCurso
     """Return a run's cursor over the usable rows: a dataset is checked completely first, a stream row by row."""
     is_stream = num_rows(dataset) is None
     return PromptCursor(
-        dataset if is_stream else usable_rows(dataset, reader),
+        dataset if is_stream else filter_rows(dataset, reader),
         reader,
         shuffle=args.shuffle_dataset,
         seed=args.seed if args.data_seed is None else args.data_seed,

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from lowpeak.data.chat import encode_chat
-from lowpeak.data.row_reader import RowReader, num_shared, padding_id, read_all
+from lowpeak.data.row_reader import RowReader, common_prefix_length, padding_id, read_all
 from lowpeak.errors import DataError
 from lowpeak.records import Completion, Record
 
@@ -94,7 +94,7 @@ class PreferenceReader(RowReader[Pair]):
 
 def make_pair(group: int, chosen: list[int], rejected: list[int], margin: float, slot: int) -> Pair:
     """Return two tokenized sequences as records; their prompt is the common prefix, at least each one's first token."""
-    start = max(1, num_shared(chosen, rejected))
+    start = max(1, common_prefix_length(chosen, rejected))
     return _record(group, chosen, start, slot, 1.0, margin), _record(group, rejected, start, slot, -1.0, 0.0)
 
 

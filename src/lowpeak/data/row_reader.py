@@ -80,7 +80,7 @@ class RowReader(ABC, Generic[Item_co]):
             )
 
 
-def num_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return the length of the common prefix of two sequences of tokens or characters."""
     differences = (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differences, min(len(one), len(other)))
@@ -123,7 +123,7 @@ def rows_at(dataset: Any, indices: list[int]) -> list[Mapping[str, Any]]:
         ) from error
 
 
-def read_rows(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> Iterator[tuple[int, Item_co | None]]:
+def read_items(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> Iterator[tuple[int, Item_co | None]]:
     """Yield each row's index and item, with a thousand rows in memory at a time."""
     first = 0
     for rows in _batches(dataset):
@@ -147,13 +147,13 @@ def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[Mapping[str, A
         yield rows_at(dataset, list(range(start, min(start + _BATCH, size))))
 
 
-def usable_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
+def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
     """Return the dataset without the rows that the reader drops; logs their number.
 
     A list of rows is a dataset too. Raises DataError for the first invalid row, for an empty dataset, and if all rows are
     dropped.
     """
-    kept = [index for index, item in read_rows(dataset, reader) if item is not None]
+    kept = [index for index, item in read_items(dataset, reader) if item is not None]
     log_dropped_rows(len(dataset) - len(kept), len(dataset), reader)
     if len(kept) == len(dataset):
         return dataset
@@ -162,7 +162,7 @@ def usable_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
 
 def read_all(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> tuple[list[Item_co], int]:
     """Return the items of all rows that are not dropped, and the number of rows; logs how many are dropped."""
-    items = [item for _, item in read_rows(dataset, reader)]
+    items = [item for _, item in read_items(dataset, reader)]
     kept = [item for item in items if item is not None]
     log_dropped_rows(len(items) - len(kept), len(items), reader)
     return kept, len(items)

@@ -28,7 +28,7 @@ from datasets import Dataset, IterableDataset
 
 from lowpeak.data.assistant_turns import AssistantTurns
 from lowpeak.data.chat import check_messages, encode_chat, template_errors
-from lowpeak.data.row_reader import RowReader, num_shared, read_all
+from lowpeak.data.row_reader import RowReader, common_prefix_length, read_all
 from lowpeak.errors import DataError, fail_on_exit
 from lowpeak.records import Completion, Record
 
@@ -221,7 +221,7 @@ class SupervisedReader(RowReader[Record]):
 
     def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:
         """Return the index of the completion's first token: the first that differs from the prompt's tokens, as in TRL."""
-        start = num_shared(prompt_ids, ids)
+        start = common_prefix_length(prompt_ids, ids)
         if start < len(prompt_ids) and not self._warned:
             self._warned = True
             logger.warning(

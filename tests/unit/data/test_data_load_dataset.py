@@ -10,7 +10,7 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data import open_dataset, usable_rows
+from lowpeak.data import filter_rows, open_dataset
 from lowpeak.errors import DataError
 
 KINDS = [".json", ".jsonl", ".parquet", ".csv"]
@@ -103,7 +103,7 @@ def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_they_are_read(tmp_
     backwards = b"".join(i.to_bytes(4, "little") for i in range(len(ROWS), -1, -1))
     file.write_bytes(file.read_bytes().replace(offsets, backwards))
     with pytest.raises(DataError, match=r"Rows 0 to \d+"):
-        usable_rows(open_dataset(folder), None)
+        filter_rows(open_dataset(folder), None)
 
 
 @pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])

@@ -7,7 +7,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lowpeak.data import PromptReader, check_tokenizer, num_rows, padding_id, usable_rows
+from lowpeak.data import PromptReader, check_tokenizer, filter_rows, num_rows, padding_id
 from lowpeak.errors import DataError, ModelError
 from tiny import char_tokenizer
 
@@ -20,7 +20,7 @@ def plain_reader(**settings):
 def test_checking_a_data_set_keeps_the_rows_that_can_be_used_and_says_how_many_go(make, caplog):
     rows = [{"prompt": "1" * length} for length in (1, 9, 2, 4, 3)]
     with caplog.at_level(logging.WARNING):
-        kept = usable_rows(make(rows), plain_reader(max_prompt_tokens=3, overlong="drop"))
+        kept = filter_rows(make(rows), plain_reader(max_prompt_tokens=3, overlong="drop"))
     assert list(kept) == [rows[0], rows[2], rows[4]]
     (warning,) = caplog.records
     assert warning.args[:2] == (2, 5)
@@ -29,18 +29,18 @@ def test_checking_a_data_set_keeps_the_rows_that_can_be_used_and_says_how_many_g
 def test_checking_finds_the_one_bad_row_beyond_the_first_thousand():
     dataset = Dataset.from_list([{"prompt": "1"} for _ in range(1500)] + [{"prompt": ""}])
     with pytest.raises(DataError, match="row 1500 "):
-        usable_rows(dataset, plain_reader())
+        filter_rows(dataset, plain_reader())
 
 
 def test_checking_applies_the_data_sets_own_transform():
     dataset = Dataset.from_list([{"question": "12"}]).with_transform(lambda rows: {"prompt": rows["question"]})
-    assert usable_rows(dataset, plain_reader()) is dataset
+    assert filter_rows(dataset, plain_reader()) is dataset
 
 
 @pytest.mark.parametrize(("rows", "words"), [([{"prompt": "1111"}] * 3, "3"), ([], "empty")])
 def test_a_data_set_without_a_usable_row_is_an_error(rows, words):
     with pytest.raises(DataError, match=words):
-        usable_rows(Dataset.from_list(rows), plain_reader(max_prompt_tokens=2, overlong="drop"))
+        filter_rows(Dataset.from_list(rows), plain_reader(max_prompt_tokens=2, overlong="drop"))
 
 
 def test_all_splits_at_once_are_an_error_that_names_them_and_a_stream_has_no_number_of_rows():
