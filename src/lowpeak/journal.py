@@ -1,4 +1,4 @@
-"""The journal of a run: one JSON line per step in `steps.jsonl`, one per completion in `rollouts.jsonl`.
+"""The journal of a run, in JSON lines: steps in `steps.jsonl`, completions in `rollouts.jsonl`.
 
 pandas (`read_json(path, lines=True)`) and polars (`read_ndjson(path, infer_schema_length=None)`) read both files. Each line
 is one append, so a kill between lines leaves only complete ones. Linux can end even one write early when it kills a process
@@ -34,10 +34,11 @@ logger = logging.getLogger(__name__)
 
 
 class Journal:
-    """A writer of a run's steps and rollouts in `folder`; rank 0 writes, the other ranks pass `writes=False`.
+    """A writer of a run's steps and rollouts in `folder`.
 
-    When the first line is written, files of an earlier run are renamed to `steps.1.jsonl`, `rollouts.1.jsonl`, ..., unless
-    `resume_at` was called to continue them. A full disk raises `CheckpointError`.
+    Rank 0 writes; the other ranks pass `writes=False`. When the first line is written, files of an earlier run are renamed to
+    `steps.1.jsonl`, `rollouts.1.jsonl`, ..., unless `resume_at` was called to continue them. A full disk raises
+    `CheckpointError`.
     """
 
     def __init__(self, folder: Path, writes: bool = True) -> None:
@@ -47,7 +48,7 @@ class Journal:
         self._written = False
 
     def check(self) -> None:
-        """Raise CheckpointError if the folder's path is a file, or a file's path a folder or a link."""
+        """Raise CheckpointError if another kind of file is in the place of the folder or of a file."""
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file, but the journal needs a folder there: move or remove it.")
         for path in _paths(self.folder):
@@ -78,7 +79,8 @@ class Journal:
         self._append(ROLLOUTS, step, rows)
 
     def sync(self) -> None:
-        """Wait until all lines are on disk: a checkpoint must not outlive the lines of the steps before it."""
+        """Wait until all lines are on disk."""
+        # Called before a checkpoint, which must not outlive the lines of the steps before it.
         if not self._writes:
             return
         with _write_errors(self.folder):
@@ -115,7 +117,10 @@ class Journal:
 
 
 def read_steps(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of `steps.jsonl` in order, without an incomplete last line; an empty list if there is no file."""
+    """Return the rows of `steps.jsonl` in order, without an incomplete last line.
+
+    The list is empty if there is no file.
+    """
     path = folder / f"{STEPS}.jsonl"
     return [row for _, row in _read_lines(path)] if path.exists() else []
 
@@ -143,7 +148,10 @@ def _json_value(value: Any) -> Any:
 
 
 def _append_line(descriptor: int, row: Mapping[str, Any]) -> None:
-    """Append the row in one write; if the line cannot be written completely, remove it, so that the file stays readable."""
+    """Append the row in one write.
+
+    If the line cannot be written completely, it is removed, so that the file stays readable.
+    """
     # A lone surrogate, which tokenizers can produce and readers reject, becomes a question mark.
     line = _ENCODER.encode(_json_value(row)).encode("utf-8", "replace") + b"\n"
     start = os.fstat(descriptor).st_size
@@ -158,7 +166,7 @@ def _append_line(descriptor: int, row: Mapping[str, Any]) -> None:
 
 
 def _read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yield each complete line and its row; skip an incomplete last line and lines that a power failure damaged."""
+    """Yield each complete line and its row; skip incomplete and damaged lines."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
@@ -182,7 +190,10 @@ def _remove_later_lines(path: Path, step: int) -> None:
 
 
 def _rename_earlier_files(folder: Path) -> None:
-    """Add the first number that is free for both to the names of an earlier run's files; remove an incomplete last line."""
+    """Rename an earlier run's files to the first number that is free for both.
+
+    Incomplete last lines are removed.
+    """
     numbered = (_paths(folder, f".{number}") for number in itertools.count(1))
     free = next(paths for paths in numbered if not any(path.exists() for path in paths))
     for path, new_path in zip(_paths(folder), free, strict=True):

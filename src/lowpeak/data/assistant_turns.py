@@ -1,4 +1,4 @@
-"""The assistant's tokens in a conversation whose chat template does not mark them with `{% generation %}`.
+"""The assistant's tokens in conversations whose chat template has no `{% generation %}` blocks.
 
 They are found by comparing three texts that the template writes:
 
@@ -75,7 +75,10 @@ class AssistantTurns:
         return full.ids, loss_mask
 
     def _find_turn(self, chat: _Chat, full: _Text, turn: int, where: str) -> range:
-        """Return the tokens of message `turn`; none if the full text does not have them as the model would generate them."""
+        """Return the range of the tokens of message `turn`.
+
+        It is empty if the full text does not contain the message as the model would generate it.
+        """
         try:
             before = chat.write(turn, add_generation_prompt=True)
             if full.text.startswith(before):

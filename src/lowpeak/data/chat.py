@@ -23,7 +23,7 @@ TEMPLATE_ERRORS = (TemplateError, LookupError, TypeError, ValueError)
 
 
 def check_messages(messages: Sequence[Any], where: str) -> Messages:
-    """Return the messages without keys whose value is None, each with a role and with text or tool calls.
+    """Return the messages, checked for a role and text or tool calls, without keys whose value is None.
 
     Arrow gives every message of a dataset the same keys and fills in None, which templates would print. Raises DataError,
     starting with `where`, for anything but text messages.
@@ -73,7 +73,7 @@ def template_options(row: Mapping[str, Any], defaults: Mapping[str, Any], where:
 
 
 def prompt_options(messages: Messages, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the template's options for a prompt, which opens an assistant message or continues the last one."""
+    """Return the template's options to open a new assistant message, or to continue the last one."""
     rest = {name: value for name, value in options.items() if name != "continue_final_message"}
     if continued_text(messages, options):
         return {**rest, "add_generation_prompt": False, "continue_final_message": True}

@@ -1,7 +1,7 @@
-"""A run's position in its dataset: prompts on demand, over any number of epochs, resumed at the very next one.
+"""A run's position in its dataset, from which it draws prompts over any number of epochs.
 
-It replaces a data loader, because rollouts draw varying numbers of prompts: they may span epochs, and dynamic sampling draws
-more. Every rank draws the same prompts.
+A resumed run continues with the very next prompt. The cursor replaces a data loader, because rollouts draw varying numbers of
+prompts: they may span epochs, and dynamic sampling draws more. Every rank draws the same prompts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _DIGEST_ROWS = 32  # at most, evenly spaced from the first to the last
 
 
 class PromptCursor(Generic[Item]):
-    """A cursor that draws a reader's items of a dataset, epoch after epoch; with a PromptReader, prompts.
+    """A cursor that draws a reader's items from a dataset, epoch after epoch.
 
-    With random access and `shuffle`, each epoch is a permutation that depends on (seed, epoch) alone. A stream keeps its
-    order, or uses its shuffle buffer with `shuffle`; `set_epoch` passes it the epoch. `serial` counts the items drawn in the
-    run. `digest` distinguishes the dataset from others with as many rows (None for a stream).
+    With a PromptReader the items are prompts. With random access and `shuffle`, each epoch is a permutation that depends on
+    (seed, epoch) alone. A stream keeps its order, or uses its shuffle buffer with `shuffle`; `set_epoch` passes it the epoch.
+    `serial` counts the items drawn in the run. `digest` distinguishes the dataset from others with as many rows (None for a
+    stream).
     """
 
     def __init__(
@@ -62,7 +63,10 @@ class PromptCursor(Generic[Item]):
         self._start_epoch(0)
 
     def take(self, count: int) -> list[Item]:
-        """Return the next `count` prompts; DataError for an invalid row, or if all rows of an epoch are dropped."""
+        """Return the next `count` items.
+
+        Raises DataError for an invalid row, or if all rows of an epoch are dropped.
+        """
         items: list[Item] = []
         while len(items) < count:
             index, row = self._next_row()
@@ -75,7 +79,7 @@ class PromptCursor(Generic[Item]):
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain numbers, to continue with the next prompt of the same dataset."""
+        """Return the position as plain values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -148,9 +152,10 @@ class PromptCursor(Generic[Item]):
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch: [size] int64, the same on every machine and with every version of NumPy.
+    """Return the order of an epoch, [size] int64.
 
-    It is the sort order of `size` raw 64-bit numbers of Philox(key=(seed, epoch)).
+    It is the sort order of `size` raw 64-bit numbers of Philox(key=(seed, epoch)): the same on every machine and with every
+    version of NumPy.
     """
     # NumPy guarantees the raw stream of a bit generator, but not `Generator.permutation` (NEP 19).
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
@@ -158,12 +163,18 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
 
 
 def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> list[Prompt]:
-    """Return all prompts of an evaluation set in order, with serials from 0; logs how many rows are dropped."""
+    """Return all prompts of an evaluation set in order, with serials from 0.
+
+    Logs how many rows are dropped.
+    """
     return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
 
 
 def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
-    """Return a run's cursor over the usable rows: a dataset is checked completely first, a stream row by row."""
+    """Return a run's cursor over the usable rows of a dataset.
+
+    A dataset with random access is checked completely first, a stream row by row.
+    """
     is_stream = num_rows(dataset) is None
     return PromptCursor(
         dataset if is_stream else filter_rows(dataset, reader),

@@ -51,12 +51,15 @@ def open_dataset(
 
 
 def is_on_hub(source: str) -> bool:
-    """Return whether a source of `open_dataset` is a dataset on the hub, not a file or a folder."""
+    """Return whether a source of `open_dataset` is a dataset on the hub."""
     return _local_paths(source) is None
 
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:
-    """Return the files, or the folder, at `source`; None for a name on the hub; DataError if one does not exist."""
+    """Return the files, or the folder, at `source`; None for a name on the hub.
+
+    Raises DataError if one does not exist.
+    """
     if not isinstance(source, str | Path) and not source:
         raise DataError("The list of data files is empty; name at least one.")
     paths = _one_path(source) if isinstance(source, str | Path) else [Path(path).expanduser() for path in source]
@@ -72,7 +75,7 @@ def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None
 
 
 def _one_path(source: str | Path) -> list[Path] | None:
-    """Return the path itself, the files that match a pattern, or None for a name on the hub."""
+    """Return the path, or the files that match a pattern; None for a name on the hub."""
     path = Path(source).expanduser()
     if path.exists():
         return [path]
@@ -160,7 +163,8 @@ def _open_hub(source: str, split: str | None, name: str | None, streaming: bool)
 
 
 def _load(source: str, split: str | None, streaming: bool, **arguments: Any) -> Dataset | IterableDataset:
-    """Return one split by `datasets.load_dataset`; slices are left to it, other splits selected here, so that errors name them."""
+    """Return one split, or a slice of one, by `datasets.load_dataset`."""
+    # `load_dataset` selects slices itself. Other splits are selected here, so that an error can list them.
     sliced = split if split is not None and re.search(r"[\[+]", split) else None
     try:
         loaded = datasets.load_dataset(**arguments, split=sliced, streaming=streaming)

@@ -43,10 +43,11 @@ def check_preference_columns(row: Mapping[str, Any], where: str) -> None:
 
 
 class PreferenceReader(RowReader[Pair]):
-    """A reader of rows as pairs of records in one group; only each record's slot counts for the loss.
+    """A reader of rows as pairs of records in one group.
 
-    At the slots, advantages are +1 for the chosen record and -1 for the rejected one; returns are the margin and 0 (see
-    `algorithms.reward_model`). A pair is dropped if a sequence has more than `max_length` tokens, or if both are equal.
+    Only each record's slot counts for the loss. At the slots, advantages are +1 for the chosen record and -1 for the rejected
+    one; returns are the margin and 0 (see `algorithms.reward_model`). A pair is dropped if a sequence has more than
+    `max_length` tokens, or if both are equal.
     """
 
     def __init__(self, tokenizer: Any, *, max_length: int | None = None, **settings: Any) -> None:
@@ -93,7 +94,10 @@ class PreferenceReader(RowReader[Pair]):
 
 
 def make_pair(group: int, chosen: list[int], rejected: list[int], margin: float, slot: int) -> Pair:
-    """Return two tokenized sequences as records; their prompt is the common prefix, at least each one's first token."""
+    """Return two tokenized sequences as records.
+
+    Their prompt is the common prefix, at least the first token of each.
+    """
     start = max(1, common_prefix_length(chosen, rejected))
     return _record(group, chosen, start, slot, 1.0, margin), _record(group, rejected, start, slot, -1.0, 0.0)
 
@@ -127,7 +131,10 @@ def _margin(row: Mapping[str, Any], where: str) -> float:
 
 
 def read_pairs(dataset: Any, reader: PreferenceReader) -> list[Record]:
-    """Return the records of all pairs of a dataset, with groups from 0; logs how many pairs are dropped."""
+    """Return the records of all pairs of a dataset, with groups from 0.
+
+    Logs how many pairs are dropped.
+    """
     return flat(read_all(dataset, reader)[0])
 
 

@@ -29,7 +29,7 @@ VISION_COLUMNS = frozenset({"image", "images"})
 
 
 def check_prompt_columns(row: Any, where: str) -> None:
-    """Raise DataError if the row has no `prompt`, or a column that rewards or lowpeak cannot use."""
+    """Raise DataError if the row has no `prompt`, or a column with a reserved name."""
     if not isinstance(row, Mapping):
         raise DataError(
             f"{where} must be a mapping of columns, got a {type(row).__name__}: set the dataset's format to None."
@@ -49,7 +49,7 @@ def _names(names: Any) -> str:
 
 
 class PromptReader(RowReader[Prompt]):
-    """A reader of rows as prompts, for one dataset: it remembers the format of its first row.
+    """A reader of rows as prompts; one per dataset, because it remembers the first row's format.
 
     As in TRL, strings are tokenized with the tokenizer's special tokens (a BOS if it adds one), and messages as the chat
     template writes them. `max_prompt_tokens` None means no limit; `limit_reason` names the source of the limit in errors.

@@ -87,7 +87,10 @@ def common_prefix_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def num_rows(dataset: Dataset | IterableDataset, name: str = "The dataset") -> int | None:
-    """Return the number of rows, None for a stream; DataError if the dataset is empty or has several splits."""
+    """Return the number of rows, None for a stream.
+
+    Raises DataError if the dataset is empty, has several splits, or is an object of another kind.
+    """
     if isinstance(dataset, DatasetDict | IterableDatasetDict):
         splits = ", ".join(map(repr, sorted(map(str, dataset)))) or "none"
         raise DataError(f"{name} has the splits {splits}; pass one of them, as in dataset['train'].")
@@ -161,7 +164,10 @@ def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
 
 
 def read_all(dataset: Dataset | IterableDataset, reader: RowReader[Item_co]) -> tuple[list[Item_co], int]:
-    """Return the items of all rows that are not dropped, and the number of rows; logs how many are dropped."""
+    """Return the items of all rows that are not dropped, and the number of rows.
+
+    Logs how many rows are dropped.
+    """
     items = [item for _, item in read_items(dataset, reader)]
     kept = [item for item in items if item is not None]
     log_dropped_rows(len(items) - len(kept), len(items), reader)
@@ -185,7 +191,7 @@ def check_end(dataset: Any, max_steps: int) -> None:
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise ModelError for an object that is not a tokenizer, or a tokenizer without a token to pad with."""
+    """Raise ModelError if the object is not a tokenizer, or has no token to pad with."""
     if not hasattr(tokenizer, "eos_token_id") and not hasattr(tokenizer, "image_processor"):
         raise ModelError(
             f"processing_class must be a tokenizer, got {tokenizer!r:.80} of type {type(tokenizer).__name__}; load one with "

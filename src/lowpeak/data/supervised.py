@@ -6,7 +6,7 @@ defaults are those of TRL's SFT:
     columns               values                 tokens that count            with completion_only
     prompt + completion   strings or messages    the completion (True)        False: all but the first token
     messages              a conversation         all but the first token      True: the assistant's tokens
-    conversations         or from and value      all but the first token      True: the assistant's tokens
+    conversations         also ShareGPT's        all but the first token      True: the assistant's tokens
     text                  a string               all but the first token      True: an error
     input_ids             token ids              all but the first token      True: needs completion_mask
 
@@ -131,7 +131,10 @@ class SupervisedReader(RowReader[Record]):
         return ids, loss_mask
 
     def _mask_columns(self, row: Mapping[str, Any], where: str) -> list[str]:
-        """Return the mask columns that apply to `input_ids`; DataError if one is missing or its use is ambiguous."""
+        """Return the mask columns that apply to `input_ids`.
+
+        Raises DataError if one is missing, or if it is not clear whether `completion_mask` applies.
+        """
         masks = [name for name in ("assistant_masks", "completion_mask") if row.get(name) is not None]
         if self._assistant_only and "assistant_masks" not in masks:
             raise DataError(
@@ -165,7 +168,7 @@ class SupervisedReader(RowReader[Record]):
         return ids, [False] * start + loss_mask[start:]
 
     def _encode_turns(self, row: Mapping[str, Any], where: str) -> tuple[list[int], list[int], list[bool]]:
-        """Return the token ids of the prompt alone, of prompt and completion, and the loss mask of the latter."""
+        """Return the token ids of the prompt, those of prompt and completion, and their loss mask."""
         prompt, options = self._read_chat(row, row["prompt"], where, "the prompt")
         completion = check_messages(row["completion"], f"{where}: the completion")
         prompt_ids = encode_chat(self._tokenizer, prompt, {"add_generation_prompt": True, **options}, where)
@@ -200,7 +203,7 @@ class SupervisedReader(RowReader[Record]):
         return ids, [True] * len(ids)
 
     def _encode_text(self, text: str) -> list[int]:
-        """Return the ids of plain text, with the end-of-sequence token appended if it is not there already."""
+        """Return the token ids of plain text, with one end-of-sequence token at the end."""
         ids, end = self._tokenizer(text)["input_ids"], self._tokenizer.eos_token_id
         return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
@@ -220,7 +223,7 @@ class SupervisedReader(RowReader[Record]):
         return encoded["input_ids"], [bool(flag) for flag in encoded["assistant_masks"]]
 
     def _completion_start(self, prompt_ids: list[int], ids: list[int], where: str) -> int:
-        """Return the index of the completion's first token: the first that differs from the prompt's tokens, as in TRL."""
+        """Return the index of the first token that is not the prompt's, as in TRL."""
         start = common_prefix_length(prompt_ids, ids)
         if start < len(prompt_ids) and not self._warned:
             self._warned = True
@@ -238,7 +241,7 @@ class SupervisedReader(RowReader[Record]):
 
 
 def _integers(row: Mapping[str, Any], name: str, where: str, length: int | None = None) -> list[int]:
-    """Return a column's integers, one per token; the column may be a list, a tensor or an array."""
+    """Return a column's integers, one per token, from a list, a tensor or an array."""
     try:
         integers = [_integer(number) for number in row[name]]
     except (OverflowError, TypeError, ValueError) as error:
@@ -263,10 +266,10 @@ def _with_role_and_content(turn: Any) -> Any:
 
 
 def make_record(group: int, ids: list[int], loss_mask: list[bool], max_length: int | None = None) -> Record | None:
-    """Return a tokenized row as a record, truncated to `max_length`; None if no token after the first one counts.
+    """Return a tokenized row as a record, truncated to `max_length`.
 
-    The record's prompt ends before the first token that counts. Tokens after the last one that counts are removed, since
-    under causal attention they change nothing.
+    It is None if no token after the first one counts. The record's prompt ends before the first token that counts. Tokens
+    after the last one that counts are removed, since under causal attention they change nothing.
     """
     length = len(ids[:max_length])
     counted = [i for i in range(1, length) if loss_mask[i]]
@@ -284,7 +287,10 @@ def make_record(group: int, ids: list[int], loss_mask: list[bool], max_length: i
 
 
 def read_records(dataset: Dataset | IterableDataset, reader: SupervisedReader) -> list[Record]:
-    """Return all records of a dataset, with groups from 0; logs how many rows are truncated and how many dropped."""
+    """Return all records of a dataset, with groups from 0.
+
+    Logs how many rows are truncated and how many are dropped.
+    """
     records, num_rows = read_all(dataset, reader)
     num_truncated = sum(record.completion.finish_reason == "length" for record in records)
     if num_truncated:

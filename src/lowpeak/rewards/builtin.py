@@ -48,7 +48,10 @@ def completion_text(completion: Any) -> str:
 def exact_match(
     completions: Sequence[Any], answer: Sequence[Any] | None = None, solution: Sequence[Any] | None = None, **_: Any
 ) -> list[float | None]:
-    """Return 1 for each final answer that equals the column's as text, else 0; white space counts as one space."""
+    """Return 1 for each final answer that equals the column's as text, else 0.
+
+    Any run of white space counts as one space.
+    """
     return _compare_answers("exact_match", completions, solution if answer is None else answer, final_answer)
 
 
@@ -63,7 +66,10 @@ def numeric_match(
 
 
 def final_answer(text: str) -> str:
-    """Return the text at the last mark, else the last line that is not blank, else an empty string."""
+    """Return the text at the last mark, else the last line that is not blank.
+
+    If all lines are blank, the answer is empty.
+    """
     answer = _marked_answer(text)
     if answer is None:
         answer = next((line for line in reversed(text.splitlines()) if line.strip()), "")
@@ -71,7 +77,7 @@ def final_answer(text: str) -> str:
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""Return the last number at the last mark, or of the text if it has no mark; None if there is no number.
+    r"""Return the last number at the last mark, or of the text if it has no mark.
 
     Thousands' commas, currency signs and percent signs are removed (50% is 50, as in GSM8K); `3/4` and
     `\frac{3}{4}` are three quarters.
@@ -102,7 +108,7 @@ def _compare_answers(
 
 
 def _marked_answer(text: str) -> str | None:
-    """Return the text at the last mark, ignoring boxes that are never closed; None without a mark."""
+    """Return the text at the last mark, ignoring boxes that are never closed."""
     for mark in reversed(list(_MARK.finditer(text))):
         rest = text[mark.end() :]
         if mark.group() == "####":
@@ -117,7 +123,7 @@ def _marked_answer(text: str) -> str | None:
 
 
 def _braced_text(text: str) -> str | None:
-    """Return the text up to the brace that closes one opened before the text; None if no brace does."""
+    """Return the text up to the brace that closes one opened before the text, if any."""
     depth = 1
     if "}" not in text:
         return None

@@ -51,8 +51,8 @@ def make_rewards(
     """Return one reward for each callable, model, or model's name or path, with unique names.
 
     A processing class in a function's position is ignored, as in TRL. `model_kwargs` are the arguments of the reward models'
-    `from_pretrained`, `chat_template_kwargs` those of their chat templates. With the `device` for which a strategy will
-    prepare the models, it also distributes their weights from rank 0; None loads them completely on every rank.
+    `from_pretrained`, `chat_template_kwargs` those of their chat templates. If `device` is given, a parallel strategy will
+    place the models there and send their weights from rank 0. Otherwise every rank loads them completely.
 
     Raises:
         ArgumentError: there is no reward, an item is none of these, or the processing classes are not one for each.
@@ -214,7 +214,7 @@ def _import_module(name: str, spec: str, role: str) -> ModuleType:
 
 
 def _error_with_line(error: BaseException, path: str | None) -> str:
-    """Return the exception and the line that raised it: the last one in the file at `path`, else the last of all."""
+    """Return the exception and the line that raised it, preferably the last line in the file at `path`."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: SyntaxError: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)

@@ -1,4 +1,4 @@
-"""Function rewards: sync or async functions and callable objects, called as in TRL, with a time limit.
+"""Function rewards: sync or async callables, called as in TRL, with a time limit.
 
 Unlike in TRL, a function without `**kwargs` gets only the keywords that it names.
 """

@@ -23,10 +23,11 @@ NO_PREFERENCE = -1
 
 
 class JudgeReward(FunctionReward):
-    """A judge as a reward: of all pairs of a group, the share that a completion wins; no preference is half a win for both.
+    """A judge as a reward: the share of its group's pairs that a completion wins.
 
-    `judge(prompts, completions)` gets pairs of completions and returns the index of the better one of each: 0, 1, or -1 for
-    no preference. It may be async. A parameter `shuffle_order`, as TRL's judges have, gets False, because the order is fixed.
+    No preference is half a win for both. `judge(prompts, completions)` gets pairs of completions and returns the index of the
+    better one of each: 0, 1, or -1 for no preference. It may be async. A parameter `shuffle_order`, as TRL's judges have,
+    gets False, because the order is fixed.
 
     Pairs of equal texts are not sent to the judge. A completion alone in its group has no reward. Time limits and failures
     are those of functions. The judge gets texts: of messages `role: content`, separated by an empty line.
@@ -73,7 +74,7 @@ def _reward_function(judge: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Comparisons:
-    """N completions and all pairs of indices within each group, in the order in which the judge gets them."""
+    """N completions and the pairs of indices within each group, in the order for the judge."""
 
     prompts: tuple[str, ...]
     texts: tuple[str, ...]
@@ -104,7 +105,10 @@ class Comparisons:
         return [self.prompts[first] for first, _ in pairs], [[self.texts[i] for i in pair] for pair in pairs]
 
     def win_shares(self, verdicts: Any, log_metric: Callable[[str, float], None]) -> list[float | None]:
-        """Return the share of comparisons that each completion wins, given the verdicts on `undecided`; None without one."""
+        """Return the share of comparisons that each completion wins, given the verdicts on `undecided`.
+
+        A completion without a comparison gets None.
+        """
         verdict_of = dict(zip(self.undecided, _checked_verdicts(verdicts, len(self.undecided)), strict=True))
         wins, games = [0.0] * len(self.texts), [0] * len(self.texts)
         for pair in self.pairs:
@@ -119,7 +123,7 @@ class Comparisons:
 
 
 def transcript(prompt: Any) -> str:
-    """Return a prompt as text: a string unchanged, messages as `role: content` with an empty line between."""
+    """Return a prompt as text, messages as `role: content` with an empty line between."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message.get('role', '?')}: {completion_text([message])}" for message in prompt)

@@ -124,7 +124,7 @@ class ModelReward:
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Yield the indices of batches of similar lengths, longest first, of at most `max_tokens` padded tokens each."""
+    """Yield the indices of batches of similar lengths, longest first, within `max_tokens` padded tokens."""
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         if batch and (len(batch) + 1) * lengths[batch[0]] > max_tokens:

@@ -34,9 +34,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """The weights of rewards, and the meaning of a failure: an error, or None for the completions concerned.
+    """The weights of rewards, and the meaning of failures.
 
-    `timeout` bounds each call of a function that has no time limit itself, in seconds.
+    A failure is an error ("raise"), or counts as None for the completions concerned ("none"). `timeout` bounds each call of a
+    function that has no time limit itself, in seconds.
     """
 
     weights: tuple[float, ...]
@@ -82,7 +83,10 @@ class Judged:
 
 
 def merge_judged(parts: Sequence[Judged]) -> Judged:
-    """Return the completions of all parts, in order; a column that a part lacks is None there."""
+    """Return the completions of all parts, in order.
+
+    A column that a part lacks is None there.
+    """
     names = dict.fromkeys(name for part in parts for name in part.columns)
     metrics: dict[str, Metric] = {}
     for part in parts:
@@ -200,7 +204,7 @@ class RewardPanel:
             if self.settings.on_failure == "raise":
                 raise call.failures[0]
             logger.warning(
-                "%s %d of %d completions have no reward from it.",
+                "%s This reward failed for %d of %d completions.",
                 call.failures[0],
                 len(call.failures),
                 len(call.values),
@@ -256,7 +260,7 @@ def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str,
 
 
 def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
-    """Log one warning with the number of completions without a reward, if any, and the first of them."""
+    """Log one warning if completions have no reward, with their number and the first one."""
     unscored = [i for i, record in enumerate(judged.records) if math.isnan(record.reward)]
     if unscored:
         total = len(judged.records)
@@ -276,7 +280,10 @@ def _sharding_ranks(reward: Reward) -> Ranks | None:
 
 
 def _with_settings(reward: Reward, name: str, timeout: float | None) -> Reward:
-    """Return a function reward's copy with its unique name and the default time limit; another reward unchanged."""
+    """Return a copy of a function reward with this name and the default time limit.
+
+    Other rewards are returned unchanged.
+    """
     if not isinstance(reward, FunctionReward):
         return reward
     renamed = copy.copy(reward)

@@ -45,7 +45,8 @@ class RewardInputs:
         return len(self.texts)
 
     def keywords(self) -> dict[str, Any]:
-        """Return the keywords of one call, in new lists, so that a function that sorts or pops affects no other."""
+        """Return the keywords of one call."""
+        # New lists each time, so that a function that sorts or pops affects no other.
         return {
             **{name: list(values) for name, values in self.columns.items()},
             "prompts": list(self.prompts),
@@ -92,7 +93,10 @@ class RewardLog:
     metrics: dict[str, Metric] = field(default_factory=dict)
 
     def log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Log a column for the table of completions: one value per completion, in one call or in several."""
+        """Log a column for the table of completions, one value per completion.
+
+        Several calls append to the same column.
+        """
         self.columns.setdefault(column, []).extend(values)
 
     def log_metric(self, name: str, value: float) -> None:
@@ -151,7 +155,10 @@ class RewardCall:
         self.finished = True
 
     def check(self) -> None:
-        """Validate the returned values: an invalid one counts as None, and all do if the call failed."""
+        """Validate the returned values.
+
+        An invalid value counts as None; if the call failed, all do.
+        """
         error = self.error or self._error_of_call()
         if error is not None:
             # A new log, because a call that exceeded its time may still write to the other.
@@ -174,7 +181,7 @@ class RewardCall:
         self.values, self.failures = tuple(values), tuple(failures)
 
     def _error_of_call(self) -> RewardError | None:
-        """Return an error if the number of returned or logged values is wrong, or they are not a list."""
+        """Return an error if the returned values are not a list, or a number of values is wrong."""
         values, num_completions = _as_list(self._returned), len(self.inputs)
         if not isinstance(values, list | tuple):
             return RewardError(
@@ -199,7 +206,7 @@ def _as_list(returned: Any) -> Any:
 
 
 def _read_value(value: Any, num_tokens: int) -> tuple[float, tuple[float, ...], str]:
-    """Return a completion's reward, its tokens' rewards if there is one for each, and the problem, if any."""
+    """Return a completion's reward, the rewards of its tokens, if any, and the problem, if any."""
     if getattr(value, "ndim", None):
         value = _as_list(value)
     if not isinstance(value, list | tuple):
@@ -245,7 +252,10 @@ def _as_reward_error(name: str, error: BaseException) -> RewardError:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return the last line in the reward's file that raised the error: not in lowpeak, nor in a library that it called."""
+    """Return the line of the reward's file that raised the error.
+
+    Lines of lowpeak, and of libraries that the reward calls, are skipped.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     outside = [frame for frame in frames if Path(frame.filename).parent not in _CALLERS] or frames
     in_file = [frame for frame in outside if frame.filename == outside[0].filename]

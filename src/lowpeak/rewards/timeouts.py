@@ -17,7 +17,10 @@ import torch
 
 
 class TimeLimitExceeded(Exception):
-    """A call that did not return within its limit; not a `TimeoutError`, which the call itself may raise."""
+    """A call that did not return within its limit.
+
+    It is not a `TimeoutError`, because the call itself may raise one.
+    """
 
 
 def call_with_timeout(call: Callable[[], Any], seconds: float | None) -> Any:
