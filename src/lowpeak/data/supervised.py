@@ -245,7 +245,7 @@ def _integers(row: Mapping[str, Any], name: str, where: str, length: int | None 
     try:
         integers = [_integer(number) for number in row[name]]
     except (OverflowError, TypeError, ValueError) as error:
-        raise DataError(f"{where}: {name!r} must be a list of integers, got {row[name]!r:.40}.") from error
+        raise DataError(f"{where} has {name!r} {row[name]!r:.40}; it must be a list of integers.") from error
     if length is not None and len(integers) != length:
         raise DataError(f"{where} has {len(integers)} {name!r} for {length} 'input_ids'; pass one for each.")
     return integers

@@ -170,7 +170,7 @@ def _load_object(spec: str, role: str, alternatives: str = "") -> Any:
     for part in name.split("."):
         if not hasattr(target, part):
             raise ArgumentError(
-                f"{role} '{spec}' does not exist: '{module.__file__}' does not define '{name}'; check the name."
+                f"{role} '{spec}' does not exist: there is no '{name}' in '{module.__file__}'; check the name."
             )
         target = getattr(target, part)
     return target

@@ -1,4 +1,4 @@
-"""Opening data sets from files, folders and names, and every way in which that fails."""
+"""Datasets from files, folders and names on the hub, and every failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory):
-    """What `datasets` converts goes to a folder of the tests', by its own setting."""
+    """Let `datasets` store converted files in a folder of the tests."""
     before = datasets.config.HF_DATASETS_CACHE
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
     yield

@@ -1,4 +1,4 @@
-"""Groups for the panel's tests: token i is the letter i."""
+"""Groups for tests of the panel; token i is the character of code i."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge of pairs as a reward: shares of comparisons, places that even out, answers that are checked."""
+"""A pairwise judge as a reward: shares of comparisons, balanced positions, validated verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The panel asks each reward once for whole groups and makes records of what they return."""
+"""The panel calls each reward once for complete groups, and returns records with their values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def only_long(completions, **kwargs):
 
 
 def asked(*groups, trainer_state=None):
-    """The keywords of a call."""
+    """Return the keywords of a call."""
     seen = {}
     spy = panel(lambda **kwargs: seen.update(kwargs) or [0] * len(kwargs["prompts"]))
     spy.judge(groups, trainer_state=trainer_state)
@@ -118,7 +118,7 @@ def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
     assert found == pytest.approx([1.5, std, 1.0, 0.0, NAN, NAN], nan_ok=True)
 
 
-def test_metrics_of_gathered_records_are_those_of_one_rank_that_judged_all():
+def test_metrics_of_gathered_records_are_those_of_one_rank_with_all_groups():
     groups = [group("p", "a", "bb"), group("q", "ccc", "")]
     gathered = [record for own in groups for record in compute_rewards(length, only_long, groups=[own]).records]
     assert (

@@ -1,4 +1,4 @@
-"""A failing reward is one clear error that names it and its row, or None for the rows it concerns, counted."""
+"""A failing reward: an error that names the reward and the completion, or None and a count."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def bad(returned):
-    """A reward named `bad` that returns this."""
+    """Return a reward named `bad` that returns this value."""
 
     def bad(completions, **kwargs):
         return returned
@@ -189,7 +189,7 @@ def test_an_exception_counts_for_every_row_and_its_half_written_log_is_dropped(c
     def breaks(completions, log_extra, log_metric, **kwargs):
         log_extra("seen", completions)
         log_metric("seen", 1)
-        raise OSError("no judge")
+        raise OSError("no server")
 
     with caplog.at_level(logging.WARNING, logger="lowpeak"):
         result = compute_rewards(breaks, lambda prompts: [1] * 4, on_failure="none")
