@@ -60,6 +60,7 @@ class FunctionReward:
         except TimeoutError:
             if limit.expired():
                 raise self._timeout_error() from None
+            # The function itself raised it.
             raise
 
     def _select_keywords(self, keywords: dict[str, Any]) -> dict[str, Any]:
