@@ -198,7 +198,8 @@ def test_an_exception_counts_for_every_row_and_its_half_written_log_is_dropped(c
     assert result.metrics["rewards/<lambda>/failed"].value() == 0
     assert result.columns == {}
     assert "seen" not in result.metrics
-    (warning,) = caplog.records
+    # asyncio may log the tasks of an earlier test's stopped loop when they are collected.
+    (warning,) = [record for record in caplog.records if record.name.startswith("lowpeak")]
     assert [each for each in ("'breaks'", "OSError") if each not in str(warning.args[0])] == []
     assert warning.args[1:] == (4, 4)
 
