@@ -150,8 +150,12 @@ class Breaking:
         panel = trainer.maker.panel
         if what == "a reward":
             judge = panel.judge
+
+            def mend() -> None:
+                panel.judge = judge
+
             panel.judge = self._raise
-            self.mend = lambda: setattr(panel, "judge", judge)
+            self.mend = mend
             return
         self.mend = trainer.model.model.layers[1].register_forward_pre_hook(self._count).remove
 

@@ -1,4 +1,4 @@
-"""The journal's files stay readable, whole and without doubles, whatever ends the run."""
+"""The journal's files stay readable, complete and without duplicates, however the run ends."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Datasets as prompts, conversations and preference pairs, and the cursor over them."""
+"""Datasets of prompts, conversations and preference pairs, and the cursor over them."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,16 +1,17 @@
-"""The assistant's tokens in a conversation whose chat template does not mark them with `{% generation %}`.
+"""The assistant's tokens in conversations whose chat template has no `{% generation %}` blocks.
 
-Three texts that the template writes tell them apart:
+They are found by comparing three texts that the template writes:
 
-    asked     the messages before a turn, with the generation prompt: what the model sees when it is asked
-    answered  the messages up to and with the turn: what stands there after the model's answer
-    whole     all messages: the row
+    before      the messages before a turn and the generation prompt: the model's input when it generates the turn
+    after       the messages up to and including the turn: the text once the model has generated it
+    full text   all messages
 
-A turn is what `answered` has after `asked`, its end-of-turn token included, and it counts if `whole` has the same. A
-template may rewrite a turn once other messages follow (Qwen3 drops its thinking). The model would not write what stands
-there then, so such a turn does not count. If only the end token differs (Phi-3, GPT-OSS), the rest of the turn counts.
+A turn is the part of `after` that follows `before`, its end-of-turn token included. It counts for the loss if the full text
+contains it at the same place. A template may rewrite a turn once other messages follow (Qwen3 drops its thinking). The model
+would not generate the rewritten text, so such a turn does not count. If only the end-of-turn token differs (Phi-3, GPT-OSS),
+the rest of the turn counts.
 
-Token ids are those of `whole`. A token that has a character of a turn counts, as with `{% generation %}`.
+Token ids are those of the full text. A token counts if any of its characters is a turn's, as with `{% generation %}`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.data.chat import TEMPLATE_ERRORS, Messages, passing_template
-from lowpeak.data.prompts import num_shared
+from lowpeak.data.chat import TEMPLATE_ERRORS, Messages, template_errors
+from lowpeak.data.row_reader import common_prefix_length
 from lowpeak.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = (
-    "mark the assistant's tokens in the template with {% generation %}...{% endgeneration %}, or give a row with prompt "
-    "and completion for each of its turns"
+    "mark the assistant's tokens in the template with {% generation %}...{% endgeneration %}, or make a row with prompt "
+    "and completion of each turn"
 )
 
 
 class AssistantTurns:
-    """Tokenizes conversations and tells which tokens are the assistant's."""
+    """A tokenizer of conversations that also returns which tokens are the assistant's."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -43,82 +44,86 @@ class AssistantTurns:
     def encode(
         self, messages: Messages, options: Mapping[str, Any], where: str, first: int = 0
     ) -> tuple[list[int], list[bool]]:
-        """Return the token ids, and which of them are of the assistant's messages from index `first` on.
+        """Return the token ids, and the loss mask of the assistant's messages from index `first` on.
 
-        `options` go to the template. Raises DataError, opening with `where`, if the template fails or none of these
-        messages is found.
+        `options` are the template's arguments. Raises DataError, starting with `where`, if the template fails or none of
+        these messages is found.
         """
         if not getattr(self._tokenizer, "is_fast", False):
             raise DataError(
-                f"{where}: the tokenizer does not map tokens to characters (it is not a fast one); {_REMEDY}."
+                f"{where}: the tokenizer does not map tokens to characters, because it is not a fast tokenizer; {_REMEDY}."
             )
         chat = _Chat(self._tokenizer, messages, options)
-        with passing_template(where):
-            row = chat.tokenize(chat.write(len(messages)))
+        with template_errors(where):
+            full = chat.tokenize(chat.write(len(messages)))
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
-        found = [tokens for i in turns if (tokens := self._find(chat, row, i, where))]
-        if turns and not found:
+        spans = [span for i in turns if (span := self._find_turn(chat, full, i, where))]
+        if turns and not spans:
             raise DataError(
-                f"{where}: the chat template writes the assistant's messages, or what stands before them, in another "
-                f"way when the conversation is longer, so their tokens cannot be told apart; {_REMEDY}."
+                f"{where}: the chat template rewrites the assistant's messages, or the text before them, when other messages "
+                f"follow, so their tokens cannot be found; {_REMEDY}."
             )
-        if len(found) < len(turns):
+        if len(spans) < len(turns):
             self._warn_once(
-                "the chat template writes %d of %d assistant messages in another way than the model would when it is "
-                "asked (it may drop their thinking), so they are not in the loss; to train on them %s",
-                *(where, len(turns) - len(found), len(turns), _REMEDY),
+                "the chat template rewrites %d of %d assistant messages when other messages follow (it may drop their "
+                "thinking), so they are not in the loss; to train on them %s",
+                *(where, len(turns) - len(spans), len(turns), _REMEDY),
             )
-        counted = [False] * len(row.ids)
-        for tokens in found:
-            counted[tokens.start : tokens.stop] = [True] * len(tokens)
-        return row.ids, counted
+        loss_mask = [False] * len(full.ids)
+        for span in spans:
+            loss_mask[span.start : span.stop] = [True] * len(span)
+        return full.ids, loss_mask
 
-    def _find(self, chat: _Chat, row: _Text, turn: int, where: str) -> range:
-        """Return the tokens of message `turn`: none if the row does not have them as the model would write them."""
+    def _find_turn(self, chat: _Chat, full: _Text, turn: int, where: str) -> range:
+        """Return the range of the tokens of message `turn`.
+
+        It is empty if the full text does not contain the message as the model would generate it.
+        """
         try:
-            asked = chat.write(turn, add_generation_prompt=True)
-            if row.text.startswith(asked):
-                start = row.after(asked)
-            elif row.text.startswith(chat.write(turn)):
-                start = num_shared(chat.tokenize(asked).ids, row.ids)
+            before = chat.write(turn, add_generation_prompt=True)
+            if full.text.startswith(before):
+                start = full.first_token_after(before)
+            elif full.text.startswith(chat.write(turn)):
+                start = common_prefix_length(chat.tokenize(before).ids, full.ids)
                 self._warn_once(
                     "the chat template does not write its generation prompt before the assistant's message, so the model "
-                    "trains on another context than it will be asked with",
+                    "trains on another context than it will generate from",
                     where,
                 )
             else:
                 return range(0)
-            answered = chat.write(turn + 1)
-        except TEMPLATE_ERRORS:  # a template that does not take a part of the conversation
+            after = chat.write(turn + 1)
+        except TEMPLATE_ERRORS:
+            # Some templates refuse a part of the conversation.
             return range(0)
-        if row.text.startswith(answered):
-            return range(start, row.up_to(answered))
-        answered_ids = chat.tokenize(answered).ids
-        stop = num_shared(answered_ids, row.ids)
-        only_an_end = not self._tokenizer.decode(answered_ids[stop:], skip_special_tokens=True).strip()
-        return range(start, stop if only_an_end else start)
+        if full.text.startswith(after):
+            return range(start, full.num_tokens_of(after))
+        after_ids = chat.tokenize(after).ids
+        stop = common_prefix_length(after_ids, full.ids)
+        only_end_differs = not self._tokenizer.decode(after_ids[stop:], skip_special_tokens=True).strip()
+        return range(start, stop if only_end_differs else start)
 
     def _warn_once(self, message: str, where: str, *inputs: Any) -> None:
         if message not in self._warned:
             self._warned.add(message)
-            logger.warning(f"%s: {message}. Said once.", where, *inputs)
+            logger.warning(f"%s: {message}. Logged once.", where, *inputs)
 
 
 @dataclass(frozen=True)
 class _Chat:
-    """A conversation, and what writes and tokenizes it."""
+    """A conversation with its tokenizer and the chat template's options."""
 
     tokenizer: Any
     messages: Messages
     options: Mapping[str, Any]
 
     def write(self, num_messages: int, **more: bool) -> str:
-        """Return the text of the first messages."""
+        """Return the template's text of the first messages."""
         options = {**self.options, **more, "tokenize": False}
         return str(self.tokenizer.apply_chat_template(self.messages[:num_messages], **options))
 
     def tokenize(self, text: str) -> _Text:
-        """Return the text with its token ids: those that `apply_chat_template` gives."""
+        """Return the text with its token ids, which are those of `apply_chat_template`."""
         encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         starts, ends = ([span[side] for span in encoded["offset_mapping"]] for side in (0, 1))
         return _Text(text, encoded["input_ids"], starts, ends)
@@ -126,17 +131,17 @@ class _Chat:
 
 @dataclass(frozen=True)
 class _Text:
-    """A text, the ids of its tokens, and the characters [start, end) of each."""
+    """A text, its token ids, and the characters [start, end) of each token."""
 
     text: str
     ids: list[int]
     starts: list[int]
     ends: list[int]
 
-    def after(self, beginning: str) -> int:
-        """Return the first token that has a character after a text with which this one begins."""
-        return bisect_right(self.ends, len(beginning))
+    def first_token_after(self, prefix: str) -> int:
+        """Return the index of the first token with a character after the prefix."""
+        return bisect_right(self.ends, len(prefix))
 
-    def up_to(self, beginning: str) -> int:
-        """Return the first token that has no character of a text with which this one begins."""
-        return bisect_left(self.starts, len(beginning))
+    def num_tokens_of(self, prefix: str) -> int:
+        """Return the number of tokens with a character of the prefix."""
+        return bisect_left(self.starts, len(prefix))

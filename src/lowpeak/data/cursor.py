@@ -1,11 +1,13 @@
-"""Where a run stands in its data: prompts on demand, over any number of epochs, resumed to the very next one.
+"""A run's position in its dataset, from which it draws prompts over any number of epochs.
 
-The cursor belongs to lowpeak and not to a data loader, because a rollout asks for as many prompts as it needs: it may
-straddle epochs, and dynamic sampling asks again. Every rank draws the same prompts.
+A resumed run continues with the very next prompt. The cursor replaces a data loader, because rollouts draw varying numbers of
+prompts: they may span epochs, and dynamic sampling draws more. Every rank draws the same prompts.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -15,8 +17,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from lowpeak.data.digest import digest_rows
-from lowpeak.data.prompts import PromptReader, RowReader, log_left_out, num_rows, read_all, usable_rows
+from lowpeak.data.prompts import PromptReader
+from lowpeak.data.row_reader import RowReader, filter_rows, log_dropped_rows, num_rows, read_all
 from lowpeak.errors import CheckpointError, DataError
 from lowpeak.records import Prompt
 
@@ -24,17 +26,16 @@ logger = logging.getLogger(__name__)
 
 Item = TypeVar("Item")
 
+_DIGEST_ROWS = 32  # at most, evenly spaced from the first to the last
+
 
 class PromptCursor(Generic[Item]):
-    """Draws what `reader` makes of a data set's rows, epoch after epoch; with a PromptReader, prompts.
+    """A cursor that draws a reader's items from a dataset, epoch after epoch.
 
-    With random access and `shuffle`, each epoch is a permutation given by (seed, epoch) alone. A stream comes in its
-    own order, through its shuffle buffer with `shuffle`, and is told the epoch by `set_epoch`. `serial` numbers count
-    what was drawn over the whole run.
-
-    A stream is resumed by reading past the rows that were used. The state that `datasets` keeps of its streams would be
-    faster, but loses what is in a shuffle buffer or a batched map, so that the run would go on with other prompts.
-    `digest` tells the data set from others of as many rows (None: of a stream).
+    With a PromptReader the items are prompts. With random access and `shuffle`, each epoch is a permutation that depends on
+    (seed, epoch) alone. A stream keeps its order, or uses its shuffle buffer with `shuffle`; `set_epoch` passes it the epoch.
+    `serial` counts the items drawn in the run. `digest` distinguishes the dataset from others with as many rows (None for a
+    stream).
     """
 
     def __init__(
@@ -57,12 +58,15 @@ class PromptCursor(Generic[Item]):
             if hasattr(dataset, "shuffle"):
                 self._dataset = dataset.shuffle(seed=seed)
             else:
-                logger.warning("A %s has no shuffle(); its prompts come in its own order.", type(dataset).__name__)
+                logger.warning("A %s has no shuffle(), so its prompts are not shuffled.", type(dataset).__name__)
         self._serial = 0
         self._start_epoch(0)
 
     def take(self, count: int) -> list[Item]:
-        """Return the next `count` prompts. Raises DataError on a row that cannot be used, or an epoch that has none at all."""
+        """Return the next `count` items.
+
+        Raises DataError for an invalid row, or if all rows of an epoch are dropped.
+        """
         items: list[Item] = []
         while len(items) < count:
             index, row = self._next_row()
@@ -75,7 +79,7 @@ class PromptCursor(Generic[Item]):
         return items
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain numbers from which the same data set goes on with the very next prompt."""
+        """Return the position as plain values."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -87,21 +91,21 @@ class PromptCursor(Generic[Item]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; another data set size, seed or order is a CheckpointError.
+        """Continue at the position `state`; CheckpointError if the dataset's size, the seed or the order differ.
 
-        Other rows are a warning: a row may have been mended.
+        Different rows of the same number are only a warning, because the user may have corrected a row.
         """
         for name, value in self._identity().items():
             if state[name] != value:
                 raise CheckpointError(
-                    f"The checkpoint's data position was taken with {name}={state[name]}, this run has {name}={value}; "
-                    "resume with the same data set and settings, or start a new run from the saved model."
+                    f"The checkpoint's position in the dataset was saved with {name}={state[name]}, but this run has "
+                    f"{name}={value}; resume with the same dataset and settings, or start a new run from the saved model."
                 )
-        saved = state.get("digest")  # former versions saved none
+        saved = state.get("digest")  # earlier versions saved none
         if saved is not None and saved != self._digest:
             logger.warning(
-                "train_dataset has other rows than the checkpoint's, though as many (digest %s, which was %s): the run goes on at "
-                "the same position in them. If that is not meant, resume with the same data set.",
+                "train_dataset has as many rows as the checkpoint's, but different ones (digest %s, saved %s): the run continues "
+                "at the same position. If that is not intended, resume with the same dataset.",
                 self._digest,
                 saved,
             )
@@ -117,7 +121,7 @@ class PromptCursor(Generic[Item]):
         self._epoch = epoch
         self._position = position
         self._epoch_serial = self._serial
-        self._rows = self._walk(epoch, position)
+        self._rows = self._iterate_rows(epoch, position)
 
     def _next_row(self) -> tuple[int, Mapping[str, Any]]:
         while (indexed_row := next(self._rows, None)) is None:
@@ -126,8 +130,8 @@ class PromptCursor(Generic[Item]):
         self._position += 1
         return indexed_row
 
-    def _walk(self, epoch: int, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
-        """Yield the epoch's rows from `position` on, each with its index. Nothing is read before the first is asked for."""
+    def _iterate_rows(self, epoch: int, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
+        """Yield the epoch's rows from `position` on, each with its index."""
         if self.prompts_per_epoch is not None:
             order = permutation(self.prompts_per_epoch, self._seed, epoch) if self._shuffle else None
             for i in range(position, self.prompts_per_epoch):
@@ -136,37 +140,62 @@ class PromptCursor(Generic[Item]):
             return
         if hasattr(self._dataset, "set_epoch"):
             self._dataset.set_epoch(epoch)
+        # Resume by reading past the used rows. The state that `datasets` keeps of its streams would be faster, but lacks the
+        # contents of a shuffle buffer or a batched map, so the run would continue with other prompts.
         yield from enumerate(islice(iter(self._dataset), position, None), position)
 
     def _check_epoch(self) -> None:
         if self._position == 0:
-            raise DataError("The data set is empty: its stream ended before the first row; check where it comes from.")
+            raise DataError("The dataset is empty: its stream ended before the first row; check its source.")
         if self._serial == self._epoch_serial:
-            log_left_out(self._position, self._position, self._reader)
+            log_dropped_rows(self._position, self._position, self._reader)
 
 
 def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
-    """Return the order of an epoch: [size] int64, the same on every machine and with every NumPy.
+    """Return the order of an epoch, [size] int64.
 
-    The order in which `size` raw 64-bit numbers of Philox(key=(seed, epoch)) sort. NumPy promises the raw stream of a
-    bit generator to stay, and no such thing of `Generator.permutation` (NEP 19).
+    It is the sort order of `size` raw 64-bit numbers of Philox(key=(seed, epoch)): the same on every machine and with every
+    version of NumPy.
     """
+    # NumPy guarantees the raw stream of a bit generator, but not `Generator.permutation` (NEP 19).
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
 def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> list[Prompt]:
-    """Return all prompts of an evaluation set in order, with serials from 0; logs how many are left out."""
+    """Return all prompts of an evaluation set in order, with serials from 0.
+
+    Logs how many rows are dropped.
+    """
     return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
 
 
 def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
-    """Return a run's cursor over the rows that can be used: all of a data set are read first, those of a stream as they come."""
+    """Return a run's cursor over the usable rows of a dataset.
+
+    A dataset with random access is checked completely first, a stream row by row.
+    """
     is_stream = num_rows(dataset) is None
     return PromptCursor(
-        dataset if is_stream else usable_rows(dataset, reader),
+        dataset if is_stream else filter_rows(dataset, reader),
         reader,
         shuffle=args.shuffle_dataset,
         seed=args.seed if args.data_seed is None else args.data_seed,
         digest=None if is_stream else digest_rows(dataset),
     )
+
+
+def digest_row(row: Mapping[str, Any]) -> str:
+    """Return a digest of a row's values, the same on every machine and in every process.
+
+    Of a value that is not plain (an image), only the type counts.
+    """
+    text = json.dumps(dict(sorted(row.items())), default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def digest_rows(dataset: Any) -> str:
+    """Return a digest of the first row, the last, and some in between."""
+    last = len(dataset) - 1
+    indices = sorted({last * i // (_DIGEST_ROWS - 1) for i in range(_DIGEST_ROWS)})
+    return hashlib.sha256(" ".join(digest_row(dataset[i]) for i in indices).encode()).hexdigest()[:12]

@@ -1,7 +1,7 @@
-"""Opening a data set by what a user names it: a file, files, a folder, or a name on the hub.
+"""Loading of datasets from files, folders or the hub.
 
-Everything that can go wrong ends in one DataError with the remedy. What is local is never looked up on the hub, and
-with HF_HUB_OFFLINE=1 nothing is looked up at all: a name is then read from the local cache or fails at once.
+Every failure is a DataError with the remedy. Local paths are never looked up on the hub. With HF_HUB_OFFLINE=1 nothing is
+looked up: a name is then read from the local cache, or fails at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from lowpeak.errors import DataError, first_line
 
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_KINDS = ", ".join(_BUILDERS)
-_BLOCK = 1 << 20
-_TEXT = (".json", ".jsonl", ".csv", ".tsv", ".txt")
+_FORMATS = ", ".join(_BUILDERS)
+_BLOCK = 1 << 20  # bytes
+_TEXT_SUFFIXES = (".json", ".jsonl", ".csv", ".tsv", ".txt")
 
 
 def open_dataset(
@@ -31,32 +31,35 @@ def open_dataset(
     *,
     streaming: bool = False,
 ) -> Dataset | IterableDataset:
-    """Return one split of the data set that `source` names.
+    """Return one split of the dataset at `source`.
 
-    `source` is a .json, .jsonl, .parquet or .csv file, a list or a glob of such files, a folder that `save_to_disk`
-    wrote, a folder with data files, or a name on the hub. `split` may be a slice such as "train[:100]" where `datasets`
-    knows slices; None takes "train", or the only split. `name` is the hub data set's configuration. Raises DataError.
+    `source` is a .json, .jsonl, .parquet or .csv file, a list or a glob of such files, a folder written by `save_to_disk`, a
+    folder with data files, or a name on the hub. `split` may be a slice such as "train[:100]" if `datasets` supports slices;
+    None is "train", or the only split. `name` is the configuration of a dataset on the hub. Raises DataError.
     """
     paths = _local_paths(source)
     if paths is None:
         return _open_hub(str(source), split, name, streaming)
     if name is not None:
-        raise DataError(f"The configuration {name!r} has no meaning for local data ({source}); leave it out.")
+        raise DataError(f"The configuration {name!r} has no effect on local data ({source}); remove it.")
     if paths[0].is_dir():
         return _open_folder(paths[0], split, streaming)
     _check_utf8(paths)
-    # Escaped, because `datasets` takes each of them for a pattern: `rows[1].json` would be looked for as `rows1.json`.
+    # Escaped, because `datasets` reads each path as a pattern: it would search `rows1.json` for `rows[1].json`.
     files = [glob.escape(str(path)) for path in paths]
     return _load(str(source), split, streaming, path=_builder(paths), data_files=files)
 
 
 def is_on_hub(source: str) -> bool:
-    """Return whether a source that `open_dataset` takes names a data set on the hub, not a file or a folder."""
+    """Return whether a source of `open_dataset` is a dataset on the hub."""
     return _local_paths(source) is None
 
 
 def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None:
-    """Return the local files or the folder meant by `source`, all there; None for a name on the hub."""
+    """Return the files, or the folder, at `source`; None for a name on the hub.
+
+    Raises DataError if one does not exist.
+    """
     if not isinstance(source, str | Path) and not source:
         raise DataError("The list of data files is empty; name at least one.")
     paths = _one_path(source) if isinstance(source, str | Path) else [Path(path).expanduser() for path in source]
@@ -64,7 +67,7 @@ def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None
         return None
     folders = [path for path in paths if path.is_dir()]
     if folders and len(paths) > 1:
-        raise DataError(f"{folders[0]} is a folder among several data files; name files only, or one folder.")
+        raise DataError(f"{folders[0]} is a folder among several data files; pass files only, or one folder.")
     for path in paths:
         if not path.exists():
             raise DataError(f"The data file or folder {path} does not exist; check the path.")
@@ -72,7 +75,7 @@ def _local_paths(source: str | Path | Sequence[str | Path]) -> list[Path] | None
 
 
 def _one_path(source: str | Path) -> list[Path] | None:
-    """Return the path itself, what a pattern matches, or None for a name on the hub."""
+    """Return the path, or the files that match a pattern; None for a name on the hub."""
     path = Path(source).expanduser()
     if path.exists():
         return [path]
@@ -86,25 +89,27 @@ def _one_path(source: str | Path) -> list[Path] | None:
 
 
 def _builder(paths: Sequence[Path]) -> str:
-    """Return the reader of `datasets` for these files, which must be of one kind."""
+    """Return the name of the `datasets` builder for these files, which must have one format."""
     builders = {_BUILDERS.get(path.suffix.lower()) for path in paths}
     if None in builders or len(builders) > 1:
         suffixes = ", ".join(sorted({path.suffix or path.name for path in paths}))
-        raise DataError(f"Data files must be of one kind of {_KINDS}; these are {suffixes}: convert or rename them.")
+        raise DataError(f"Data files must all have one format of {_FORMATS}, got {suffixes}: convert or rename them.")
     return str(builders.pop())
 
 
 def _check_utf8(paths: Sequence[Path]) -> None:
-    """Raise DataError for the first text file that is not UTF-8: some readers of `datasets` notice when a row is used."""
+    """Raise DataError for the first text file that is not UTF-8."""
+    # Some readers of `datasets` would raise only when a row is used.
     for path in paths:
-        if path.suffix.lower() in _TEXT and path.is_file():
+        if path.suffix.lower() in _TEXT_SUFFIXES and path.is_file():
             try:
-                _check_text(path)
+                _decode_lines(path)
             except OSError as error:
                 raise _unreadable(str(path), error) from error
 
 
-def _check_text(path: Path) -> None:
+def _decode_lines(path: Path) -> None:
+    """Raise DataError with the line and the byte that is not UTF-8, if any."""
     num_lines = 0
     with path.open("rb") as file:
         while lines := file.readlines(_BLOCK):
@@ -120,24 +125,24 @@ def _check_text(path: Path) -> None:
 
 
 def _open_folder(folder: Path, split: str | None, streaming: bool) -> Dataset | IterableDataset:
-    saved = any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
-    if not saved and glob.has_magic(str(folder)):
+    is_saved = any((folder / file).exists() for file in ("dataset_dict.json", "state.json"))
+    if not is_saved and glob.has_magic(str(folder)):
         raise DataError(
-            f"The folder {folder} has one of []*? in its name, which is read as a pattern: rename it, or name its files."
+            f"The folder {folder} has one of []*? in its name, which is read as a pattern: rename it, or pass its files."
         )
-    if not saved:
+    if not is_saved:
         files = sorted(folder.rglob("*"))
         _check_utf8([file for file in files if file.suffix.lower() in _BUILDERS] or files)
         return _load(str(folder), split, streaming, path=str(folder))
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except Exception as error:
         raise _unreadable(str(folder), error) from error
-    if isinstance(found, Mapping):
-        found = _pick(found, split, str(folder))
-    elif split is not None and split != str(found.split):
-        raise DataError(f"The folder {folder} holds one data set without splits; leave split={split!r} out.")
-    return found.to_iterable_dataset() if streaming else found
+    if isinstance(dataset, Mapping):
+        dataset = _select_split(dataset, split, str(folder))
+    elif split is not None and split != str(dataset.split):
+        raise DataError(f"The folder {folder} contains one dataset without splits; remove split={split!r}.")
+    return dataset.to_iterable_dataset() if streaming else dataset
 
 
 def _open_hub(source: str, split: str | None, name: str | None, streaming: bool) -> Dataset | IterableDataset:
@@ -148,35 +153,38 @@ def _open_hub(source: str, split: str | None, name: str | None, streaming: bool)
             raise
         if datasets.config.HF_HUB_OFFLINE:
             raise DataError(
-                f"{source} is neither a local path nor in the local cache, and the hub is switched off "
-                "(HF_HUB_OFFLINE); check the path, or go online once to download it."
+                f"{source} is neither a local path nor in the local cache, and HF_HUB_OFFLINE disables the hub; check the path, "
+                "or unset HF_HUB_OFFLINE once to download it."
             ) from error
         raise DataError(
-            f"{source} is neither a local path nor a data set that the hub can give ({first_line(error.__cause__)}); "
+            f"{source} is neither a local path nor a dataset available on the hub ({first_line(error.__cause__)}); "
             "check the path or the name, log in if it is private, and check the network."
         ) from error
 
 
 def _load(source: str, split: str | None, streaming: bool, **arguments: Any) -> Dataset | IterableDataset:
-    """`datasets.load_dataset`, which takes slices itself; whole splits are picked here, so that errors name them."""
+    """Return one split, or a slice of one, by `datasets.load_dataset`."""
+    # `load_dataset` selects slices itself. Other splits are selected here, so that an error can list them.
     sliced = split if split is not None and re.search(r"[\[+]", split) else None
     try:
-        found = datasets.load_dataset(**arguments, split=sliced, streaming=streaming)
-    except StopIteration as error:  # a JSON file without a byte
-        raise DataError(f"The data set {source} is empty; check the file.") from error
-    except Exception as error:  # builders raise whatever their file formats' libraries raise
+        loaded = datasets.load_dataset(**arguments, split=sliced, streaming=streaming)
+    except StopIteration as error:
+        # Raised for a JSON file of 0 bytes.
+        raise DataError(f"The dataset {source} is empty; check the file.") from error
+    except Exception as error:
+        # Builders raise any error of their file formats' libraries.
         raise _unreadable(source, error) from error
-    return found if sliced else _pick(found, split, source)
+    return loaded if sliced else _select_split(loaded, split, source)
 
 
-def _pick(splits: Mapping[Any, Any], split: str | None, source: str) -> Any:
-    there = {str(key): value for key, value in splits.items()}
-    wanted = split if split is not None else "train" if len(there) > 1 else next(iter(there), "train")
-    if wanted not in there:
-        remedy = f"it has {', '.join(there) or 'none'}"
-        raise DataError(f"The data set {source} has no split {wanted!r}; {remedy}: set split to one of them.")
-    return there[wanted]
+def _select_split(splits: Mapping[Any, Any], split: str | None, source: str) -> Any:
+    available = {str(key): value for key, value in splits.items()}
+    selected = split if split is not None else "train" if len(available) > 1 else next(iter(available), "train")
+    if selected not in available:
+        names = ", ".join(available) or "none"
+        raise DataError(f"The dataset {source} has no split {selected!r}; it has {names}: set split to one of them.")
+    return available[selected]
 
 
 def _unreadable(source: str, error: Exception) -> DataError:
-    return DataError(f"The data set {source} cannot be read: {first_line(error.__cause__ or error)}; check it.")
+    return DataError(f"The dataset {source} cannot be read: {first_line(error.__cause__ or error)}; check its files.")

@@ -1,4 +1,4 @@
-"""Rewards: functions, models and judges, called with a timeout and checked."""
+"""Rewards: functions, models and judges, called with a time limit and validated."""
 
 from lowpeak.exports import lazy_exports
 

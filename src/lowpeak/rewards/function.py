@@ -1,6 +1,6 @@
-"""A reward that is a function: sync, async or a callable object, called as TRL calls it, within a time limit.
+"""Function rewards: sync or async callables, called as in TRL, with a time limit.
 
-Unlike TRL, a function without `**kwargs` is passed only the keywords that it names.
+Unlike in TRL, a function without `**kwargs` gets only the keywords that it names.
 """
 
 from __future__ import annotations
@@ -12,92 +12,96 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
-from lowpeak.rewards.timeouts import Late, call_within
+from lowpeak.rewards.timeouts import TimeLimitExceeded, call_with_timeout
 
 
 class FunctionReward:
-    """A user's function as a `Reward`, named after the function or after its object's class.
+    """A user's function as a `Reward`, named after the function or its object's class.
 
-    `timeout` bounds one call in seconds. A late sync function is left behind in a daemon thread, since Python cannot
-    stop it; code that never lets go of the interpreter (one long regular expression) is noticed only when it ends.
+    `timeout` bounds one call, in seconds. A sync function that exceeds it goes on in a daemon thread, because Python
+    cannot stop it. Code that does not release the interpreter (one long regular expression) is noticed only when it ends.
 
     Raises:
         RewardTimeoutError: the call took longer than `timeout`.
-        RewardError: the function asks for a parameter that is neither in the contract nor a column.
+        RewardError: the function has a parameter that is neither in the contract nor a column.
     """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None, timeout: float | None = None) -> None:
         if not callable(function) or inspect.isclass(function):
-            raise ArgumentError(f"A reward must be a function or a callable object, not {function!r}.")
+            raise ArgumentError(f"A reward must be a function or a callable object, got {function!r}.")
         self.function = function
         self.name = name or callable_name(function)
         self.timeout = timeout
         self.is_async = _is_async(function)
-        self._named, self._required = _parameters(function)
+        self._accepted, self._required = _parameters(function)
 
     def __call__(
         self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]], **columns: Any
     ) -> Any:
-        """Return what the function returns, unchecked."""
+        """Return the function's values, unchecked."""
         keywords = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         if self.is_async:
-            # In a thread of its own, because this thread may have a running loop, which cannot be entered twice.
-            return call_within(lambda: asyncio.run(self.call_async(**keywords)), None)
-        call = functools.partial(self.function, **self._keywords(keywords))
+            # In a separate thread, because this thread may have a running loop, which cannot be entered twice.
+            return call_with_timeout(lambda: asyncio.run(self.call_async(**keywords)), None)
+        call = functools.partial(self.function, **self._select_keywords(keywords))
         if self.timeout is None:
             return call()
         try:
-            return call_within(call, self.timeout)
-        except Late:
-            raise self._late() from None
+            return call_with_timeout(call, self.timeout)
+        except TimeLimitExceeded:
+            raise self._timeout_error() from None
 
     async def call_async(self, **keywords: Any) -> Any:
-        """Await an async function inside a running loop, so that several can wait together."""
-        passed = self._keywords(keywords)
+        """Await the async function in the running loop, concurrently with others."""
+        selected = self._select_keywords(keywords)
         try:
             async with asyncio.timeout(self.timeout) as limit:
-                return await self.function(**passed)
+                return await self.function(**selected)
         except TimeoutError:
             if limit.expired():
-                raise self._late() from None
-            raise  # the function's own
+                raise self._timeout_error() from None
+            # The function itself raised it.
+            raise
 
-    def _keywords(self, keywords: dict[str, Any]) -> dict[str, Any]:
+    def _select_keywords(self, keywords: dict[str, Any]) -> dict[str, Any]:
         missing = sorted(self._required - keywords.keys())
         if missing:
             raise RewardError(
-                f"Reward '{self.name}' asks for {', '.join(missing)}, which the data set has no column for; "
-                f"it can have {', '.join(sorted(keywords))}."
+                f"Reward '{self.name}' has the parameters {', '.join(missing)}, but the dataset has no such columns: "
+                f"rename them or add the columns. Available are {', '.join(sorted(keywords))}."
             )
-        if self._named is None:
+        if self._accepted is None:
             return keywords
-        return {key: value for key, value in keywords.items() if key in self._named}
+        return {key: value for key, value in keywords.items() if key in self._accepted}
 
-    def _late(self) -> RewardTimeoutError:
+    def _timeout_error(self) -> RewardTimeoutError:
         return RewardTimeoutError(
-            f"Reward '{self.name}' did not return within its time limit of {self.timeout:g} seconds."
+            f"Reward '{self.name}' did not return within its time limit of {self.timeout:g} seconds: make it faster, or "
+            "raise reward_timeout."
         )
 
 
 def callable_name(function: Callable[..., Any]) -> str:
-    """Return `__name__`, else the class's name; a `functools.partial` has the name of what it wraps."""
+    """Return `__name__`, else the class's name; of a `functools.partial`, that of the wrapped function."""
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(function, "__name__", type(function).__name__))
 
 
 def _is_async(function: Callable[..., Any]) -> bool:
-    """Return whether a call makes a coroutine; an object carries the `async` on its `__call__`."""
+    """Return whether a call returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
+    # A callable object is async if its `__call__` is.
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 def _parameters(function: Callable[..., Any]) -> tuple[frozenset[str] | None, frozenset[str]]:
-    """Return the keywords that a function takes (None: all) and those it cannot do without."""
+    """Return the keywords that a function accepts (None: all) and those that it requires."""
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin may have no signature
+    except (TypeError, ValueError):
+        # A builtin may have no signature.
         return None, frozenset()
     keywords = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     required = frozenset(p.name for p in keywords if p.default is p.empty)

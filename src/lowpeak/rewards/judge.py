@@ -1,7 +1,7 @@
-"""A judge that compares completions two at a time, as a reward: the share of its comparisons that a completion wins.
+"""A pairwise judge as a reward: the share of its comparisons that a completion wins.
 
-Whoever judges pairs prefers a place, too: which completion comes first is told by a checksum of the texts, so that it is
-either one as often, and the same on any number of ranks.
+Judges are biased by position. A checksum of the texts therefore decides which completion comes first: each does equally
+often, and the order is the same on any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,117 +15,127 @@ from itertools import combinations
 from typing import Any
 
 from lowpeak.errors import ArgumentError, RewardError
-from lowpeak.rewards.answers import text_of
+from lowpeak.rewards.builtin import completion_text
+from lowpeak.rewards.factory import listed
 from lowpeak.rewards.function import FunctionReward
-from lowpeak.rewards.make import listed
 
 NO_PREFERENCE = -1
 
 
 class JudgeReward(FunctionReward):
-    """A judge as a reward: of all pairs of a group, the share that a row wins; half a win each where there is no preference.
+    """A judge as a reward: the share of its group's pairs that a completion wins.
 
-    Of each prompt and its pair of completions `judge(prompts, completions)` says which one is better: 0, 1, or -1 where neither
-    is. It may be async; a parameter `shuffle_order`, as TRL's judges have, gets False, since the order is settled.
+    No preference is half a win for both. `judge(prompts, completions)` gets pairs of completions and returns the index of the
+    better one of each: 0, 1, or -1 for no preference. It may be async. A parameter `shuffle_order`, as TRL's judges have,
+    gets False, because the order is fixed.
 
-    Equal texts are such without asking, and a row alone in its group has no reward. Limits of time and failures are those of
-    functions. The judge sees texts: of messages `role: content`, one after another.
+    Pairs of equal texts are not sent to the judge. A completion alone in its group has no reward. Time limits and failures
+    are those of functions. The judge gets texts: of messages `role: content`, separated by an empty line.
 
     Raises:
         ArgumentError: the judge has no method `judge`.
-        RewardError: its answer is not 0, 1 or -1 for each pair.
+        RewardError: it does not return 0, 1 or -1 for each pair.
     """
 
     def __init__(self, judge: Any, name: str | None = None, timeout: float | None = None) -> None:
         if inspect.isclass(judge) or not callable(getattr(judge, "judge", None)):
             raise ArgumentError(
-                f"judge is {judge!r:.80}: pass an object with a method judge(prompts, completions), which says of each pair 0, 1 "
-                "or -1."
+                f"judge must be an object with a method judge(prompts, completions) that returns 0, 1 or -1 for each pair, got "
+                f"{judge!r:.80}."
             )
-        super().__init__(_asks(judge.judge), name or type(judge).__name__, timeout)
+        super().__init__(_reward_function(judge.judge), name or type(judge).__name__, timeout)
 
 
 def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
-    """Return `reward_funcs` as they are, or the judge as the only reward; ArgumentError for both or neither."""
+    """Return `reward_funcs` unchanged, or the judge as the only reward; ArgumentError for both or neither."""
     if (judge is None) == (not listed(reward_funcs)):
-        given = "neither was" if judge is None else "both were"
-        raise ArgumentError(f"pairs are chosen by reward_funcs or by a judge, and {given} given: pass one of the two.")
+        number = "none" if judge is None else "both"
+        raise ArgumentError(f"Pairs need either reward_funcs or a judge, got {number} of the two: pass exactly one.")
     return reward_funcs if judge is None else [JudgeReward(judge)]
 
 
-def _asks(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the reward function of a judge's method, async if the method is."""
-    if "shuffle_order" in inspect.signature(ask).parameters:
-        ask = functools.partial(ask, shuffle_order=False)  # the order is settled
+def _reward_function(judge: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a reward function that calls a judge's method; it is async if the method is."""
+    if "shuffle_order" in inspect.signature(judge).parameters:
+        judge = functools.partial(judge, shuffle_order=False)
 
     def compare(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
-        contest = Contest.of(prompts, completions, groups)
-        return contest.shares(ask(*contest.questions()) if contest.asked else [], log_metric)
+        comparisons = Comparisons.of(prompts, completions, groups)
+        verdicts = judge(*comparisons.judge_inputs()) if comparisons.undecided else []
+        return comparisons.win_shares(verdicts, log_metric)
 
     async def compare_async(prompts: Any, completions: Any, groups: Any, log_metric: Any) -> list[float | None]:
-        contest = Contest.of(prompts, completions, groups)
-        return contest.shares(await ask(*contest.questions()) if contest.asked else [], log_metric)
+        comparisons = Comparisons.of(prompts, completions, groups)
+        verdicts = await judge(*comparisons.judge_inputs()) if comparisons.undecided else []
+        return comparisons.win_shares(verdicts, log_metric)
 
-    return compare_async if inspect.iscoroutinefunction(ask) else compare
+    return compare_async if inspect.iscoroutinefunction(judge) else compare
 
 
 @dataclass(frozen=True)
-class Contest:
-    """N rows and the comparisons among those of a group: `pairs` of rows, first shown first, of which `asked` have two texts."""
+class Comparisons:
+    """N completions and the pairs of indices within each group, in the order for the judge."""
 
     prompts: tuple[str, ...]
     texts: tuple[str, ...]
     pairs: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, prompts: Sequence[Any], completions: Sequence[Any], groups: Sequence[int]) -> Contest:
-        """Return all pairs of each group, in an order that the texts alone tell."""
-        asked, texts = tuple(transcript(prompt) for prompt in prompts), tuple(text_of(each) for each in completions)
+    def of(cls, prompts: Sequence[Any], completions: Sequence[Any], groups: Sequence[int]) -> Comparisons:
+        """Return all pairs of each group, in an order that depends on the texts alone."""
+        questions = tuple(transcript(prompt) for prompt in prompts)
+        texts = tuple(completion_text(completion) for completion in completions)
         members: dict[int, list[int]] = {}
-        for row, group in enumerate(groups):
-            members.setdefault(group, []).append(row)
+        for index, group in enumerate(groups):
+            members.setdefault(group, []).append(index)
         pairs = []
-        for first, second in (pair for rows in members.values() for pair in combinations(rows, 2)):
-            checksum = zlib.crc32("\0".join((asked[first], texts[first], texts[second])).encode())
+        for first, second in (pair for indices in members.values() for pair in combinations(indices, 2)):
+            checksum = zlib.crc32("\0".join((questions[first], texts[first], texts[second])).encode())
             pairs.append((second, first) if checksum & 1 else (first, second))
-        return cls(asked, texts, tuple(pairs))
+        return cls(questions, texts, tuple(pairs))
 
     @property
-    def asked(self) -> tuple[tuple[int, int], ...]:
+    def undecided(self) -> tuple[tuple[int, int], ...]:
+        """Return the pairs of two different texts: those that the judge has to compare."""
         return tuple(pair for pair in self.pairs if self.texts[pair[0]] != self.texts[pair[1]])
 
-    def questions(self) -> tuple[list[str], list[list[str]]]:
-        """Return what the judge is asked: prompts, and two completions for each."""
-        pairs = self.asked
-        return [self.prompts[first] for first, _ in pairs], [[self.texts[row] for row in pair] for pair in pairs]
+    def judge_inputs(self) -> tuple[list[str], list[list[str]]]:
+        """Return the judge's arguments: a prompt for each undecided pair, and the pair's two texts."""
+        pairs = self.undecided
+        return [self.prompts[first] for first, _ in pairs], [[self.texts[i] for i in pair] for pair in pairs]
 
-    def shares(self, verdicts: Any, log_metric: Callable[[str, float], None]) -> list[float | None]:
-        """Return the share of its comparisons that each row wins, by the verdicts on `asked`; None for a row without one."""
-        found = dict(zip(self.asked, _checked(verdicts, len(self.asked)), strict=True))
+    def win_shares(self, verdicts: Any, log_metric: Callable[[str, float], None]) -> list[float | None]:
+        """Return the share of comparisons that each completion wins, given the verdicts on `undecided`.
+
+        A completion without a comparison gets None.
+        """
+        verdict_of = dict(zip(self.undecided, _checked_verdicts(verdicts, len(self.undecided)), strict=True))
         wins, games = [0.0] * len(self.texts), [0] * len(self.texts)
         for pair in self.pairs:
-            verdict = found.get(pair, NO_PREFERENCE)
-            for place, row in enumerate(pair):
-                wins[row] += 0.5 if verdict == NO_PREFERENCE else float(verdict == place)
-                games[row] += 1
-        if found:
-            undecided = sum(verdict == NO_PREFERENCE for verdict in found.values())
-            log_metric("judge/no_preference", undecided / len(found))
+            verdict = verdict_of.get(pair, NO_PREFERENCE)
+            for position, index in enumerate(pair):
+                wins[index] += 0.5 if verdict == NO_PREFERENCE else float(verdict == position)
+                games[index] += 1
+        if verdict_of:
+            num_ties = sum(verdict == NO_PREFERENCE for verdict in verdict_of.values())
+            log_metric("judge/no_preference", num_ties / len(verdict_of))
         return [won / played if played else None for won, played in zip(wins, games, strict=True)]
 
 
 def transcript(prompt: Any) -> str:
-    """Return a prompt as a judge reads it: a string as it is, messages as `role: content`, with an empty line between."""
+    """Return a prompt as text, messages as `role: content` with an empty line between."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"{message.get('role', '?')}: {text_of([message])}" for message in prompt)
+    return "\n\n".join(f"{message.get('role', '?')}: {completion_text([message])}" for message in prompt)
 
 
-def _checked(verdicts: Any, num_pairs: int) -> list[int]:
-    found = verdicts.tolist() if hasattr(verdicts, "tolist") else verdicts
-    if not isinstance(found, list | tuple) or len(found) != num_pairs:
-        raise RewardError(f"the judge answered {found!r:.80} to {num_pairs} pairs: return one of 0, 1 and -1 for each.")
-    wrong = [verdict for verdict in found if verdict not in (0, 1, NO_PREFERENCE)]
-    if wrong:
-        raise RewardError(f"the judge answered {wrong[0]!r:.40} to a pair: return 0, 1, or -1 where neither is better.")
-    return list(found)
+def _checked_verdicts(verdicts: Any, num_pairs: int) -> list[int]:
+    values = verdicts.tolist() if hasattr(verdicts, "tolist") else verdicts
+    if not isinstance(values, list | tuple) or len(values) != num_pairs:
+        raise RewardError(
+            f"The judge returned {values!r:.80} for {num_pairs} pairs: return a list with 0, 1 or -1 for each."
+        )
+    invalid = [verdict for verdict in values if verdict not in (0, 1, NO_PREFERENCE)]
+    if invalid:
+        raise RewardError(f"The judge returned {invalid[0]!r:.40} for a pair: return 0, 1, or -1 for no preference.")
+    return list(values)

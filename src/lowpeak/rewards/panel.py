@@ -1,7 +1,7 @@
-"""Station 5: whole groups in, records with their rewards out. Every reward is asked once per call, for all rows.
+"""Station 5, the rewards of complete groups: each reward is called once for all completions.
 
-TRL's semantics: a row's reward is the weighted sum of what its rewards returned, None left out; a row that nobody
-scored has reward NaN, which leaves its group's statistics.
+As in TRL, a completion's reward is the weighted sum of its rewards, without those that are None. If all are None it is NaN,
+and the completion is excluded from its group's statistics.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import math
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -21,22 +22,22 @@ import torch
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Metric, Record, merge_metrics
+from lowpeak.rewards.factory import unique_names
 from lowpeak.rewards.function import FunctionReward
-from lowpeak.rewards.judged import Judged
-from lowpeak.rewards.make import unique_names
 from lowpeak.rewards.model import ModelReward
-from lowpeak.rewards.outcome import MOST, NONE, RewardCall, Rows, read_rows
 from lowpeak.rewards.reward import Reward
-from lowpeak.rewards.timeouts import BackgroundLoop, Late
+from lowpeak.rewards.reward_call import MAX_REWARD, NO_REWARD, RewardCall, RewardInputs, reward_inputs
+from lowpeak.rewards.timeouts import BackgroundLoop, TimeLimitExceeded
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """How rewards are weighed, and what a failing one means: an error, or None for the rows it concerns.
+    """The weights of rewards, and the meaning of failures.
 
-    `timeout` bounds each call of a function, in seconds, where the function has no limit of its own.
+    A failure is an error ("raise"), or counts as None for the completions concerned ("none"). `timeout` bounds each call of a
+    function that has no time limit itself, in seconds.
     """
 
     weights: tuple[float, ...]
@@ -45,17 +46,67 @@ class RewardSettings:
 
     def __post_init__(self) -> None:
         if self.on_failure not in ("raise", "none"):
-            raise ArgumentError(f"A reward's failure can 'raise' or count as 'none', not {self.on_failure!r}.")
+            raise ArgumentError(f"A reward's failure must 'raise' or count as 'none', got {self.on_failure!r}.")
         if self.timeout is not None and not self.timeout > 0:
-            raise ArgumentError(f"The rewards' time limit must be positive, not {self.timeout} seconds.")
+            raise ArgumentError(f"The rewards' time limit must be positive, got {self.timeout} seconds.")
         if not all(math.isfinite(weight) for weight in self.weights):
-            raise ArgumentError(f"Reward weights must be finite, not {list(self.weights)}.")
+            raise ArgumentError(f"Reward weights must be finite, got {list(self.weights)}.")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """N completions with their rewards, and the values that the rewards logged.
+
+    `prompts` have the dataset's format, `texts` are the decoded completions, and `columns` has the values of `log_extra`:
+    each has one entry per completion.
+    """
+
+    records: tuple[Record, ...]
+    metrics: dict[str, Metric]
+    columns: dict[str, list[Any]]
+    texts: tuple[str, ...]
+    prompts: tuple[Any, ...]
+
+    def rows(self, indices: Sequence[int]) -> Judged:
+        """Return the completions of these indices, with the metrics of all."""
+        return Judged(
+            tuple(self.records[i] for i in indices),
+            self.metrics,
+            {name: [values[i] for i in indices] for name, values in self.columns.items()},
+            tuple(self.texts[i] for i in indices),
+            tuple(self.prompts[i] for i in indices),
+        )
+
+    def renumbered(self, groups: Sequence[int]) -> Judged:
+        """Return the same completions; group g becomes group `groups[g]`."""
+        return replace(self, records=tuple(replace(record, group=groups[record.group]) for record in self.records))
+
+
+def merge_judged(parts: Sequence[Judged]) -> Judged:
+    """Return the completions of all parts, in order.
+
+    A column that a part lacks is None there.
+    """
+    names = dict.fromkeys(name for part in parts for name in part.columns)
+    metrics: dict[str, Metric] = {}
+    for part in parts:
+        metrics = merge_metrics(metrics, part.metrics)
+    return Judged(
+        tuple(chain.from_iterable(part.records for part in parts)),
+        metrics,
+        {
+            name: [value for part in parts for value in part.columns.get(name) or [None] * len(part.records)]
+            for name in names
+        },
+        tuple(chain.from_iterable(part.texts for part in parts)),
+        tuple(chain.from_iterable(part.prompts for part in parts)),
+    )
 
 
 class RewardPanel:
-    """All rewards of a run, asked together: sync ones one after another, then all async ones at once.
+    """All rewards of a run: sync ones are called one after another, then async ones concurrently.
 
-    Models that are sharded over ranks come last, and are asked on all ranks, also where there are no groups.
+    Models that are sharded over ranks come last; all ranks call them, even without groups.
 
     Raises:
         ArgumentError: there is no reward, or not one weight for each.
@@ -70,7 +121,7 @@ class RewardPanel:
             )
         self.names = unique_names([reward.name for reward in rewards])
         self.rewards = tuple(
-            _within(reward, name, settings.timeout) for reward, name in zip(rewards, self.names, strict=True)
+            _with_settings(reward, name, settings.timeout) for reward, name in zip(rewards, self.names, strict=True)
         )
         self.settings = settings
         self._decode = decode
@@ -78,20 +129,21 @@ class RewardPanel:
 
     @property
     def asks_together(self) -> bool:
-        """Return whether all ranks meet in `judge`, also those without groups."""
-        return any(_ranks(reward) is not None for reward in self.rewards)
+        """Return whether all ranks must compute rewards together, even those without groups."""
+        return any(_sharding_ranks(reward) is not None for reward in self.rewards)
 
     def judge(self, groups: Sequence[Group], *, trainer_state: Any = None) -> Judged:
-        """Return the groups' rows as records; RewardError if a reward failed and `on_failure` is "raise".
+        """Return the groups' completions with their rewards; RewardError if a reward failed and `on_failure` is "raise".
 
-        A column that two rewards log is the first one's, and the other's by its name.
+        If two rewards log a column of the same name, the second one's is prefixed with the reward's name.
         """
-        rows = read_rows(groups, self._decode)
+        inputs = reward_inputs(groups, self._decode)
         calls = [
-            RewardCall(reward, name, rows, trainer_state) for reward, name in zip(self.rewards, self.names, strict=True)
+            RewardCall(reward, name, inputs, trainer_state)
+            for reward, name in zip(self.rewards, self.names, strict=True)
         ]
-        self._ask(calls, rows)
-        records = self._records(groups, rows, calls)
+        self._run_calls(calls, len(inputs))
+        records = self._records(groups, inputs, calls)
         metrics = reward_metrics(self.names, records)
         columns: dict[str, list[Any]] = {}
         for call in calls:
@@ -100,122 +152,140 @@ class RewardPanel:
                 metrics[f"rewards/{call.name}/failed"] = Metric(float(len(call.failures)), kind="sum")
             for column, values in call.log.columns.items():
                 columns[f"{call.name}/{column}" if column in columns else column] = values
-        return Judged(records, metrics, columns, rows.texts, tuple(rows.prompts))
+        return Judged(records, metrics, columns, inputs.texts, tuple(inputs.prompts))
 
-    def _ask(self, calls: Sequence[RewardCall], rows: Rows) -> None:
-        """Make all calls; without rows those alone in which all ranks meet. A sync one that raises spares the later ones theirs."""
-        joint = [call for call in calls if _ranks(call.reward) is not None]
-        waiting = [call for call in calls if call.is_async]
-        ranks = _ranks(joint[0].reward) if joint else None
-        with nullcontext() if ranks is None else ranks.together():
-            if len(rows):
-                for call in calls:
-                    if call not in joint and call not in waiting:
-                        call.ask()
-                        self._accept(call)
-                self._await_all(waiting)
-                for call in waiting:
-                    self._accept(call)
-        for call in joint:
-            call.ask()
-        for call in joint:
-            self._accept(call)
+    def _run_calls(self, calls: Sequence[RewardCall], num_completions: int) -> None:
+        """Run all calls; without completions, only those of sharded models.
 
-    def _await_all(self, calls: Sequence[RewardCall]) -> None:
-        """Make async calls that all wait together.
-
-        After all of their limits the loop itself must be stuck: limits inside it act only where a function awaits.
+        If a sync call fails and `on_failure` is "raise", the later calls are not made.
         """
+        sharded = [call for call in calls if _sharding_ranks(call.reward) is not None]
+        asynchronous = [call for call in calls if call.is_async]
+        ranks = _sharding_ranks(sharded[0].reward) if sharded else None
+        with nullcontext() if ranks is None else ranks.together():
+            if num_completions:
+                for call in calls:
+                    if call not in sharded and call not in asynchronous:
+                        call.run()
+                        self._check(call)
+                self._run_async(asynchronous)
+                for call in asynchronous:
+                    self._check(call)
+        # Check only after all calls: an error between the collectives of two models would leave other ranks waiting.
+        for call in sharded:
+            call.run()
+        for call in sharded:
+            self._check(call)
+
+    def _run_async(self, calls: Sequence[RewardCall]) -> None:
+        """Run async calls concurrently."""
         if not calls:
             return
 
-        async def everything() -> None:
-            await asyncio.gather(*(call.ask_async() for call in calls))
+        async def run_all() -> None:
+            await asyncio.gather(*(call.run_async() for call in calls))
 
         limits = [call.reward.timeout for call in calls if isinstance(call.reward, FunctionReward)]
-        known = [limit for limit in limits if limit is not None]
+        finite = [limit for limit in limits if limit is not None]
         try:
-            self._loop.run(everything(), sum(known) + 1.0 if len(known) == len(limits) else None)
-        except Late:
-            stuck = [call for call in calls if not call.finished]
-            names = " or ".join(f"'{call.name}'" for call in stuck)
-            for call in stuck:
+            # A function's time limit acts only when it awaits. After the sum of all limits, one must be blocking the loop.
+            self._loop.run(run_all(), sum(finite) + 1.0 if len(finite) == len(limits) else None)
+        except TimeLimitExceeded:
+            unfinished = [call for call in calls if not call.finished]
+            names = " or ".join(f"'{call.name}'" for call in unfinished)
+            for call in unfinished:
                 call.error = RewardTimeoutError(
-                    f"Async reward {names} blocks its event loop past its time limit; await what waits."
+                    f"Async reward {names} blocks its event loop past its time limit; use await for calls that wait."
                 )
 
-    def _accept(self, call: RewardCall) -> None:
+    def _check(self, call: RewardCall) -> None:
         call.check()
         if call.failures:
             if self.settings.on_failure == "raise":
                 raise call.failures[0]
-            logger.warning("%s (not judged: %d of %d rows)", call.failures[0], len(call.failures), len(call.values))
+            logger.warning(
+                "%s This reward failed for %d of %d completions.",
+                call.failures[0],
+                len(call.failures),
+                len(call.values),
+            )
 
-    def _records(self, groups: Sequence[Group], rows: Rows, calls: Sequence[RewardCall]) -> tuple[Record, ...]:
+    def _records(
+        self, groups: Sequence[Group], inputs: RewardInputs, calls: Sequence[RewardCall]
+    ) -> tuple[Record, ...]:
         pairs = [(group.prompt, completion) for group in groups for completion in group.completions]
         records = []
-        for row, (prompt, completion) in enumerate(pairs):
-            rewards = tuple(call.values[row] for call in calls)
+        for index, (prompt, completion) in enumerate(pairs):
+            rewards = tuple(call.values[index] for call in calls)
             prompt_ids = prompt.ids if completion.prompt_ids is None else completion.prompt_ids
-            group = rows.places[row][0]
+            group = inputs.positions[index][0]
             reward = weighted_sum(rewards, self.settings.weights)
-            if abs(reward) > MOST:
+            if abs(reward) > MAX_REWARD:
                 raise RewardError(
-                    f"The weighted sum of the rewards is {reward} for {rows.describe(row)}, whose square is infinite in fp32: "
-                    "lower reward_weights, or the rewards."
+                    f"The weighted sum of the rewards is {reward} for {inputs.describe(index)}, whose square is infinite in "
+                    "fp32: lower reward_weights, or the rewards."
                 )
-            tokens = self._token_rewards([call.tokens.get(row, ()) for call in calls])
+            tokens = self._token_rewards([call.tokens.get(index, ()) for call in calls])
             records.append(Record(group, prompt_ids, completion, rewards, reward, token_rewards=tokens))
         return tuple(records)
 
-    def _token_rewards(self, given: Sequence[tuple[float, ...]]) -> torch.Tensor | None:
-        """Return the weighted sum of what rewards gave single tokens of a row: float32 [C]; None where none did."""
-        weighed = [w * torch.tensor(each) for w, each in zip(self.settings.weights, given, strict=True) if each]
-        return torch.stack(weighed).sum(0) if weighed else None
+    def _token_rewards(self, tokens: Sequence[tuple[float, ...]]) -> torch.Tensor | None:
+        """Return the weighted sum of a completion's token rewards: float32 [C]; None without any.
+
+        `tokens` has one tuple per reward, empty if the reward returned one number for the completion.
+        """
+        weighted = [w * torch.tensor(each) for w, each in zip(self.settings.weights, tokens, strict=True) if each]
+        return torch.stack(weighted).sum(0) if weighted else None
 
 
 def weighted_sum(rewards: Sequence[float], weights: Sequence[float]) -> float:
-    """Return `sum(w * r)` over the rewards that are not NaN; NaN where all are."""
+    """Return `sum(w * r)` over the rewards that are not NaN; NaN if all are."""
     scored = [(reward, weight) for reward, weight in zip(rewards, weights, strict=True) if not math.isnan(reward)]
-    return sum(reward * weight for reward, weight in scored) if scored else NONE
+    return sum(reward * weight for reward, weight in scored) if scored else NO_REWARD
 
 
 def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str, Metric]:
-    """Return `rewards/<name>/mean` and `/std` (unbiased) over the rows that a reward scored: of all ranks' records, TRL's."""
+    """Return `rewards/<name>/mean` and `/std` (unbiased) over the records that have this reward.
+
+    With the records of all ranks these are TRL's metrics.
+    """
     metrics: dict[str, Metric] = {}
     for index, name in enumerate(names):
         scored = [record.rewards[index] for record in records if not math.isnan(record.rewards[index])]
         metrics[f"rewards/{name}/mean"] = Metric(sum(scored), float(len(scored)))
-        # A std of fewer than two is a mean of nothing: it reads as NaN and weighs nothing in a later mean.
-        known = len(scored) > 1
-        metrics[f"rewards/{name}/std"] = Metric(statistics.stdev(scored) if known else 0.0, float(known))
+        # Fewer than two have no std: its value is then NaN, with weight 0 in a later mean.
+        has_std = len(scored) > 1
+        metrics[f"rewards/{name}/std"] = Metric(statistics.stdev(scored) if has_std else 0.0, float(has_std))
     return metrics
 
 
 def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
-    """Say in one warning how many rows have no reward, if there are any, and show the first."""
-    rows = [row for row, record in enumerate(judged.records) if math.isnan(record.reward)]
-    if rows:
+    """Log one warning if completions have no reward, with their number and the first one."""
+    unscored = [i for i, record in enumerate(judged.records) if math.isnan(record.reward)]
+    if unscored:
         total = len(judged.records)
         logger.warning(
             "%s completions have no reward from %s, so nothing is learned from them: return a number from at least one reward. "
-            "The first is %.60r to %.60r.",
-            f"All {total}" if len(rows) == total else f"{len(rows)} of {total}",
+            "The first is %.60r to the prompt %.60r.",
+            f"All {total}" if len(unscored) == total else f"{len(unscored)} of {total}",
             ", ".join(names),
-            judged.texts[rows[0]],
-            judged.prompts[rows[0]],
+            judged.texts[unscored[0]],
+            judged.prompts[unscored[0]],
         )
 
 
-def _ranks(reward: Reward) -> Ranks | None:
-    """Return the ranks that ask the reward together, because it is a model that is sharded over them."""
+def _sharding_ranks(reward: Reward) -> Ranks | None:
+    """Return the ranks over which a reward model is sharded, which must all make its calls."""
     return reward.ranks if isinstance(reward, ModelReward) else None
 
 
-def _within(reward: Reward, name: str, timeout: float | None) -> Reward:
-    """Return the reward under its name in this panel, and, if it is a function without a limit, under the panel's."""
+def _with_settings(reward: Reward, name: str, timeout: float | None) -> Reward:
+    """Return a copy of a function reward with this name and the default time limit.
+
+    Other rewards are returned unchanged.
+    """
     if not isinstance(reward, FunctionReward):
         return reward
-    own = copy.copy(reward)
-    own.name, own.timeout = name, timeout if reward.timeout is None else reward.timeout
-    return own
+    renamed = copy.copy(reward)
+    renamed.name, renamed.timeout = name, timeout if reward.timeout is None else reward.timeout
+    return renamed

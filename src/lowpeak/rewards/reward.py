@@ -1,4 +1,4 @@
-"""The reward protocol: what judges. TRL's contract, so that a TRL user's functions run as they are."""
+"""The reward protocol: TRL's contract, so that TRL users' functions run unchanged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any, Protocol, runtime_checkable
 
 @runtime_checkable
 class Reward(Protocol):
-    """Scores completions: one float per completion, or None where it does not apply.
+    """A callable that returns one float per completion, or None where it does not apply.
 
-    In place of a float a completion may have a list with one for each of its tokens: PPO puts them where they are, and for
-    every other algorithm their sum is the completion's.
+    Instead of a float it may return a list with one number for each of the completion's tokens: PPO places them at the
+    tokens; every other algorithm uses their sum.
 
-    Called with keywords: `prompts` and `completions` (strings, or lists of messages), `completion_ids`, each data set
-    column by its name, `trainer_state`, `log_extra` and `log_metric`. A call sees whole groups, rows in order. Metric keys and
-    errors have `name`.
+    A call gets keywords: `prompts` and `completions` (strings, or lists of messages), `completion_ids`, each dataset
+    column by its name, `trainer_state`, `log_extra` and `log_metric`. It gets complete groups, in order. Metric keys and
+    errors contain `name`.
     """
 
     @property

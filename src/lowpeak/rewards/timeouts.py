@@ -1,4 +1,4 @@
-"""Waiting for users' code without being held by it: a call with a limit, and an event loop beside the run."""
+"""Calls of users' code with a time limit, and an event loop in a background thread."""
 
 from __future__ import annotations
 
@@ -16,53 +16,60 @@ from typing import Any
 import torch
 
 
-class Late(Exception):
-    """The call has not returned within its limit; not a `TimeoutError`, which the call itself may raise."""
+class TimeLimitExceeded(Exception):
+    """A call that did not return within its limit.
+
+    It is not a `TimeoutError`, because the call itself may raise one.
+    """
 
 
-def call_within(call: Callable[[], Any], seconds: float | None) -> Any:
-    """Return `call()` of a daemon thread with the caller's context variables.
+def call_with_timeout(call: Callable[[], Any], seconds: float | None) -> Any:
+    """Return `call()`, run in a daemon thread with the caller's context variables.
 
-    Raises Late if it has not returned after `seconds`; its thread is left behind.
+    Raises TimeLimitExceeded if the call has not returned after `seconds`; its thread goes on.
     """
     outcome: Future[Any] = Future()
 
-    def settle() -> None:
+    def run() -> None:
         try:
             outcome.set_result(call())
         except BaseException as error:
             outcome.set_exception(error)
 
-    _start_thread(functools.partial(contextvars.copy_context().run, settle), "lowpeak-reward")
+    _start_thread(functools.partial(contextvars.copy_context().run, run), "lowpeak-reward")
     return _result(outcome, seconds)
 
 
 class BackgroundLoop:
-    """An event loop in a daemon thread, started when it is first used and kept for the next calls.
+    """An event loop in a daemon thread, started on first use and kept for later calls.
 
-    Kept, because clients (HTTP pools, locks) belong to the loop that made them; in a thread, because the caller's own
-    may have a running loop, as in a notebook.
+    It is kept because clients (HTTP pools, locks) belong to the loop that made them. It has a thread because the caller's
+    thread may have a running loop, as in a notebook.
     """
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, Any], seconds: float | None = None) -> Any:
-        """Return the coroutine's result; Late if one has blocked the loop for `seconds`: the next call gets a new loop."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._started())
+        """Return the coroutine's result.
+
+        Raises TimeLimitExceeded if it has blocked the loop for `seconds`; the next call then gets a new loop.
+        """
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._start())
         try:
             return _result(future, seconds)
-        except Late:
+        except TimeLimitExceeded:
             self._loop = None
             raise
-        except BaseException:  # Ctrl-C in the waiting thread ends the coroutine too
+        except BaseException:
+            # Ctrl-C in the waiting thread ends the coroutine too.
             future.cancel()
             raise
 
-    def _started(self) -> asyncio.AbstractEventLoop:
+    def _start(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            _start_thread(functools.partial(_serve, self._loop), "lowpeak-reward-loop")
+            _start_thread(functools.partial(_run_forever, self._loop), "lowpeak-reward-loop")
             weakref.finalize(self, self._loop.call_soon_threadsafe, self._loop.stop)
         return self._loop
 
@@ -72,12 +79,14 @@ def _result(future: Future[Any], seconds: float | None) -> Any:
         return future.result(seconds)
     except FutureTimeoutError:
         if future.done():
-            return future.result()  # at the last moment, or it is the call's own error
-        raise Late from None
+            # It returned at the last moment, or the timeout is the call's error.
+            return future.result()
+        raise TimeLimitExceeded from None
 
 
 def _start_thread(run: Callable[[], None], name: str) -> None:
-    """Start a daemon thread on the caller's device: which one code without an index runs on is set for each thread."""
+    """Start a daemon thread whose current device is the caller's."""
+    # The current device is per thread, and code without a device index runs on it.
     device = torch.accelerator.current_device_index() if torch.cuda.is_initialized() else None
 
     def enter() -> None:
@@ -88,11 +97,12 @@ def _start_thread(run: Callable[[], None], name: str) -> None:
     threading.Thread(target=enter, name=name, daemon=True).start()
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped; if a task called sys.exit, its waiters get the exception only if the loop runs again."""
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    """Run the loop until it is stopped, then close it."""
     asyncio.set_event_loop(loop)
     try:
         while True:
+            # A task that calls sys.exit ends `run_forever`; its waiters get the exception only if the loop runs again.
             with suppress(SystemExit):
                 loop.run_forever()
                 return

@@ -1,4 +1,4 @@
-"""The assistant's tokens under templates that do not mark them, written in the styles of the common model families."""
+"""The assistant's tokens under unmarked templates, in the styles of the common model families."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def tokenizer_of(template):
 
 
 def counted_text(template, messages, first=0, options=None, turns=None):
-    """The text of the counted tokens; those of several turns with a bar between them."""
+    """Return the text of the tokens that count; a bar separates turns."""
     tokenizer = tokenizer_of(template)
     ids, counted = (turns or AssistantTurns(tokenizer)).encode(messages, options or {}, "row 3", first)
     assert ids == tokenizer.apply_chat_template(messages, return_dict=True, **(options or {}))["input_ids"]
@@ -178,7 +178,7 @@ def not_fast():
     [
         (tokenizer_of(THINKS_LAST), LONG[:3], r"row 3: .*\{% generation %\}"),
         (not_fast(), LONG, r"row 3: .*\{% generation %\}"),
-        (tokenizer_of(INST), [turn("user", "one"), turn("user", "two")], "row 3 .*alternate"),
+        (tokenizer_of(INST), [turn("user", "one"), turn("user", "two")], "row 3: .*alternate"),
     ],
     ids=["no turn can be told", "tokens are not mapped to characters", "the template fails"],
 )
@@ -188,7 +188,7 @@ def test_a_row_that_cannot_be_read_is_an_error_with_the_remedy(tokenizer, messag
 
 
 def merging_tokenizer(template):
-    """One token for two line ends in a row."""
+    """Return a tokenizer with one token for two consecutive line ends."""
     vocabulary = {
         token: i for i, token in enumerate(["<pad>", "<eos>", "\n", "\n\n", *"abcdefghijklmnopqrstuvwxyz:<>|"])
     }

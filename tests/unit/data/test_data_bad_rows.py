@@ -1,4 +1,4 @@
-"""A row that cannot be used is told by its number, its column and what stands there, by each of the three readers."""
+"""An invalid row raises an error with its index, its column and its value, in each of the three readers."""
 
 from __future__ import annotations
 

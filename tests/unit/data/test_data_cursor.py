@@ -1,4 +1,4 @@
-"""The cursor: every prompt once an epoch, over any number of epochs, resumed to the very next one."""
+"""The cursor: every prompt once an epoch, over any number of epochs, resumed at the very next one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def buffered(count):
 
 
 class PlainStream:
-    """An iterable that is none of Hugging Face's."""
+    """An iterable that is not a dataset of Hugging Face."""
 
     def __init__(self, count):
         self.count = count
@@ -86,7 +86,7 @@ def test_the_seed_alone_decides_the_order():
 
 
 def philox(key, block):
-    """Four numbers of Philox4x64-10, as Salmon et al. 2011 ("Random numbers: as easy as 1, 2, 3") define it."""
+    """Return four numbers of Philox4x64-10, as Salmon et al. 2011 ("Random numbers: as easy as 1, 2, 3") define it."""
     words, (first, second) = [block, 0, 0, 0], key
     for _ in range(10):
         left, right = 0xD2E7470EE14C6C93 * words[0], 0xCA5A826395121157 * words[2]

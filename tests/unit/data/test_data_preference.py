@@ -1,4 +1,4 @@
-"""Rows of preferences to pairs of records: what they share, where they are scored, what is left out, what is told."""
+"""Preference rows to pairs of records: shared prompts, slots, dropped pairs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read(row, **settings):
 
 
 def texts(pair):
-    """Prompt and answer of both records as text, slots left out."""
+    """Return prompt and answer of both records as text, without the slots."""
     return [
         (TOKENIZER.decode(list(r.prompt_ids)), TOKENIZER.decode(r.completion.ids[:-1].tolist())) for r in pair
     ]  # fmt: skip

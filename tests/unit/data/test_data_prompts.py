@@ -1,16 +1,15 @@
-"""Rows to prompts: formats, templates, limits, and every row that cannot be used."""
+"""Rows to prompts: formats, chat templates and their options."""
 
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 
-from lowpeak.data import PromptReader, check_messages, check_tokenizer, num_rows, padding_id, usable_rows
-from lowpeak.errors import DataError, ModelError
+from lowpeak.data import PromptReader, check_messages
+from lowpeak.errors import DataError
 from tiny import char_tokenizer
 
 ALPHABET = "0123456789=+ab"
@@ -148,57 +147,3 @@ def test_a_template_that_fails_names_the_row_also_within_a_batch():
     reader = chat_reader("{% if messages[0].content == '2' %}{{ raise_exception('twos') }}{% endif %}1")
     with pytest.raises(DataError, match=r"row 11.*twos"):
         reader.read_batch([{"prompt": user(x)} for x in "123"], 10)
-
-
-@pytest.mark.parametrize("make", [Dataset.from_list, list])
-def test_checking_a_data_set_keeps_the_rows_that_can_be_used_and_says_how_many_go(make, caplog):
-    rows = [{"prompt": "1" * length} for length in (1, 9, 2, 4, 3)]
-    with caplog.at_level(logging.WARNING):
-        kept = usable_rows(make(rows), plain_reader(max_prompt_tokens=3, overlong="drop"))
-    assert list(kept) == [rows[0], rows[2], rows[4]]
-    (warning,) = caplog.records
-    assert warning.args[:2] == (2, 5)
-
-
-def test_checking_finds_the_one_bad_row_beyond_the_first_thousand():
-    dataset = Dataset.from_list([{"prompt": "1"} for _ in range(1500)] + [{"prompt": ""}])
-    with pytest.raises(DataError, match="row 1500 "):
-        usable_rows(dataset, plain_reader())
-
-
-def test_checking_applies_the_data_sets_own_transform():
-    dataset = Dataset.from_list([{"question": "12"}]).with_transform(lambda rows: {"prompt": rows["question"]})
-    assert usable_rows(dataset, plain_reader()) is dataset
-
-
-@pytest.mark.parametrize(("rows", "words"), [([{"prompt": "1111"}] * 3, "3"), ([], "empty")])
-def test_a_data_set_without_a_usable_row_is_an_error(rows, words):
-    with pytest.raises(DataError, match=words):
-        usable_rows(Dataset.from_list(rows), plain_reader(max_prompt_tokens=2, overlong="drop"))
-
-
-def test_all_splits_at_once_are_an_error_that_names_them_and_a_stream_has_no_number_of_rows():
-    rows = Dataset.from_list([{"prompt": "1"}])
-    with pytest.raises(DataError, match="'test', 'train'"):
-        num_rows(DatasetDict({"train": rows, "test": rows}))
-    assert num_rows(rows.to_iterable_dataset()) is None
-
-
-def test_padding_is_the_pad_token_else_the_end_token_else_an_error():
-    tokenizer = char_tokenizer()
-    assert padding_id(tokenizer) == 0
-    tokenizer.pad_token = None
-    assert padding_id(tokenizer) == 1
-    assert tokenizer.pad_token is None
-    tokenizer.eos_token = None
-    with pytest.raises(ModelError, match=r"tokenizer\.eos_token"):
-        check_tokenizer(tokenizer)
-
-
-def test_an_image_processor_is_not_a_tokenizer():
-    class Processor:
-        tokenizer = char_tokenizer()
-        image_processor = object()
-
-    with pytest.raises(ModelError, match=r"processing_class .*\.tokenizer"):
-        check_tokenizer(Processor())

@@ -1,4 +1,4 @@
-"""Rows to supervised records: what stands in them, and which tokens count."""
+"""Supervised rows to records: their texts, and which tokens count."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def reader(chat=True, template=None, **settings):
 
 
 def parts(record, chat=True):
-    """The prompt's text, the completion's, and the text that counts."""
+    """Return the prompt's text, the completion's, and the text that counts."""
     tokenizer = char_tokenizer(ALPHABET, chat=chat)
     ids = record.completion.ids
 
@@ -167,7 +167,7 @@ def test_a_row_without_a_token_that_counts_is_left_out(row, settings):
 
 
 def merging_tokenizer():
-    """Knows the token `=2`, so that a prompt that ends with `=` is cut differently when `2` follows."""
+    """Return a tokenizer with the token `=2`, so that a prompt that ends with `=` is tokenized differently before `2`."""
     vocabulary = {"<eos>": 0, "1": 1, "=": 2, "2": 3, "=2": 4}
     inner = Tokenizer(models.BPE(vocabulary, [("=", "2")]))
     inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

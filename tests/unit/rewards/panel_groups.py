@@ -1,4 +1,4 @@
-"""Groups for the panel's tests: token i is the letter i."""
+"""Groups for tests of the panel; token i is the character of code i."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def panel(*functions, weights=None, **settings):
     return RewardPanel(make_rewards(list(functions)), RewardSettings(weights, **settings), decode)
 
 
-def judge(*functions, groups=None, weights=None, **settings):
+def compute_rewards(*functions, groups=None, weights=None, **settings):
     return panel(*functions, weights=weights, **settings).judge(
         groups or [group("p", "a", "bb"), group("q", "ccc", "")]
     )

@@ -1,4 +1,4 @@
-"""A function is called as its signature asks, named after itself, and held to its time limit."""
+"""Function rewards: keywords by signature, names, sync and async calls, time limits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import pytest
 
 from lowpeak.errors import ArgumentError, RewardError, RewardTimeoutError
-from lowpeak.rewards import BackgroundLoop, FunctionReward, Late, Reward, call_within
+from lowpeak.rewards import BackgroundLoop, FunctionReward, Reward, TimeLimitExceeded, call_with_timeout
 
 ROWS = {"prompts": ["p", "p"], "completions": ["a", "bb"], "completion_ids": [[1], [2, 2]]}
 
@@ -26,12 +26,12 @@ async def later(completions, **kwargs):
     return length(completions)
 
 
-class Judge:
+class ExactAnswer:
     def __call__(self, completions, answer):
         return [float(text == wanted) for text, wanted in zip(completions, answer, strict=True)]
 
 
-class AsyncJudge:
+class AsyncLength:
     async def __call__(self, completions, **kwargs):
         return await later(completions)
 
@@ -41,11 +41,11 @@ class AsyncJudge:
     [
         (length, "length", False),
         (later, "later", True),
-        (Judge(), "Judge", False),
-        (AsyncJudge(), "AsyncJudge", True),
+        (ExactAnswer(), "ExactAnswer", False),
+        (AsyncLength(), "AsyncLength", True),
         (functools.partial(functools.partial(length), answer=1), "length", False),
         (functools.partial(later), "later", True),
-        (functools.partial(AsyncJudge()), "AsyncJudge", True),
+        (functools.partial(AsyncLength()), "AsyncLength", True),
     ],
 )
 def test_the_name_and_the_kind_of_a_callable(function, name, is_async):
@@ -55,7 +55,7 @@ def test_the_name_and_the_kind_of_a_callable(function, name, is_async):
     assert isinstance(reward, Reward)
 
 
-@pytest.mark.parametrize("function", [length, later, functools.partial(later), AsyncJudge()])
+@pytest.mark.parametrize("function", [length, later, functools.partial(later), AsyncLength()])
 def test_sync_and_async_functions_are_called_alike_also_where_a_loop_is_running(function):
     def ask():
         return FunctionReward(function)(**ROWS, answer=["a", "b"], trainer_state=None)
@@ -72,16 +72,16 @@ def test_a_function_with_kwargs_gets_every_keyword_and_one_without_only_those_it
     FunctionReward(lambda **kwargs: seen.append(set(kwargs)))(**ROWS, **columns)
     FunctionReward(lambda completions, answer=None, level=3: seen.append((answer, level)))(**ROWS, **columns)
     assert seen == [{*ROWS, *columns}, (["a", "b"], 3)]
-    assert FunctionReward(Judge())(**ROWS, **columns) == [1.0, 0.0]
+    assert FunctionReward(ExactAnswer())(**ROWS, **columns) == [1.0, 0.0]
     assert FunctionReward(functools.partial(dict))(**ROWS, answer=[1]) == {**ROWS, "answer": [1]}  # without a signature
 
 
 def test_a_parameter_that_nothing_fills_is_named_with_what_there_is():
-    with pytest.raises(RewardError, match=r"'Judge' .*answer.*level"):
-        FunctionReward(Judge())(**ROWS, level=[1, 2])
+    with pytest.raises(RewardError, match=r"'ExactAnswer' .*answer.*level"):
+        FunctionReward(ExactAnswer())(**ROWS, level=[1, 2])
 
 
-@pytest.mark.parametrize("function", [3, Judge, "length"])
+@pytest.mark.parametrize("function", [3, ExactAnswer, "length"])
 def test_what_cannot_be_asked_is_refused(function):
     with pytest.raises(ArgumentError, match=re.escape(repr(function))):
         FunctionReward(function)
@@ -121,7 +121,7 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit():
 def test_a_call_with_a_limit_sees_the_callers_context():
     word: contextvars.ContextVar[str] = contextvars.ContextVar("word")
     word.set("here")
-    assert call_within(word.get, 30) == "here"
+    assert call_with_timeout(word.get, 30) == "here"
 
 
 def test_the_background_loop_is_kept_until_it_was_blocked_and_ends_with_its_owner():
@@ -135,7 +135,7 @@ def test_the_background_loop_is_kept_until_it_was_blocked_and_ends_with_its_owne
 
     first = loop.run(running())
     assert loop.run(running()) is first
-    with pytest.raises(Late):
+    with pytest.raises(TimeLimitExceeded):
         loop.run(blocks(), 0.05)
     second = loop.run(running(), 30)
     released.set()

@@ -1,4 +1,4 @@
-"""A judge of pairs as a reward: shares of comparisons, places that even out, answers that are checked."""
+"""A pairwise judge as a reward: shares of comparisons, balanced positions, validated verdicts."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import asyncio
 import time
 
 import pytest
-from panel_groups import decode, group
+from panel_groups import compute_rewards, group
 
 from lowpeak.errors import ArgumentError, RewardError
-from lowpeak.rewards import JudgeReward, RewardPanel, RewardSettings, make_rewards, rewards_or_judge
+from lowpeak.rewards import JudgeReward, rewards_or_judge
 from preferences import ScriptedJudge
 
 NAN = float("nan")
@@ -19,23 +19,22 @@ def length(prompt, text):
     return len(text)
 
 
-def judged(judge, *groups, **settings):
-    panel = RewardPanel(make_rewards(rewards_or_judge(None, judge)), RewardSettings((1.0,), **settings), decode)
-    return panel.judge(groups)
+def compare(judge, *groups, **settings):
+    return compute_rewards(*rewards_or_judge(None, judge), groups=groups, **settings)
 
 
 def rewards(judge, *groups, **settings):
-    return [record.reward for record in judged(judge, *groups, **settings).records]
+    return [record.reward for record in compare(judge, *groups, **settings).records]
 
 
-class Answering:
-    """Says the same whatever it is asked."""
+class ConstantJudge:
+    """A judge whose verdicts depend on the number of pairs alone."""
 
-    def __init__(self, answer):
-        self.answer = answer
+    def __init__(self, verdicts):
+        self.verdicts = verdicts
 
     def judge(self, prompts, completions):
-        return self.answer(len(prompts))
+        return self.verdicts(len(prompts))
 
 
 ONE_PAIR = [group("p", "a", "bb")]
@@ -59,13 +58,13 @@ def test_a_reward_is_the_share_of_comparisons_within_the_group(groups, shares, n
 
 
 def test_no_preference_is_half_a_win_for_both_and_logged():
-    assert rewards(Answering(lambda n: [-1] * n), *ONE_PAIR) == [0.5, 0.5]
-    found = judged(ScriptedJudge(length), group("p", "a", "b"), *ONE_PAIR)
-    assert found.metrics["judge/no_preference"].value() == 0.5
+    assert rewards(ConstantJudge(lambda n: [-1] * n), *ONE_PAIR) == [0.5, 0.5]
+    result = compare(ScriptedJudge(length), group("p", "a", "b"), *ONE_PAIR)
+    assert result.metrics["judge/no_preference"].value() == 0.5
 
 
 def test_the_place_of_a_completion_is_told_by_the_texts_and_evens_out():
-    first = Answering(lambda n: [0] * n)
+    first = ConstantJudge(lambda n: [0] * n)
     groups = [group(f"p{i}", f"a{i}", f"b{i}") for i in range(400)]
     found = rewards(first, *groups)
     assert found == rewards(first, *groups)
@@ -114,7 +113,7 @@ def test_a_judge_that_is_late_fails_or_counts_as_none():
 )
 def test_an_answer_that_is_none_is_told(answer, words):
     with pytest.raises(RewardError, match=words):
-        rewards(Answering(answer), *ONE_PAIR)
+        rewards(ConstantJudge(answer), *ONE_PAIR)
 
 
 def test_pairs_come_from_rewards_or_from_a_judge():

@@ -1,4 +1,4 @@
-"""A sequence classifier judges prompt and completion as TRL's does, in batches that change nothing."""
+"""Reward models give TRL's logits of prompt and completion, in batches of any size."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def tokenizer(chat=False):
 
 @pytest.fixture
 def folder(tmp_path):
-    path = tmp_path / "judges" / "tiny-judge"
+    path = tmp_path / "models" / "tiny-reward"
     classifier().save_pretrained(path)
     tokenizer(chat=True).save_pretrained(path)
     return path
 
 
 def one_by_one(model, words, texts):
-    """The definition: each text alone, without padding."""
+    """Return each text's logit by the definition: alone, without padding."""
     rows = [words(text, add_special_tokens=False, return_tensors="pt")["input_ids"] for text in texts]
     with torch.no_grad():
         return [model.eval()(input_ids=row).logits.item() for row in rows]
@@ -101,8 +101,8 @@ def test_a_message_that_is_continued_is_read_once():
         ):
             model = ModelReward(classifier(), tokenizer(chat=True), chat_template_kwargs=of_run)
             panel, one = RewardPanel([model], RewardSettings((1.0,)), lambda ids: "34"), group(prompt, "x", **of_row)
-            judged = panel.judge([replace(one, prompt=replace(one.prompt, begun=begun))])
-            assert judged.records[0].rewards == pytest.approx(whole, abs=1e-5)
+            result = panel.judge([replace(one, prompt=replace(one.prompt, begun=begun))])
+            assert result.records[0].rewards == pytest.approx(whole, abs=1e-5)
 
 
 def test_chat_template_kwargs_reach_the_template():
@@ -117,7 +117,7 @@ def test_a_model_of_a_path_has_its_tokenizer_and_name_from_there(folder):
     instance = AutoModelForSequenceClassification.from_pretrained(folder)
     for given in (folder, str(folder), str(folder) + "/", instance):
         reward = make_rewards(given)[0]
-        assert reward.name == "tiny-judge"
+        assert reward.name == "tiny-reward"
         assert isinstance(reward, Reward)
         assert reward(**PLAIN) == pytest.approx(ModelReward(classifier(), tokenizer(chat=True))(**PLAIN), abs=1e-6)
     own = make_rewards(str(folder), model_kwargs={"dtype": torch.bfloat16})[0]
@@ -145,7 +145,7 @@ def test_functions_and_models_stand_side_by_side_in_one_panel(folder):
         return [1.0] * len(completions)
 
     rewards = make_rewards([bonus, str(folder), str(folder)], [None, None, tokenizer(chat=True)])
-    assert [reward.name for reward in rewards] == ["bonus", "tiny-judge", "tiny-judge_2"]
+    assert [reward.name for reward in rewards] == ["bonus", "tiny-reward", "tiny-reward_2"]
     panel = RewardPanel(rewards, RewardSettings((0.5, 1.0, 1.0)), lambda ids: "2")
     record = panel.judge([group("1+1=", "x")]).records[0]
     logit = one_by_one(classifier(), tokenizer(chat=True), ["1+1=2"])[0]
@@ -174,7 +174,7 @@ def unpadded():
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda at: make_rewards("./no/such/judge"), ModelError, r"'\./no/such/judge'"),
+        (lambda at: make_rewards("./no/such/model"), ModelError, r"'\./no/such/model'"),
         (lambda at: make_rewards(saved(at, tiny_model())), ModelError, r"'{at}'.* score\.weight"),
         (lambda at: make_rewards(saved(at, classifier(num_labels=3))), ModelError, "'{at}'"),
         (lambda at: ModelReward(classifier(num_labels=3), tokenizer()), ArgumentError, "3 .*num_labels=1"),
@@ -194,7 +194,7 @@ def test_what_is_no_reward_is_refused(tmp_path, make, error, words):
         make(tmp_path)
 
 
-def test_a_model_whose_weights_wait_elsewhere_judges_on_its_device():
+def test_a_model_whose_weights_are_offloaded_computes_on_its_device():
     reward = ModelReward(classifier(), tokenizer())
     expected = reward(**PLAIN)
     offloaded = cpu_offload(freeze(classifier()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""The panel asks each reward once for whole groups and makes records of what they return."""
+"""The panel calls each reward once for complete groups, and returns records with their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from panel_groups import completion, decode, group, judge, panel
+from panel_groups import completion, compute_rewards, decode, group, panel
 
 from lowpeak.errors import ArgumentError
 from lowpeak.records import Group, Prompt
@@ -31,7 +31,7 @@ def only_long(completions, **kwargs):
 
 
 def asked(*groups, trainer_state=None):
-    """The keywords of a call."""
+    """Return the keywords of a call."""
     seen = {}
     spy = panel(lambda **kwargs: seen.update(kwargs) or [0] * len(kwargs["prompts"]))
     spy.judge(groups, trainer_state=trainer_state)
@@ -78,37 +78,37 @@ def test_one_reward_that_empties_its_lists_leaves_the_others_theirs():
     def exact(completions, answer):
         return [len(text) + number for text, number in zip(completions, answer, strict=True)]
 
-    judged = judge(greedy, exact, greedy, groups=[group("p", "a", "bb", answer=1)])
-    assert [record.rewards for record in judged.records] == [(0, 2, 0), (0, 3, 0)]
+    result = compute_rewards(greedy, exact, greedy, groups=[group("p", "a", "bb", answer=1)])
+    assert [record.rewards for record in result.records] == [(0, 2, 0), (0, 3, 0)]
 
 
 def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weighted_reward():
     groups = [group("p", "a", completion("bb", prompt_ids=(9,))), group("q", "ccc")]
-    judged = panel(length, only_long, weights=(0.5, 2.0)).judge(groups)
-    assert [record.group for record in judged.records] == [0, 0, 1]
-    assert [record.prompt_ids for record in judged.records] == [(7, 8), (9,), (7, 8)]
-    assert [record.completion for record in judged.records] == [c for g in groups for c in g.completions]
-    assert [record.reward for record in judged.records] == [0.5, 3.0, 3.5]
-    assert judged.records[2].rewards == (3.0, 1.0)
-    assert math.isnan(judged.records[0].rewards[1])
-    assert judged.texts == ("a", "bb", "ccc")
+    result = panel(length, only_long, weights=(0.5, 2.0)).judge(groups)
+    assert [record.group for record in result.records] == [0, 0, 1]
+    assert [record.prompt_ids for record in result.records] == [(7, 8), (9,), (7, 8)]
+    assert [record.completion for record in result.records] == [c for g in groups for c in g.completions]
+    assert [record.reward for record in result.records] == [0.5, 3.0, 3.5]
+    assert result.records[2].rewards == (3.0, 1.0)
+    assert math.isnan(result.records[0].rewards[1])
+    assert result.texts == ("a", "bb", "ccc")
 
 
 def test_a_row_that_nobody_scored_has_no_reward_and_one_scored_zero_has():
-    judged = judge(only_long, lambda completions: [None, None, 0, None], weights=(3.0, 1.0))
-    assert [record.reward for record in judged.records] == pytest.approx([NAN, 3.0, 3.0, NAN], nan_ok=True)
-    assert judge(lambda prompts: [None, 0, 0, 0]).records[1].reward == 0.0
+    result = compute_rewards(only_long, lambda completions: [None, None, 0, None], weights=(3.0, 1.0))
+    assert [record.reward for record in result.records] == pytest.approx([NAN, 3.0, 3.0, NAN], nan_ok=True)
+    assert compute_rewards(lambda prompts: [None, 0, 0, 0]).records[1].reward == 0.0
 
 
 def test_a_row_whose_tokens_have_a_number_each_has_their_sum_and_their_weighted_numbers():
-    judged = judge(lambda completions: [1, [0.5, None], torch.ones(3), []], length, weights=(2.0, 1.0))
-    assert [record.rewards[0] for record in judged.records] == [1, 0.5, 3, 0]
-    tokens = [None if each.token_rewards is None else each.token_rewards.tolist() for each in judged.records]
+    result = compute_rewards(lambda completions: [1, [0.5, None], torch.ones(3), []], length, weights=(2.0, 1.0))
+    assert [record.rewards[0] for record in result.records] == [1, 0.5, 3, 0]
+    tokens = [None if each.token_rewards is None else each.token_rewards.tolist() for each in result.records]
     assert tokens == [None, [1.0, 0.0], [2.0, 2.0, 2.0], None]
 
 
 def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
-    metrics = judge(length, only_long, lambda prompts: [None] * 4).metrics
+    metrics = compute_rewards(length, only_long, lambda prompts: [None] * 4).metrics
     found = [
         metrics[f"rewards/{name}/{kind}"].value()
         for name in ("length", "only_long", "<lambda>")
@@ -118,10 +118,12 @@ def test_means_and_stds_are_over_the_rows_that_were_scored_as_in_trl():
     assert found == pytest.approx([1.5, std, 1.0, 0.0, NAN, NAN], nan_ok=True)
 
 
-def test_metrics_of_gathered_records_are_those_of_one_rank_that_judged_all():
+def test_metrics_of_gathered_records_are_those_of_one_rank_with_all_groups():
     groups = [group("p", "a", "bb"), group("q", "ccc", "")]
-    gathered = [record for own in groups for record in judge(length, only_long, groups=[own]).records]
-    assert reward_metrics(("length", "only_long"), gathered) == judge(length, only_long, groups=groups).metrics
+    gathered = [record for own in groups for record in compute_rewards(length, only_long, groups=[own]).records]
+    assert (
+        reward_metrics(("length", "only_long"), gathered) == compute_rewards(length, only_long, groups=groups).metrics
+    )
 
 
 def test_rewards_log_metrics_and_columns():
@@ -137,9 +139,9 @@ def test_rewards_log_metrics_and_columns():
         log_metric("parsed", 2)
         return length(completions)
 
-    judged = judge(logs, logs_too)
-    assert judged.columns == {"first": ["a", "b", "c", ""], "logs_too/first": [0, 1, 2, 3]}
-    assert judged.metrics["parsed"].value() == 1.0
+    result = compute_rewards(logs, logs_too)
+    assert result.columns == {"first": ["a", "b", "c", ""], "logs_too/first": [0, 1, 2, 3]}
+    assert result.metrics["parsed"].value() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -155,7 +157,7 @@ def test_rewards_log_metrics_and_columns():
     ids=["tuple", "numpy scalars", "torch scalars", "exact numbers", "tensor", "array"],
 )
 def test_numbers_of_every_usual_kind_are_rewards(values):
-    records = judge(lambda prompts: values).records
+    records = compute_rewards(lambda prompts: values).records
     assert [record.reward for record in records] == [1.0, 0.0, 1.0, 0.0]
     assert all(type(record.reward) is float for record in records)
 
@@ -171,8 +173,8 @@ def test_async_rewards_wait_for_each_other_and_sync_ones_run_in_the_callers_thre
         assert threading.current_thread() is caller
         return length(completions)
 
-    judged = judge(meet, sync, meet)
-    assert [record.rewards for record in judged.records] == [(1, 1, 1), (2, 2, 2), (3, 3, 3), (0, 0, 0)]
+    result = compute_rewards(meet, sync, meet)
+    assert [record.rewards for record in result.records] == [(1, 1, 1), (2, 2, 2), (3, 3, 3), (0, 0, 0)]
 
 
 def test_async_rewards_run_where_a_loop_is_running_and_their_client_lives_from_one_call_to_the_next():
@@ -184,11 +186,11 @@ def test_async_rewards_run_where_a_loop_is_running_and_their_client_lives_from_o
         return length(completions)
 
     async def notebook():
-        judges = panel(client)
-        return [judges.judge([group("p", "a", "bb")]) for _ in range(2)]
+        reward_panel = panel(client)
+        return [reward_panel.judge([group("p", "a", "bb")]) for _ in range(2)]
 
-    judged = asyncio.run(notebook())
-    assert [[record.reward for record in each.records] for each in judged] == [[1, 2]] * 2
+    result = asyncio.run(notebook())
+    assert [[record.reward for record in each.records] for each in result] == [[1, 2]] * 2
     assert loops[0] is loops[1]
 
 
@@ -198,16 +200,16 @@ def test_a_functions_own_limit_comes_before_the_panels():
         return [0.0] * len(prompts)
 
     settings = RewardSettings((1.0,), timeout=0.05)
-    judged = RewardPanel([FunctionReward(takes, timeout=30)], settings, decode).judge([group("p", "a")])
-    assert judged.records[0].reward == 0.0
+    result = RewardPanel([FunctionReward(takes, timeout=30)], settings, decode).judge([group("p", "a")])
+    assert result.records[0].reward == 0.0
 
 
 def test_two_rewards_of_one_name_have_metrics_of_their_own():
     rewards = [FunctionReward(length, name) for name in ("r", "r_2", "r", "r")]
-    judges = RewardPanel(rewards, RewardSettings((1.0,) * 4), decode)
-    assert judges.names == ("r", "r_2", "r_3", "r_4")
+    reward_panel = RewardPanel(rewards, RewardSettings((1.0,) * 4), decode)
+    assert reward_panel.names == ("r", "r_2", "r_3", "r_4")
     assert [reward.name for reward in rewards] == ["r", "r_2", "r", "r"]
-    assert "rewards/r_4/mean" in judges.judge([group("p", "a")]).metrics
+    assert "rewards/r_4/mean" in reward_panel.judge([group("p", "a")]).metrics
 
 
 def test_no_rows_are_no_call():
@@ -218,10 +220,10 @@ def test_no_rows_are_no_call():
         return []
 
     for groups in ([], [Group(Prompt(0, (1,), "p"), ())]):
-        judged = panel(never, on_failure="none").judge(groups)
-        assert (judged.records, judged.columns, judged.texts) == ((), {}, ())
-        assert judged.metrics["rewards/never/mean"].count == 0
-        assert judged.metrics["rewards/never/failed"].value() == 0
+        result = panel(never, on_failure="none").judge(groups)
+        assert (result.records, result.columns, result.texts) == ((), {}, ())
+        assert result.metrics["rewards/never/mean"].count == 0
+        assert result.metrics["rewards/never/failed"].value() == 0
     assert called == []
 
 

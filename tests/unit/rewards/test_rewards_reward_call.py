@@ -1,4 +1,4 @@
-"""A failing reward is one clear error that names it and its row, or None for the rows it concerns, counted."""
+"""A failing reward: an error that names the reward and the completion, or None and a count."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from panel_groups import group, judge, panel
+from panel_groups import compute_rewards, group, panel
 
 from lowpeak.errors import RewardError, RewardTimeoutError
 
@@ -21,7 +21,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def bad(returned):
-    """A reward named `bad` that returns this."""
+    """Return a reward named `bad` that returns this value."""
 
     def bad(completions, **kwargs):
         return returned
@@ -29,8 +29,8 @@ def bad(returned):
     return bad
 
 
-ROW_1 = "row 1 (completion 1 of group 0: 'bb')"
-ROW_2 = "row 2 (completion 0 of group 1: 'ccc')"
+INDEX_1 = "index 1 (completion 1 of group 0: 'bb')"
+INDEX_2 = "index 2 (completion 0 of group 1: 'ccc')"
 
 
 @pytest.mark.parametrize(
@@ -44,23 +44,23 @@ ROW_2 = "row 2 (completion 0 of group 1: 'ccc')"
         ("1234", ["'1234'", "str"]),
         ({1: 1, 2: 2, 3: 3, 4: 4}, ["dict"]),
         ((x for x in range(4)), ["generator"]),
-        ([0, 0, NAN, 0], ["nan", ROW_2]),
-        ([0, INF, 0, 0], ["inf", ROW_1]),
-        (torch.tensor([0, 0, 0, -INF]), ["-inf", "row 3"]),
-        (["1", 0, 0, 0], ["'1'", "str", "row 0"]),
-        (torch.zeros(4, 1), ["1", "2", "completion_ids", ROW_1]),
-        ([0, 1j, 0, 0], ["1j", "complex", ROW_1]),
-        ([0, torch.zeros(1), 0, 0], ["1", "2", "completion_ids", ROW_1]),
-        ([[INF], 0, 0, 0], ["inf", "row 0"]),
-        ([["1"], 0, 0, 0], ["'1'", "str", "row 0"]),
-        ([10**400, 0, 0, 0], ["row 0"]),
-        ([0, 3e38, 0, -3e38], ["3e+38", "fp32", ROW_1]),
-        ([0, 1e308, 0, 0], ["1e+308", "fp32", ROW_1]),
+        ([0, 0, NAN, 0], ["nan", INDEX_2]),
+        ([0, INF, 0, 0], ["inf", INDEX_1]),
+        (torch.tensor([0, 0, 0, -INF]), ["-inf", "index 3"]),
+        (["1", 0, 0, 0], ["'1'", "str", "index 0"]),
+        (torch.zeros(4, 1), ["1", "2", "completion_ids", INDEX_1]),
+        ([0, 1j, 0, 0], ["1j", "complex", INDEX_1]),
+        ([0, torch.zeros(1), 0, 0], ["1", "2", "completion_ids", INDEX_1]),
+        ([[INF], 0, 0, 0], ["inf", "index 0"]),
+        ([["1"], 0, 0, 0], ["'1'", "str", "index 0"]),
+        ([10**400, 0, 0, 0], ["index 0"]),
+        ([0, 3e38, 0, -3e38], ["3e+38", "fp32", INDEX_1]),
+        ([0, 1e308, 0, 0], ["1e+308", "fp32", INDEX_1]),
     ],
 )
 def test_what_is_not_one_number_or_none_per_completion_is_told_with_its_row_and_value(returned, named):
     with pytest.raises(RewardError) as caught:
-        judge(bad(returned))
+        compute_rewards(bad(returned))
     assert [each for each in ["'bad'", *named] if each not in str(caught.value)] == []
 
 
@@ -104,10 +104,10 @@ def test_an_exception_or_exit_is_told_with_the_rewards_own_line_and_kept_as_the_
     reward, at, words, cause, timeout
 ):
     told = rf"'{reward.__name__}' .*{words}.* \({Path(__file__)}, line {at.__code__.co_firstlineno + 1}\)"
-    judges = panel(reward, timeout=timeout)
+    reward_panel = panel(reward, timeout=timeout)
     for _ in range(2):
         with pytest.raises(RewardError, match=told) as caught:
-            judges.judge([group("p", "a", "b")])
+            reward_panel.judge([group("p", "a", "b")])
         assert isinstance(caught.value.__cause__, cause)
 
 
@@ -129,13 +129,13 @@ def huge(completions):
     [
         ([bad([0] * 4), needs], r"'needs' .*answer"),
         ([logs_too_few], r"'logs_too_few' .*1 .*'seen' .*4"),
-        ([huge, huge], r"2e\+19 .*row 0 .*reward_weights"),
+        ([huge, huge], r"2e\+19 .*index 0 .*reward_weights"),
     ],
     ids=["missing column", "log", "infinite square of the sum"],
 )
 def test_a_failure_around_the_values_is_told_with_its_name_and_number(rewards, words):
     with pytest.raises(RewardError, match=words):
-        judge(*rewards)
+        compute_rewards(*rewards)
 
 
 @pytest.mark.parametrize("blocks", [False, True], ids=["awaits", "blocks its loop"])
@@ -151,12 +151,12 @@ def test_an_async_reward_past_the_limit_is_an_error_and_the_others_count(blocks)
         return [1.0] * len(completions)
 
     start = time.perf_counter()
-    judged = judge(quick, late, timeout=0.05, on_failure="none")
+    result = compute_rewards(quick, late, timeout=0.05, on_failure="none")
     assert time.perf_counter() - start < 10
-    assert [record.reward for record in judged.records] == [1.0] * 4
-    assert judged.metrics["rewards/late/failed"].value() == 4
+    assert [record.reward for record in result.records] == [1.0] * 4
+    assert result.metrics["rewards/late/failed"].value() == 4
     with pytest.raises(RewardTimeoutError, match="'late'" if blocks else r"'late' .*0\.05"):
-        judge(quick, late, timeout=0.05)
+        compute_rewards(quick, late, timeout=0.05)
     released.set()
 
 
@@ -168,7 +168,7 @@ def test_a_sync_failure_spares_the_later_rewards_their_call():
         return [0] * len(completions)
 
     with pytest.raises(RewardError, match="'bad'"):
-        judge(costly, bad(None))
+        compute_rewards(costly, bad(None))
     assert called == []
 
 
@@ -178,27 +178,28 @@ def test_a_sync_failure_spares_the_later_rewards_their_call():
     ids=["rows", "inf", "length", "no list"],
 )
 def test_failures_count_as_none_where_that_is_asked_for(returned, failed):
-    judged = judge(bad(returned), on_failure="none")
-    rewards = [record.reward for record in judged.records]
+    result = compute_rewards(bad(returned), on_failure="none")
+    rewards = [record.reward for record in result.records]
     assert [math.isnan(reward) for reward in rewards] == [failed == 4, True, True, True]
-    assert judged.metrics["rewards/bad/failed"].value() == failed
-    assert judged.metrics["rewards/bad/failed"].kind == "sum"
+    assert result.metrics["rewards/bad/failed"].value() == failed
+    assert result.metrics["rewards/bad/failed"].kind == "sum"
 
 
 def test_an_exception_counts_for_every_row_and_its_half_written_log_is_dropped(caplog):
     def breaks(completions, log_extra, log_metric, **kwargs):
         log_extra("seen", completions)
         log_metric("seen", 1)
-        raise OSError("no judge")
+        raise OSError("no server")
 
     with caplog.at_level(logging.WARNING, logger="lowpeak"):
-        judged = judge(breaks, lambda prompts: [1] * 4, on_failure="none")
-    assert [record.reward for record in judged.records] == [1.0] * 4
-    assert judged.metrics["rewards/breaks/failed"].value() == 4
-    assert judged.metrics["rewards/<lambda>/failed"].value() == 0
-    assert judged.columns == {}
-    assert "seen" not in judged.metrics
-    (warning,) = caplog.records
+        result = compute_rewards(breaks, lambda prompts: [1] * 4, on_failure="none")
+    assert [record.reward for record in result.records] == [1.0] * 4
+    assert result.metrics["rewards/breaks/failed"].value() == 4
+    assert result.metrics["rewards/<lambda>/failed"].value() == 0
+    assert result.columns == {}
+    assert "seen" not in result.metrics
+    # asyncio may log the tasks of an earlier test's stopped loop when they are collected.
+    (warning,) = [record for record in caplog.records if record.name.startswith("lowpeak")]
     assert [each for each in ("'breaks'", "OSError") if each not in str(warning.args[0])] == []
     assert warning.args[1:] == (4, 4)
 
@@ -208,4 +209,4 @@ def test_ctrl_c_inside_a_reward_is_no_failure():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        judge(interrupted, on_failure="none")
+        compute_rewards(interrupted, on_failure="none")

@@ -1,4 +1,4 @@
-"""A reward is found by the words of a command line, or it is said in one sentence why not."""
+"""Rewards and judges by their names on a command line, and an error of one sentence if that fails."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from lowpeak.errors import ArgumentError
 from lowpeak.rewards import (
-    FACTORIES,
-    SHIPPED,
+    BUILTIN_REWARDS,
+    REWARD_FACTORIES,
     SoftOverlong,
     callable_name,
     exact_match,
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import beside
 
 @dataclass
-class Judge:
+class ScaledLength:
     factor: float = 2.0
 
     def __call__(self, completions, **kwargs):
@@ -36,7 +36,7 @@ class Judge:
 def short(completions, **kwargs):
     return [-beside.length(text) for text in completions]
 
-judge = Judge()
+scaled = ScaledLength()
 number = 3
 """
 
@@ -54,15 +54,15 @@ def test_a_file_gives_its_functions_objects_and_methods_finds_its_neighbours_and
     rewards_py,
 ):
     path = list(sys.path)
-    for name, reward in (("short", -2), ("judge", 4.0), ("judge.halved", 1.0)):
+    for name, reward in (("short", -2), ("scaled", 4.0), ("scaled.halved", 1.0)):
         assert load_reward(f"{rewards_py}:{name}")(completions=["aa"]) == [reward]
     assert sys.path == path
-    assert load_reward(f"{rewards_py}:judge") is load_reward(f"{rewards_py}:judge")
+    assert load_reward(f"{rewards_py}:scaled") is load_reward(f"{rewards_py}:scaled")
     rewards_py.write_text(FILE.replace("2.0", "5.0"))
-    assert load_reward(f"{rewards_py}:judge")(completions=["a"]) == [5.0]
+    assert load_reward(f"{rewards_py}:scaled")(completions=["a"]) == [5.0]
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("name", BUILTIN_REWARDS)
 def test_every_shipped_name_is_a_reward_of_that_name(name):
     reward = make_rewards(load_reward(name))[0]
     assert reward.name == name
@@ -76,14 +76,14 @@ def test_factories_are_written_with_their_arguments():
     reward = load_reward(r"format_reward('a\\d (x|y)', name='mine')")
     assert reward(completions=["a1 x", "a1 z"]) == [1.0, 0.0]
     assert callable_name(reward) == "mine"
-    assert set(FACTORIES).isdisjoint(SHIPPED)
+    assert set(REWARD_FACTORIES).isdisjoint(BUILTIN_REWARDS)
 
 
 @pytest.mark.parametrize(
     ("spec", "found"),
     [
-        *((f"lowpeak.rewards.answers{mark}exact_match", exact_match) for mark in ".:"),
-        *((model, model) for model in ("owner/judge", "./judges/tiny", "/judges/tiny", ".")),
+        *((f"lowpeak.rewards.builtin{mark}exact_match", exact_match) for mark in ".:"),
+        *((model, model) for model in ("owner/model", "./models/tiny", "/models/tiny", ".")),
     ],
 )
 def test_a_dotted_name_gives_a_modules_function_and_a_models_name_or_folder_comes_back_as_it_is(spec, found):
@@ -109,7 +109,7 @@ def test_a_file_that_does_not_import_is_told_with_its_line(tmp_path, text, words
     assert not [name for name in set(sys.modules) - modules if "broken" in name]
 
 
-@pytest.mark.parametrize("attribute", ["missing", "judge.missing", "", "number", "Judge"])
+@pytest.mark.parametrize("attribute", ["missing", "scaled.missing", "", "number", "ScaledLength"])
 def test_an_attribute_that_is_no_reward_is_told(rewards_py, attribute):
     with pytest.raises(ArgumentError, match=re.escape(f"'{rewards_py}:{attribute}'")):
         load_reward(f"{rewards_py}:{attribute}")
@@ -129,7 +129,7 @@ def test_a_module_that_fails_inside_is_told_apart_from_one_that_is_missing(tmp_p
         (load_reward, "some/file.py", r"'some/file\.py:function'"),
         (load_reward, "no_such_package.rewards.f", "'no_such_package'"),
         (load_reward, "lowpeak.no_such_module.f", r"'lowpeak\.no_such_module'"),
-        (load_reward, "lowpeak.rewards.answers.gone", "'gone'"),
+        (load_reward, "lowpeak.rewards.builtin.gone", "'gone'"),
         (load_reward, "exact_mach", "'exact_mach'.*exact_match, numeric_match"),
         (load_reward, "", "''"),
         (load_reward, "soft_overlong", "'soft_overlong'"),

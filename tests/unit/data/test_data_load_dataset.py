@@ -1,4 +1,4 @@
-"""Opening data sets from files, folders and names, and every way in which that fails."""
+"""Datasets from files, folders and names on the hub, and every failure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import datasets
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data import open_dataset, usable_rows
+from lowpeak.data import filter_rows, open_dataset
 from lowpeak.errors import DataError
 
 KINDS = [".json", ".jsonl", ".parquet", ".csv"]
@@ -19,7 +19,7 @@ ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
 
 @pytest.fixture(autouse=True, scope="module")
 def _own_cache(tmp_path_factory):
-    """What `datasets` converts goes to a folder of the tests', by its own setting."""
+    """Let `datasets` store converted files in a folder of the tests."""
     before = datasets.config.HF_DATASETS_CACHE
     datasets.config.HF_DATASETS_CACHE = tmp_path_factory.mktemp("cache")
     yield
@@ -103,7 +103,7 @@ def test_a_saved_data_set_whose_rows_are_damaged_is_told_when_they_are_read(tmp_
     backwards = b"".join(i.to_bytes(4, "little") for i in range(len(ROWS), -1, -1))
     file.write_bytes(file.read_bytes().replace(offsets, backwards))
     with pytest.raises(DataError, match=r"Rows 0 to \d+"):
-        usable_rows(open_dataset(folder), None)
+        filter_rows(open_dataset(folder), None)
 
 
 @pytest.mark.parametrize("source", ["none.jsonl", "./none", "/none/at/all", "~/none/at/all", "data/deep/none.json"])
