@@ -15,29 +15,25 @@ An exported model (`save_model`) shares its folder with other files, so its file
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowpeak.checkpoint.folders import delete_folder, finish_interrupted, last_checkpoint, sibling, sync
 from lowpeak.checkpoint.manifest import digest_share, write_manifest
-from lowpeak.errors import ArgumentError, CheckpointError, LowpeakError
+from lowpeak.errors import CheckpointError, LowpeakError
 
 if TYPE_CHECKING:
     from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_WHOLE = re.compile(r"checkpoint-(\d+)")
-_LEFTOVER = re.compile(r"(checkpoint-\d+)\.(staged|replaced|removing)")
 _EXPORT_STAGE = ".lowpeak.export"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -55,12 +51,12 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     whether it came through Python, torch or safetensors, is raised as `CheckpointError` on every rank, with its reason and
     what is left.
     """
-    first, stage = ranks is None or ranks.rank == 0, _beside(final, "staged")
+    first, stage = ranks is None or ranks.rank == 0, sibling(final, "staged")
     part = partial(_part, ranks, stage, partial(_failure, final))
     try:
         with part():
             if first:
-                _settle(final)
+                finish_interrupted(final)
                 stage.mkdir(parents=True)
         with part():
             yield stage
@@ -76,7 +72,7 @@ def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
                 _give_name(stage, final)
     except BaseException:
         if first:
-            _delete(stage)
+            delete_folder(stage)
         raise
 
 
@@ -98,7 +94,7 @@ def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
     try:
         with part():
             if first:
-                _delete(stage)
+                delete_folder(stage)
                 stage.mkdir(parents=True)
         with part():
             yield stage
@@ -108,7 +104,7 @@ def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
                 _replace_files(stage, folder)
     finally:
         if first:
-            _delete(stage)
+            delete_folder(stage)
 
 
 def _replace_files(stage: Path, folder: Path) -> None:
@@ -154,102 +150,9 @@ def _part(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> It
             raise CheckpointError(failure(reason)) from error
 
 
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """Return the whole checkpoint of the highest step in `run_dir`, or None; leftovers of killed runs do not count."""
-    return next(reversed(_whole_checkpoints(run_dir)), None)
-
-
-def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
-    """Remove the oldest checkpoints until `keep` are left; None or less than one keeps all, as in transformers.
-
-    The newest and those in `protect` (the best one) are never removed. Each loses its name before its files.
-    """
-    if keep is None or keep < 1:
-        return
-    whole = _whole_checkpoints(run_dir)
-    kept = {path.resolve() for path in protect}
-    removable = [path for path in whole[:-1] if path.resolve() not in kept]
-    for checkpoint in removable[: max(0, len(whole) - keep)]:
-        removing = _beside(checkpoint, "removing")
-        try:
-            _delete(removing)
-            os.replace(checkpoint, removing)
-            sync(run_dir)  # the name is gone from the disk, too, before any file is
-            _delete(removing)
-        except OSError as error:
-            message = f"cannot remove the old checkpoint {checkpoint}: {error.strerror}; all checkpoints are whole"
-            raise CheckpointError(f"{message}. Make the folder writable, or raise save_total_limit.") from error
-
-
-def set_aside(run_dir: Path, after: int) -> Path | None:
-    """Move checkpoints beyond step `after`, which another run wrote, into a folder `earlier-K`; None where there are none.
-
-    A run that starts anew or goes on from further back would else mix with them: "the last checkpoint" could be theirs.
-    """
-    others = [path for path in _whole_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
-    if not others:
-        return None
-    folders = (run_dir / f"earlier-{number}" for number in itertools.count(1))
-    folder = next(folder for folder in folders if not folder.exists())
-    folder.mkdir()
-    for path in others:
-        path.rename(folder / path.name)
-    return folder
-
-
-def sweep(run_dir: Path) -> None:
-    """End what a killed run left: stages and half removed checkpoints go, a checkpoint moved aside gets its name back.
-
-    Call it on one rank, before `last_checkpoint` is asked and while nobody saves into `run_dir`.
-    """
-    if not run_dir.is_dir():
-        return
-    for name in {match[1] for path in run_dir.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}:
-        _settle(run_dir / name)
-
-
-def check_writable(output_dir: Path) -> None:
-    """Make `output_dir` and write a file there that vanishes again; `ArgumentError` where that is not possible.
-
-    It tries instead of asking, because root passes every permission check and still cannot write a read-only disk.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir) as probe:
-            probe.write(b"\0")
-            probe.flush()
-    except OSError as error:
-        message = f"output_dir '{output_dir}' cannot be written: {error.strerror}"
-        raise ArgumentError(f"{message}; name a folder that can be made and written, on a disk with space.") from error
-
-
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(f"{folder.name}.{suffix}")
-
-
-def _whole_checkpoints(run_dir: Path) -> list[Path]:
-    if not run_dir.is_dir():
-        return []
-    steps = {int(match[1]): path for path in run_dir.iterdir() if (match := _WHOLE.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps) if steps[step].is_dir()]
-
-
-def _settle(final: Path) -> None:
-    """Bring `final` and its leftovers to rest: `final` is whole or absent, and nothing lies beside it."""
-    _delete(_beside(final, "staged"))
-    replaced, removing = _beside(final, "replaced"), _beside(final, "removing")
-    if replaced.exists() and not final.exists():
-        os.replace(replaced, final)
-        sync(final.parent)
-    elif replaced.exists():
-        _delete(removing)
-        os.replace(replaced, removing)
-    _delete(removing)
-
-
 def _give_name(stage: Path, final: Path) -> None:
     """Rename a synced stage to `final`; what had the name before is moved aside first, and deleted last."""
-    replaced = _beside(final, "replaced")
+    replaced = sibling(final, "replaced")
     if final.exists():
         os.replace(final, replaced)
     try:
@@ -259,20 +162,7 @@ def _give_name(stage: Path, final: Path) -> None:
             os.replace(replaced, final)
         raise
     sync(final.parent)
-    _settle(final)
-
-
-def _delete(folder: Path) -> None:
-    """Delete a folder that has no whole name; what resists is left for the next `sweep`, a run need not end for it."""
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-    except OSError as error:
-        logger.warning(
-            "%s could not be removed (%s). It is left over from an unfinished write or removal: delete it by hand.",
-            folder,
-            error.strerror,
-        )
+    finish_interrupted(final)
 
 
 def _sync_tree(folder: Path) -> None:
@@ -281,15 +171,6 @@ def _sync_tree(folder: Path) -> None:
         for name in files:
             sync(Path(parent, name))
         sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _failure(final: Path, reason: str) -> str:

@@ -21,6 +21,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from lowpeak.checkpoint.folders import STATE_FILE
 from lowpeak.checkpoint.manifest import reading
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Completion, FinishReason, Record
@@ -28,7 +29,6 @@ from lowpeak.records import Completion, FinishReason, Record
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-STATE_FILE = "lowpeak_state.json"
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowpeak.memory.devices import with_index
+from lowpeak.memory.device_memory import with_index
 
 LEAST_BYTES = 1 << 16  # of a storage: a copy of less takes longer than it is worth
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import MemoryExhaustedError, first_line
-from lowpeak.memory.devices import with_index
-from lowpeak.memory.oom import is_exhaustion
+from lowpeak.memory.device_memory import is_exhaustion, with_index
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lowpeak.memory.devices import has_memory
+from lowpeak.memory.device_memory import has_memory
 from lowpeak.memory.phases import Phase
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -158,38 +158,3 @@ class ResidentGauge:
         if self._clear_refs:
             return int(_STATUS.read_text().partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024, None
         return max(self._before, psutil.Process().memory_info().rss), None
-
-
-def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that can be taken now: the device's free bytes; on a CPU what the system and the cgroups leave."""
-    device = torch.device(device)
-    if has_memory(device):
-        module = torch.get_device_module(device)
-        # What torch's allocator holds without using it is free as well.
-        idle = module.memory_reserved(device) - module.memory_allocated(device)
-        return module.mem_get_info(device)[0] + idle
-    return min([psutil.virtual_memory().available, *cgroup_headrooms(Path("/"))])
-
-
-def cgroup_headrooms(root: Path) -> Iterator[int]:
-    """Yield limit minus use of every limited cgroup (version 2) that the process is in.
-
-    Pages of files that the kernel would drop under pressure are not counted as used.
-    """
-    own = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), None)
-    if own is None:
-        return
-    mount = root / "sys/fs/cgroup"
-    folder = mount / own.strip("/")  # in a container it may not exist, and then the mount itself is the process's
-    for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
-        limit = next(iter(_lines(each / "memory.max")), "max")
-        if limit != "max":
-            use = int(next(iter(_lines(each / "memory.current")), "0"))
-            stat = dict(line.split() for line in _lines(each / "memory.stat"))
-            yield max(0, int(limit) - max(0, use - int(stat.get("inactive_file", 0))))
-
-
-def _lines(path: Path) -> list[str]:
-    with suppress(OSError):
-        return path.read_text().splitlines()
-    return []

@@ -1,11 +1,11 @@
 from lowpeak.watchdog.connections import Line as Line
+from lowpeak.watchdog.connections import accept_known as accept_known
 from lowpeak.watchdog.connections import answer as answer
 from lowpeak.watchdog.connections import call as call
-from lowpeak.watchdog.handshake import accept_known as accept_known
+from lowpeak.watchdog.failure_detector import Watch as Watch
+from lowpeak.watchdog.failure_detector import told as told
+from lowpeak.watchdog.failure_detector import watched as watched
 from lowpeak.watchdog.orphans import PARENT as PARENT
 from lowpeak.watchdog.orphans import end_training_with_parent as end_training_with_parent
 from lowpeak.watchdog.orphans import end_with_parent as end_with_parent
 from lowpeak.watchdog.orphans import watch_forks as watch_forks
-from lowpeak.watchdog.watch import Watch as Watch
-from lowpeak.watchdog.watch import told as told
-from lowpeak.watchdog.watch import watched as watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import json
 import logging
 import os
@@ -10,12 +11,13 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Iterator
 from contextlib import suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 from lowpeak.ranks import Ranks
-from lowpeak.watchdog.handshake import MAX_STRANGERS, accept_known
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +27,10 @@ LOOPBACK = "127.0.0.1"
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 _SEND_SECONDS = 5.0
 _RANK_BYTES = 4
+MAX_STRANGERS = 128
+_TICK = 0.25  # seconds until another thread's close of the server is noticed
+
+Callers = dict[socket.socket, bytes]  # what each has sent so far, the oldest caller first
 
 _open: weakref.WeakSet[Line] = weakref.WeakSet()
 
@@ -137,6 +143,64 @@ def answer(server: socket.socket, token: str, number: int) -> list[Line]:
     for line in lines:
         line.close()
     raise TimeoutError(f"{len(lines)} of {number} ranks called within {CONNECT_SECONDS:.0f} s")
+
+
+def accept_known(
+    server: socket.socket, token: bytes, num_more: int = 0, until: float = float("inf")
+) -> Iterator[tuple[socket.socket, bytes]]:
+    """Yield each connection that begins with `token`, and the `num_more` bytes after it.
+
+    Ends at the monotonic time `until`, or when another thread closes the server. Callers are read together, so none waits for
+    another. Of more than MAX_STRANGERS that have not shown the token, the one that has waited longest is dropped.
+    """
+    size = len(token) + num_more
+    callers: Callers = {}
+    try:
+        server.setblocking(False)
+        while (left := until - time.monotonic()) > 0:
+            for ready in wait([server, *callers], min(_TICK, left)):
+                assert isinstance(ready, socket.socket), "only sockets are waited for"
+                if ready is server:
+                    _admit(server, callers)
+                elif ready in callers and len(greeting := _receive(ready, callers, size)) == size:
+                    del callers[ready]
+                    if hmac.compare_digest(greeting[: len(token)], token):
+                        yield ready, greeting[len(token) :]
+                    else:
+                        ready.close()
+    except (OSError, ValueError):
+        if server.fileno() >= 0:
+            raise
+    finally:
+        for caller in callers:
+            caller.close()
+
+
+def _admit(server: socket.socket, callers: Callers) -> None:
+    with suppress(OSError):  # the caller has left already, or the server was closed
+        caller, _ = server.accept()
+        caller.setblocking(False)
+        if len(callers) == MAX_STRANGERS:
+            oldest = next(iter(callers))
+            del callers[oldest]
+            oldest.close()
+        callers[caller] = b""
+
+
+def _receive(caller: socket.socket, callers: Callers, size: int) -> bytes:
+    """Return what a caller has sent so far; drop a caller that has left."""
+    try:
+        more = caller.recv(size - len(callers[caller]))
+    except BlockingIOError:
+        return callers[caller]
+    except OSError:
+        more = b""
+    callers[caller] += more
+    if more:
+        return callers[caller]
+    del callers[caller]
+    caller.close()
+    return b""
 
 
 def _forget() -> None:

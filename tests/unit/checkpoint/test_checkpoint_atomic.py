@@ -177,7 +177,7 @@ NUM_FILES = 3
 SAVE_IN_A_LOOP = f"""
 import sys
 from pathlib import Path
-from lowpeak.checkpoint.atomic import last_checkpoint, prune, staged, sweep
+from lowpeak.checkpoint import last_checkpoint, prune, staged, sweep
 from lowpeak.journal import Journal
 
 run_dir = Path(sys.argv[1])
@@ -246,7 +246,7 @@ import resource, sys
 from pathlib import Path
 import torch
 from safetensors.torch import save_file
-from lowpeak.checkpoint.atomic import staged
+from lowpeak.checkpoint import staged
 from lowpeak.errors import CheckpointError
 
 writers = {
@@ -281,7 +281,7 @@ def test_a_file_size_limit_while_saving_is_a_clear_error_and_the_last_checkpoint
 
 HOLD = """
 import sys, pathlib
-from lowpeak.checkpoint.run_lock import only_run
+from lowpeak.checkpoint import only_run
 with only_run(pathlib.Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()

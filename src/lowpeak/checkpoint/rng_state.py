@@ -1,4 +1,4 @@
-"""Where a run goes on, and the random generators it goes on with.
+"""Random generators of a process: captured in checkpoints, and put back.
 
 Sampling draws come from a hash and need no generator; dropout, data shuffling and users' own rewards do.
 """
@@ -6,51 +6,15 @@ Sampling draws come from a hash and need no generator; dropout, data shuffling a
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from lowpeak.checkpoint.atomic import last_checkpoint
-from lowpeak.checkpoint.run_state import STATE_FILE
-from lowpeak.errors import CheckpointError
-
 logger = logging.getLogger(__name__)
-
-
-def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
-    """Return the checkpoint to go on from: None and False name none, True the last whole one of `run_dir`, a path itself.
-
-    `sweep(run_dir)` comes first. Raises `CheckpointError` where there is none, or where it is not lowpeak's.
-    """
-    if resume_from_checkpoint is None or resume_from_checkpoint is False:
-        return None
-    last = last_checkpoint(run_dir)
-    if resume_from_checkpoint is True:
-        if last is None:
-            raise CheckpointError(
-                f"resume_from_checkpoint=True, but {run_dir} holds no whole checkpoint-N; start without it, "
-                "or name the checkpoint's folder."
-            )
-        checkpoint, last = last, None
-    else:
-        checkpoint = Path(resume_from_checkpoint)
-    hint = f"the last one of this run is {last}." if last else "name a checkpoint-N folder of a lowpeak run."
-    if not checkpoint.is_dir():
-        reason = "is not a folder that exists"
-    elif checkpoint.suffix in (".staged", ".removing"):
-        reason = "is what a killed run left half written"
-    elif not (checkpoint / STATE_FILE).is_file():
-        reason, inside = "holds no state of a lowpeak run", last_checkpoint(checkpoint)
-        hint = f"did you mean {inside}?" if inside else hint
-    else:
-        return checkpoint
-    raise CheckpointError(f"resume_from_checkpoint: {checkpoint} {reason}; {hint}")
 
 
 def capture_random() -> dict[str, Any]:

@@ -97,8 +97,7 @@ def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
 
 ENDED = """
 import socket, sys, time
-from lowpeak.watchdog.connections import Line
-from lowpeak.watchdog.watch import Watch
+from lowpeak.watchdog import Line, Watch
 with socket.create_server(("127.0.0.1", 0)) as server:
     there = socket.create_connection(server.getsockname())
     here, _ = server.accept()
