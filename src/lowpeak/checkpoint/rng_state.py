@@ -1,6 +1,6 @@
-"""Random generators of a process: captured in checkpoints, and put back.
+"""States of a process's global random number generators: captured, restored, preserved.
 
-Sampling draws come from a hash and need no generator; dropout, data shuffling and users' own rewards do.
+Dropout, data shuffling and users' rewards draw from them. Sampling does not: its numbers come from a hash.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 def capture_random() -> dict[str, Any]:
-    """Return the states of Python's, numpy's and torch's global generators, of plain types and tensors only.
+    """Return the states of Python's, numpy's and torch's global generators, as plain types and tensors.
 
-    CUDA's are taken where this process uses CUDA: asking starts no device.
+    CUDA generators are included if this process uses CUDA; CUDA is not initialized for them.
     """
     algorithm, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     return {
@@ -32,12 +32,12 @@ def capture_random() -> dict[str, Any]:
 
 
 def restore_random(state: Mapping[str, Any]) -> None:
-    """Put the global generators back to what `capture_random` saw; says so when the number of CUDA devices differs.
+    """Restore captured generator states; log a warning if the number of CUDA devices differs.
 
-    An empty state (of a rank that the run did not have) leaves them as the seed made them.
+    An empty state belongs to a rank that the saved run did not have: its generators stay as they were seeded.
     """
     if not state:
-        logger.warning("No random states were saved for this rank: dropout and rewards that draw go on from the seed.")
+        logger.warning("No random states were saved for this rank: its dropout and random rewards start from the seed.")
         return
     algorithm, keys, position, has_gauss, gauss = state["numpy"]
     random.setstate(state["python"])
@@ -48,7 +48,7 @@ def restore_random(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(cuda, device)
     if state["cuda"] and len(state["cuda"]) != num_devices:
         logger.warning(
-            "Random states of %d CUDA devices were saved and %d are here: draws on a device (dropout) will differ.",
+            "Random states of %d CUDA devices were saved, and there are %d devices now: dropout will differ.",
             len(state["cuda"]),
             num_devices,
         )
@@ -56,7 +56,7 @@ def restore_random(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def keep_random() -> Iterator[None]:
-    """Leave the global generators as they were, whatever the block draws or seeds: evaluating changes no training."""
+    """Restore the global generators after the block, so that an evaluation does not change training."""
     state = capture_random()
     try:
         yield

@@ -1,4 +1,4 @@
-"""Device memory: whether a device has memory of its own, how much is free, and which errors say that it ran out."""
+"""Device memory: whether a device has its own, how much is free, and which errors mean that it ran out."""
 
 from __future__ import annotations
 
@@ -9,47 +9,51 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-# A CPU's allocator; CUDA where torch's allocator did not ask, pinned memory among it; cuBLAS, cuDNN and their kin.
-_SIGNS = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
+# The CPU allocator; CUDA outside of torch's allocator, e.g. for pinned memory; cuBLAS, cuDNN and similar libraries.
+_OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_FAILED")
 
 
 def has_memory(device: torch.device) -> bool:
-    """Return whether a tensor on the device is not in host memory: False for the CPU and for Apple's shared memory."""
+    """Return whether the device has memory apart from the host's: False for the CPU and for Apple's shared memory."""
     return device.type not in ("cpu", "mps")
 
 
 def with_index(device: torch.device) -> torch.device:
-    """Return a device that has memory by its number, as its tensors name it; the current one if `device` has no number."""
+    """Return `device` with an index, as tensors name it; the current device's if it has none."""
     index = torch.get_device_module(device).current_device() if device.index is None else device.index
     return torch.device(device.type, index)
 
 
 def is_exhaustion(error: Exception) -> bool:
-    """True for torch's and Python's own errors, and for plain ones of allocators and libraries that say so."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _SIGNS)
+    """Return whether an error means that memory ran out: by its class, or by the words of an allocator or library."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 
 def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that can be taken now: the device's free bytes; on a CPU what the system and the cgroups leave."""
+    """Return how many bytes can be allocated now.
+
+    On a CPU that is the least of what the system and the process's cgroups have left.
+    """
     device = torch.device(device)
     if has_memory(device):
         module = torch.get_device_module(device)
-        # What torch's allocator holds without using it is free as well.
-        idle = module.memory_reserved(device) - module.memory_allocated(device)
-        return module.mem_get_info(device)[0] + idle
+        # Memory that torch's allocator has reserved and does not use is free as well.
+        unused = module.memory_reserved(device) - module.memory_allocated(device)
+        return module.mem_get_info(device)[0] + unused
     return min([psutil.virtual_memory().available, *cgroup_headrooms(Path("/"))])
 
 
 def cgroup_headrooms(root: Path) -> Iterator[int]:
-    """Yield limit minus use of every limited cgroup (version 2) that the process is in.
+    """Yield limit minus use of each limited cgroup (version 2) that contains the process.
 
-    Pages of files that the kernel would drop under pressure are not counted as used.
+    File pages that the kernel would drop under memory pressure do not count as used.
     """
-    own = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), None)
-    if own is None:
+    group = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), None)
+    if group is None:
         return
     mount = root / "sys/fs/cgroup"
-    folder = mount / own.strip("/")  # in a container it may not exist, and then the mount itself is the process's
+    # Inside a container this folder may not exist: the mount is then the process's cgroup.
+    folder = mount / group.strip("/")
     for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
         limit = next(iter(_lines(each / "memory.max")), "max")
         if limit != "max":

@@ -1,4 +1,7 @@
-"""Connections between the ranks' watches: lines of JSON over TCP, on which the kernel itself notices a peer that is gone."""
+"""TCP connections between ranks, authenticated by a token, with JSON messages.
+
+They need no heartbeat: the kernel closes a connection when the other process dies, and probes for hosts that are lost.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,25 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 30.0
 LOOPBACK = "127.0.0.1"
-# A host that is lost closes nothing: the kernel probes it, and gives the connection up after 10 + 4 * 5 seconds.
+# A lost host closes no connection: the kernel probes it, and gives up after 10 + 4 * 5 seconds.
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 _SEND_SECONDS = 5.0
 _RANK_BYTES = 4
-MAX_STRANGERS = 128
-_TICK = 0.25  # seconds until another thread's close of the server is noticed
+MAX_STRANGERS = 128  # connections that have not sent the token yet
+_POLL_SECONDS = 0.25  # until a server that another thread closed is noticed
 
-Callers = dict[socket.socket, bytes]  # what each has sent so far, the oldest caller first
+Callers = dict[socket.socket, bytes]  # bytes received from each, the oldest connection first
 
 _open: weakref.WeakSet[Line] = weakref.WeakSet()
 
 
 class Line:
-    """A connection to the watch of `rank`, on which both ends send JSON values, one a line."""
+    """A connection to `rank` on which both ends send JSON lists, one per line."""
 
     def __init__(self, connection: socket.socket, rank: int) -> None:
         self.rank = rank
         self.connection = connection
-        self._pending = b""
+        self._partial = b""  # the beginning of a message that has not come completely
         self._sending = threading.Lock()
         connection.settimeout(_SEND_SECONDS)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -52,12 +55,12 @@ class Line:
         _open.add(self)
 
     def send(self, *message: Any) -> None:
-        """Send a message; one to a peer that is gone is lost, which whoever receives from it learns by itself."""
+        """Send a message; drop it if the other end is gone, which `receive` reports."""
         with self._sending, suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]]:
-        """Return the messages that have come; EOFError if the peer is gone."""
+        """Return the messages that have arrived; raise EOFError if the other end is gone."""
         try:
             data = self.connection.recv(1 << 16)
         except TimeoutError:
@@ -66,8 +69,8 @@ class Line:
             raise EOFError(error.strerror) from error
         if not data:
             raise EOFError("the connection was closed")
-        *whole, self._pending = (self._pending + data).split(b"\n")
-        return [json.loads(line) for line in whole]
+        *lines, self._partial = (self._partial + data).split(b"\n")
+        return [json.loads(line) for line in lines]
 
     def close(self) -> None:
         with suppress(OSError):
@@ -76,17 +79,20 @@ class Line:
 
 
 def connect(ranks: Ranks) -> list[Line] | None:
-    """Return rank 0's lines to all others, or a rank's line to rank 0; None with one warning if a rank cannot connect."""
+    """Connect all ranks with rank 0: return rank 0's connections to the others, or a rank's connection to rank 0.
+
+    Return None, and log one warning, if a rank cannot connect. All ranks must call it.
+    """
     server, token = None, secrets.token_hex(16)
     hosts = ranks.gather(_this_host())
     is_one_host = len(set(hosts)) == 1
     if ranks.rank == 0:
         server = _listen(ranks.world_size + MAX_STRANGERS, loopback=is_one_host)
-    # the name by which the other ranks found rank 0's host, or what the host calls itself
-    own = LOOPBACK if is_one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
-    found = ranks.gather((own, server.getsockname()[1], token) if server else None)[0]
-    assert found is not None, "rank 0 listens"
-    host, port, token = found
+    # Other hosts have reached rank 0's at MASTER_ADDR before; its hostname may not resolve there.
+    address = LOOPBACK if is_one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
+    endpoint = ranks.gather((address, server.getsockname()[1], token) if server else None)[0]
+    assert endpoint is not None, "rank 0 listens"
+    host, port, token = endpoint
     lines: list[Line] = []
     problem: str | None = None
     try:
@@ -103,14 +109,14 @@ def connect(ranks: Ranks) -> list[Line] | None:
         line.close()
     if ranks.rank == 0:
         logger.warning(
-            "The ranks cannot watch each other (%s): one that goes away is noticed by the collectives' time limit alone.",
+            "The ranks cannot monitor each other (%s). A rank that dies is noticed only after the collectives' timeout.",
             problems[-1],
         )
     return None
 
 
 def _listen(backlog: int, *, loopback: bool) -> socket.socket:
-    """Listen on a free port, at the loopback address or at all addresses of this host."""
+    """Listen on a free port of the loopback address, or of all addresses of this host."""
     if loopback:
         return socket.create_server((LOOPBACK, 0), backlog=backlog)
     if socket.has_dualstack_ipv6():
@@ -120,7 +126,7 @@ def _listen(backlog: int, *, loopback: bool) -> socket.socket:
 
 
 def _this_host() -> str:
-    """Name the boot of the machine and the network namespace: equal exactly if the loopback address is shared."""
+    """Return an id of the machine's boot and network namespace: equal if and only if processes share the loopback address."""
     with suppress(OSError):  # not Linux
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/net').st_ino}"
     return socket.gethostname()
@@ -134,7 +140,7 @@ def call(host: str, port: int, token: str, rank: int) -> Line:
 
 
 def answer(server: socket.socket, token: str, number: int) -> list[Line]:
-    """Return a line to each of so many ranks, which show the token and their rank; TimeoutError if one does not call."""
+    """Accept connections of `number` ranks, which send the token and their rank; raise TimeoutError if one is missing."""
     lines: list[Line] = []
     for connection, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
         lines.append(Line(connection, int.from_bytes(rank)))
@@ -142,23 +148,23 @@ def answer(server: socket.socket, token: str, number: int) -> list[Line]:
             return lines
     for line in lines:
         line.close()
-    raise TimeoutError(f"{len(lines)} of {number} ranks called within {CONNECT_SECONDS:.0f} s")
+    raise TimeoutError(f"{len(lines)} of {number} ranks connected within {CONNECT_SECONDS:.0f} s")
 
 
 def accept_known(
     server: socket.socket, token: bytes, num_more: int = 0, until: float = float("inf")
 ) -> Iterator[tuple[socket.socket, bytes]]:
-    """Yield each connection that begins with `token`, and the `num_more` bytes after it.
+    """Yield each connection that begins with `token`, and the `num_more` bytes after the token.
 
-    Ends at the monotonic time `until`, or when another thread closes the server. Callers are read together, so none waits for
-    another. Of more than MAX_STRANGERS that have not shown the token, the one that has waited longest is dropped.
+    Ends at the monotonic time `until`, or when another thread closes the server. Connections are read concurrently, so a slow
+    one delays no other. Of more than MAX_STRANGERS that have not sent the token, the oldest is dropped.
     """
     size = len(token) + num_more
     callers: Callers = {}
     try:
         server.setblocking(False)
-        while (left := until - time.monotonic()) > 0:
-            for ready in wait([server, *callers], min(_TICK, left)):
+        while (remaining := until - time.monotonic()) > 0:
+            for ready in wait([server, *callers], min(_POLL_SECONDS, remaining)):
                 assert isinstance(ready, socket.socket), "only sockets are waited for"
                 if ready is server:
                     _admit(server, callers)
@@ -177,7 +183,7 @@ def accept_known(
 
 
 def _admit(server: socket.socket, callers: Callers) -> None:
-    with suppress(OSError):  # the caller has left already, or the server was closed
+    with suppress(OSError):  # the caller has closed the connection already, or this server was closed
         caller, _ = server.accept()
         caller.setblocking(False)
         if len(callers) == MAX_STRANGERS:
@@ -188,7 +194,7 @@ def _admit(server: socket.socket, callers: Callers) -> None:
 
 
 def _receive(caller: socket.socket, callers: Callers, size: int) -> bytes:
-    """Return what a caller has sent so far; drop a caller that has left."""
+    """Return the bytes received from a caller so far; drop a caller that has closed its connection."""
     try:
         more = caller.recv(size - len(callers[caller]))
     except BlockingIOError:
@@ -203,11 +209,11 @@ def _receive(caller: socket.socket, callers: Callers, size: int) -> bytes:
     return b""
 
 
-def _forget() -> None:
-    """In a forked child: it must not keep the connections of a rank that has died open."""
+def _close_in_child() -> None:
+    """Close a forked child's copies of the connections: they would keep them open after its rank has died."""
     for line in list(_open):
         line.connection.close()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_close_in_child)

@@ -1,12 +1,16 @@
-"""The watch over a run's ranks: one that goes away or fails ends the others within seconds, with one sentence.
+"""Failure detection across ranks: after one rank dies or fails, the others end within seconds and name it.
 
-Every rank holds a TCP connection to rank 0. The kernel closes it when its process dies, however it dies, and probes for hosts
-that are lost; so no step polls, and a rank that is only slow (a reward of ten minutes, a regular expression that holds the
-interpreter) is never taken for a dead one. A rank tells rank 0 in which phase it is, at most four times a second; why it
-fails; and that it is done. Rank 0 passes the first failure on as the verdict on the run.
+Every rank has a TCP connection to rank 0 (`connections`) and a thread that listens to it. The kernel closes the connection when
+a process dies, so a slow rank (a reward of ten minutes, a regular expression that blocks the interpreter) is never taken for a
+dead one. A rank sends rank 0 its phase when it changes, at most four times a second, its error if it fails, and "bye" when it
+is done. Rank 0 forwards the first failure to all, as the verdict on the run.
 
-A rank whose collective breaks raises RankError. One that hangs in it (NCCL does) or is busy with something else is ended, once
-it had some seconds to end by itself. What living ranks do not come to is bounded by transformers' `ddp_timeout`.
+A rank whose collective fails raises RankError with the verdict. A rank that hangs in a collective (NCCL does) or is busy is
+ended by its thread after a grace period. Ranks that are alive and do not arrive at a collective are left to its timeout,
+transformers' `ddp_timeout`.
+
+Messages (JSON lists): ["phase", name], ["where"], ["phases", {rank: [name, seconds]}], ["verdict", rank, reason, num_agreed],
+["bye"].
 """
 
 from __future__ import annotations
@@ -29,63 +33,65 @@ from lowpeak.watchdog.connections import Line, connect
 
 logger = logging.getLogger(__name__)
 
-GRACE = 5.0  # seconds that a rank has to end by itself once the verdict is known
-_TICK = 0.25  # seconds between two looks of the watching thread at its own rank's phase
+GRACE = 5.0  # seconds that a rank has to end by itself after a verdict
+_POLL_SECONDS = 0.25  # between two reads of this rank's phase
 _GONE = "is gone (killed, or its host is lost)"
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why a run cannot go on: which rank is the reason, and what about it.
+    """Why a run cannot continue: the rank that failed, and the reason.
 
-    `agreed` is on how many failures the ranks had agreed by then. One more, and this was it: all of them raise it, and whoever
-    catches it goes on. A rank that is gone is nothing to agree on.
+    `num_agreed` is the number of failures that the ranks had agreed on before. When they agree on one more, it is this one: all
+    ranks raise it, and a caller that catches it may continue. Infinity for a rank that is gone: ranks cannot agree on that.
     """
 
     rank: int
-    what: str
-    agreed: float = float("inf")
+    reason: str
+    num_agreed: float = float("inf")
 
-    def sentence(self, rank: int, phase: str) -> str:
-        """Return what `rank`, which is in `phase`, says of it."""
+    def describe(self, rank: int, phase: str) -> str:
+        """Return the message of `rank`, which is in `phase`."""
         if self.rank == rank:
-            return f"rank {rank} {self.what}"
-        return f"rank {self.rank} {self.what.rstrip('.')}. Rank {rank} was in {phase} and cannot go on without it."
+            return f"rank {rank} {self.reason}"
+        return f"rank {self.rank} {self.reason.rstrip('.')}. Rank {rank} was in {phase} and cannot go on without it."
 
 
 @contextmanager
 def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Iterator[None]:
-    """Watch over the ranks during the block, which all of them enter; `phase` says where in the run this one is.
+    """Detect failures of the other ranks during the block, and report this rank's; all ranks must enter it.
 
-    RankError where another rank is gone, failed or does not answer; this rank's own failure ends the others. Nothing more for
-    a single process, or inside such a block. After a block that succeeded, the process leaves its process group at its exit.
+    `phase` returns where in the run this rank is. Raises RankError if another rank is gone, failed or does not answer. Does
+    nothing in a single process, or inside another such block. After a successful block the process group is destroyed when
+    Python exits.
     """
     processes = ranks.processes
-    lines = connect(processes) if processes.world_size > 1 and not ranks.is_watched else None
+    lines = connect(processes) if processes.world_size > 1 and not ranks.reports_errors else None
     with ExitStack() as stack:
         if lines is not None:
             watch = stack.enter_context(Watch(processes.rank, lines, phase, grace))
-            stack.enter_context(ranks.alarmed(watch.announce, watch.withdraw))
+            stack.enter_context(ranks.report_errors(watch.announce, watch.withdraw))
         yield
     leave_at_exit()
 
 
 class Watch:
-    """One rank's end of the watch: a thread that listens to rank 0, or on rank 0 to everybody."""
+    """One rank's failure detector: a thread that listens to rank 0, or on rank 0 to all ranks."""
 
     def __init__(self, rank: int, lines: list[Line], phase: Callable[[], str], grace: float = GRACE) -> None:
         self._rank = rank
         self._phase = phase
         self._grace = grace
         self._lines = {line.rank: line for line in lines}
-        self._phases: dict[str, tuple[str, float]] = {}  # by rank; on rank 0 everybody's, with since when
-        self._told = ""
+        self._phases: dict[str, tuple[str, float]] = {}  # by rank, with the time it began; of all ranks only on rank 0
+        self._sent_phase = ""
         self._lock = threading.Lock()
-        self._verdicts: list[Verdict] = []  # the first one counts
-        self._agreed = 0
-        self._concluded, self._answered, self._stopping = threading.Event(), threading.Event(), threading.Event()
-        self._deadline = float("inf")
-        self._wake, self._woken = socket.socketpair()
+        self._verdicts: list[Verdict] = []  # the first one is the run's
+        self._num_agreed = 0
+        # A verdict is known; rank 0 has sent all phases; the block has ended.
+        self._concluded, self._phases_known, self._stopping = threading.Event(), threading.Event(), threading.Event()
+        self._deadline = float("inf")  # when the thread ends this process
+        self._wake_sender, self._wake_receiver = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lowpeak-watch", daemon=True)
 
     def __enter__(self) -> Watch:
@@ -93,30 +99,31 @@ class Watch:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        found: RankError | None = None
+        explained: RankError | None = None
         if isinstance(error, Exception) and not isinstance(error, LowpeakError):
-            found = self.explain(error)
-        if error is not None and getattr(found or error, "rank", None) is None:
-            self.announce(found or error)
+            explained = self.explain(error)
+        # An error with a rank is another rank's, which has announced it.
+        if error is not None and getattr(explained or error, "rank", None) is None:
+            self.announce(explained or error)
         self._stopping.set()
         for line in list(self._lines.values()):
             line.send("bye")
-        self._wake.close()
+        self._wake_sender.close()
         self._thread.join(self._grace)
         for line in list(self._lines.values()):
             line.close()
-        if found is not None:
-            raise found from error
+        if explained is not None:
+            raise explained from error
 
     def announce(self, error: BaseException) -> None:
-        """Tell the others why this rank fails, and give it and them some seconds to end; the first to do so counts."""
-        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._agreed))
+        """Send this rank's error to the others, and start the grace period; the first announced error is the run's."""
+        self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._num_agreed))
 
     def withdraw(self) -> None:
-        """Take back what was announced of a failure that the ranks have agreed on: it ends nobody who catches it."""
+        """Cancel the verdict on an error that all ranks have agreed on, so that a caller that catches it may continue."""
         with self._lock:
-            self._agreed += 1
-            self._verdicts = [each for each in self._verdicts if each.agreed >= self._agreed]
+            self._num_agreed += 1
+            self._verdicts = [each for each in self._verdicts if each.num_agreed >= self._num_agreed]
             if self._verdicts:
                 self._deadline = time.monotonic() + self._grace
             else:
@@ -124,50 +131,50 @@ class Watch:
                 self._concluded.clear()
 
     def explain(self, error: Exception) -> RankError | None:
-        """Return what a broken collective means; None for an error that has nothing to do with other ranks."""
+        """Return a RankError that explains a failed collective; None for an error that other ranks did not cause."""
         lost = is_lost_connection(error)
         self._concluded.wait(2 * self._grace if lost else 0.0)
         verdict = next(iter(self._verdicts), None)
         if verdict is not None and verdict.rank != self._rank:
-            found = RankError(verdict.sentence(self._rank, self._phase()))
-            logger.error("%s", found)  # at once: a launcher that saw the same will end this process in a moment
-            found.rank = verdict.rank
-            return found
+            explained = RankError(verdict.describe(self._rank, self._phase()))
+            # Log it now: a launcher that noticed the failure, too, may end this process before the error is printed.
+            logger.error("%s", explained)
+            explained.rank = verdict.rank
+            return explained
         if not lost:
             return None
-        words = first_line(error)
         return RankError(
-            f"no answer from the other ranks in {self._phase()}, though all are alive or stopped ({self._everybody()}): {words}. "
-            "Where one only takes long, raise ddp_timeout."
+            f"no answer from the other ranks in {self._phase()}, although none has died ({self._describe_others()}): "
+            f"{first_line(error)}. If a rank only needs more time, raise ddp_timeout."
         )
 
-    # the thread
+    # Methods below run in the thread.
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
-            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(self._wake_receiver, selectors.EVENT_READ)
             for line in self._lines.values():
                 selector.register(line.connection, selectors.EVENT_READ, line)
             while not self._stopping.is_set():
-                self._tell_phase()
-                for key, _ in selector.select(max(0.0, min(_TICK, self._deadline - time.monotonic()))):
-                    if key.data is not None and not self._listen(key.data):
+                self._send_phase()
+                for key, _ in selector.select(max(0.0, min(_POLL_SECONDS, self._deadline - time.monotonic()))):
+                    if key.data is not None and not self._receive(key.data):
                         selector.unregister(key.fileobj)
                 if time.monotonic() >= self._deadline and not self._stopping.is_set():
-                    self._end()
-        self._woken.close()
+                    self._end_process()
+        self._wake_receiver.close()
 
-    def _tell_phase(self) -> None:
+    def _send_phase(self) -> None:
         now = self._phase()
-        if now == self._told:
+        if now == self._sent_phase:
             return
-        self._told = now
+        self._sent_phase = now
         self._phases[str(self._rank)] = (now, time.monotonic())
         if self._rank != 0:
-            self._to_first("phase", now)
+            self._send_to_rank_0("phase", now)
 
-    def _listen(self, line: Line) -> bool:
-        """Take a line's messages; return whether there may come more."""
+    def _receive(self, line: Line) -> bool:
+        """Handle the messages of a connection; return whether more may come."""
         try:
             messages = line.receive()
         except EOFError:
@@ -175,10 +182,10 @@ class Watch:
                 last = self._phases.get(str(line.rank))
                 self._conclude(Verdict(line.rank, f"{_GONE}; it was last seen in {last[0]}" if last else _GONE))
             return False
-        return all([self._take(line, *message) for message in messages])
+        return all([self._handle(line, *message) for message in messages])
 
-    def _take(self, line: Line, kind: str, *values: Any) -> bool:
-        """Act on a message; return whether there may come more."""
+    def _handle(self, line: Line, kind: str, *values: Any) -> bool:
+        """Handle a message; return whether more may come."""
         if kind == "bye":
             self._lines.pop(line.rank, None)
             return False
@@ -188,57 +195,59 @@ class Watch:
             line.send("phases", {rank: (phase, time.monotonic() - at) for rank, (phase, at) in self._phases.items()})
         elif kind == "phases":
             self._phases = {rank: (phase, time.monotonic() - ago) for rank, (phase, ago) in values[0].items()}
-            self._answered.set()
+            self._phases_known.set()
         elif kind == "verdict":
             self._conclude(Verdict(*values))
         return True
 
     def _conclude(self, verdict: Verdict) -> None:
-        """Keep the verdict and pass it on; the first one starts the time that this rank has left."""
-        own = verdict.rank == self._rank  # the others are told first, and may need their time to agree
+        """Store and forward a verdict; the first one starts this rank's grace period."""
+        is_own = verdict.rank == self._rank
         with self._lock:
-            if verdict.agreed < self._agreed or verdict in self._verdicts:
+            # The ranks have agreed on this failure already, or it is known.
+            if verdict.num_agreed < self._num_agreed or verdict in self._verdicts:
                 return
             if not self._verdicts:
-                self._deadline = time.monotonic() + self._grace * (2 if own else 1)
+                # The failing rank waits longer: the others learn of it later, and may still agree on the error with it.
+                self._deadline = time.monotonic() + self._grace * (2 if is_own else 1)
             self._verdicts.append(verdict)
-        message = ("verdict", verdict.rank, verdict.what, verdict.agreed)
+        message = ("verdict", verdict.rank, verdict.reason, verdict.num_agreed)
         if self._rank == 0:
             for line in list(self._lines.values()):
                 line.send(*message)
-        elif own:
-            self._to_first(*message)
+        elif is_own:
+            self._send_to_rank_0(*message)
         self._concluded.set()
 
-    def _to_first(self, *message: Any) -> None:
+    def _send_to_rank_0(self, *message: Any) -> None:
         line = self._lines.get(0)
         if line is not None:
             line.send(*message)
 
-    def _end(self) -> None:
-        """End a process that hangs or is busy: no exception would reach it."""
+    def _end_process(self) -> None:
+        """Print the verdict and exit: no exception would reach a main thread that hangs or is busy."""
         verdict = next(iter(self._verdicts), None)
         if verdict is None:  # withdrawn at the last moment
             return
-        # A progress bar leaves its line open.
-        print(f"\nlowpeak: error: {verdict.sentence(self._rank, self._phase())}", file=sys.stderr, flush=True)
+        # Start with a newline: a progress bar may have left the cursor in its line.
+        print(f"\nlowpeak: error: {verdict.describe(self._rank, self._phase())}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
 
-    def _everybody(self) -> str:
-        """Return where each of the other ranks is, as far as rank 0 knows."""
+    def _describe_others(self) -> str:
+        """Return the phase of each other rank, as far as rank 0 knows; called in the main thread."""
         if self._rank != 0:
-            self._to_first("where")
-            self._answered.wait(2.0)
+            self._send_to_rank_0("where")
+            self._phases_known.wait(2.0)
         now = time.monotonic()
         others = sorted((int(rank), seen) for rank, seen in self._phases.items() if int(rank) != self._rank)
         return "; ".join(f"rank {rank} is in {phase} for {now - at:.0f} s" for rank, (phase, at) in others) or (
-            "where is not known"
+            "their phases are unknown"
         )
 
 
 def told(error: BaseException) -> str:
-    """Return an error in one line, with its class where it is not lowpeak's."""
+    """Return an error's message, with its class if that is not lowpeak's."""
     if isinstance(error, LowpeakError):
         return str(error)
     return show_controls(f"{type(error).__name__}: {error}".rstrip(": "))

@@ -26,7 +26,7 @@ class ThreadRanks(Ranks):
         super().__init__()
         self.rank, self.world_size, self._shared = rank, len(shared["items"]), shared
 
-    def _everybodys(self, item):
+    def _gather_from_processes(self, item):
         self._shared["items"][self.rank] = item
         self._shared["barrier"].wait(10)
         items = list(self._shared["items"])
@@ -34,7 +34,7 @@ class ThreadRanks(Ranks):
         return items
 
     def _reduce(self, numbers, op):
-        return [max(column) for column in zip(*self._everybodys(numbers), strict=True)]
+        return [max(column) for column in zip(*self._gather_from_processes(numbers), strict=True)]
 
 
 def on_ranks(work, world_size=3):

@@ -147,7 +147,7 @@ def trained(tmp_path, tied, offloads):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_run_trains_the_same_weights_with_its_activations_away(tied, tmp_path):
     there, _ = trained(tmp_path / "there", tied, offloads=False)
-    away, moved = trained(tmp_path / "away", tied, offloads=True)
+    offloaded, moved = trained(tmp_path / "away", tied, offloads=True)
     assert moved > 0
     for name, weight in there.items():
-        assert torch.equal(weight, away[name]), name
+        assert torch.equal(weight, offloaded[name]), name

@@ -27,7 +27,7 @@ class ScriptedGauge:
     def reset(self):
         self.highest = self.alive
 
-    def settle(self):
+    def synchronize(self):
         self.settled += 1
 
     def peak(self):
