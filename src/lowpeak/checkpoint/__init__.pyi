@@ -1,7 +1,7 @@
 from lowpeak.checkpoint.atomic import staged as staged
 from lowpeak.checkpoint.atomic import staged_files as staged_files
 from lowpeak.checkpoint.export import SLICE_BYTES as SLICE_BYTES
-from lowpeak.checkpoint.export import TensorFiles as TensorFiles
+from lowpeak.checkpoint.export import SafetensorsWriter as SafetensorsWriter
 from lowpeak.checkpoint.export import write_settings as write_settings
 from lowpeak.checkpoint.export import write_weights as write_weights
 from lowpeak.checkpoint.folders import STATE_FILE as STATE_FILE
@@ -22,7 +22,7 @@ from lowpeak.checkpoint.rng_state import restore_random as restore_random
 from lowpeak.checkpoint.run_lock import LOCK_FILE as LOCK_FILE
 from lowpeak.checkpoint.run_lock import only_run as only_run
 from lowpeak.checkpoint.run_lock import open_no_link as open_no_link
-from lowpeak.checkpoint.run_state import FORMAT as FORMAT
+from lowpeak.checkpoint.run_state import FORMAT_VERSION as FORMAT_VERSION
 from lowpeak.checkpoint.run_state import ROLLOUT_FILE as ROLLOUT_FILE
 from lowpeak.checkpoint.run_state import RolloutInUse as RolloutInUse
 from lowpeak.checkpoint.run_state import RunState as RunState

@@ -66,7 +66,7 @@ def write_settings(folder: Path, model: Any, layout: Layout) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-class TensorFiles:
+class SafetensorsWriter:
     """A safetensors writer for ranges of tensors, which neither safetensors nor torch's distributed checkpoint offers.
 
     It writes `model.safetensors`, or several files of at most `max_bytes` (or one tensor) with their index. Each file's header
@@ -133,7 +133,7 @@ class _Writer:
         self._assembled: dict[str, Tensor] = {}
         self._missing: dict[str, int] = {}  # elements of each assembled tensor that have not come yet
         buffers = _buffers(model)
-        self._files = TensorFiles(folder, self._file_layout(buffers), file_bytes)
+        self._files = SafetensorsWriter(folder, self._file_layout(buffers), file_bytes)
         for name, buffer in buffers.items():
             self._files.write(name, 0, buffer)
 

@@ -37,7 +37,7 @@ Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file
 
 
 @contextmanager
-def reading(file: Path, missing: str = "") -> Iterator[None]:
+def explain_read_errors(file: Path, missing: str = "") -> Iterator[None]:
     """Raise CheckpointError if the block cannot read a checkpoint's file; `missing` is the message if it does not exist."""
     try:
         yield
@@ -85,7 +85,7 @@ def _read_manifest(checkpoint: Path) -> Entries:
         f"{file} is missing (checkpoints of earlier versions have none), so the checkpoint cannot be verified. Resume from "
         "another checkpoint, or start a new run from its weights (model=that folder)."
     )
-    with reading(file, missing):
+    with explain_read_errors(file, missing):
         manifest = json.loads(file.read_text(encoding="utf-8"))
         entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         if manifest["digest"] != _digest_of(entries):

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from lowpeak.checkpoint.folders import STATE_FILE
-from lowpeak.checkpoint.manifest import reading
+from lowpeak.checkpoint.manifest import explain_read_errors
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Completion, FinishReason, Record
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT_VERSION = 1
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -95,7 +95,7 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
     if rank != 0:
         return
     plain: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "policy_version": state.policy_version,
         "world_size": state.world_size,
         **{name: _json_checked(name, getattr(state, name)) for name in _PLAIN},
@@ -117,23 +117,23 @@ def load_run_state(folder: Path, rank: int = 0) -> RunState:
 
     Raises CheckpointError if a file is missing or damaged, or if a newer version of lowpeak wrote it.
     """
-    with reading(folder / STATE_FILE):
+    with explain_read_errors(folder / STATE_FILE):
         plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        if plain["format"] > FORMAT:
+        if plain["format"] > FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {folder} has format {plain['format']}, and this version of lowpeak reads up to {FORMAT}. "
+                f"checkpoint {folder} has format {plain['format']}, and this version of lowpeak reads up to {FORMAT_VERSION}. "
                 "Upgrade lowpeak to the version that wrote it."
             )
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
         packed, world_size = plain["rollout"], plain.get("world_size", 1)
     rollout = None
     if packed is not None:
-        with reading(folder / ROLLOUT_FILE):
+        with explain_read_errors(folder / ROLLOUT_FILE):
             tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
             rollout = RolloutInUse(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
     random: dict[str, Any] = {}
     if rank < world_size:
-        with reading(_random_file(folder, rank)):
+        with explain_read_errors(_random_file(folder, rank)):
             random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
     return RunState(**shared, rollout=rollout, random=random, world_size=world_size)
 

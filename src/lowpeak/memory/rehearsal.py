@@ -29,7 +29,7 @@ _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 
 
 @dataclass(frozen=True)
-class Rehearsed:
+class PhasePeaks:
     """Bytes of tensors on one rank: `loaded` before any phase, then the peak of each; all include the model."""
 
     loaded: int
@@ -53,7 +53,7 @@ def rehearse(
     compute: torch.dtype | None = None,
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
     max_grad_norm: float = 1.0,
-) -> Rehearsed:
+) -> PhasePeaks:
     """Return the peak of each phase of a step on rank 0 of `world_size`: FSDP2, or one device if that is 1.
 
     `make_model` must return the model with its head installed; it is called under FakeTensorMode, where a model takes no
@@ -91,7 +91,7 @@ def rehearse(
             meter.begin("score")
             score(model.eval(), micro_batches, core)
             step()
-    return Rehearsed(loaded, **meter.peaks)
+    return PhasePeaks(loaded, **meter.peaks)
 
 
 class StorageMeter(TorchDispatchMode):

@@ -52,19 +52,19 @@ class HostMover:
 class Rest:
     """Moves tensors to the host for a rollout, and back.
 
-    `idle` returns the tensors to offload. `needed` returns those that generating needs: a storage of theirs is never moved,
+    `offloadable` returns the tensors to offload. `needed` returns those that generating needs: a storage of theirs is never moved,
     even if an offloadable tensor shares it. Bytes and seconds (both directions) are counted until they are read.
     """
 
-    def __init__(self, mover: HostMover, needed: Tensors, idle: Tensors, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, mover: HostMover, needed: Tensors, offloadable: Tensors, least_bytes: int = LEAST_BYTES) -> None:
         self._mover, self._needed, self._least_bytes = mover, needed, least_bytes
-        self._idle: list[Tensors] = [idle]
+        self._offloadable: list[Tensors] = [offloadable]
         self._offloaded: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # by address, with the copy on the host
         self.bytes_away = 0
         self.seconds = 0.0
 
-    def add(self, idle: Tensors) -> None:
-        self._idle.append(idle)
+    def add(self, offloadable: Tensors) -> None:
+        self._offloadable.append(offloadable)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
@@ -73,7 +73,7 @@ class Rest:
         Raises MemoryExhaustedError if the host has no room for them, or the device has none when they return.
         """
         try:
-            self._offload(tensor for idle in self._idle for tensor in idle())
+            self._offload(tensor for offloadable in self._offloadable for tensor in offloadable())
             yield
         except BaseException:
             # Return as many as there is room for; a second error must not hide the first.

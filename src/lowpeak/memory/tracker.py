@@ -60,8 +60,8 @@ class MemoryTracker:
         self._done: dict[str, PhaseUse] = {}
 
     @property
-    def how(self) -> str:
-        return self._gauge.how
+    def description(self) -> str:
+        return self._gauge.description
 
     @property
     def where(self) -> str:
@@ -107,9 +107,9 @@ class MemoryTracker:
 
 
 class DeviceGauge:
-    """The peak of torch's caching allocator on one device. `how` describes the measurement to users."""
+    """The peak of torch's caching allocator on one device. `description` describes the measurement to users."""
 
-    how = "bytes of tensors on the device (torch's allocator)"
+    description = "bytes of tensors on the device (torch's allocator)"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -140,7 +140,7 @@ class ResidentGauge:
         with suppress(OSError):
             clear_refs.write_text("5")
             self._clear_refs = clear_refs
-        self.how = "resident memory of the process (" + (
+        self.description = "resident memory of the process (" + (
             "high-water mark)"
             if self._clear_refs
             else "sampled at the begin and end of phases; peaks in between are missed)"

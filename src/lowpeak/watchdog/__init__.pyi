@@ -1,8 +1,8 @@
-from lowpeak.watchdog.connections import Line as Line
+from lowpeak.watchdog.connections import RankConnection as RankConnection
 from lowpeak.watchdog.connections import accept_known as accept_known
-from lowpeak.watchdog.connections import answer as answer
-from lowpeak.watchdog.connections import call as call
-from lowpeak.watchdog.failure_detector import Watch as Watch
+from lowpeak.watchdog.connections import accept_ranks as accept_ranks
+from lowpeak.watchdog.connections import connect_to_rank_0 as connect_to_rank_0
+from lowpeak.watchdog.failure_detector import FailureDetector as FailureDetector
 from lowpeak.watchdog.failure_detector import told as told
 from lowpeak.watchdog.failure_detector import watched as watched
 from lowpeak.watchdog.orphans import PARENT as PARENT

@@ -30,39 +30,39 @@ LOOPBACK = "127.0.0.1"
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 _SEND_SECONDS = 5.0
 _RANK_BYTES = 4
-MAX_STRANGERS = 128  # connections that have not sent the token yet
+MAX_UNVERIFIED = 128  # connections that have not sent the token yet
 _POLL_SECONDS = 0.25  # until a server that another thread closed is noticed
 
-Callers = dict[socket.socket, bytes]  # bytes received from each, the oldest connection first
+Unverified = dict[socket.socket, bytes]  # bytes received from each, the oldest connection first
 
-_open: weakref.WeakSet[Line] = weakref.WeakSet()
+_open: weakref.WeakSet[RankConnection] = weakref.WeakSet()
 
 
-class Line:
+class RankConnection:
     """A connection to `rank` on which both ends send JSON lists, one per line."""
 
-    def __init__(self, connection: socket.socket, rank: int) -> None:
+    def __init__(self, raw: socket.socket, rank: int) -> None:
         self.rank = rank
-        self.connection = connection
+        self.socket = raw
         self._partial = b""  # the beginning of a message that has not come completely
         self._sending = threading.Lock()
-        connection.settimeout(_SEND_SECONDS)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        raw.settimeout(_SEND_SECONDS)
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for option, value in _PROBES.items():
             if hasattr(socket, option):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+                raw.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         _open.add(self)
 
     def send(self, *message: Any) -> None:
         """Send a message; drop it if the other end is gone, which `receive` reports."""
         with self._sending, suppress(OSError):
-            self.connection.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> list[list[Any]]:
         """Return the messages that have arrived; raise EOFError if the other end is gone."""
         try:
-            data = self.connection.recv(1 << 16)
+            data = self.socket.recv(1 << 16)
         except TimeoutError:
             return []
         except OSError as error:
@@ -74,11 +74,11 @@ class Line:
 
     def close(self) -> None:
         with suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
+            self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
 
 
-def connect(ranks: Ranks) -> list[Line] | None:
+def connect(ranks: Ranks) -> list[RankConnection] | None:
     """Connect all ranks with rank 0: return rank 0's connections to the others, or a rank's connection to rank 0.
 
     Return None, and log one warning, if a rank cannot connect. All ranks must call it.
@@ -87,16 +87,19 @@ def connect(ranks: Ranks) -> list[Line] | None:
     hosts = ranks.gather(_this_host())
     is_one_host = len(set(hosts)) == 1
     if ranks.rank == 0:
-        server = _listen(ranks.world_size + MAX_STRANGERS, loopback=is_one_host)
+        server = _listen(ranks.world_size + MAX_UNVERIFIED, loopback=is_one_host)
     # Other hosts have reached rank 0's at MASTER_ADDR before; its hostname may not resolve there.
     address = LOOPBACK if is_one_host else os.environ.get("MASTER_ADDR") or socket.gethostname()
     endpoint = ranks.gather((address, server.getsockname()[1], token) if server else None)[0]
     assert endpoint is not None, "rank 0 listens"
     host, port, token = endpoint
-    lines: list[Line] = []
+    connections: list[RankConnection] = []
     problem: str | None = None
     try:
-        lines = answer(server, token, ranks.world_size - 1) if server else [call(host, port, token, ranks.rank)]
+        if server is not None:
+            connections = accept_ranks(server, token, ranks.world_size - 1)
+        else:
+            connections = [connect_to_rank_0(host, port, token, ranks.rank)]
     except OSError as error:
         problem = f"rank {ranks.rank} on {socket.gethostname()} with {host}:{port}: {error}"
     finally:
@@ -104,9 +107,9 @@ def connect(ranks: Ranks) -> list[Line] | None:
             server.close()
     problems = [each for each in ranks.gather(problem) if each]
     if not problems:
-        return lines
-    for line in lines:
-        line.close()
+        return connections
+    for connection in connections:
+        connection.close()
     if ranks.rank == 0:
         logger.warning(
             "The ranks cannot monitor each other (%s). A rank that dies is noticed only after the collectives' timeout.",
@@ -132,23 +135,23 @@ def _this_host() -> str:
     return socket.gethostname()
 
 
-def call(host: str, port: int, token: str, rank: int) -> Line:
+def connect_to_rank_0(host: str, port: int, token: str, rank: int) -> RankConnection:
     """Connect to rank 0 and send it the token and this rank's number."""
-    connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
-    connection.sendall(token.encode() + rank.to_bytes(_RANK_BYTES))
-    return Line(connection, 0)
+    raw = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
+    raw.sendall(token.encode() + rank.to_bytes(_RANK_BYTES))
+    return RankConnection(raw, 0)
 
 
-def answer(server: socket.socket, token: str, number: int) -> list[Line]:
+def accept_ranks(server: socket.socket, token: str, number: int) -> list[RankConnection]:
     """Accept connections of `number` ranks, which send the token and their rank; raise TimeoutError if one is missing."""
-    lines: list[Line] = []
-    for connection, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
-        lines.append(Line(connection, int.from_bytes(rank)))
-        if len(lines) == number:
-            return lines
-    for line in lines:
-        line.close()
-    raise TimeoutError(f"{len(lines)} of {number} ranks connected within {CONNECT_SECONDS:.0f} s")
+    connections: list[RankConnection] = []
+    for raw, rank in accept_known(server, token.encode(), _RANK_BYTES, time.monotonic() + CONNECT_SECONDS):
+        connections.append(RankConnection(raw, int.from_bytes(rank)))
+        if len(connections) == number:
+            return connections
+    for connection in connections:
+        connection.close()
+    raise TimeoutError(f"{len(connections)} of {number} ranks connected within {CONNECT_SECONDS:.0f} s")
 
 
 def accept_known(
@@ -157,19 +160,19 @@ def accept_known(
     """Yield each connection that begins with `token`, and the `num_more` bytes after the token.
 
     Ends at the monotonic time `until`, or when another thread closes the server. Connections are read concurrently, so a slow
-    one delays no other. Of more than MAX_STRANGERS that have not sent the token, the oldest is dropped.
+    one delays no other. Of more than MAX_UNVERIFIED that have not sent the token, the oldest is dropped.
     """
     size = len(token) + num_more
-    callers: Callers = {}
+    unverified: Unverified = {}
     try:
         server.setblocking(False)
         while (remaining := until - time.monotonic()) > 0:
-            for ready in wait([server, *callers], min(_POLL_SECONDS, remaining)):
+            for ready in wait([server, *unverified], min(_POLL_SECONDS, remaining)):
                 assert isinstance(ready, socket.socket), "only sockets are waited for"
                 if ready is server:
-                    _admit(server, callers)
-                elif ready in callers and len(greeting := _receive(ready, callers, size)) == size:
-                    del callers[ready]
+                    _admit(server, unverified)
+                elif ready in unverified and len(greeting := _receive(ready, unverified, size)) == size:
+                    del unverified[ready]
                     if hmac.compare_digest(greeting[: len(token)], token):
                         yield ready, greeting[len(token) :]
                     else:
@@ -178,41 +181,41 @@ def accept_known(
         if server.fileno() >= 0:
             raise
     finally:
-        for caller in callers:
-            caller.close()
+        for client in unverified:
+            client.close()
 
 
-def _admit(server: socket.socket, callers: Callers) -> None:
-    with suppress(OSError):  # the caller has closed the connection already, or this server was closed
-        caller, _ = server.accept()
-        caller.setblocking(False)
-        if len(callers) == MAX_STRANGERS:
-            oldest = next(iter(callers))
-            del callers[oldest]
+def _admit(server: socket.socket, unverified: Unverified) -> None:
+    with suppress(OSError):  # the client has closed the connection already, or this server was closed
+        client, _ = server.accept()
+        client.setblocking(False)
+        if len(unverified) == MAX_UNVERIFIED:
+            oldest = next(iter(unverified))
+            del unverified[oldest]
             oldest.close()
-        callers[caller] = b""
+        unverified[client] = b""
 
 
-def _receive(caller: socket.socket, callers: Callers, size: int) -> bytes:
-    """Return the bytes received from a caller so far; drop a caller that has closed its connection."""
+def _receive(client: socket.socket, unverified: Unverified, size: int) -> bytes:
+    """Return the bytes received from a client so far; drop a client that has closed its connection."""
     try:
-        more = caller.recv(size - len(callers[caller]))
+        more = client.recv(size - len(unverified[client]))
     except BlockingIOError:
-        return callers[caller]
+        return unverified[client]
     except OSError:
         more = b""
-    callers[caller] += more
+    unverified[client] += more
     if more:
-        return callers[caller]
-    del callers[caller]
-    caller.close()
+        return unverified[client]
+    del unverified[client]
+    client.close()
     return b""
 
 
 def _close_in_child() -> None:
     """Close a forked child's copies of the connections: they would keep them open after its rank has died."""
-    for line in list(_open):
-        line.connection.close()
+    for connection in list(_open):
+        connection.socket.close()
 
 
 if hasattr(os, "register_at_fork"):

@@ -29,7 +29,7 @@ from typing import Any
 
 from lowpeak.errors import LowpeakError, RankError, first_line, show_controls
 from lowpeak.ranks import Ranks, is_lost_connection, leave_at_exit
-from lowpeak.watchdog.connections import Line, connect
+from lowpeak.watchdog.connections import RankConnection, connect
 
 logger = logging.getLogger(__name__)
 
@@ -66,23 +66,25 @@ def watched(ranks: Ranks, phase: Callable[[], str], grace: float = GRACE) -> Ite
     Python exits.
     """
     processes = ranks.processes
-    lines = connect(processes) if processes.world_size > 1 and not ranks.reports_errors else None
+    connections = connect(processes) if processes.world_size > 1 and not ranks.reports_errors else None
     with ExitStack() as stack:
-        if lines is not None:
-            watch = stack.enter_context(Watch(processes.rank, lines, phase, grace))
-            stack.enter_context(ranks.report_errors(watch.announce, watch.withdraw))
+        if connections is not None:
+            detector = stack.enter_context(FailureDetector(processes.rank, connections, phase, grace))
+            stack.enter_context(ranks.report_errors(detector.announce, detector.withdraw))
         yield
     leave_at_exit()
 
 
-class Watch:
+class FailureDetector:
     """One rank's failure detector: a thread that listens to rank 0, or on rank 0 to all ranks."""
 
-    def __init__(self, rank: int, lines: list[Line], phase: Callable[[], str], grace: float = GRACE) -> None:
+    def __init__(
+        self, rank: int, connections: list[RankConnection], phase: Callable[[], str], grace: float = GRACE
+    ) -> None:
         self._rank = rank
         self._phase = phase
         self._grace = grace
-        self._lines = {line.rank: line for line in lines}
+        self._connections = {connection.rank: connection for connection in connections}
         self._phases: dict[str, tuple[str, float]] = {}  # by rank, with the time it began; of all ranks only on rank 0
         self._sent_phase = ""
         self._lock = threading.Lock()
@@ -94,7 +96,7 @@ class Watch:
         self._wake_sender, self._wake_receiver = socket.socketpair()
         self._thread = threading.Thread(target=self._run, name="lowpeak-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> FailureDetector:
         self._thread.start()
         return self
 
@@ -106,12 +108,12 @@ class Watch:
         if error is not None and getattr(explained or error, "rank", None) is None:
             self.announce(explained or error)
         self._stopping.set()
-        for line in list(self._lines.values()):
-            line.send("bye")
+        for connection in list(self._connections.values()):
+            connection.send("bye")
         self._wake_sender.close()
         self._thread.join(self._grace)
-        for line in list(self._lines.values()):
-            line.close()
+        for connection in list(self._connections.values()):
+            connection.close()
         if explained is not None:
             raise explained from error
 
@@ -148,13 +150,24 @@ class Watch:
             f"{first_line(error)}. If a rank only needs more time, raise ddp_timeout."
         )
 
-    # Methods below run in the thread.
+    def _describe_others(self) -> str:
+        """Return the phase of each other rank, as far as rank 0 knows."""
+        if self._rank != 0:
+            self._send_to_rank_0("where")
+            self._phases_known.wait(2.0)
+        now = time.monotonic()
+        others = sorted((int(rank), seen) for rank, seen in self._phases.items() if int(rank) != self._rank)
+        return "; ".join(f"rank {rank} is in {phase} for {now - at:.0f} s" for rank, (phase, at) in others) or (
+            "their phases are unknown"
+        )
+
+    # The thread's methods. `announce` calls `_conclude` in the main thread, too.
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as selector:
             selector.register(self._wake_receiver, selectors.EVENT_READ)
-            for line in self._lines.values():
-                selector.register(line.connection, selectors.EVENT_READ, line)
+            for connection in self._connections.values():
+                selector.register(connection.socket, selectors.EVENT_READ, connection)
             while not self._stopping.is_set():
                 self._send_phase()
                 for key, _ in selector.select(max(0.0, min(_POLL_SECONDS, self._deadline - time.monotonic()))):
@@ -173,26 +186,28 @@ class Watch:
         if self._rank != 0:
             self._send_to_rank_0("phase", now)
 
-    def _receive(self, line: Line) -> bool:
+    def _receive(self, connection: RankConnection) -> bool:
         """Handle the messages of a connection; return whether more may come."""
         try:
-            messages = line.receive()
+            messages = connection.receive()
         except EOFError:
-            if not self._stopping.is_set() and line.rank in self._lines:
-                last = self._phases.get(str(line.rank))
-                self._conclude(Verdict(line.rank, f"{_GONE}; it was last seen in {last[0]}" if last else _GONE))
+            if not self._stopping.is_set() and connection.rank in self._connections:
+                last = self._phases.get(str(connection.rank))
+                self._conclude(Verdict(connection.rank, f"{_GONE}; it was last seen in {last[0]}" if last else _GONE))
             return False
-        return all([self._handle(line, *message) for message in messages])
+        return all([self._handle(connection, *message) for message in messages])
 
-    def _handle(self, line: Line, kind: str, *values: Any) -> bool:
+    def _handle(self, connection: RankConnection, kind: str, *values: Any) -> bool:
         """Handle a message; return whether more may come."""
         if kind == "bye":
-            self._lines.pop(line.rank, None)
+            self._connections.pop(connection.rank, None)
             return False
         if kind == "phase":
-            self._phases[str(line.rank)] = (values[0], time.monotonic())
+            self._phases[str(connection.rank)] = (values[0], time.monotonic())
         elif kind == "where":
-            line.send("phases", {rank: (phase, time.monotonic() - at) for rank, (phase, at) in self._phases.items()})
+            connection.send(
+                "phases", {rank: (phase, time.monotonic() - at) for rank, (phase, at) in self._phases.items()}
+            )
         elif kind == "phases":
             self._phases = {rank: (phase, time.monotonic() - ago) for rank, (phase, ago) in values[0].items()}
             self._phases_known.set()
@@ -213,16 +228,16 @@ class Watch:
             self._verdicts.append(verdict)
         message = ("verdict", verdict.rank, verdict.reason, verdict.num_agreed)
         if self._rank == 0:
-            for line in list(self._lines.values()):
-                line.send(*message)
+            for connection in list(self._connections.values()):
+                connection.send(*message)
         elif is_own:
             self._send_to_rank_0(*message)
         self._concluded.set()
 
     def _send_to_rank_0(self, *message: Any) -> None:
-        line = self._lines.get(0)
-        if line is not None:
-            line.send(*message)
+        connection = self._connections.get(0)
+        if connection is not None:
+            connection.send(*message)
 
     def _end_process(self) -> None:
         """Print the verdict and exit: no exception would reach a main thread that hangs or is busy."""
@@ -233,17 +248,6 @@ class Watch:
         print(f"\nlowpeak: error: {verdict.describe(self._rank, self._phase())}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(1)
-
-    def _describe_others(self) -> str:
-        """Return the phase of each other rank, as far as rank 0 knows; called in the main thread."""
-        if self._rank != 0:
-            self._send_to_rank_0("where")
-            self._phases_known.wait(2.0)
-        now = time.monotonic()
-        others = sorted((int(rank), seen) for rank, seen in self._phases.items() if int(rank) != self._rank)
-        return "; ".join(f"rank {rank} is in {phase} for {now - at:.0f} s" for rank, (phase, at) in others) or (
-            "their phases are unknown"
-        )
 
 
 def told(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lowpeak.checkpoint import TensorFiles, staged_files, write_settings, write_weights
+from lowpeak.checkpoint import SafetensorsWriter, staged_files, write_settings, write_weights
 from lowpeak.parallel import layout, outgoing, ranges
 from lowpeak.ranks import Ranks
 from tiny import tiny_experts, tiny_model
@@ -110,7 +110,7 @@ def write(folder, max_bytes, count=4):
         for first in range(0, tensor.numel(), count)
     ]
     random.Random(0).shuffle(pieces)
-    files = TensorFiles(folder, LAYOUT, max_bytes)
+    files = SafetensorsWriter(folder, LAYOUT, max_bytes)
     for piece in pieces:
         files.write(*piece)
 

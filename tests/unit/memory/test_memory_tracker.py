@@ -14,7 +14,7 @@ from lowpeak.memory import MemoryTracker, Phase, ResidentGauge, cgroup_headrooms
 class ScriptedGauge:
     """A gauge whose memory a test sets; it has one peak, as real ones do."""
 
-    how = "scripted"
+    description = "scripted"
 
     def __init__(self):
         self.alive = self.highest = 100
@@ -143,8 +143,8 @@ def test_64_megabytes_in_a_phase_are_seen_there_and_in_the_phase_around_it_and_n
 
 
 def test_the_tracker_says_what_it_measures():
-    ways = {ResidentGauge().how, ResidentGauge(Path("/no/clear_refs")).how}
-    assert MemoryTracker("cpu").how in ways
+    ways = {ResidentGauge().description, ResidentGauge(Path("/no/clear_refs")).description}
+    assert MemoryTracker("cpu").description in ways
     assert len(ways) == 2
 
 

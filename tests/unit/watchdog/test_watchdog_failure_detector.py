@@ -1,4 +1,4 @@
-"""The watch, both ends in one process: who tells whom what, and which errors it explains."""
+"""The failure detectors of two ranks in one process: their messages, and the errors that they explain."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from contextlib import contextmanager
 import pytest
 
 from lowpeak.errors import DataError, RankError
-from lowpeak.watchdog import Line, Watch
+from lowpeak.watchdog import FailureDetector, RankConnection
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24223")
 
 
 def ends():
-    """Rank 0's line to rank 1, and rank 1's to rank 0."""
+    """Rank 0's connection to rank 1, and rank 1's to rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = socket.create_connection(server.getsockname(), timeout=5)
         here, _ = server.accept()
-    return Line(here, 1), Line(there, 0)
+    return RankConnection(here, 1), RankConnection(there, 0)
 
 
 @contextmanager
 def two_ranks():
-    """Both ranks' watches, and rank 1's line."""
+    """Both ranks' detectors, and rank 1's connection."""
     first, second = ends()
     with (
-        Watch(0, [first], lambda: "phase train", 60.0) as zero,
-        Watch(1, [second], lambda: "phase reward", 60.0) as one,
+        FailureDetector(0, [first], lambda: "phase train", 60.0) as zero,
+        FailureDetector(1, [second], lambda: "phase reward", 60.0) as one,
     ):
         yield zero, one, second
 
 
 def told(watch):
-    """What the watch makes of a broken collective once it knows of another rank's failure."""
+    """The detector's explanation of a failed collective, once it knows of another rank's failure."""
     deadline = time.monotonic() + 5.0
     while (found := watch.explain(BROKEN)) is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -55,8 +55,8 @@ def test_an_error_that_one_rank_announces_is_the_others_reason(speaker):
 
 def test_a_rank_that_is_done_may_leave_before_the_others():
     first, second = ends()
-    with Watch(0, [first], lambda: "phase train", 1.0) as zero:
-        with Watch(1, [second], lambda: "phase train", 1.0):
+    with FailureDetector(0, [first], lambda: "phase train", 1.0) as zero:
+        with FailureDetector(1, [second], lambda: "phase train", 1.0):
             pass
         assert zero.explain(ValueError("of this rank's own")) is None
         assert "ddp_timeout" in str(zero.explain(BROKEN))
@@ -89,7 +89,7 @@ def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it():
 def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
     with two_ranks() as (zero, _, line):
         zero.announce(DataError("caught"))
-        line.connection.shutdown(socket.SHUT_RDWR)
+        line.socket.shutdown(socket.SHUT_RDWR)
         time.sleep(0.5)
         zero.withdraw()
         assert told(zero).startswith("rank 1 ")
@@ -97,11 +97,11 @@ def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
 
 ENDED = """
 import socket, sys, time
-from lowpeak.watchdog import Line, Watch
+from lowpeak.watchdog import RankConnection, FailureDetector
 with socket.create_server(("127.0.0.1", 0)) as server:
     there = socket.create_connection(server.getsockname())
     here, _ = server.accept()
-with Watch(0, [Line(here, 1)], lambda: "phase train", grace=0.1):
+with FailureDetector(0, [RankConnection(here, 1)], lambda: "phase train", grace=0.1):
     print("  0%|          | 3/900 [00:03<17:11, 1.15s/it, training]", end="", file=sys.stderr, flush=True)
     there.close()
     time.sleep(60)
