@@ -35,7 +35,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-def test_strangers_neither_stop_rank_0_nor_keep_a_late_rank_out(who):
+def test_unverified_clients_neither_stop_rank_0_nor_keep_out_a_late_rank(who):
     with socket.create_server(("127.0.0.1", 0), backlog=300) as server, ThreadPoolExecutor(1) as pool:
         accepted = pool.submit(accept_ranks, server, TOKEN, 2)
         port = server.getsockname()[1]
@@ -52,13 +52,13 @@ def test_strangers_neither_stop_rank_0_nor_keep_a_late_rank_out(who):
         del kept
 
 
-def test_a_server_that_was_closed_before_lets_nobody_in():
+def test_a_closed_server_accepts_no_connection():
     server = socket.create_server(("127.0.0.1", 0))
     server.close()
     assert list(accept_known(server, b"token")) == []
 
 
-def test_a_rank_that_never_calls_is_missed(monkeypatch):
+def test_a_rank_that_does_not_connect_is_a_timeout(monkeypatch):
     monkeypatch.setattr("lowpeak.watchdog.connections.CONNECT_SECONDS", 0.5)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

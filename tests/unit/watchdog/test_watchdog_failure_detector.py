@@ -44,7 +44,7 @@ def told(watch):
 
 
 @pytest.mark.parametrize("speaker", [0, 1])
-def test_an_error_that_one_rank_announces_is_the_others_reason(speaker):
+def test_an_announced_error_explains_the_other_ranks_failure(speaker):
     with two_ranks() as (*watches, _):
         watches[speaker].announce(DataError("row 3."))
         where = ("phase train", "phase reward")
@@ -53,7 +53,7 @@ def test_an_error_that_one_rank_announces_is_the_others_reason(speaker):
         assert f"Rank {1 - speaker} was in {where[1 - speaker]}" in sentence
 
 
-def test_a_rank_that_is_done_may_leave_before_the_others():
+def test_a_rank_that_is_done_may_end_before_the_others():
     first, second = ends()
     with FailureDetector(0, [first], lambda: "phase train", 1.0) as zero:
         with FailureDetector(1, [second], lambda: "phase train", 1.0):
@@ -62,7 +62,7 @@ def test_a_rank_that_is_done_may_leave_before_the_others():
         assert "ddp_timeout" in str(zero.explain(BROKEN))
 
 
-def test_the_first_reason_counts_and_an_error_of_this_ranks_own_is_not_explained_away():
+def test_the_first_announced_error_counts_and_unrelated_errors_are_not_explained():
     with two_ranks() as (zero, one, _):
         assert zero.explain(ValueError("a bug of the user's")) is None
         one.announce(ValueError("cause"))
@@ -72,7 +72,7 @@ def test_the_first_reason_counts_and_an_error_of_this_ranks_own_is_not_explained
         assert "cause" in told(zero)
 
 
-def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it():
+def test_a_rank_continues_after_it_caught_an_agreed_error():
     with two_ranks() as (zero, one, _):
         one.announce(DataError("caught"))
         assert "caught" in told(zero)
@@ -86,7 +86,7 @@ def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it():
         assert "new" in told(zero)
 
 
-def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
+def test_a_dead_rank_is_the_reason_also_after_an_agreed_error():
     with two_ranks() as (zero, _, line):
         zero.announce(DataError("caught"))
         line.socket.shutdown(socket.SHUT_RDWR)
@@ -108,7 +108,7 @@ with FailureDetector(0, [RankConnection(here, 1)], lambda: "phase train", grace=
 """
 
 
-def test_the_sentence_of_a_rank_that_is_ended_is_a_line_by_itself_beside_an_open_progress_bar():
+def test_the_message_of_an_ended_rank_starts_on_a_new_line_after_a_progress_bar():
     ended = subprocess.run([sys.executable, "-c", ENDED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("lowpeak: error: rank 1 ")
