@@ -70,7 +70,7 @@ class EngineError(LowpeakError, RuntimeError):
 
 
 class LostEngineError(EngineError):
-    """An engine is gone, was restarted, or dropped its requests; its weights are unknown and must be sent again.
+    """An engine is gone, was restarted, or dropped its requests, so its weights must be sent again.
 
     `finished` are the completions that it returned before, by their requests' index in the wave.
     """
@@ -91,7 +91,7 @@ class CheckpointError(LowpeakError, OSError):
 
 
 class RankError(LowpeakError, RuntimeError):
-    """Another rank of the run is gone, does not answer, or failed with an error that is not lowpeak's."""
+    """Another rank is gone, does not answer, or failed with an error that is not lowpeak's."""
 
 
 class MemoryExhaustedError(LowpeakError, MemoryError):

@@ -35,7 +35,7 @@ _DRAIN_SECONDS = 0.2
 
 
 class Failure(NamedTuple):
-    """An error as it is sent to the other ranks; `rank` is where it began, None if on the sender."""
+    """An error as sent to the other ranks; `rank` is where it began, None if on the sender."""
 
     kind: str
     text: str
@@ -144,7 +144,7 @@ class Ranks:
             self._raise_first(self._gather_from_processes(_failure_of(error)), error)
 
     def gathered(self, call: Callable[[], Item]) -> list[Item]:
-        """Run `call` on all ranks and return their results in rank order; an error is raised as in `propagate_errors`."""
+        """Run `call` on all ranks and return their results in rank order. Errors are raised as in `propagate_errors`."""
         if self._is_single:
             return [call()]
         error: Exception | None = None

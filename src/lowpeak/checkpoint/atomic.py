@@ -36,9 +36,9 @@ _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  #
 
 @contextmanager
 def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
-    """Yield an empty folder that becomes `final`, with a manifest, when the block ends on all ranks without an error.
+    """Yield an empty folder that becomes `final` when the block has succeeded on all ranks.
 
-    All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has flushed it to the disk; an
+    A manifest is added. All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has flushed it to the disk; an
     existing `final` is replaced. After an error on any rank the stage is deleted. Errors of the operating system, also those
     that torch or safetensors wrap, are raised as CheckpointError on all ranks.
     """

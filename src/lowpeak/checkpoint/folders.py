@@ -62,9 +62,9 @@ def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> No
 
 
 def set_aside(run_dir: Path, after: int) -> Path | None:
-    """Move checkpoints of later steps than `after` into a new folder `earlier-K`, and return it; None if there are none.
+    """Move checkpoints of later steps than `after` into a new folder `earlier-K`.
 
-    Another run wrote them. Otherwise a run that starts new or resumes from an earlier step could take one for its last
+    Returns the folder, or None if there are no such checkpoints. Another run wrote them. Otherwise a run that starts new or resumes from an earlier step could take one for its last
     checkpoint.
     """
     others = [path for path in _complete_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
@@ -105,9 +105,9 @@ def check_writable(output_dir: Path) -> None:
 
 
 def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
-    """Return the checkpoint to resume from: none for None and False, the last of `run_dir` for True, else the path.
+    """Return the checkpoint to resume from, or None.
 
-    Call `clean_up_checkpoints` first. Raises CheckpointError if there is none, or if it is not lowpeak's.
+    None and False mean no checkpoint, True the last one of `run_dir`, anything else is a path. Call `clean_up_checkpoints` first. Raises CheckpointError if there is none, or if it is not lowpeak's.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None

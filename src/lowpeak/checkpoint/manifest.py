@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: size and digest of each file, so that a damaged checkpoint is not resumed.
+"""The manifest of a checkpoint: size and digest of each file, verified on resume.
 
 Digests are XXH3 (128 bits), which is as fast as reading the files. They detect damage and are not a signature: anyone who can
 write into the folder can write another manifest.
@@ -38,7 +38,7 @@ Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file
 
 @contextmanager
 def explain_read_errors(file: Path, missing: str = "") -> Iterator[None]:
-    """Raise CheckpointError if the block cannot read a checkpoint's file; `missing` is the message if it does not exist."""
+    """Raise CheckpointError if the block cannot read a checkpoint's file; with `missing` if it does not exist."""
     try:
         yield
     except CheckpointError:
@@ -71,7 +71,7 @@ def write_manifest(folder: Path, shares: Sequence[Entries]) -> None:
 
 
 def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
-    """Raise CheckpointError on all ranks if a checkpoint's files are not those that were saved; each rank reads a share."""
+    """Raise CheckpointError on all ranks if a checkpoint's files changed. Each rank reads a share of them."""
     entries = ranks.first(lambda: _read_manifest(checkpoint))
     damages = ranks.gathered(lambda: _find_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size]))
     damage = next((each for each in damages if each is not None), None)
@@ -99,7 +99,7 @@ def _read_manifest(checkpoint: Path) -> Entries:
 
 
 def _find_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> str | None:
-    """Return a sentence (without its full stop) about the first file that is missing or changed; None if there is none."""
+    """Describe the first file that is missing or changed, without a full stop; None if there is none."""
     for name in names:
         file, (size, digest) = checkpoint / name, entries[name]
         try:

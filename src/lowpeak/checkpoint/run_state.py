@@ -40,7 +40,7 @@ _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
 
 @dataclass(frozen=True)
 class RolloutInUse:
-    """A rollout between two of its steps: its records, its number in the run, and how many of its steps are done."""
+    """A rollout between two of its steps. `number` counts the run's rollouts, `steps_used` its finished steps."""
 
     records: tuple[Record, ...]
     number: int
@@ -113,7 +113,7 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
 
 
 def load_run_state(folder: Path, rank: int = 0) -> RunState:
-    """Return the state that `save_run_state` wrote, with the random states of `rank` if the saved run had that rank.
+    """Return the state that `save_run_state` wrote, with the random states of `rank`.
 
     Raises CheckpointError if a file is missing or damaged, or if a newer version of lowpeak wrote it.
     """

@@ -121,7 +121,7 @@ class _Session:
         return flat.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def _is_offloaded(self, tensor: Tensor) -> bool:
-        """Return whether to offload a tensor: it must be plain, dense, on the device, large and not a view of a parameter."""
+        """Return whether a tensor is plain, dense, on the device, large and not a view of a parameter."""
         # The storage of a tensor made of others (distributed, quantized) does not hold its data.
         plain = tensor.layout is torch.strided and not hasattr(type(tensor), "__tensor_flatten__")
         if not plain or tensor.device != self._mover.device:

@@ -1,4 +1,4 @@
-"""Device memory: whether a device has its own, how much is free, and which errors mean that it ran out."""
+"""Device memory: which devices have it, how much is free, and which errors mean that it ran out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OUT_OF_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "_ALLOC_
 
 
 def has_memory(device: torch.device) -> bool:
-    """Return whether the device has memory apart from the host's: False for the CPU and for Apple's shared memory."""
+    """Return whether the device has separate memory. The CPU has none, and Apple's is shared with the host."""
     return device.type not in ("cpu", "mps")
 
 
@@ -25,7 +25,7 @@ def with_index(device: torch.device) -> torch.device:
 
 
 def is_exhaustion(error: Exception) -> bool:
-    """Return whether an error means that memory ran out: by its class, or by the words of an allocator or library."""
+    """Return whether an error means that memory ran out, by its class or an allocator's or library's words."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in str(error) for sign in _OUT_OF_MEMORY)
 
 

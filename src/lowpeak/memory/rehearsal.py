@@ -1,6 +1,6 @@
-"""Rehearsal of a step: its phases run on fake tensors, with the real code, to learn the peak memory of each.
+"""Rehearsal of a step on fake tensors, to learn the peak memory of each phase.
 
-Fake tensors have shapes and dtypes and no memory, and a fake process group stands for the other ranks, so a step of any model
+The phases run with the real code. Fake tensors have shapes and dtypes and no memory, and a fake process group stands for the other ranks, so a step of any model
 on any number of ranks can be rehearsed on one CPU.
 """
 
@@ -30,7 +30,7 @@ _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
 
 @dataclass(frozen=True)
 class PhasePeaks:
-    """Bytes of tensors on one rank: `loaded` before any phase, then the peak of each; all include the model."""
+    """Peak bytes of tensors on one rank, in each phase. All include the model, `loaded` before any phase."""
 
     loaded: int
     score: int
@@ -54,7 +54,7 @@ def rehearse(
     make_optimizer: Callable[[Iterable[Tensor]], torch.optim.Optimizer] = _FUSED_ADAMW,
     max_grad_norm: float = 1.0,
 ) -> PhasePeaks:
-    """Return the peak of each phase of a step on rank 0 of `world_size`: FSDP2, or one device if that is 1.
+    """Return the peak of each phase of a step on rank 0 of `world_size` (FSDP2 if above 1).
 
     `make_model` must return the model with its head installed; it is called under FakeTensorMode, where a model takes no
     memory. `micro_batches` are rank 0's, packed outside. `compute` is torch.bfloat16 for a run with `bf16=True`. A first step,

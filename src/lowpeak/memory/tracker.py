@@ -98,7 +98,7 @@ class MemoryTracker:
         return done
 
     def _read(self) -> None:
-        """Credit the gauge's peak to all open phases and reset it: there is only one gauge for nested phases."""
+        """Credit the gauge's peak to all open phases and reset it. Nested phases share the one gauge."""
         if self._open:
             peak, reserved = self._gauge.peak()
             reading = PhaseUse(0.0, peak, 0, reserved)

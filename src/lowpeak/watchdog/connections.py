@@ -79,9 +79,9 @@ class RankConnection:
 
 
 def connect(ranks: Ranks) -> list[RankConnection] | None:
-    """Connect all ranks with rank 0: return rank 0's connections to the others, or a rank's connection to rank 0.
+    """Connect all ranks with rank 0, and return this rank's connections.
 
-    Return None, and log one warning, if a rank cannot connect. All ranks must call it.
+    Rank 0 has one to each other rank, the others have one to rank 0. Return None, and log one warning, if a rank cannot connect. All ranks must call it.
     """
     server, token = None, secrets.token_hex(16)
     hosts = ranks.gather(_this_host())
@@ -129,7 +129,7 @@ def _listen(backlog: int, *, loopback: bool) -> socket.socket:
 
 
 def _this_host() -> str:
-    """Return an id of the machine's boot and network namespace: equal if and only if processes share the loopback address."""
+    """Return the ids of the machine's boot and network namespace. Equal ids mean a shared loopback address."""
     with suppress(OSError):  # not Linux
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{os.stat('/proc/self/ns/net').st_ino}"
     return socket.gethostname()

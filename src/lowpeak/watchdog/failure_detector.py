@@ -118,11 +118,11 @@ class FailureDetector:
             raise explained from error
 
     def announce(self, error: BaseException) -> None:
-        """Send this rank's error to the others, and start the grace period; the first announced error is the run's."""
+        """Send this rank's error to the others, and start the grace period. The first announced error counts."""
         self._conclude(Verdict(self._rank, f"failed in {self._phase()}: {told(error)}", self._num_agreed))
 
     def withdraw(self) -> None:
-        """Cancel the verdict on an error that all ranks have agreed on, so that a caller that catches it may continue."""
+        """Cancel the verdict on an error that all ranks have agreed on. A caller may catch it and continue."""
         with self._lock:
             self._num_agreed += 1
             self._verdicts = [each for each in self._verdicts if each.num_agreed >= self._num_agreed]

@@ -18,7 +18,7 @@ _SAVING_SECONDS = 30.0  # as long as torchrun gives ranks
 
 
 def end_training_with_parent() -> None:
-    """Watch the parent that the environment names, if any, and leave the run time to finish its step and save."""
+    """Watch the parent that the environment names, if any. The run has time to finish its step and save."""
     if PARENT in os.environ:
         end_with_parent(first=True, grace=_SAVING_SECONDS)
         # Processes that this one starts have another parent.
@@ -26,9 +26,9 @@ def end_training_with_parent() -> None:
 
 
 def end_with_parent(first: bool, grace: float = 2.0) -> None:
-    """Start a thread that ends the process group after the parent has died: SIGTERM, then SIGKILL after `grace` seconds.
+    """Start a thread that ends the process group after the parent has died.
 
-    The `first` process of a group reads its parent from the environment, because the parent may have died already. If it was
+    It sends SIGTERM, and SIGKILL after `grace` seconds. The `first` process of a group reads its parent from the environment, because the parent may have died already. If it was
     started into another process's group, it ends alone. The grace also covers an orderly exit, in which a parent ends shortly
     before its children.
     """
