@@ -38,9 +38,9 @@ _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  #
 def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
     """Yield an empty folder that becomes `final` when the block has succeeded on all ranks.
 
-    A manifest is added. All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has flushed it to the disk; an
-    existing `final` is replaced. After an error on any rank the stage is deleted. Errors of the operating system, also those
-    that torch or safetensors wrap, are raised as CheckpointError on all ranks.
+    A manifest is added. All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has
+    flushed it to the disk; an existing `final` is replaced. After an error on any rank the stage is deleted. Errors of
+    the operating system, also those that torch or safetensors wrap, are raised as CheckpointError on all ranks.
     """
     first, stage = ranks is None or ranks.rank == 0, in_state(final, "staged")
     step = partial(_step, ranks, stage, partial(_failure_message, final))

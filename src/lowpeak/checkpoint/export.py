@@ -1,8 +1,8 @@
 """Export of a model in the Hugging Face layout, slice by slice.
 
-Beyond the shards only one slice is in memory. Tensors have their names in the model's checkpoint on the hub. transformers merges some of a checkpoint's tensors when it loads
-them (the experts of MoE models); its reverse mapping splits them again. For that, rank 0 assembles such tensors in host memory,
-as few at a time as the mapping allows.
+Beyond the shards only one slice is in memory. Tensors have their names in the model's checkpoint on the hub.
+transformers merges some of a checkpoint's tensors when it loads them (the experts of MoE models); its reverse mapping
+splits them again. For that, rank 0 assembles such tensors in host memory, as few at a time as the mapping allows.
 """
 
 from __future__ import annotations

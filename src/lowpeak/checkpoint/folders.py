@@ -64,8 +64,8 @@ def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> No
 def set_aside(run_dir: Path, after: int) -> Path | None:
     """Move checkpoints of later steps than `after` into a new folder `earlier-K`.
 
-    Returns the folder, or None if there are no such checkpoints. Another run wrote them. Otherwise a run that starts new or resumes from an earlier step could take one for its last
-    checkpoint.
+    Returns the folder, or None if there are no such checkpoints. Another run wrote them. Otherwise a run that starts
+    new or resumes from an earlier step could take one for its last checkpoint.
     """
     others = [path for path in _complete_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
     if not others:
@@ -107,7 +107,8 @@ def check_writable(output_dir: Path) -> None:
 def find_resume(run_dir: Path, resume_from_checkpoint: bool | str | os.PathLike[str] | None) -> Path | None:
     """Return the checkpoint to resume from, or None.
 
-    None and False mean no checkpoint, True the last one of `run_dir`, anything else is a path. Call `clean_up_checkpoints` first. Raises CheckpointError if there is none, or if it is not lowpeak's.
+    None and False mean no checkpoint, True the last one of `run_dir`, anything else is a path. Call
+    `clean_up_checkpoints` first. Raises CheckpointError if there is none, or if it is not lowpeak's.
     """
     if resume_from_checkpoint is None or resume_from_checkpoint is False:
         return None

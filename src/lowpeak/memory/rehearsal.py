@@ -1,7 +1,7 @@
 """Rehearsal of a step on fake tensors, to learn the peak memory of each phase.
 
-The phases run with the real code. Fake tensors have shapes and dtypes and no memory, and a fake process group stands for the other ranks, so a step of any model
-on any number of ranks can be rehearsed on one CPU.
+The phases run with the real code. Fake tensors have shapes and dtypes and no memory, and a fake process group stands
+for the other ranks, so a step of any model on any number of ranks can be rehearsed on one CPU.
 """
 
 from __future__ import annotations

@@ -81,7 +81,8 @@ class RankConnection:
 def connect(ranks: Ranks) -> list[RankConnection] | None:
     """Connect all ranks with rank 0, and return this rank's connections.
 
-    Rank 0 has one to each other rank, the others have one to rank 0. Return None, and log one warning, if a rank cannot connect. All ranks must call it.
+    Rank 0 has one to each other rank, the others have one to rank 0. Return None, and log one warning, if a rank cannot
+    connect. All ranks must call it.
     """
     server, token = None, secrets.token_hex(16)
     hosts = ranks.gather(_this_host())

@@ -28,9 +28,9 @@ def end_training_with_parent() -> None:
 def end_with_parent(first: bool, grace: float = 2.0) -> None:
     """Start a thread that ends the process group after the parent has died.
 
-    It sends SIGTERM, and SIGKILL after `grace` seconds. The `first` process of a group reads its parent from the environment, because the parent may have died already. If it was
-    started into another process's group, it ends alone. The grace also covers an orderly exit, in which a parent ends shortly
-    before its children.
+    It sends SIGTERM, and SIGKILL after `grace` seconds. The `first` process of a group reads its parent from the
+    environment, because the parent may have died already. If it was started into another process's group, it ends
+    alone. The grace also covers an orderly exit, in which a parent ends shortly before its children.
     """
     expected = int(os.environ[PARENT]) if first else os.getppid()
     alone = first and os.getpgrp() != os.getpid()
