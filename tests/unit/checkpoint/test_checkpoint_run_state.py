@@ -155,7 +155,7 @@ def test_a_state_that_lacks_an_entry_is_damaged_and_one_of_a_newer_format_is_not
     plain = json.loads((tmp_path / STATE_FILE).read_text())
     lacking = {name: plain[name] for name in plain if name != "cursor"}
     newer = {**plain, "format": FORMAT_VERSION + 1}
-    for changed, told in ((lacking, f"{STATE_FILE}.* damaged"), (newer, f"{FORMAT_VERSION + 1}.*{FORMAT_VERSION};")):
+    for changed, told in ((lacking, f"{STATE_FILE}.* damaged"), (newer, f"{FORMAT_VERSION + 1}.*{FORMAT_VERSION}\\.")):
         (tmp_path / STATE_FILE).write_text(json.dumps(changed))
         with pytest.raises(CheckpointError, match=told):
             load_run_state(tmp_path)
