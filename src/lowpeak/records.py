@@ -29,11 +29,12 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 MetricKind = Literal["mean", "sum", "max", "min"]
-Weights = Literal["merged", "adapter", "base"]  # which weights of a model are exported: see Strategy.slices
-Layout = Mapping[
-    str, tuple[tuple[int, ...], torch.dtype]
-]  # each parameter's unsharded shape and dtype, by name, ordered
-Unit = Literal["token", "sequence", "pair"]  # what a loss weighs; never split between micro-batches
+# Which weights of a model are exported: see Strategy.slices.
+Weights = Literal["merged", "adapter", "base"]
+# Each parameter's unsharded shape and dtype, by name, in a fixed order.
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+# What a loss weighs; a unit is never split between micro-batches.
+Unit = Literal["token", "sequence", "pair"]
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,7 @@ class Record:
     - `old`, `reference`: log-probs under the policy before the rollout's first step, and under the reference model
     - `values`, `returns`: the critic's predictions, and their regression targets
     - `entropy`: of the policy's next-token distribution
+    - `advantages`: the weights of the tokens' policy gradients
     - `token_rewards`: the part of `reward` that reward functions gave to single tokens
     """
 
