@@ -1,4 +1,7 @@
-"""Errors a user can meet: each says what is wrong, where, and what to do, and is also the stdlib error it refines."""
+"""Errors that users meet, and text for error messages.
+
+Each class is also the built-in error that it refines. A message names the subject, the value, the reason and the remedy.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,29 @@ from importlib.util import find_spec
 from typing import Any
 
 _CONTROLS = {code: f"\\x{code:02x}" for code in (*range(0x20), *range(0x7F, 0xA0)) if code not in (0x09, 0x0A)}
-# Overrides and isolates of the direction of writing: they show what follows in another order than it has.
+# Unicode's bidirectional overrides and isolates: a terminal shows the text after them in another order.
 _DIRECTIONS = {code: f"\\u{code:04x}" for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))}
 
 
 def show_controls(text: str) -> str:
-    r"""Return text with control characters other than line ends and tabs written out, as \x1b or \u202e.
+    r"""Return text with its control characters, except line ends and tabs, escaped as \x1b or \u202e.
 
-    A terminal would obey them, and models and servers write them.
+    Models and servers may write them, and a terminal would obey.
     """
     return text.translate(_CONTROLS | _DIRECTIONS)
 
 
 def first_line(error: BaseException | None) -> str:
-    """Return the first line of what an error says, without its full stop, and the next where it ends in a colon.
+    """Return the first line of an error's message, without its full stop.
 
-    An error that says nothing is the name of its class.
+    If that line ends in a colon, the next one is added. Without a message it is the name of the class.
     """
     lines = [line.strip() for line in str(error or "").strip().splitlines()] or [type(error).__name__]
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 class LowpeakError(Exception):
-    """Base of every error that lowpeak raises on purpose; `rank` is the rank that failed, where it is another one."""
+    """The base class of lowpeak's errors; `rank` is the rank that failed, if it is another one."""
 
     rank: int | None = None
 
@@ -43,7 +46,7 @@ class ArgumentError(LowpeakError, ValueError):
 
 
 class DataError(LowpeakError, ValueError):
-    """A data set, a row or a prompt cannot be used."""
+    """A data set, or one of its rows or prompts, cannot be used."""
 
 
 class ModelError(LowpeakError, ValueError):
@@ -51,11 +54,11 @@ class ModelError(LowpeakError, ValueError):
 
 
 class HeadMismatchError(ModelError):
-    """The log-prob core and the model's own logits disagree at start-up."""
+    """The log-prob core and the model's logits disagree at start-up."""
 
 
 class RewardError(LowpeakError, RuntimeError):
-    """A reward function failed or returned something that is not one float or None per completion."""
+    """A reward function failed, or did not return one float or None per completion."""
 
 
 class RewardTimeoutError(RewardError, TimeoutError):
@@ -63,24 +66,24 @@ class RewardTimeoutError(RewardError, TimeoutError):
 
 
 class EngineError(LowpeakError, RuntimeError):
-    """A rollout engine or a `rollout_func` returned something that cannot be used."""
+    """A rollout engine or a `rollout_func` failed, or its result cannot be used."""
 
 
 class LostEngineError(EngineError):
-    """An engine is gone, was restarted, or gave its requests up: it holds no known weights and must be loaded again.
+    """An engine is gone, was restarted, or dropped its requests, so its weights must be sent again.
 
-    `finished` are the answers that came before, by the place of their requests in the wave.
+    `finished` are the completions that it returned before, by their requests' index in the wave.
     """
 
     finished: Mapping[int, Any] = {}
 
 
 class StoppedError(LowpeakError, InterruptedError):
-    """A wait was given up because the run was asked to stop; what was done before it stands."""
+    """A wait was aborted because the run was asked to stop; work done before it is kept."""
 
 
 class NonFiniteError(LowpeakError, FloatingPointError):
-    """A loss, log-prob or gradient is NaN or infinite; raised before the optimizer step."""
+    """A loss, log-prob or gradient is NaN or infinite. Raised before the optimizer step."""
 
 
 class CheckpointError(LowpeakError, OSError):
@@ -88,25 +91,31 @@ class CheckpointError(LowpeakError, OSError):
 
 
 class RankError(LowpeakError, RuntimeError):
-    """Another rank of the run is gone, does not answer, or failed with an error that is not lowpeak's."""
+    """Another rank is gone, does not answer, or failed with an error that is not lowpeak's."""
 
 
 class MemoryExhaustedError(LowpeakError, MemoryError):
-    """A phase took more memory than there is."""
+    """A phase ran out of memory."""
 
 
 class MissingPackageError(LowpeakError, ImportError):
-    """An optional package is needed for what was asked."""
+    """An optional package that the arguments need is not installed."""
 
 
 def is_installed(package: str) -> bool:
-    """Return whether a package is installed, without importing it; a folder of that name on the path is none."""
-    found = find_spec(package)
-    return found is not None and found.origin is not None
+    """Return whether a package is installed, without importing it.
+
+    A folder of that name on `sys.path` (a namespace package) does not count.
+    """
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def require_package(package: str, what: str, extra: str, otherwise: str = "", named: str = "") -> None:
-    """Raise MissingPackageError where a package that `what` needs is not installed; `extra` is that of lowpeak that has it."""
+    """Raise MissingPackageError if `package`, which `what` needs, is not installed.
+
+    `extra` is lowpeak's extra that installs it, `named` the package's name for users, `otherwise` another remedy.
+    """
     if not is_installed(package):
         raise MissingPackageError(
             f"{what} needs {named or package}, which is not installed: pip install 'lowpeak[{extra}]'{otherwise}."
@@ -115,11 +124,14 @@ def require_package(package: str, what: str, extra: str, otherwise: str = "", na
 
 @contextmanager
 def fail_on_exit(kind: type[LowpeakError], function: str) -> Iterator[None]:
-    """Raise `kind` if the user's function that the block calls ends in SystemExit: the run would end as if it had succeeded."""
+    """Raise `kind` if the user's function that the block calls ends in SystemExit.
+
+    Otherwise the run would end as if it had succeeded.
+    """
     try:
         yield
     except SystemExit as stop:
         raise kind(
-            f"{function} called sys.exit({'' if stop.code is None else repr(stop.code)}), which would end the run without a save: "
-            "raise an error that says why instead."
+            f"{function} called sys.exit({'' if stop.code is None else repr(stop.code)}), which would end the run without saving. "
+            "Raise an error with the reason instead."
         ) from stop

@@ -1,9 +1,14 @@
-"""Ranks: all that a run asks of other processes. One process is the degenerate case of the same calls.
+"""The ranks of a run: sums, extremes, gathers and errors across processes.
 
-A *rank* has a share of the data. Under tensor parallelism several processes, *peers*, are one rank: they hold parts of one
-model's tensors and do the same work, and what the first of them says counts. Sums and choices that must be the same
-everywhere go through `sum`, `max`, `min`, `gather` and `first`; whatever one process alone can fail at goes through
-`together`, `gathered` and `first`, which make its failure everybody's.
+A *rank* has a share of the data. Under tensor parallelism (TP) several processes are one rank: each has a part of the model's
+tensors, all do the same work, and the first of them, the TP leader, contributes for the rank. In a single process every
+method works without communication, so callers need no branch.
+
+Two kinds of methods:
+
+- `sum`, `max`, `min`, `gather` exchange values. All ranks must call them in the same order.
+- `call_on_all`, `call_on_first` and `propagate_errors` run code that may fail on one rank alone, and raise its error on all
+  ranks. Without them the other ranks would wait in their next collective until it times out.
 """
 
 from __future__ import annotations
@@ -24,13 +29,13 @@ from lowpeak.errors import LowpeakError, RankError
 
 Item = TypeVar("Item")
 
-# What gloo, NCCL and c10d's store say when a peer is gone or late; they raise plain RuntimeErrors.
-_SIGNS = ("gloo", "nccl", "c10d", "tcpstore", "by peer", "broken pipe", "timed out waiting", "collective")
+# Words of gloo's, NCCL's and c10d's errors when another process is gone or late; they raise plain RuntimeErrors.
+_LOST_CONNECTION = ("gloo", "nccl", "c10d", "tcpstore", "by peer", "broken pipe", "timed out waiting", "collective")
 _DRAIN_SECONDS = 0.2
 
 
 class Failure(NamedTuple):
-    """An error on its way to the other ranks; `rank` is whose it was first, None where it is the sender's own."""
+    """An error as sent to the other ranks; `rank` is where it began, None if on the sender."""
 
     kind: str
     text: str
@@ -38,52 +43,53 @@ class Failure(NamedTuple):
 
 
 class Ranks:
-    """The ranks of a run: `rank` of `world_size`, and the few collectives that a run needs.
+    """Rank `rank` of `world_size`, with the collectives that a run needs.
 
-    Sums and extremes are of short lists of Python numbers; they travel in float64. With one process each call is the
-    identity. Collectives run on the default process group, so peers make each call together too, or on a part of it (`teams`).
-    `processes` are the same run's processes, each a rank of its own.
+    Sums and extremes are of short lists of Python numbers, in float64. Collectives run on the default process group (or on
+    a `subgroup`), so the processes of a TP group must all make each call. `processes` is the same run without TP groups: each
+    process counts as a rank.
     """
 
-    def __init__(self, device: torch.device | None = None, num_peers: int = 1) -> None:
+    def __init__(self, device: torch.device | None = None, tp_size: int = 1) -> None:
         live = has_group()
         process, num_processes = (dist.get_rank(), dist.get_world_size()) if live else (0, 1)
-        assert num_processes % num_peers == 0, "peers are next to each other, and every rank has as many"
-        self.rank = process // num_peers
-        self.world_size = num_processes // num_peers
-        self.processes = self if num_peers == 1 else Ranks(device)
-        self._num_peers = num_peers
-        self._alarm: Callable[[Exception], None] | None = None
-        self._calm: Callable[[], None] | None = None
-        self._group: Any = None  # the default one
+        assert num_processes % tp_size == 0, f"{num_processes} processes cannot form ranks of {tp_size} each"
+        self.rank = process // tp_size
+        self.world_size = num_processes // tp_size
+        self.processes = self if tp_size == 1 else Ranks(device)
+        self._tp_size = tp_size
+        self._on_error: Callable[[Exception], None] | None = None
+        self._on_agreed: Callable[[], None] | None = None
+        self._group: Any = None  # None: the default process group
         self._device = device if device is not None else torch.device("cpu")
 
     def teams(self, size: int) -> Ranks:
-        """Return the team of this rank: ranks 0 to size-1 are the first one, and so on; all ranks call it together.
+        """Return this rank's subgroup of `size` neighbouring ranks; all ranks must call it.
 
-        A team's `rank` counts within it. `size` divides the world size.
+        Ranks 0 to size-1 are the first subgroup, and so on; `rank` counts within it. `size` must divide the world size.
         """
-        assert self.world_size % size == 0, f"{self.world_size} ranks are no teams of {size}"
-        assert self._num_peers == 1, "a rank of several processes is in no team"
-        team = copy.copy(self)
-        team.processes = team
-        team.rank, team.world_size = self.rank % size, size
+        assert self.world_size % size == 0, f"{self.world_size} ranks cannot be split into subgroups of {size}"
+        assert self._tp_size == 1, "a rank with several processes cannot be in a subgroup"
+        subgroup = copy.copy(self)
+        subgroup.processes = subgroup
+        subgroup.rank, subgroup.world_size = self.rank % size, size
         if size > 1:
+            # Every process must create every group, also those that it is not in.
             groups = [dist.new_group(range(start, start + size)) for start in range(0, self.world_size, size)]
-            team._group = groups[self.rank // size]
-        return team
+            subgroup._group = groups[self.rank // size]
+        return subgroup
 
     @property
     def speaks(self) -> bool:
-        """Whether this process's word is the rank's: of peers, the first."""
-        return self.processes.rank % self._num_peers == 0
+        """Whether this process contributes for its rank: the first of a TP group, else every process."""
+        return self.processes.rank % self._tp_size == 0
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
         return self._reduce(numbers if self.speaks else [0.0] * len(numbers), dist.ReduceOp.SUM)
 
     def sum_tensor(self, values: Tensor) -> Tensor:
-        """Return the sum over ranks of a tensor on the run's device, which the host does not read."""
-        if self._is_alone:
+        """Return the sum over ranks of a tensor on the run's device, without a host synchronization."""
+        if self._is_single:
             return values
         total = values.clone() if self.speaks else torch.zeros_like(values)
         dist.all_reduce(total, group=self._group)
@@ -97,91 +103,99 @@ class Ranks:
 
     def gather(self, item: Item) -> list[Item]:
         """Return every rank's item, in rank order, on every rank."""
-        return self._everybodys(item)[:: self._num_peers]
+        return self._gather_from_processes(item)[:: self._tp_size]
 
     @property
-    def is_watched(self) -> bool:
-        return self._alarm is not None
+    def reports_errors(self) -> bool:
+        return self._on_error is not None
 
     @contextmanager
-    def alarmed(self, alarm: Callable[[Exception], None], calm: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Tell `alarm` of every error during the block, before ranks agree on it: they may not come to that.
+    def report_errors(
+        self, on_error: Callable[[Exception], None], on_agreed: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Call `on_error` with every error during the block, before the ranks agree on it.
 
-        Where they do, each calls `calm` before it raises.
+        They may never agree: another rank can hang in a collective. If they do, each rank calls `on_agreed` before it raises.
         """
-        self._alarm, self._calm = alarm, calm
+        self._on_error, self._on_agreed = on_error, on_agreed
         try:
             yield
         finally:
-            self._alarm = self._calm = None
+            self._on_error = self._on_agreed = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """A block that all ranks enter: an error on any rank is one on every rank.
+        """Raise an error of the block on all ranks; all ranks must enter it.
 
-        The rank that failed raises its own error; the others raise one of its class (RankError where that is not lowpeak's)
-        that names the rank and repeats the sentence. Collectives inside are gone through in any case: a block that holds some
-        opens a `together` for each part, or keeps its error until the end.
+        The rank that failed raises its error unchanged. The others raise one of the same class (RankError if the class is not
+        lowpeak's) that names the rank and repeats the message.
+
+        Collectives inside the block must run on every rank, also on one that failed: wrap each part between them in a block, or
+        defer the error to the end.
         """
-        failure: Exception | None = None
+        error: Exception | None = None
         try:
             yield
-        except Exception as error:
-            if self._is_alone:
+        except Exception as raised:
+            if self._is_single:
                 raise
-            failure = self._alarming(error)
-        if self.max([float(failure is not None)])[0]:
-            self._raise(self._everybodys(_packed(failure)), failure)
+            error = self._report(raised)
+        if self.max([float(error is not None)])[0]:
+            self._raise_first(self._gather_from_processes(_failure_of(error)), error)
 
     def gathered(self, call: Callable[[], Item]) -> list[Item]:
-        """`gather(call())`, in which a call that raises does so on every rank, as in `together`."""
-        if self._is_alone:
+        """Run `call` on all ranks and return their results in rank order. Errors are raised as in `propagate_errors`."""
+        if self._is_single:
             return [call()]
-        failure: Exception | None = None
-        answer: Any = None
+        error: Exception | None = None
+        result: Any = None
         try:
-            answer = call()
-        except Exception as error:
-            failure = self._alarming(error)
-        answers = self._everybodys((_packed(failure), answer))
-        self._raise([packed for packed, _ in answers], failure)
-        return [answer for _, answer in answers[:: self._num_peers]]
+            result = call()
+        except Exception as raised:
+            error = self._report(raised)
+        gathered = self._gather_from_processes((_failure_of(error), result))
+        self._raise_first([failure for failure, _ in gathered], error)
+        return [result for _, result in gathered[:: self._tp_size]]
 
     def first(self, call: Callable[[], Item]) -> Item:
-        """Return what `call()` gives on the first process, which alone makes it; none returns before, its error is everybody's."""
-        makes: Callable[[], Any] = call if self.processes.rank == 0 else lambda: None
-        return self.gathered(makes)[0]
+        """Run `call` on the first process alone, and return its result, or raise its error, on all ranks.
+
+        No rank returns before `call` has ended.
+        """
+        run: Callable[[], Any] = call if self.processes.rank == 0 else lambda: None
+        return self.gathered(run)[0]
 
     @property
-    def _is_alone(self) -> bool:
+    def _is_single(self) -> bool:
         return self.processes.world_size == 1
 
-    def _everybodys(self, item: Item) -> list[Item]:
-        if self._is_alone:
+    def _gather_from_processes(self, item: Item) -> list[Item]:
+        if self._is_single:
             return [item]
         items: list[Any] = [None] * self.processes.world_size
         dist.all_gather_object(items, item, group=self._group)
         return items
 
-    def _alarming(self, error: Exception) -> Exception:
-        if self._alarm is not None:
-            self._alarm(error)
+    def _report(self, error: Exception) -> Exception:
+        if self._on_error is not None:
+            self._on_error(error)
         return error
 
-    def _raise(self, packed: Sequence[Failure | None], own: Exception | None) -> None:
-        """Raise what the ranks agree on, if one of them failed: the own error unless it only repeats another rank's."""
-        failed = [(rank, failure) for rank, failure in enumerate(packed) if failure is not None]
+    def _raise_first(self, failures: Sequence[Failure | None], own_error: Exception | None) -> None:
+        """Raise the processes' error, if one of them failed; on every process the same, which may be `own_error`."""
+        failed = [(process, failure) for process, failure in enumerate(failures) if failure is not None]
         if not failed:
             return
-        if self._calm is not None:
-            self._calm()
-        if own is not None and getattr(own, "rank", None) is None:
-            raise own
-        rank, failure = next((pair for pair in failed if pair[1].rank is None), failed[0])
-        raise _echo(rank, failure) from own
+        if self._on_agreed is not None:
+            self._on_agreed()
+        # An error with a rank only repeats another rank's: that one's original tells more.
+        if own_error is not None and getattr(own_error, "rank", None) is None:
+            raise own_error
+        process, failure = next((pair for pair in failed if pair[1].rank is None), failed[0])
+        raise _error_of(process, failure) from own_error
 
     def _reduce(self, numbers: Sequence[float], op: Any) -> list[float]:
-        if self._is_alone:
+        if self._is_single:
             return [float(x) for x in numbers]
         values = torch.tensor(list(numbers), dtype=torch.float64, device=self._device)
         dist.all_reduce(values, op=op, group=self._group)
@@ -189,12 +203,15 @@ class Ranks:
 
 
 def has_group() -> bool:
-    """Whether this process is in a process group, of however few."""
+    """Return whether torch.distributed has a default process group, of any size."""
     return dist.is_available() and dist.is_initialized()
 
 
 def leave_at_exit() -> None:
-    """Destroy the process group at exit: a thread of Gloo's that frees a tensor while Python ends aborts the process."""
+    """Destroy the process group when Python exits.
+
+    Otherwise a thread of Gloo may free a tensor while the interpreter shuts down, which aborts the process.
+    """
     atexit.unregister(_leave)
     atexit.register(_leave)
 
@@ -202,26 +219,26 @@ def leave_at_exit() -> None:
 def _leave() -> None:
     if has_group():
         dist.destroy_process_group()
-        # Where something still refers to the group, its threads live on: let them finish the last collective.
+        # Its threads live on if something still refers to the group: let them finish the last collective.
         time.sleep(_DRAIN_SECONDS)
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a process group raised this because another rank did not answer, as far as its words tell."""
+    """Return whether a process group raised this because another rank did not answer, judged by the message."""
     text = str(error).lower()
-    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _SIGNS)
+    return isinstance(error, RuntimeError | OSError) and any(sign in text for sign in _LOST_CONNECTION)
 
 
-def _packed(error: Exception | None) -> Failure | None:
+def _failure_of(error: Exception | None) -> Failure | None:
     if error is None:
         return None
     return Failure(type(error).__name__, str(error), getattr(error, "rank", None))
 
 
-def _echo(rank: int, failure: Failure) -> LowpeakError:
+def _error_of(rank: int, failure: Failure) -> LowpeakError:
     kind: Any = getattr(errors, failure.kind, None)
-    is_ours = isinstance(kind, type) and issubclass(kind, LowpeakError)
-    told = failure.text if is_ours else f"{failure.kind}: {failure.text}"
-    error: LowpeakError = (kind if is_ours else RankError)(f"on rank {rank}, and so all ranks stop: {told}")
+    is_lowpeak_error = isinstance(kind, type) and issubclass(kind, LowpeakError)
+    message = failure.text if is_lowpeak_error else f"{failure.kind}: {failure.text}"
+    error: LowpeakError = (kind if is_lowpeak_error else RankError)(f"on rank {rank}, so all ranks stop: {message}")
     error.rank = rank
     return error

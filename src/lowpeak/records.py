@@ -1,10 +1,21 @@
-"""What travels along the straight line: prompts, completions, groups, records, micro-batches, slices, metrics.
+"""Data types of a rollout and its steps: prompts, completions, records, micro-batches, slices and metrics.
 
-Everything is ragged and immutable: nothing is padded before a micro-batch is built, and a later station makes a new record with
-`dataclasses.replace`. Tensors in records live on the CPU.
+In the order in which one rollout makes them:
 
-Shapes are suffixes: C tokens of one completion, T counted tokens of a micro-batch, B rows and L padded length of a
-micro-batch, N rows of a rollout.
+    Prompt        one prompt, tokenized                        drawn from the data set
+    Completion    the tokens generated for it                  returned by an engine
+    Group         a prompt and its G completions               rewarded as a whole
+    Record        one sequence (a prompt and one completion) with its rewards; later with log-probs, values, advantages
+    MicroBatch    the tensors of one forward and backward, packed from records
+    TokenBatch    the part of a micro-batch that a loss reads
+    Metric        a logged number that carries its reduction over micro-batches and ranks
+    WeightSlice   a flat range of one parameter, on its way to an engine or a file
+
+All are immutable: a later station makes a new record with `dataclasses.replace`. Records are ragged, with tensors on the CPU;
+padding first appears in a micro-batch.
+
+Shapes are suffixes: C tokens of one completion; T loss tokens of a micro-batch (those that the loss counts); U units that
+the loss weighs (tokens, sequences or pairs); B sequences of a micro-batch; L the length of a row.
 """
 
 from __future__ import annotations
@@ -18,18 +29,21 @@ from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 MetricKind = Literal["mean", "sum", "max", "min"]
-Weights = Literal["merged", "adapter", "base"]  # of a model that leave: see Strategy.slices
-Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # parameters' names, whole shapes and dtypes, in an order
-Unit = Literal["token", "sequence", "pair"]  # what a loss's weights weigh, and what is never cut
+# Which weights of a model are exported: see Strategy.slices.
+Weights = Literal["merged", "adapter", "base"]
+# Each parameter's unsharded shape and dtype, by name, in a fixed order.
+Layout = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+# What a loss weighs; a unit is never split between micro-batches.
+Unit = Literal["token", "sequence", "pair"]
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One prompt of a rollout.
 
-    `serial` counts the prompts drawn in the run: it is unique within a run, and it is what the sampling hash uses.
-    `source` is the prompt as the data set gave it (a string or a list of messages), which is what rewards see. `begun` is the
-    text of its last message if completions continue that.
+    `serial` counts the prompts drawn in a run; the sampling hash uses it. `source` is the prompt as it stands in the data set
+    (a string or a list of messages); rewards get it. `columns` are the other columns of its table row. `assistant_prefix` is
+    the text of the prompt's last message, if completions continue that message.
     """
 
     serial: int
@@ -45,11 +59,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was generated for one prompt: C tokens, the end-of-sequence token included when there is one.
+    """C generated tokens of one prompt, with the end-of-sequence token if there is one.
 
-    `logprobs` are of the full softmax at the sampling temperature, before top-k, top-p and penalties. `loss_mask` is
-    False where the policy did not write the token (a tool's answer): such tokens are context only. `prompt_ids`
-    overrides the group's prompt for this row (a `rollout_func` may change it); None is the group's own.
+    `logprobs` are of the full softmax at the sampling temperature, before top-k, top-p and penalties. `loss_mask` is False for
+    tokens that the policy did not generate (a tool's answer): they are context only. `prompt_ids` replaces the group's prompt
+    for this completion (a `rollout_func` may change it); None: unchanged. `extra` are columns that a `rollout_func` added.
     """
 
     ids: Tensor  # int32 [C]
@@ -64,6 +78,7 @@ class Completion:
 
     @property
     def num_written(self) -> int:
+        """Return how many of the tokens the policy generated."""
         return int(self.loss_mask.count_nonzero())
 
 
@@ -77,12 +92,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a rollout with all that is fixed for it: ids, rewards, and per-token values added by later stations.
+    """One sequence of a rollout with everything that stays fixed for it.
 
-    `rewards` has one value per reward function, `reward` their weighted sum; NaN where nobody scored. `token_rewards` is the
-    part of `reward` that reward functions gave for single tokens: float32 [C], or None.
-    `old`, `reference`, `values`, `entropy`, `advantages`, `returns` (what values are to become) are float32 [C] or None where
-    nothing needs them.
+    `group` is the index of its prompt's group. `rewards` has one value per reward function, `reward` is their weighted sum; NaN
+    without a score. The tensors below are float32 [C], or None if the algorithm does not need them:
+
+    - `old`, `reference`: log-probs under the policy before the rollout's first step, and under the reference model
+    - `values`, `returns`: the critic's predictions, and their regression targets
+    - `entropy`: of the policy's next-token distribution
+    - `advantages`: the weights of the tokens' policy gradients
+    - `token_rewards`: the part of `reward` that reward functions gave to single tokens
     """
 
     group: int
@@ -105,54 +124,52 @@ class Record:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """The constants of T counted tokens: what a loss knows besides the log-probs and entropies of the pass itself.
+    """The inputs of a loss for T loss tokens, besides the forward's log-probs and entropies.
 
-    `rows_T` says which of the `num_rows` rows a token belongs to, in order. `weights_U` weighs the loss's units: T
-    tokens, `num_rows` sequences, or pairs, of which `pairs_B` says which one a row belongs to. None means that nothing needs
-    it: without `old_T` the run is on-policy and old is the policy's own detached log-prob. `coefficients` are plain numbers of
-    the algorithm's state (an adaptive KL or entropy coefficient).
+    The loss is `sum(weights_U * loss_U)`; its units are the T tokens, the B sequences, or pairs of sequences. Optional tensors
+    are None if the algorithm does not need them; without `old_T` the step is on-policy, and old is the policy's detached
+    log-prob. `coefficients` are numbers of the algorithm's state (an adaptive KL or entropy coefficient).
 
-    The shares are parts of the step: `token_share` is 1 / its counted tokens, `row_share` 1 / its rows, `batch_share` 1 / its
-    micro-batches, over all ranks. They are 0 outside of a step; in a masked micro-batch only `batch_share` is set.
+    The shares are parts of the whole step, over all ranks: 1 / its loss tokens, 1 / its sequences, 1 / its micro-batches. They
+    are 0 outside of a step; a masked micro-batch has a `batch_share` alone.
     """
 
-    rows_T: Tensor  # int64 [T]
-    num_rows: int
+    rows_T: Tensor  # int64 [T]: each token's sequence, ascending
+    num_rows: int  # B
     weights_U: Tensor  # float32 [U]
     advantages_T: Tensor  # float32 [T]
-    sampling_T: Tensor | None = None
+    sampling_T: Tensor | None = None  # log-probs that the engine sampled with
     old_T: Tensor | None = None
     reference_T: Tensor | None = None
     values_T: Tensor | None = None
     returns_T: Tensor | None = None
-    pairs_B: Tensor | None = None  # int64 [B]
+    pairs_B: Tensor | None = None  # int64 [B]: each sequence's pair
     coefficients: Mapping[str, float] = field(default_factory=dict)
     token_share: float = 0.0
     row_share: float = 0.0
     batch_share: float = 0.0
 
     def slice(self, start: int, stop: int) -> TokenBatch:
-        """Return tokens [start, stop): only where the unit is a token, so that `weights_U` is cut alike."""
-        assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never cut"
-        cut: dict[str, Any] = {
+        """Return tokens [start, stop); the loss's unit must be a token."""
+        assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never split"
+        sliced: dict[str, Any] = {
             name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)
         }
-        return replace(self, **cut)
+        return replace(self, **sliced)
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        return _moved(self, device)
+        return _to_device(self, device)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """A prompt and the completions that continue it, one after another in a row: [prompt, c1, ..., cG].
+    """A prompt and completions that share it, one after another in a packed row: [prompt, c1, ..., cG].
 
-    A token sees the prompt's tokens up to itself and its own completion's up to itself, and no other completion. A
-    sequence on its own is a tree with an empty prompt and one completion. All are numbers of tokens; none may be read
-    off a device.
+    A token attends to the prompt and to its completion, up to itself, and to no other completion. A single sequence is a tree
+    with an empty prompt and one completion. All fields are numbers of tokens, known on the host.
     """
 
-    start: int  # where in the row it begins
+    start: int  # position of its first token in the row
     prompt: int
     completions: tuple[int, ...]
 
@@ -163,10 +180,10 @@ class Tree:
 
 @dataclass(frozen=True)
 class Forest:
-    """What one row without padding between its sequences holds: trees one after another, which do not see each other.
+    """The trees of one packed row, one after another; they do not attend to each other.
 
     `position_ids_1L` restart at 0 with each tree, and with each completion at its prompt's length. Tokens after the
-    last tree are padding; nothing sees them.
+    last tree are padding; no token attends to them.
     """
 
     trees: tuple[Tree, ...]
@@ -175,40 +192,43 @@ class Forest:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One forward and backward: B rows padded on the right to L, and the T positions that predict counted tokens.
+    """The tensors of one forward and backward: input ids, and the T positions that predict loss tokens.
 
-    `positions_T` index the flattened [B*L] hidden states; position i predicts `targets_T` (several where completions
-    share a prompt). With right padding and causal attention no real token sees a pad, so there is no attention mask.
-    With a `forest`, B is 1 and the row holds several sequences. A rank with nothing left gets a micro-batch of one
-    counted token of weight 0.
+    Without a `forest` each sequence has a row, padded on the right to L. With right padding and causal attention no real token
+    attends to padding, so there is no attention mask. With a `forest` all sequences are packed into one row.
+
+    `positions_T` index the flattened hidden states, and position `positions_T[i]` predicts `targets_T[i]`. A position may
+    occur several times: completions that share a prompt share its last position. A rank without work left gets a *masked*
+    micro-batch, with one loss token of weight 0, because all ranks must run equally many.
     """
 
-    input_ids_BL: Tensor  # int64
+    input_ids_BL: Tensor  # int64; [1, L] with a forest
     positions_T: Tensor  # int64
     targets_T: Tensor  # int64
     tokens: TokenBatch
-    record_indices: tuple[int, ...]  # which records of the rollout its rows are, in order; empty when masked
-    num_useful: int  # tokens of the forward that are neither padding nor a prompt that its pass had before
-    forest: Forest | None = None  # None: padded rows
+    record_indices: tuple[int, ...]  # indices of its sequences in the rollout, in order; empty if masked
+    num_useful: int  # tokens forwarded, without padding and repeated prompts
+    forest: Forest | None = None  # None: one padded row per sequence
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        return _moved(self, device)
+        return _to_device(self, device)
 
 
-def _moved(value: Any, device: torch.device | str) -> Any:
+def _to_device(value: Any, device: torch.device | str) -> Any:
     """Return a record with its tensors on `device`, without waiting for the copies."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, MicroBatch | TokenBatch | Forest):
-        return replace(value, **{name: _moved(each, device) for name, each in vars(value).items()})
+        return replace(value, **{name: _to_device(each, device) for name, each in vars(value).items()})
     return value
 
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """A flat range of one parameter on its way out: `values` are elements [start, start + len(values)).
+    """A flat range of one parameter: `values` are its elements [start, start + len(values)).
 
-    They are good until the next slice is asked for, and nobody's to change: they may be the parameter's own.
+    `shape` is the whole parameter's. `values` are valid until the next slice is requested, and must not be changed: they may
+    share the parameter's memory.
     """
 
     name: str
@@ -220,9 +240,10 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric that carries its own reduction, so that no loss gathers anything: numbers or 0-d tensors.
+    """A metric that carries its reduction, so that losses need no collectives.
 
-    `mean` divides `total` by `count` after both were summed; `sum` adds totals; `max` and `min` take the extreme.
+    `total` and `count` are numbers or 0-d tensors. Over micro-batches and ranks `mean` sums both and divides `total` by
+    `count`; `sum` adds totals; `max` and `min` take the extreme.
     """
 
     total: Tensor | float
@@ -233,13 +254,17 @@ class Metric:
         assert self.kind == other.kind, f"cannot merge {self.kind} with {other.kind}"
         if self.kind in ("mean", "sum"):
             return Metric(self.total + other.total, self.count + other.count, self.kind)
-        if not isinstance(self.total, Tensor) and not isinstance(other.total, Tensor):  # exact: fp32 ends at 2^24
+        # Python numbers stay Python numbers: fp32 tensors are exact up to 2^24 only.
+        if not isinstance(self.total, Tensor) and not isinstance(other.total, Tensor):
             return Metric((max if self.kind == "max" else min)(self.total, other.total), 1.0, self.kind)
         pick = torch.maximum if self.kind == "max" else torch.minimum
         return Metric(pick(torch.as_tensor(self.total), torch.as_tensor(other.total)), 1.0, self.kind)
 
     def value(self) -> float:
-        """Return the reduced number; NaN for a mean of nothing. Reads the device: once a step, not inside a phase."""
+        """Return the reduced number; NaN for a mean of nothing.
+
+        Synchronizes with the device: call it once a step, not inside a phase.
+        """
         if self.kind != "mean":
             return float(self.total)
         count = float(self.count)
@@ -250,6 +275,6 @@ Metrics = Mapping[str, Metric]
 
 
 def merge_metrics(first: Metrics, second: Metrics) -> dict[str, Metric]:
-    """Return both mappings as one, merging the metrics that stand in both."""
+    """Return the union of two mappings; metrics of the same name are merged."""
     both = {name: first[name].merge(second[name]) for name in first.keys() & second.keys()}
     return {**first, **second, **both}

@@ -65,7 +65,7 @@ RULES = {
         _rooms(
             "rewards",
             "data",
-            "memory.devices",
+            "memory.device_memory",
             "memory.tracker",
             "memory.activation_offload",
             "memory.rollout_offload",

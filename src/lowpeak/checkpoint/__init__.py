@@ -1,4 +1,4 @@
-"""Checkpoints of runs: written atomically, resumed to the same bits, exported as models."""
+"""Checkpoints: atomic writes, a manifest, resuming to the same bits, and exported models."""
 
 from lowpeak.exports import lazy_exports
 

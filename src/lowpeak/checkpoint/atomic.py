@@ -1,43 +1,31 @@
-"""Checkpoints that are whole or not there: staged, synced, renamed, and only then are old ones removed.
+"""Atomic writes: a checkpoint is complete under its name or absent, whenever a run is killed.
 
-`transformers.Trainer` writes `checkpoint-N` in place and removes old ones first, so a run killed meanwhile can leave
-half a checkpoint under the newest name and nothing else. Here a folder has its whole name only while it is whole:
-
-    checkpoint-N.staged     being written; not yet a checkpoint
-    checkpoint-N            whole
-    checkpoint-N.replaced   whole, moved aside while a new checkpoint of the same step takes its name
-    checkpoint-N.removing   no longer a checkpoint; being deleted
-
-A kill at any moment leaves one of these states, and `sweep` ends what it cut off.
-
-An exported model (`save_model`) shares its folder with other files, so its files are staged and take their places one by one.
+A checkpoint's folder is written as a *stage* under another name (see `folders`), flushed to the disk, and renamed. Only then
+are older checkpoints removed. An exported model (`save_model`) shares its folder with other files, so its files are staged and
+renamed one by one.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import os
 import re
-import shutil
-import tempfile
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowpeak.checkpoint.folders import delete_folder, finish_interrupted, in_state, last_checkpoint, sync
 from lowpeak.checkpoint.manifest import digest_share, write_manifest
-from lowpeak.errors import ArgumentError, CheckpointError, LowpeakError
+from lowpeak.errors import CheckpointError, LowpeakError
 
 if TYPE_CHECKING:
     from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-_WHOLE = re.compile(r"checkpoint-(\d+)")
-_LEFTOVER = re.compile(r"(checkpoint-\d+)\.(staged|replaced|removing)")
 _EXPORT_STAGE = ".lowpeak.export"
 _WEIGHTS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -48,45 +36,44 @@ _TORCH_WRITER = ("inline_container", "iostream error", "PytorchStreamWriter")  #
 
 @contextmanager
 def staged(final: Path, ranks: Ranks | None = None) -> Iterator[Path]:
-    """Yield a fresh folder that becomes `final` when the block ends, whole, with a manifest and synced, or not at all.
+    """Yield an empty folder that becomes `final` when the block has succeeded on all ranks.
 
-    All ranks write into the one folder; rank 0 makes it and gives it its name, when every rank has written and synced. A
-    whole `final` from before is replaced. An exception on any rank removes the stage; one from the operating system,
-    whether it came through Python, torch or safetensors, is raised as `CheckpointError` on every rank, with its reason and
-    what is left.
+    A manifest is added. All ranks write into the same folder. Rank 0 creates it, and renames it after every rank has
+    flushed it to the disk; an existing `final` is replaced. After an error on any rank the stage is deleted. Errors of
+    the operating system, also those that torch or safetensors wrap, are raised as CheckpointError on all ranks.
     """
-    first, stage = ranks is None or ranks.rank == 0, _beside(final, "staged")
-    part = partial(_part, ranks, stage, partial(_failure, final))
+    first, stage = ranks is None or ranks.rank == 0, in_state(final, "staged")
+    step = partial(_step, ranks, stage, partial(_failure_message, final))
     try:
-        with part():
+        with step():
             if first:
-                _settle(final)
+                finish_interrupted(final)
                 stage.mkdir(parents=True)
-        with part():
+        with step():
             yield stage
-        with part():
+        with step():
             entries = digest_share(stage, ranks)
         shares = [entries] if ranks is None else ranks.gather(entries)
-        with part():
+        with step():
             if first:
                 write_manifest(stage, shares)
-            _sync_tree(stage)
-        with part():
+            _sync_folder(stage)
+        with step():
             if first:
                 _give_name(stage, final)
     except BaseException:
         if first:
-            _delete(stage)
+            delete_folder(stage)
         raise
 
 
 @contextmanager
 def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
-    """Yield a fresh folder whose files replace those of `folder` one by one when the block ends, synced to the disk.
+    """Yield an empty folder whose files replace those of `folder`, one by one, when the block ends.
 
-    A single file of weights replaces another in one rename. With several, the index goes first and comes last: a kill
-    between leaves no model that loads, and never a mixture of two exports. An error of the operating system is a
-    `CheckpointError` on every rank.
+    A single file of weights is replaced by one rename. With several, the old index is removed first and the new one written
+    last, so a kill in between leaves a model that does not load, never a mixture of two exports. Errors of the operating system
+    are raised as CheckpointError on all ranks.
     """
     first, stage = ranks.rank == 0, folder / _EXPORT_STAGE
 
@@ -94,54 +81,54 @@ def staged_files(folder: Path, ranks: Ranks) -> Iterator[Path]:
         remedy = "Free disk space, check the permissions, or choose another folder."
         return f"cannot write the model into {folder}: {reason}. {remedy}"
 
-    part = partial(_part, ranks, stage, failure)
+    step = partial(_step, ranks, stage, failure)
     try:
-        with part():
+        with step():
             if first:
-                _delete(stage)
+                delete_folder(stage)
                 stage.mkdir(parents=True)
-        with part():
+        with step():
             yield stage
-        with part():
+        with step():
             if first:
-                _sync_tree(stage)
+                _sync_folder(stage)
                 _replace_files(stage, folder)
     finally:
         if first:
-            _delete(stage)
+            delete_folder(stage)
 
 
 def _replace_files(stage: Path, folder: Path) -> None:
-    """Give a stage's files their places, the index of weights last; an earlier export's weights and adapter go."""
+    """Move a stage's files into `folder`, the weights' index last, and remove an earlier export's weights and adapter."""
     names = sorted(path.relative_to(stage) for path in stage.rglob("*") if path.is_file())
     names.sort(key=lambda name: name.name == _INDEX)
-    is_whole = Path(_WEIGHTS) in names or Path(_INDEX) in names
-    # from_pretrained would put an old adapter on the new weights; without an index nothing loads until the new one is there.
-    for name in (*(_ADAPTER if is_whole else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())):
+    is_full_model = Path(_WEIGHTS) in names or Path(_INDEX) in names
+    # from_pretrained would apply an old adapter to the new weights. Without an index the weights do not load.
+    for name in (*(_ADAPTER if is_full_model else ()), *((_INDEX, _WEIGHTS) if Path(_INDEX) in names else ())):
         (folder / name).unlink(missing_ok=True)
     sync(folder)
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         os.replace(stage / name, folder / name)
-    if is_whole:
+    if is_full_model:
         for path in (*folder.glob("model-*-of-*.safetensors"), folder / _INDEX):
             if path.relative_to(folder) not in names:
                 path.unlink(missing_ok=True)
     sync(folder)
-    if not is_whole and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
+    if not is_full_model and Path(_ADAPTER[0]) in names and (folder / "config.json").exists():
         base = json.loads((folder / _ADAPTER[0]).read_text(encoding="utf-8")).get("base_model_name_or_path")
         if base is None or Path(base).resolve() != folder.resolve():
             logger.warning(
-                "%s also holds a whole model, which from_pretrained takes as the base of the adapter saved there now, in place "
-                "of %s: remove that model's config.json and weights, or save the adapter into another folder.",
+                "%s also contains a full model, and from_pretrained would use that as the base of the adapter saved there, "
+                "instead of %s. Remove that model's config.json and weights, or save the adapter into another folder.",
                 folder,
                 base,
             )
 
 
 @contextmanager
-def _part(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
-    """Fail on all ranks together; an error of the operating system is a CheckpointError, the `failure` of its reason."""
+def _step(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> Iterator[None]:
+    """Raise an error of the block on all ranks; an error of the operating system as CheckpointError(failure(reason))."""
     with nullcontext() if ranks is None else ranks.together():
         try:
             yield
@@ -154,102 +141,9 @@ def _part(ranks: Ranks | None, stage: Path, failure: Callable[[str], str]) -> It
             raise CheckpointError(failure(reason)) from error
 
 
-def last_checkpoint(run_dir: Path) -> Path | None:
-    """Return the whole checkpoint of the highest step in `run_dir`, or None; leftovers of killed runs do not count."""
-    return next(reversed(_whole_checkpoints(run_dir)), None)
-
-
-def prune(run_dir: Path, keep: int | None, protect: Collection[Path] = ()) -> None:
-    """Remove the oldest checkpoints until `keep` are left; None or less than one keeps all, as in transformers.
-
-    The newest and those in `protect` (the best one) are never removed. Each loses its name before its files.
-    """
-    if keep is None or keep < 1:
-        return
-    whole = _whole_checkpoints(run_dir)
-    kept = {path.resolve() for path in protect}
-    removable = [path for path in whole[:-1] if path.resolve() not in kept]
-    for checkpoint in removable[: max(0, len(whole) - keep)]:
-        removing = _beside(checkpoint, "removing")
-        try:
-            _delete(removing)
-            os.replace(checkpoint, removing)
-            sync(run_dir)  # the name is gone from the disk, too, before any file is
-            _delete(removing)
-        except OSError as error:
-            message = f"cannot remove the old checkpoint {checkpoint}: {error.strerror}; all checkpoints are whole"
-            raise CheckpointError(f"{message}. Make the folder writable, or raise save_total_limit.") from error
-
-
-def set_aside(run_dir: Path, after: int) -> Path | None:
-    """Move checkpoints beyond step `after`, which another run wrote, into a folder `earlier-K`; None where there are none.
-
-    A run that starts anew or goes on from further back would else mix with them: "the last checkpoint" could be theirs.
-    """
-    others = [path for path in _whole_checkpoints(run_dir) if int(path.name.rpartition("-")[2]) > after]
-    if not others:
-        return None
-    folders = (run_dir / f"earlier-{number}" for number in itertools.count(1))
-    folder = next(folder for folder in folders if not folder.exists())
-    folder.mkdir()
-    for path in others:
-        path.rename(folder / path.name)
-    return folder
-
-
-def sweep(run_dir: Path) -> None:
-    """End what a killed run left: stages and half removed checkpoints go, a checkpoint moved aside gets its name back.
-
-    Call it on one rank, before `last_checkpoint` is asked and while nobody saves into `run_dir`.
-    """
-    if not run_dir.is_dir():
-        return
-    for name in {match[1] for path in run_dir.iterdir() if (match := _LEFTOVER.fullmatch(path.name))}:
-        _settle(run_dir / name)
-
-
-def check_writable(output_dir: Path) -> None:
-    """Make `output_dir` and write a file there that vanishes again; `ArgumentError` where that is not possible.
-
-    It tries instead of asking, because root passes every permission check and still cannot write a read-only disk.
-    """
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir) as probe:
-            probe.write(b"\0")
-            probe.flush()
-    except OSError as error:
-        message = f"output_dir '{output_dir}' cannot be written: {error.strerror}"
-        raise ArgumentError(f"{message}; name a folder that can be made and written, on a disk with space.") from error
-
-
-def _beside(folder: Path, suffix: str) -> Path:
-    return folder.with_name(f"{folder.name}.{suffix}")
-
-
-def _whole_checkpoints(run_dir: Path) -> list[Path]:
-    if not run_dir.is_dir():
-        return []
-    steps = {int(match[1]): path for path in run_dir.iterdir() if (match := _WHOLE.fullmatch(path.name))}
-    return [steps[step] for step in sorted(steps) if steps[step].is_dir()]
-
-
-def _settle(final: Path) -> None:
-    """Bring `final` and its leftovers to rest: `final` is whole or absent, and nothing lies beside it."""
-    _delete(_beside(final, "staged"))
-    replaced, removing = _beside(final, "replaced"), _beside(final, "removing")
-    if replaced.exists() and not final.exists():
-        os.replace(replaced, final)
-        sync(final.parent)
-    elif replaced.exists():
-        _delete(removing)
-        os.replace(replaced, removing)
-    _delete(removing)
-
-
 def _give_name(stage: Path, final: Path) -> None:
-    """Rename a synced stage to `final`; what had the name before is moved aside first, and deleted last."""
-    replaced = _beside(final, "replaced")
+    """Rename a flushed stage to `final`; an older `final` is renamed first, and deleted last."""
+    replaced = in_state(final, "replaced")
     if final.exists():
         os.replace(final, replaced)
     try:
@@ -259,51 +153,29 @@ def _give_name(stage: Path, final: Path) -> None:
             os.replace(replaced, final)
         raise
     sync(final.parent)
-    _settle(final)
+    finish_interrupted(final)
 
 
-def _delete(folder: Path) -> None:
-    """Delete a folder that has no whole name; what resists is left for the next `sweep`, a run need not end for it."""
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-    except OSError as error:
-        logger.warning(
-            "%s could not be removed (%s). It is left over from an unfinished write or removal: delete it by hand.",
-            folder,
-            error.strerror,
-        )
-
-
-def _sync_tree(folder: Path) -> None:
-    """Wait until every file and folder below `folder`, itself included, is on the disk."""
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder, and all files and folders below it, to the disk."""
     for parent, _, files in os.walk(folder, topdown=False):
         for name in files:
             sync(Path(parent, name))
         sync(Path(parent))
 
 
-def sync(path: Path) -> None:
-    """Wait until a file, or a folder's list of names, is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _failure(final: Path, reason: str) -> str:
+def _failure_message(final: Path, reason: str) -> str:
     last = last_checkpoint(final.parent)
-    left = f"the last good checkpoint {last} is whole" if last else "no earlier checkpoint is there"
-    resume = f" and resume from {last}" if last else ""
-    remedy = f"make room or choose another output_dir (save_total_limit keeps fewer checkpoints){resume}"
-    return f"cannot save the checkpoint {final}: {reason}; {left}. To go on, {remedy}."
+    state = f"the last checkpoint {last} is complete" if last else "there is no earlier checkpoint"
+    resume = f", and resume from {last}" if last else ""
+    remedy = f"Free disk space (save_total_limit keeps fewer checkpoints) or choose another output_dir{resume}."
+    return f"cannot save the checkpoint {final}: {reason}; {state}. {remedy}"
 
 
 def _os_reason(error: BaseException, stage: Path) -> str | None:
-    """Return what the operating system said when `error` comes from writing, else None.
+    """Return the operating system's reason if `error` comes from writing, else None.
 
-    torch.save raises RuntimeErrors that may have an OSError behind them, safetensors writes errno into its sentence.
+    torch.save raises RuntimeErrors, which may have an OSError as their cause; safetensors writes errno into its message.
     """
     if isinstance(error, OSError):
         return error.strerror or str(error)
@@ -311,15 +183,15 @@ def _os_reason(error: BaseException, stage: Path) -> str | None:
         return os.strerror(int(match[1]))
     if not isinstance(error, RuntimeError) or not any(sign in str(error) for sign in _TORCH_WRITER):
         return None
-    behind: BaseException | None = error
-    while behind is not None and not isinstance(behind, OSError):
-        behind = behind.__cause__ or behind.__context__
-    told = None if behind is None else behind.strerror
-    return told or _provoke(stage) or f"torch could not write a file ({error})"
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    reason = None if cause is None else cause.strerror
+    return reason or _retry_write(stage) or f"torch could not write a file ({error})"
 
 
-def _provoke(stage: Path) -> str | None:
-    """Return the reason of a failed write that lost its errno: the largest file of the stage is the one that cannot grow."""
+def _retry_write(stage: Path) -> str | None:
+    """Return the reason of a failed write whose errno is lost, by appending to the stage's largest file."""
     sizes = {path: path.stat().st_size for path in stage.rglob("*") if not path.is_dir()}
     if not sizes:
         return None

@@ -1,7 +1,8 @@
-"""A model in the Hugging Face layout, written slice by slice: what is alive beyond the shards is one slice.
+"""Export of a model in the Hugging Face layout, slice by slice.
 
-Names are those of the model's checkpoint on the hub. Where transformers joins a checkpoint's tensors on loading (the experts of
-MoE models), its own reverse mapping cuts them again; such a tensor is put together on rank 0, in host memory, one at a time.
+Beyond the shards only one slice is in memory. Tensors have their names in the model's checkpoint on the hub.
+transformers merges some of a checkpoint's tensors when it loads them (the experts of MoE models); its reverse mapping
+splits them again. For that, rank 0 assembles such tensors in host memory, as few at a time as the mapping allows.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lowpeak.parallel import parts_tied, plain_name
 from lowpeak.records import Layout, WeightSlice
 
 SLICE_BYTES = 8 << 20
-FILE_BYTES = 50 * 10**9  # transformers' own
+FILE_BYTES = 50 * 10**9  # transformers' default
 _ALIGNMENT = 8
 _DTYPE_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 
@@ -35,22 +36,23 @@ _DTYPE_NAMES = {dtype: name for name, dtype in safetensors.torch._TYPES.items()}
 def write_weights(
     folder: Path | None, model: Any, layout: Layout, slices: Iterable[WeightSlice], file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write the slices of `layout` into `folder` as `from_pretrained` reads them; without a folder, take them and drop them.
+    """Write the slices of `layout` into `folder`, as `from_pretrained` reads them; without a folder, discard them.
 
-    Every rank calls it, because slices are broadcast: an error in writing is raised when all slices have come.
+    All ranks must call it, because producing a slice runs collectives.
     """
-    pieces = iter(slices)
+    remaining = iter(slices)
     try:
         if folder is not None:
             writer = _Writer(folder, model, layout, file_bytes)
-            for piece in pieces:
-                writer.take(piece)
+            for piece in remaining:
+                writer.write(piece)
     finally:
-        deque(pieces, maxlen=0)
+        # Also after an error consume all slices: the other ranks wait in their collectives.
+        deque(remaining, maxlen=0)
 
 
 def write_settings(folder: Path, model: Any, layout: Layout) -> None:
-    """Write config and generation config for these weights, and the code of a model that brings its own."""
+    """Write config and generation config for these weights, and the code of a model with custom code."""
     config = copy.deepcopy(model.config)
     if parts_tied(model, layout):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
@@ -64,15 +66,15 @@ def write_settings(folder: Path, model: Any, layout: Layout) -> None:
         model.generation_config.save_pretrained(folder)
 
 
-class TensorFiles:
-    """`model.safetensors`, or several files of at most `max_bytes` (or one tensor) with their index, written range by range.
+class SafetensorsWriter:
+    """A safetensors writer for ranges of tensors, which neither safetensors nor torch's distributed checkpoint offers.
 
-    Each file's header is written first, so that a range can go straight to its place. Until its last range has come a file
-    holds zeros, so the folder is a stage. Neither safetensors nor torch's distributed checkpoint writes a tensor in ranges.
+    It writes `model.safetensors`, or several files of at most `max_bytes` (or one tensor) with their index. Each file's header
+    comes first, so that a range is written directly to its offset. Missing ranges are zeros: write into a staged folder.
     """
 
     def __init__(self, folder: Path, layout: Layout, max_bytes: int) -> None:
-        self._places: dict[str, tuple[Path, int]] = {}  # file and offset
+        self._offsets: dict[str, tuple[Path, int]] = {}  # each tensor's file and offset
         split = split_state_dict_into_shards_factory(
             dict(layout),
             get_storage_size=_nbytes,
@@ -89,8 +91,8 @@ class TensorFiles:
             (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Write values [start, start + len(values)) of the tensor laid out flat."""
-        file, offset = self._places[name]
+        """Write elements [start, start + len(values)) of a flattened tensor."""
+        file, offset = self._offsets[name]
         data = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
         offset += start * values.element_size()
         with file.open("r+b") as stream:
@@ -99,9 +101,10 @@ class TensorFiles:
                 data, offset = data[written:], offset + written
 
     def _begin(self, file: Path, layout: Layout, names: Sequence[str]) -> None:
-        """Write a file's header and reserve its tensors' places: wide dtypes come first, so that each is aligned.
+        """Write a file's header, and extend the file to its full size.
 
-        The header is its length in 8 bytes, then JSON (github.com/huggingface/safetensors, "Format").
+        The header is its length in 8 bytes, then JSON (github.com/huggingface/safetensors, "Format"). Wide dtypes come first, so
+        that every tensor is aligned.
         """
         entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         size = 0
@@ -116,7 +119,7 @@ class TensorFiles:
             stream.write(header)
             stream.truncate(len(header) + size)
         for name in names:
-            self._places[name] = file, len(header) + entries[name]["data_offsets"][0]
+            self._offsets[name] = file, len(header) + entries[name]["data_offsets"][0]
 
 
 class _Writer:
@@ -125,58 +128,61 @@ class _Writer:
     def __init__(self, folder: Path, model: Any, layout: Layout, file_bytes: int) -> None:
         self._model = model
         self._layout = layout
-        self._names: dict[str, str] = {}
-        self._joined = _joined(model, layout)
-        self._parts: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}
+        self._names: dict[str, str] = {}  # of parameters that the checkpoint only renames
+        self._groups = _conversion_groups(model, layout)
+        self._assembled: dict[str, Tensor] = {}
+        self._missing: dict[str, int] = {}  # elements of each assembled tensor that have not come yet
         buffers = _buffers(model)
-        self._files = TensorFiles(folder, self._file_layout(buffers), file_bytes)
+        self._files = SafetensorsWriter(folder, self._file_layout(buffers), file_bytes)
         for name, buffer in buffers.items():
             self._files.write(name, 0, buffer)
 
-    def take(self, piece: WeightSlice) -> None:
-        """Write one slice, or keep it until its tensor, and those that are cut with it, are whole."""
-        if piece.name not in self._joined:
+    def write(self, piece: WeightSlice) -> None:
+        """Write one slice, or keep it until all tensors of its group are complete, and write their conversion."""
+        if piece.name not in self._groups:
             self._files.write(self._names[piece.name], piece.start, piece.values)
             return
-        if piece.name not in self._parts:
+        if piece.name not in self._assembled:
             self._missing[piece.name] = torch.Size(piece.shape).numel()
-            self._parts[piece.name] = torch.empty(self._missing[piece.name], dtype=piece.dtype)
-        self._parts[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
+            self._assembled[piece.name] = torch.empty(self._missing[piece.name], dtype=piece.dtype)
+        self._assembled[piece.name][piece.start : piece.start + len(piece.values)] = piece.values
         self._missing[piece.name] -= len(piece.values)
-        together = self._joined[piece.name]
-        if all(self._missing.get(name) == 0 for name in together):
-            whole = {name: self._parts.pop(name).view(self._layout[name][0]) for name in together}
-            for name, tensor in revert_weight_conversion(self._model, whole).items():
+        group = self._groups[piece.name]
+        if all(self._missing.get(name) == 0 for name in group):
+            complete = {name: self._assembled.pop(name).view(self._layout[name][0]) for name in group}
+            for name, tensor in revert_weight_conversion(self._model, complete).items():
                 self._files.write(name, 0, tensor)
 
     def _file_layout(self, buffers: Mapping[str, Tensor]) -> Layout:
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name in self._layout:
-            group = self._joined.get(name, (name,))
+            group = self._groups.get(name, (name,))
             if name == group[0]:
-                made = _reverted(self._model, self._layout, group)
-                found |= made
-                self._names[name] = next(iter(made))  # of one that is renamed only
-        return found | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
+                converted = _converted_layout(self._model, self._layout, group)
+                layout |= converted
+                self._names[name] = next(iter(converted))
+        return layout | {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in buffers.items()}
 
 
-def _joined(model: Any, layout: Layout) -> dict[str, tuple[str, ...]]:
-    """Return the parameters that are not a checkpoint's tensors as they are, each with those that it has to be cut with.
+def _conversion_groups(model: Any, layout: Layout) -> dict[str, tuple[str, ...]]:
+    """Return the parameters whose tensors differ from the checkpoint's, each with the group it must be converted with.
 
-    As few as possible together: each alone, else those of a layer, as long as this gives what all at once give.
+    Groups are as small as possible: single parameters, else those of a layer, else all. A grouping is right if it converts to
+    the same tensors as all parameters at once.
     """
     changed = [name for name in layout if not _is_renamed_only(model, layout, name)]
     if not changed:
         return {}
-    everything = _reverted(model, layout, changed)
+    expected = _converted_layout(model, layout, changed)
     for groups in ([(name,) for name in changed], _by_layer(changed), [tuple(changed)]):
-        found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        converted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for group in groups:
-            found |= _reverted(model, layout, group)
-        if found == everything:
+            converted |= _converted_layout(model, layout, group)
+        if converted == expected:
             return {name: group for group in groups for name in group}
-    raise CheckpointError("transformers' conversion of the weights' names cannot be reversed for this model.")
+    raise CheckpointError(
+        "transformers cannot reverse its conversion of this model's weights, so the model cannot be exported."
+    )
 
 
 def _is_renamed_only(model: Any, layout: Layout, name: str) -> bool:
@@ -186,7 +192,7 @@ def _is_renamed_only(model: Any, layout: Layout, name: str) -> bool:
 
 
 def _by_layer(names: Iterable[str]) -> list[tuple[str, ...]]:
-    """Return names that agree up to their first number together."""
+    """Group names that are equal up to their first number."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name in names:
         parts = name.split(".")
@@ -199,7 +205,9 @@ def _meta(layout: Layout, names: Iterable[str]) -> dict[str, Tensor]:
     return {name: torch.empty(layout[name][0], dtype=layout[name][1], device="meta") for name in names}
 
 
-def _reverted(model: Any, layout: Layout, names: Iterable[str]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _converted_layout(
+    model: Any, layout: Layout, names: Iterable[str]
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     reverted = revert_weight_conversion(model, _meta(layout, names))
     return {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in reverted.items()}
 
@@ -210,7 +218,7 @@ def _nbytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint holds, which every rank has whole."""
+    """Return the buffers that belong into a checkpoint; every rank has them unsharded."""
     return {
         plain_name(f"{prefix}.{name}".removeprefix(".")): buffer
         for prefix, module in model.named_modules()

@@ -1,7 +1,7 @@
-"""A checkpoint's manifest: size and digest of each of its files, so that no damaged checkpoint is trained on.
+"""The manifest of a checkpoint: size and digest of each file, verified on resume.
 
-Digests are XXH3's (128 bits): they find damage, at the speed at which files are read. They are no signature: who can write into
-the folder can write another manifest.
+Digests are XXH3 (128 bits), which is as fast as reading the files. They detect damage and are not a signature: anyone who can
+write into the folder can write another manifest.
 """
 
 from __future__ import annotations
@@ -24,88 +24,89 @@ if TYPE_CHECKING:
     from lowpeak.ranks import Ranks
 
 MANIFEST_FILE = "lowpeak_manifest.json"
-_REMEDY = "resume from another checkpoint, or start a new run."
-_READ_ON_RESUME = (  # what resuming reads where it finds it
+_REMEDY = "Resume from another checkpoint, or start a new run."
+_READ_ON_RESUME = (  # patterns of files that are read on resume if they exist
     *("model*.safetensors*", "pytorch_model*", "adapter_*", "*/adapter_*", "optimizer*", "scheduler.pt", "scaler.pt"),
     *("lowpeak_*", "shards/*", "reference/*", "critic/*"),
 )
 
-# What readers raise for a damaged file.
+# Exceptions that reading a damaged file may raise.
 _DAMAGE = (ValueError, KeyError, TypeError, AttributeError, RuntimeError, EOFError, UnpicklingError, SafetensorError)
 
 Entries = Mapping[str, tuple[int, str]]  # size in bytes and digest, by the file's path in the checkpoint
 
 
 @contextmanager
-def reading(file: Path, missing: str = "") -> Iterator[None]:
-    """Raise CheckpointError for what goes wrong in reading a checkpoint's file; `missing` is the sentence where it is not there."""
+def explain_read_errors(file: Path, missing: str = "") -> Iterator[None]:
+    """Raise CheckpointError if the block cannot read a checkpoint's file; with `missing` if it does not exist."""
     try:
         yield
     except CheckpointError:
         raise
     except FileNotFoundError as error:
         raise CheckpointError(
-            missing or f"checkpoint {file.parent} has no {file.name}: resume from another checkpoint."
+            missing or f"checkpoint {file.parent} has no {file.name}. Resume from another checkpoint."
         ) from error
     except OSError as error:
         raise CheckpointError(f"cannot read {file}: {error.strerror}.") from error
     except _DAMAGE as error:
-        raise CheckpointError(f"{file} is damaged (cut off or changed: {type(error).__name__}); {_REMEDY}") from error
+        raise CheckpointError(f"{file} is damaged (truncated or changed: {type(error).__name__}). {_REMEDY}") from error
 
 
 def digest_share(folder: Path, ranks: Ranks | None = None) -> Entries:
-    """Return the entries of this rank's share of the files in a folder that all ranks have written; alone, of all files.
+    """Return the entries of this rank's share of a folder's files; without ranks, of all files.
 
-    Rank 0 lists the files: hosts may see a shared disk differently.
+    All ranks must have written their files.
     """
+    # Rank 0 lists the files for all: hosts may see a shared disk differently.
     names = _files(folder) if ranks is None else ranks.first(lambda: _files(folder))[ranks.rank :: ranks.world_size]
     return {name: ((folder / name).stat().st_size, _digest(folder / name)) for name in names}
 
 
 def write_manifest(folder: Path, shares: Sequence[Entries]) -> None:
-    """Write the manifest of a folder whose files' entries are the ranks' `shares`."""
+    """Write the manifest of a folder from the ranks' `shares` of its entries."""
     entries = {name: entry for share in shares for name, entry in share.items()}
     manifest = {"digest": _digest_of(entries), "files": entries}
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
 def verify_manifest(checkpoint: Path, ranks: Ranks) -> None:
-    """Raise CheckpointError on all ranks unless a checkpoint's files are those that were saved; each rank reads a share."""
-    entries = ranks.first(lambda: _read(checkpoint))
-    found = ranks.gathered(lambda: _first_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size]))
-    damage = next((each for each in found if each is not None), None)
+    """Raise CheckpointError on all ranks if a checkpoint's files changed. Each rank reads a share of them."""
+    entries = ranks.first(lambda: _read_manifest(checkpoint))
+    damages = ranks.gathered(lambda: _find_damage(checkpoint, entries, list(entries)[ranks.rank :: ranks.world_size]))
+    damage = next((each for each in damages if each is not None), None)
     if damage is not None:
-        raise CheckpointError(f"{damage}; {_REMEDY}")
+        raise CheckpointError(f"{damage}. {_REMEDY}")
 
 
-def _read(checkpoint: Path) -> Entries:
+def _read_manifest(checkpoint: Path) -> Entries:
     file = checkpoint / MANIFEST_FILE
     missing = (
-        f"{file} is missing (checkpoints of earlier versions have none), so nothing tells whether the checkpoint is whole: "
-        "resume from another checkpoint, or start a new run from its weights (model=that folder)."
+        f"{file} is missing (checkpoints of earlier versions have none), so the checkpoint cannot be verified. Resume from "
+        "another checkpoint, or start a new run from its weights (model=that folder)."
     )
-    with reading(file, missing):
+    with explain_read_errors(file, missing):
         manifest = json.loads(file.read_text(encoding="utf-8"))
         entries = {str(name): (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
         if manifest["digest"] != _digest_of(entries):
-            raise ValueError("the digest of the entries is another one")
+            raise ValueError("the digest of the entries does not match")
     for name in _files(checkpoint):
         if name not in entries and any(fnmatch(name, read) for read in _READ_ON_RESUME):
             raise CheckpointError(
-                f"{checkpoint / name} is not one of the files that the run saved: remove it, or resume from another checkpoint."
+                f"{checkpoint / name} was not saved by the run. Remove it, or resume from another checkpoint."
             )
     return entries
 
 
-def _first_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> str | None:
-    """Return the first file that is missing or changed, as the start of a sentence."""
+def _find_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> str | None:
+    """Describe the first file that is missing or changed, without a full stop; None if there is none."""
     for name in names:
         file, (size, digest) = checkpoint / name, entries[name]
         try:
             if file.stat().st_size != size:
                 return f"{file} is damaged: it has {file.stat().st_size:,} bytes, and {size:,} were saved"
             if _digest(file) != digest:
-                return f"{file} is damaged: its bytes are not those that were saved"
+                return f"{file} is damaged: its bytes differ from those that were saved"
         except FileNotFoundError:
             return f"{file} is missing"
         except OSError as error:
@@ -114,7 +115,7 @@ def _first_damage(checkpoint: Path, entries: Entries, names: Sequence[str]) -> s
 
 
 def _files(folder: Path) -> list[str]:
-    """Return the paths of all files in a folder but the manifest and hidden ones, the largest first."""
+    """Return the paths of all files in a folder except the manifest and hidden ones, largest first."""
     files = sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda file: (-file.stat().st_size, file))
     names = [file.relative_to(folder).as_posix() for file in files]
     return [name for name in names if name != MANIFEST_FILE and not name.startswith(".")]

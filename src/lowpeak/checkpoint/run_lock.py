@@ -1,4 +1,7 @@
-"""One run at a time writes into a folder: two would double each other's journal and remove each other's checkpoints."""
+"""The lock of a run's output folder: one run at a time writes into it.
+
+Two runs would mix their journals and remove each other's checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,9 @@ _PID_BYTES = 20
 
 @contextmanager
 def only_run(run_dir: Path) -> Iterator[None]:
-    """Hold the folder for the block; CheckpointError naming the process that holds it. A killed run holds nothing.
+    """Lock a folder during the block; raise CheckpointError if another process has locked it.
 
-    The lock is the kernel's, on an open file; a system without such locks is used unguarded.
+    The lock is the kernel's, on an open file, so a killed run releases it. On a system without such locks nothing is locked.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     path = run_dir / LOCK_FILE
@@ -33,28 +36,28 @@ def only_run(run_dir: Path) -> Iterator[None]:
         raise
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be opened ({error.strerror}): remove it, or choose another output_dir."
+            f"{path} cannot be opened ({error.strerror}). Remove it, or choose another output_dir."
         ) from error
     try:
-        _take(file, run_dir)
+        _lock(file, run_dir)
         yield
     finally:
         os.close(file)
 
 
 def open_no_link(path: Path, flags: int) -> int:
-    """`os.open`; CheckpointError for a symbolic link."""
+    """Open a file as `os.open` does; raise CheckpointError for a symbolic link."""
     try:
         return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o644)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise CheckpointError(
-            f"{path} is a symbolic link, through which another file could be written: remove the link."
+            f"{path} is a symbolic link, so another file could be overwritten. Remove the link."
         ) from error
 
 
-def _take(file: int, run_dir: Path) -> None:
+def _lock(file: int, run_dir: Path) -> None:
     if fcntl is None:
         return
     try:
@@ -62,7 +65,7 @@ def _take(file: int, run_dir: Path) -> None:
     except BlockingIOError as error:
         holder = os.read(file, _PID_BYTES).decode(errors="replace").strip() or "unknown"
         raise CheckpointError(
-            f"another run (process {holder}) is writing into {run_dir}: wait for it, stop it, or choose another output_dir."
+            f"another run (process {holder}) is writing into {run_dir}. Wait for it, stop it, or choose another output_dir."
         ) from error
     except OSError:
         return

@@ -1,10 +1,10 @@
-"""What lowpeak adds to a transformers checkpoint, so that a resumed run goes on with the same bits.
+"""The state of a run that lowpeak adds to a transformers checkpoint, to resume to the same bits.
 
-Three files: `lowpeak_state.json` holds numbers and names, `lowpeak_rollout.safetensors` the rollout that is being
-reused (absent between rollouts), `lowpeak_random_<rank>.pt` one process's random generators. Rank 0 writes the first
-two, every rank its own third. Bytes are made in memory and written by Python, so that a full disk is a plain OSError.
+    lowpeak_state.json             numbers and names; written by rank 0
+    lowpeak_rollout.safetensors    the records of the rollout in use, if there is one; written by rank 0
+    lowpeak_random_<rank>.pt       the random generators of one process; written by each rank
 
-Records are packed as ragged columns: a column is all its rows' values end to end, and each row's length, -1 for None.
+Records are packed into ragged columns: the values of all sequences end to end, and each sequence's length, -1 for None.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from lowpeak.checkpoint.manifest import reading
+from lowpeak.checkpoint.folders import STATE_FILE
+from lowpeak.checkpoint.manifest import explain_read_errors
 from lowpeak.errors import CheckpointError
 from lowpeak.records import Completion, FinishReason, Record
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-STATE_FILE = "lowpeak_state.json"
+FORMAT_VERSION = 1
 ROLLOUT_FILE = "lowpeak_rollout.safetensors"
 
 _FINISH_REASONS: tuple[FinishReason, ...] = get_args(FinishReason)
@@ -40,7 +40,7 @@ _RAGGED = ("prompt_ids", *_OF_COMPLETION, "rewards", *_PER_TOKEN)
 
 @dataclass(frozen=True)
 class RolloutInUse:
-    """A rollout between two of its steps: its records, which it is, how many of its steps are done."""
+    """A rollout between two of its steps. `number` counts the run's rollouts, `steps_used` its finished steps."""
 
     records: tuple[Record, ...]
     number: int
@@ -49,12 +49,11 @@ class RolloutInUse:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run after `policy_version` optimizer steps, besides weights, optimizer and schedule.
+    """A run after `policy_version` optimizer steps, without weights, optimizer and schedule.
 
-    `cursor`, `identity` (what the run was: its algorithm, rewards, the shape of its rollouts) and `resolved` (what `auto`
-    became) are JSON: string keys, and tuples come back as lists.
-    `random` is `capture_random()` of one process: empty on a rank that the run did not have when it was saved, of
-    `world_size` ranks.
+    `cursor` is the position in the prompts, `identity` the algorithm, rewards and shape of rollouts, `resolved` the values that
+    `auto` resolved to. They are stored as JSON: keys are strings, and tuples are loaded as lists. `random` are the generator
+    states of one process; empty if its rank is beyond the `world_size` of the saved run.
     """
 
     policy_version: int
@@ -72,33 +71,34 @@ class RunState:
 
 
 def check_identity(saved: Mapping[str, Any], now: Mapping[str, Any], checkpoint: Path, in_rollout: bool) -> None:
-    """CheckpointError for another algorithm, or another rollout in the middle of one; a warning for what else changed."""
+    """Raise CheckpointError if the algorithm changed, or anything in the middle of a rollout; else log what changed."""
     changed = [name for name in now if name in saved and saved[name] != now[name]]
-    told = ", ".join(f"{name} was {saved[name]!r} and is {now[name]!r}" for name in changed)
+    changes = ", ".join(f"{name} was {saved[name]!r} and is {now[name]!r}" for name in changed)
     if "algorithm" in changed or (in_rollout and changed):
         raise CheckpointError(
-            f"{checkpoint} is of another run: {told}; resume with the arguments that it was made with, or start a new run "
+            f"{checkpoint} is of another run: {changes}. Resume with the arguments that it was made with, or start a new run "
             "from its weights (model=that folder)."
         )
     if changed:
-        logger.warning("%s is resumed with other arguments: %s.", checkpoint, told)
+        logger.warning("%s is resumed with other arguments: %s.", checkpoint, changes)
 
 
 def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
-    """Write `state` into a (staged) checkpoint: this rank's random states, and all the rest on rank 0.
+    """Write `state` into a (staged) checkpoint: the random states on every rank, everything else on rank 0.
 
-    Raises `CheckpointError` naming the entry that JSON cannot hold; errors of the disk stay OSErrors for `staged`.
+    Raises CheckpointError, naming the entry, for a value that JSON cannot store.
     """
+    # Serialize in memory and let Python write, so that a full disk is a plain OSError.
     buffer = io.BytesIO()
     torch.save(dict(state.random), buffer)
     _random_file(folder, rank).write_bytes(buffer.getvalue())
     if rank != 0:
         return
     plain: dict[str, Any] = {
-        "format": FORMAT,
+        "format": FORMAT_VERSION,
         "policy_version": state.policy_version,
         "world_size": state.world_size,
-        **{name: _checked(name, getattr(state, name)) for name in _PLAIN},
+        **{name: _json_checked(name, getattr(state, name)) for name in _PLAIN},
         "rollout": None,
     }
     if state.rollout is not None:
@@ -113,83 +113,83 @@ def save_run_state(folder: Path, state: RunState, rank: int = 0) -> None:
 
 
 def load_run_state(folder: Path, rank: int = 0) -> RunState:
-    """Return the state that `save_run_state` wrote, with the random states of `rank` where the run had such a rank.
+    """Return the state that `save_run_state` wrote, with the random states of `rank`.
 
-    Raises `CheckpointError` when a file is missing or damaged, or the format is newer than this version's.
+    Raises CheckpointError if a file is missing or damaged, or if a newer version of lowpeak wrote it.
     """
-    with reading(folder / STATE_FILE):
+    with explain_read_errors(folder / STATE_FILE):
         plain = json.loads((folder / STATE_FILE).read_text(encoding="utf-8"))
-        if plain["format"] > FORMAT:
+        if plain["format"] > FORMAT_VERSION:
             raise CheckpointError(
-                f"checkpoint {folder} has format {plain['format']}, and this version of lowpeak reads up to {FORMAT}; "
-                "upgrade lowpeak to the version that wrote it."
+                f"checkpoint {folder} has format {plain['format']}, and this version of lowpeak reads up to {FORMAT_VERSION}. "
+                "Upgrade lowpeak to the version that wrote it."
             )
         shared = {name: plain[name] for name in (*_PLAIN, "policy_version")}
         packed, world_size = plain["rollout"], plain.get("world_size", 1)
     rollout = None
     if packed is not None:
-        with reading(folder / ROLLOUT_FILE):
+        with explain_read_errors(folder / ROLLOUT_FILE):
             tensors = safetensors.torch.load((folder / ROLLOUT_FILE).read_bytes())
             rollout = RolloutInUse(unpack_records(tensors, packed["extras"]), packed["number"], packed["steps_used"])
     random: dict[str, Any] = {}
     if rank < world_size:
-        with reading(_random_file(folder, rank)):
+        with explain_read_errors(_random_file(folder, rank)):
             random = torch.load(io.BytesIO(_random_file(folder, rank).read_bytes()), weights_only=True)
     return RunState(**shared, rollout=rollout, random=random, world_size=world_size)
 
 
 def pack_records(records: Sequence[Record]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return records as named tensors and what only JSON can hold (each completion's `extra`); `unpack_records` inverts it.
+    """Return records as named tensors, and each completion's `extra` for JSON. `unpack_records` is the inverse.
 
-    Columns `X.values` and `X.lengths`: 512 completions of 8k tokens are a handful of tensors, not thousands.
+    A column X is two tensors, `X.values` and `X.lengths`, so a rollout is a few tensors and not thousands.
     """
     for index, record in enumerate(records):
-        _checked(f"record {index}: extra", record.completion.extra)
+        _json_checked(f"record {index}: extra", record.completion.extra)
     reasons = [_FINISH_REASONS.index(record.completion.finish_reason) for record in records]
     tensors = {
         "group": torch.tensor([record.group for record in records], dtype=torch.int64),
         "reward": torch.tensor([record.reward for record in records], dtype=torch.float64),
         "finish_reason": torch.tensor(reasons, dtype=torch.uint8),
     }
-    rows = [_ragged(record) for record in records]
+    fields = [_ragged_fields(record) for record in records]
     for name in _RAGGED:
-        present = [row[name] for row in rows if row[name] is not None]
-        lengths = [-1 if row[name] is None else row[name].numel() for row in rows]
+        present = [each[name] for each in fields if each[name] is not None]
+        lengths = [-1 if each[name] is None else each[name].numel() for each in fields]
         tensors[f"{name}.values"] = torch.cat(present) if present else torch.empty(0)
         tensors[f"{name}.lengths"] = torch.tensor(lengths, dtype=torch.int64)
     return tensors, [dict(record.completion.extra) for record in records]
 
 
-def _ragged(record: Record) -> dict[str, Any]:
+def _ragged_fields(record: Record) -> dict[str, Any]:
     completion = record.completion
     return {
-        "prompt_ids": _ids(record.prompt_ids),
+        "prompt_ids": _id_tensor(record.prompt_ids),
         "completion.ids": completion.ids,
         "completion.logprobs": completion.logprobs,
         "completion.loss_mask": completion.loss_mask,
-        "completion.prompt_ids": _ids(completion.prompt_ids),
+        "completion.prompt_ids": _id_tensor(completion.prompt_ids),
         "rewards": torch.tensor(record.rewards, dtype=torch.float64),
         **{name: getattr(record, name) for name in _PER_TOKEN},
     }
 
 
 def unpack_records(tensors: Mapping[str, Tensor], extras: Sequence[Mapping[str, Any]]) -> tuple[Record, ...]:
-    """Return the records that `pack_records` packed, bit for bit; their tensors are views of the columns."""
+    """Return the records that `pack_records` packed, bit for bit. Their tensors are views of the columns."""
     columns = {name: _unpack_column(tensors[f"{name}.values"], tensors[f"{name}.lengths"]) for name in _RAGGED}
     groups, rewards = tensors["group"].tolist(), tensors["reward"].tolist()
     reasons = [_FINISH_REASONS[index] for index in tensors["finish_reason"].tolist()]
-    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    fields = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     records = []
-    for row, group, reward, reason, extra in zip(rows, groups, rewards, reasons, extras, strict=True):
-        ids, logprobs, loss_mask, override = (row[name] for name in _OF_COMPLETION)
+    for each, group, reward, reason, extra in zip(fields, groups, rewards, reasons, extras, strict=True):
+        ids, logprobs, loss_mask, override = (each[name] for name in _OF_COMPLETION)
         prompt_ids = None if override is None else tuple(override.tolist())
         completion = Completion(ids, logprobs, loss_mask, reason, prompt_ids, extra)
-        record = Record(group, tuple(row["prompt_ids"].tolist()), completion, tuple(row["rewards"].tolist()), reward)
-        records.append(replace(record, **{name: row[name] for name in _PER_TOKEN}))
+        record = Record(group, tuple(each["prompt_ids"].tolist()), completion, tuple(each["rewards"].tolist()), reward)
+        records.append(replace(record, **{name: each[name] for name in _PER_TOKEN}))
     return tuple(records)
 
 
-def _ids(ids: Sequence[int] | None) -> Tensor | None:
+def _id_tensor(ids: Sequence[int] | None) -> Tensor | None:
     return None if ids is None else torch.tensor(ids, dtype=torch.int32)
 
 
@@ -203,13 +203,13 @@ def _random_file(folder: Path, rank: int) -> Path:
     return folder / f"lowpeak_random_{rank}.pt"
 
 
-def _checked(where: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
+def _json_checked(owner: str, mapping: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in mapping.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
             raise CheckpointError(
-                f"cannot save {where}['{key}'] of type {type(value).__name__} in a checkpoint: JSON cannot hold it; "
-                "use numbers, strings, lists and dicts of them."
+                f"cannot save {owner}['{key}'] of type {type(value).__name__} in a checkpoint: JSON cannot store it. "
+                "Use numbers, strings, lists and dicts of them."
             ) from error
     return dict(mapping)

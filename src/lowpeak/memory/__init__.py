@@ -1,4 +1,4 @@
-"""Memory: measured by phase, rehearsed on fake tensors, and moved off the device."""
+"""Memory: the peak of each phase, measured or rehearsed on fake tensors; automatic sizes; offloading to the host."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,8 +1,8 @@
-"""What a rollout does not need waits in host memory: optimizer states, gradients, frozen models.
+"""Rollout offloading: optimizer states, gradients and frozen models are in host memory while completions are generated.
 
-A storage is copied to the host and shrunk to nothing on the device, and grown and filled again afterwards. So whoever holds a
-tensor on it, or a view into it (a shard of FSDP2's, a part of DeepSpeed's flat buffers), still holds it, and nothing of any
-strategy has to be told. In between nobody may read it.
+A storage is copied to the host and resized to zero on the device; afterwards it is resized back and filled. Tensors and views
+on it (FSDP2's shards, parts of DeepSpeed's flat buffers) stay valid objects, so no parallel strategy has to know. They must
+not be read in between.
 """
 
 from __future__ import annotations
@@ -16,125 +16,131 @@ import torch
 from torch import Tensor
 
 from lowpeak.errors import MemoryExhaustedError, first_line
-from lowpeak.memory.devices import with_index
-from lowpeak.memory.oom import is_exhaustion
+from lowpeak.memory.device_memory import is_exhaustion, with_index
 
 logger = logging.getLogger(__name__)
 
-LEAST_BYTES = 1 << 16  # of a storage: step counts and scales stay
+LEAST_BYTES = 1 << 16  # of a storage: step counts and scales stay on the device
 
 Tensors = Callable[[], Iterable[Tensor]]
 
 
 class HostMover:
-    """How flat bytes leave `device` for pinned host memory and come back: by copies on the computing stream."""
+    """Copies flat bytes between `device` and pinned host memory, on the computing stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = with_index(device)
         self._torch = torch.get_device_module(self.device)
 
     def away(self, flat: Tensor) -> Tensor:
-        """Begin to copy `flat` to the host; `flat` may be freed at once."""
-        # Ordered on the stream before whatever may get the freed memory next.
+        """Begin to copy `flat` to the host, and return the copy; `flat` may be freed at once."""
+        # The copy precedes, on its stream, any kernel that could get the freed memory.
         host = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=True)
         host.copy_(flat, non_blocking=True)
         return host
 
     def back(self, host: Tensor, flat: Tensor) -> None:
-        """Begin to copy `host`, an answer of `away`, into `flat`."""
+        """Begin to copy `host` into `flat`."""
         flat.copy_(host, non_blocking=True)
 
     def settle(self) -> None:
-        """Return when all copies are done and freed memory is free for everybody on the device, an engine's pool among them."""
+        """Wait for all copies, and release freed memory to other users of the device (an engine's pool)."""
         self._torch.synchronize(self.device)
         self._torch.empty_cache()
 
 
 class Rest:
-    """Tensors that rest on the host during a rollout.
+    """Moves tensors to the host for a rollout, and back.
 
-    `needed` are the policy's own, on whose storages nothing is touched; `idle` gives what leaves. `bytes_away` and `seconds`
-    (both ways) count since the last `take`.
+    `offloadable` returns the tensors to offload. `needed` returns those that generating needs: a storage of theirs is never moved,
+    even if an offloadable tensor shares it. Bytes and seconds (both directions) are counted until they are read.
     """
 
-    def __init__(self, mover: HostMover, needed: Tensors, idle: Tensors, least_bytes: int = LEAST_BYTES) -> None:
+    def __init__(self, mover: HostMover, needed: Tensors, offloadable: Tensors, least_bytes: int = LEAST_BYTES) -> None:
         self._mover, self._needed, self._least_bytes = mover, needed, least_bytes
-        self._idle: list[Tensors] = [idle]
-        self._left: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
+        self._offloadable: list[Tensors] = [offloadable]
+        self._offloaded: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # by address, with the copy on the host
         self.bytes_away = 0
         self.seconds = 0.0
 
-    def add(self, idle: Tensors) -> None:
-        self._idle.append(idle)
+    def add(self, offloadable: Tensors) -> None:
+        self._offloadable.append(offloadable)
 
     @contextmanager
     def rollout(self) -> Iterator[None]:
-        """Keep what is idle away in the block; MemoryExhaustedError if the host cannot take it, or it cannot come back."""
+        """Keep the offloadable tensors on the host during the block.
+
+        Raises MemoryExhaustedError if the host has no room for them, or the device has none when they return.
+        """
         try:
-            self._leave(tensor for idle in self._idle for tensor in idle())
+            self._offload(tensor for offloadable in self._offloadable for tensor in offloadable())
             yield
         except BaseException:
-            try:  # as much as there is room for; what goes wrong here must not hide the error that is under way
-                self._return(tuple(self._left))
+            # Return as many as there is room for; a second error must not hide the first.
+            try:
+                self._return(tuple(self._offloaded))
             except Exception as error:
-                logger.warning("After an error, %d tensors stay on the host: %s", len(self._left), error)
+                logger.warning("After an error, %d tensors stay on the host: %s", len(self._offloaded), error)
             raise
-        self._return(tuple(self._left))
+        self._return(tuple(self._offloaded))
 
     @contextmanager
     def here(self, tensors: Tensors) -> Iterator[None]:
-        """Keep these on the device in the block; those of them that were away leave again after it."""
-        keys = tuple(key for key in _storages(tensors()) if key in self._left)
+        """Keep these tensors on the device during the block; those that were offloaded are offloaded again after it."""
+        keys = tuple(key for key in _storages(tensors()) if key in self._offloaded)
         self._return(keys)
         try:
             yield
         finally:
             if keys:
-                self._leave(tensors())
+                self._offload(tensors())
 
     def take(self) -> tuple[int, float]:
-        """Return the bytes that left, and the seconds that leaving and coming back took, since the last call."""
+        """Return and reset the bytes that were offloaded and the seconds that both directions took."""
         taken, self.bytes_away, self.seconds = (self.bytes_away, self.seconds), 0, 0.0
         return taken
 
-    def _leave(self, tensors: Iterable[Tensor]) -> None:
+    def _offload(self, tensors: Iterable[Tensor]) -> None:
         start = time.perf_counter()
         self._mover.settle()
         needed = _storages(self._needed())
         for key, storage in _storages(tensors).items():
-            if key not in needed and self._moves(storage):
-                with _explained("the host has no room for what leaves the device"):
-                    self._left[key] = storage, self._mover.away(_bytes(storage))
+            if key not in needed and self._can_move(storage):
+                with _explain_oom("the host has no memory left for the offloaded tensors"):
+                    self._offloaded[key] = storage, self._mover.away(_bytes(storage))
                 self.bytes_away += storage.nbytes()
                 storage.resize_(0)
         self._mover.settle()
         self.seconds += time.perf_counter() - start
 
-    def _moves(self, storage: torch.UntypedStorage) -> bool:
-        here = storage.device == self._mover.device
-        return here and storage.nbytes() >= self._least_bytes and storage.resizable()
+    def _can_move(self, storage: torch.UntypedStorage) -> bool:
+        is_on_device = storage.device == self._mover.device
+        return is_on_device and storage.nbytes() >= self._least_bytes and storage.resizable()
 
     def _return(self, keys: Iterable[int]) -> None:
         start = time.perf_counter()
         for key in keys:
-            storage, host = self._left[key]
-            with _explained("what left the device has no room to come back: give the engine less, or let it sleep"):
+            storage, host = self._offloaded[key]
+            message = (
+                "the device has no memory left for the offloaded tensors: give the engine less memory, or let it sleep"
+            )
+            with _explain_oom(message):
                 storage.resize_(host.numel())
             self._mover.back(host, _bytes(storage))
-            del self._left[key]
+            del self._offloaded[key]
         self._mover.settle()
         self.seconds += time.perf_counter() - start
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return the storages of tensors, each once; of a distributed tensor that of its local shard."""
-    found = {}
+    """Return the storages of tensors by address; of a distributed tensor that of its local shard."""
+    storages = {}
     for tensor in tensors:
         local = getattr(tensor, "_local_tensor", tensor)
         if local.layout is torch.strided and not hasattr(type(local), "__tensor_flatten__"):
             storage = local.untyped_storage()
-            found[storage._cdata] = storage
-    return found
+            storages[storage._cdata] = storage
+    return storages
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -142,10 +148,10 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 @contextmanager
-def _explained(what: str) -> Iterator[None]:
+def _explain_oom(message: str) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
         if not is_exhaustion(error):
             raise
-        raise MemoryExhaustedError(f"offload_during_rollout: {what}. ({first_line(error)})") from error
+        raise MemoryExhaustedError(f"offload_during_rollout: {message}. ({first_line(error)})") from error

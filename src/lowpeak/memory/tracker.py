@@ -1,8 +1,8 @@
-"""Measures each phase: how long it took and the most memory that was alive in it; and tells what is free now.
+"""Duration and peak memory of each phase.
 
-On a device the peak is the allocator's, with what it reserved beside it. On a CPU it is the resident high-water mark, which
-Linux lets a process reset (`proc(5)`, clear_refs 5); elsewhere resident memory is sampled, and `how` says so.
-Peaks are absolute: they contain what was alive before the phase began, since that is what has to fit.
+On a device the peak is that of torch's allocator, with its reserved bytes as a second figure. On a CPU it is the resident
+high-water mark, which Linux lets a process reset (`proc(5)`, clear_refs 5); elsewhere resident memory is sampled at both
+ends of a phase. Peaks are absolute: they include what was in memory before the phase began, because all of it has to fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from lowpeak.memory.devices import has_memory
+from lowpeak.memory.device_memory import has_memory
 from lowpeak.memory.phases import Phase
 
 _CLEAR_REFS = Path("/proc/self/clear_refs")
@@ -25,9 +25,9 @@ _STATUS = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class PhaseUse:
-    """What a phase took since the last `take`: seconds and calls are sums, bytes the highest of all its calls.
+    """Duration and peak memory of a phase, over all its calls since they were last read.
 
-    `reserved_bytes` is what torch's caching allocator held at most; None where nothing reserves.
+    `reserved_bytes` is the peak that torch's caching allocator reserved; None on a CPU.
     """
 
     seconds: float
@@ -45,9 +45,9 @@ class PhaseUse:
 
 
 class MemoryTracker:
-    """Measures phases on one device; phases may nest, and an outer one's peak contains its inner ones'.
+    """Measures phases on one device: `with tracker.phase(Phase.TRAIN): ...`.
 
-    `with tracker.phase(Phase.TRAIN): ...`, then once a step `tracker.take()["train"].peak_bytes`.
+    Phases may nest; an outer phase's peak includes the inner ones'. Once a step the trainer reads and resets the uses.
     """
 
     def __init__(self, device: torch.device | str, gauge: DeviceGauge | ResidentGauge | None = None) -> None:
@@ -55,82 +55,83 @@ class MemoryTracker:
         self._gauge: DeviceGauge | ResidentGauge
         self._gauge = gauge or (DeviceGauge(device) if has_memory(device) else ResidentGauge())
         self._open: list[PhaseUse] = []
-        self._names: list[str] = []  # of the open phases
-        self._broken = self._ended = ""  # the phase that an error left last; the phase that ended last
+        self._open_names: list[str] = []
+        self._failed_phase = self._last_phase = ""  # the phase that raised the last error; the phase that ended last
         self._done: dict[str, PhaseUse] = {}
 
     @property
-    def how(self) -> str:
-        return self._gauge.how
+    def description(self) -> str:
+        return self._gauge.description
 
     @property
     def where(self) -> str:
-        """Return the innermost phase that runs, or that an error has left since, in words; any thread may ask."""
-        name = next(iter(self._names[-1:]), self._broken)
+        """Describe the innermost open phase, or the one that raised an error since. Safe to call from any thread."""
+        name = next(iter(self._open_names[-1:]), self._failed_phase)
         if name:
             return f"phase {name}"
-        return f"the step, after phase {self._ended}" if self._ended else "the start"
+        return f"the step, after phase {self._last_phase}" if self._last_phase else "the start"
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Measure the block as (a part of) `phase`, also when it raises."""
+        """Measure the block as one call of `phase`, also if it raises."""
         self._read()
         self._open.append(PhaseUse(0.0, 0, 1))
-        self._names.append(phase.value)
-        self._broken = ""
+        self._open_names.append(phase.value)
+        self._failed_phase = ""
         start = time.perf_counter()
         try:
             yield
-            self._gauge.settle()
+            self._gauge.synchronize()
         except BaseException:
-            self._broken = self._broken or phase.value
+            self._failed_phase = self._failed_phase or phase.value  # the innermost phase raises first
             raise
         finally:
             seconds = time.perf_counter() - start
             self._read()
-            self._ended = self._names.pop()
+            self._last_phase = self._open_names.pop()
             use = self._open.pop().merge(PhaseUse(seconds, 0, 0))
             self._done[phase.value] = use.merge(self._done.get(phase.value, PhaseUse(0.0, 0, 0)))
 
     def take(self) -> dict[str, PhaseUse]:
-        """Return the uses since the last call, by the phase's name; phases still open count when they end."""
+        """Return and reset the uses, by the phases' names; an open phase counts when it ends."""
         done, self._done = self._done, {}
         return done
 
     def _read(self) -> None:
-        """Credit the peak since the last reading to all open phases, and begin anew: the gauge has only one peak."""
+        """Credit the gauge's peak to all open phases and reset it. Nested phases share the one gauge."""
         if self._open:
             peak, reserved = self._gauge.peak()
-            piece = PhaseUse(0.0, peak, 0, reserved)
-            self._open = [use.merge(piece) for use in self._open]
+            reading = PhaseUse(0.0, peak, 0, reserved)
+            self._open = [use.merge(reading) for use in self._open]
         self._gauge.reset()
 
 
 class DeviceGauge:
-    """The peaks of torch's caching allocator on one device; `how` says in words what they are."""
+    """The peak of torch's caching allocator on one device. `description` describes the measurement to users."""
 
-    how = "bytes of tensors on the device (torch's allocator)"
+    description = "bytes of tensors on the device (torch's allocator)"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._torch = torch.get_device_module(device)
 
     def reset(self) -> None:
-        """Let the peak begin anew at what is alive now."""
+        """Reset the peak to what is allocated now."""
         self._torch.reset_peak_memory_stats(self._device)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._torch.synchronize(self._device)
 
     def peak(self) -> tuple[int, int | None]:
-        """Return the most bytes alive, and reserved (None where nothing reserves), since `reset`."""
+        """Return the most bytes allocated since `reset`, and the most reserved (None on a CPU)."""
         return self._torch.max_memory_allocated(self._device), self._torch.max_memory_reserved(self._device)
 
 
 class ResidentGauge:
-    """The process's resident memory: its high-water mark if the kernel resets it, else the larger of two looks.
+    """The peak resident memory of this process.
 
-    The kernel's reset takes the same time at any size.
+    It is the kernel's high-water mark if the process may reset it, else the larger of two samples. A reset takes equally
+    long at any size.
     """
 
     def __init__(self, clear_refs: Path = _CLEAR_REFS) -> None:
@@ -139,10 +140,10 @@ class ResidentGauge:
         with suppress(OSError):
             clear_refs.write_text("5")
             self._clear_refs = clear_refs
-        self.how = "resident memory of the process (" + (
+        self.description = "resident memory of the process (" + (
             "high-water mark)"
             if self._clear_refs
-            else "sampled where phases begin and end; peaks in between are not seen)"
+            else "sampled at the begin and end of phases; peaks in between are missed)"
         )
 
     def reset(self) -> None:
@@ -151,45 +152,10 @@ class ResidentGauge:
         else:
             self._before = psutil.Process().memory_info().rss
 
-    def settle(self) -> None:
-        """Nothing runs behind the CPU's back."""
+    def synchronize(self) -> None:
+        """Do nothing: CPU operations are synchronous."""
 
     def peak(self) -> tuple[int, int | None]:
         if self._clear_refs:
             return int(_STATUS.read_text().partition("VmHWM:")[2].split(maxsplit=1)[0]) * 1024, None
         return max(self._before, psutil.Process().memory_info().rss), None
-
-
-def free_bytes(device: torch.device | str) -> int:
-    """Return the memory that can be taken now: the device's free bytes; on a CPU what the system and the cgroups leave."""
-    device = torch.device(device)
-    if has_memory(device):
-        module = torch.get_device_module(device)
-        # What torch's allocator holds without using it is free as well.
-        idle = module.memory_reserved(device) - module.memory_allocated(device)
-        return module.mem_get_info(device)[0] + idle
-    return min([psutil.virtual_memory().available, *cgroup_headrooms(Path("/"))])
-
-
-def cgroup_headrooms(root: Path) -> Iterator[int]:
-    """Yield limit minus use of every limited cgroup (version 2) that the process is in.
-
-    Pages of files that the kernel would drop under pressure are not counted as used.
-    """
-    own = next((line[3:] for line in _lines(root / "proc/self/cgroup") if line.startswith("0::")), None)
-    if own is None:
-        return
-    mount = root / "sys/fs/cgroup"
-    folder = mount / own.strip("/")  # in a container it may not exist, and then the mount itself is the process's
-    for each in (folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))):
-        limit = next(iter(_lines(each / "memory.max")), "max")
-        if limit != "max":
-            use = int(next(iter(_lines(each / "memory.current")), "0"))
-            stat = dict(line.split() for line in _lines(each / "memory.stat"))
-            yield max(0, int(limit) - max(0, use - int(stat.get("inactive_file", 0))))
-
-
-def _lines(path: Path) -> list[str]:
-    with suppress(OSError):
-        return path.read_text().splitlines()
-    return []

@@ -1,3 +1,4 @@
+from lowpeak.models.damaged_files import name_damaged_file as name_damaged_file
 from lowpeak.models.experts import LoadBalance as LoadBalance
 from lowpeak.models.experts import RoutingRequest as RoutingRequest
 from lowpeak.models.experts import balance_loss as balance_loss

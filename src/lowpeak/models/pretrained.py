@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from lowpeak.arguments import WHOLE, Cut
-from lowpeak.damage import check_generation_config, name_damaged_file
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
 from lowpeak.memory import is_exhaustion
+from lowpeak.models.damaged_files import check_generation_config, name_damaged_file
 from lowpeak.models.sharded_loading import load_tensor_parallel, reads_weights, without_weights
 
 _MAX_NAMES_SHOWN = 3  # of missing tensors in an error

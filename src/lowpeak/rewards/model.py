@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowpeak.damage import name_damaged_file
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
 from lowpeak.logprobs import evaluated
 from lowpeak.memory import is_exhaustion
-from lowpeak.models import check_dtype, check_shapes, num_embeddings, reads_weights, without_weights
+from lowpeak.models import check_dtype, check_shapes, name_damaged_file, num_embeddings, reads_weights, without_weights
 from lowpeak.ranks import Ranks
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_N
 from transformers.trainer_callback import ExportableState
 
 from lowpeak.checkpoint import SLICE_BYTES, RunState, prune, save_run_state, staged, write_settings, write_weights
-from lowpeak.damage import name_damaged_file
 from lowpeak.errors import CheckpointError, LowpeakError, first_line
 from lowpeak.memory import is_exhaustion
-from lowpeak.models import is_peft
+from lowpeak.models import is_peft, name_damaged_file
 from lowpeak.parallel import (
     WEIGHT,
     Strategy,

@@ -1,4 +1,4 @@
-"""Failure detection: which rank is gone, and the end of processes that nobody waits for."""
+"""Failure detection: ranks that are gone or failed, and processes whose parent has died."""
 
 from lowpeak.exports import lazy_exports
 

@@ -1,8 +1,8 @@
-"""Processes that end with the one that started them: vLLM's engine and workers live on when its API server is killed, and ranks
-when their launcher is.
+"""Orphan detection: a process ends its process group when its parent has died.
 
-A signal at a parent's death (PR_SET_PDEATHSIG) is Linux's alone and comes when the parent's *thread* ends; a look at the parent's
-number every half second works everywhere, and whoever sees it change ends the whole process group, stopped members too.
+Without it, vLLM's engine and workers survive a killed API server, and ranks survive a killed launcher. A thread compares the
+parent's process id every half second. Linux's signal at a parent's death (PR_SET_PDEATHSIG) would come when the parent's
+*thread* ends, and other systems do not have it.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ import signal
 import threading
 import time
 
-PARENT = "LOWPEAK_PARENT"  # in the environment of the first process of a group: who started it
+PARENT = "LOWPEAK_PARENT"  # environment variable of a group's first process: the process id of its parent
 _LOOK_SECONDS = 0.5
-_SAVING_SECONDS = 30.0  # what torchrun gives ranks, too
+_SAVING_SECONDS = 30.0  # as long as torchrun gives ranks
 
 
 def end_training_with_parent() -> None:
-    """Watch the parent that the environment names, if one is; a run that is asked to end has time to finish its step and save."""
+    """Watch the parent that the environment names, if any. The run has time to finish its step and save."""
     if PARENT in os.environ:
         end_with_parent(first=True, grace=_SAVING_SECONDS)
-        del os.environ[PARENT]  # what this process starts has another one
+        # Processes that this one starts have another parent.
+        del os.environ[PARENT]
 
 
 def end_with_parent(first: bool, grace: float = 2.0) -> None:
-    """Watch this process's parent from a thread, and when it has ended, end the group: SIGTERM, and SIGKILL after `grace` seconds.
+    """Start a thread that ends the process group after the parent has died.
 
-    `first` is the process that leads the group; its parent is the one that the environment names, who may be gone already. One
-    that was started into another's group ends alone.
-    Processes that end in order leave a dead parent for a moment: that is what the grace is for.
+    It sends SIGTERM, and SIGKILL after `grace` seconds. The `first` process of a group reads its parent from the
+    environment, because the parent may have died already. If it was started into another process's group, it ends
+    alone. The grace also covers an orderly exit, in which a parent ends shortly before its children.
     """
     expected = int(os.environ[PARENT]) if first else os.getppid()
     alone = first and os.getpgrp() != os.getpid()
@@ -38,14 +39,14 @@ def end_with_parent(first: bool, grace: float = 2.0) -> None:
 
 
 def watch_forks() -> None:
-    """The same in every process that is forked from this one, once: a thread does not survive a fork."""
+    """Watch the parent in every process that this one forks, too: threads do not survive a fork."""
     os.register_at_fork(after_in_child=lambda: end_with_parent(first=False))
 
 
 def _watch(expected: int, grace: float, alone: bool) -> None:
     while os.getppid() == expected:
         time.sleep(_LOOK_SECONDS)
-    number, end = (os.getpid(), os.kill) if alone else (os.getpgrp(), os.killpg)
-    end(number, signal.SIGTERM)
+    target, kill = (os.getpid(), os.kill) if alone else (os.getpgrp(), os.killpg)
+    kill(target, signal.SIGTERM)
     time.sleep(grace)
-    end(number, signal.SIGKILL)
+    kill(target, signal.SIGKILL)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from lowpeak.checkpoint import TensorFiles, staged_files, write_settings, write_weights
+from lowpeak.checkpoint import SafetensorsWriter, staged_files, write_settings, write_weights
 from lowpeak.parallel import layout, outgoing, ranges
 from lowpeak.ranks import Ranks
 from tiny import tiny_experts, tiny_model
@@ -82,7 +82,7 @@ def test_an_export_of_several_files_gives_the_same_logits(tmp_path, make):
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
-def test_a_buffer_that_checkpoints_hold_is_written(tmp_path):
+def test_a_persistent_buffer_is_written(tmp_path):
     model = tiny_model()
     model.model.register_buffer("scale", torch.tensor([3.0]))
     model.model.register_buffer("passing", torch.tensor([4.0]), persistent=False)
@@ -91,7 +91,7 @@ def test_a_buffer_that_checkpoints_hold_is_written(tmp_path):
     assert "model.passing" not in saved
 
 
-def test_every_slice_is_taken_by_a_rank_that_does_not_write_and_before_an_error_in_writing_is_raised(tmp_path):
+def test_all_slices_are_consumed_by_ranks_that_do_not_write_and_after_an_error(tmp_path):
     model = tiny_model()
     left = slices(model)
     write_weights(None, model, layout_of(model), left)
@@ -110,13 +110,13 @@ def write(folder, max_bytes, count=4):
         for first in range(0, tensor.numel(), count)
     ]
     random.Random(0).shuffle(pieces)
-    files = TensorFiles(folder, LAYOUT, max_bytes)
+    files = SafetensorsWriter(folder, LAYOUT, max_bytes)
     for piece in pieces:
         files.write(*piece)
 
 
 @pytest.mark.parametrize(("first", "second"), [(320, 1 << 30), (1 << 30, 320)])
-def test_ranges_in_any_order_are_the_tensors_and_no_earlier_save_is_read_again(tmp_path, first, second):
+def test_ranges_in_any_order_give_the_tensors_and_replace_an_earlier_export(tmp_path, first, second):
     for max_bytes in (first, second):
         with staged_files(tmp_path, Ranks()) as stage:
             write(stage, max_bytes)

@@ -26,7 +26,7 @@ class ThreadRanks(Ranks):
         super().__init__()
         self.rank, self.world_size, self._shared = rank, len(shared["items"]), shared
 
-    def _everybodys(self, item):
+    def _gather_from_processes(self, item):
         self._shared["items"][self.rank] = item
         self._shared["barrier"].wait(10)
         items = list(self._shared["items"])
@@ -34,7 +34,7 @@ class ThreadRanks(Ranks):
         return items
 
     def _reduce(self, numbers, op):
-        return [max(column) for column in zip(*self._everybodys(numbers), strict=True)]
+        return [max(column) for column in zip(*self._gather_from_processes(numbers), strict=True)]
 
 
 def on_ranks(work, world_size=3):
@@ -56,7 +56,7 @@ def on_ranks(work, world_size=3):
     [(ValueError("mine"), RankError, "ValueError: mine"), (CheckpointError("gone"), CheckpointError, "gone")],
 )
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_error_of_one_rank_is_raised_on_every_one_also_out_of_a_part_of_a_part(own, echoed, text, depth):
+def test_an_error_of_one_rank_is_raised_on_all_ranks_also_from_nested_blocks(own, echoed, text, depth):
     def work(ranks):
         with ranks.together():
             if depth == 2:
@@ -77,7 +77,7 @@ def test_an_error_of_one_rank_is_raised_on_every_one_also_out_of_a_part_of_a_par
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_folder_has_its_name_only_where_all_ranks_have_written(tmp_path, failing):
+def test_a_checkpoint_takes_its_name_only_if_all_ranks_have_written(tmp_path, failing):
     def write(ranks, fails):
         with staged(tmp_path / "checkpoint-1", ranks) as stage:
             (stage / f"part-{ranks.rank}").write_text("x")
@@ -102,7 +102,7 @@ def written(folder):
     return folder
 
 
-def test_what_was_saved_is_whole_whatever_files_lie_there_that_resuming_does_not_read(tmp_path):
+def test_files_that_resuming_does_not_read_may_be_added_to_a_checkpoint(tmp_path):
     folder = written(tmp_path)
     verify_manifest(folder, Ranks())
     files = json.loads((folder / MANIFEST_FILE).read_text())["files"]
@@ -131,7 +131,7 @@ UNSAVED = ("shards/__9_0.distcp", "pytorch_model.bin", "reference/ranges.json", 
         *((name, partial(replaced, text="more")) for name in UNSAVED),
     ],
 )
-def test_a_file_that_is_damaged_or_missing_or_was_not_saved_is_named(tmp_path, name, change):
+def test_a_damaged_missing_or_foreign_file_is_named(tmp_path, name, change):
     folder = written(tmp_path)
     change(folder / name)
     with pytest.raises(CheckpointError, match=re.escape(str(folder / name))):

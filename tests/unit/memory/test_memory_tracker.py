@@ -1,20 +1,19 @@
-"""Phases are measured as the kernel saw them, nested ones too."""
+"""Durations and peaks of phases, also of nested ones."""
 
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from lowpeak.memory import MemoryTracker, Phase, ResidentGauge, cgroup_headrooms, free_bytes
+from lowpeak.memory import MemoryTracker, Phase, ResidentGauge
 
 
 class ScriptedGauge:
     """A gauge whose memory a test sets; it has one peak, as real ones do."""
 
-    how = "scripted"
+    description = "scripted"
 
     def __init__(self):
         self.alive = self.highest = 100
@@ -27,7 +26,7 @@ class ScriptedGauge:
     def reset(self):
         self.highest = self.alive
 
-    def settle(self):
+    def synchronize(self):
         self.settled += 1
 
     def peak(self):
@@ -39,7 +38,7 @@ def tracked():
     return gauge, MemoryTracker("cpu", gauge)
 
 
-def test_a_phase_sees_its_own_peak_and_not_one_from_before_or_between():
+def test_a_phases_peak_excludes_earlier_and_intermediate_peaks():
     gauge, tracker = tracked()
     gauge.use(900)
     with tracker.phase(Phase.ROLLOUT):
@@ -53,7 +52,7 @@ def test_a_phase_sees_its_own_peak_and_not_one_from_before_or_between():
 
 
 @pytest.mark.parametrize(("before", "inside", "after"), [(70, 10, 20), (10, 70, 20), (10, 20, 70)])
-def test_an_outer_phase_has_the_highest_of_its_pieces_and_an_inner_one_only_its_own(before, inside, after):
+def test_an_outer_phases_peak_includes_inner_phases(before, inside, after):
     gauge, tracker = tracked()
     with tracker.phase(Phase.EVALUATE):
         gauge.use(before)
@@ -79,7 +78,7 @@ def test_calls_of_one_phase_add_up_in_time_and_take_the_highest_peak():
     assert gauge.settled == 3
 
 
-def test_taking_forgets_and_a_phase_counts_when_it_ends_also_by_an_error():
+def test_reading_uses_resets_them_and_a_phase_counts_when_it_ends_or_fails():
     gauge, tracker = tracked()
 
     def fail():
@@ -134,7 +133,7 @@ print("sampled", (sampled.take()["rollout"].peak_bytes - base) / MB)
 """
 
 
-def test_64_megabytes_in_a_phase_are_seen_there_and_in_the_phase_around_it_and_nowhere_else():
+def test_64_megabytes_count_in_their_phase_and_the_outer_one_only():
     env = {"PYTHONPATH": ":".join(sys.path), "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", MEASURE]
     said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env).stdout
@@ -142,9 +141,9 @@ def test_64_megabytes_in_a_phase_are_seen_there_and_in_the_phase_around_it_and_n
     assert seen == pytest.approx({"rollout": 64, "evaluate": 64, "reward": 16, "save": 0, "sampled": 32}, abs=5)
 
 
-def test_the_tracker_says_what_it_measures():
-    ways = {ResidentGauge().how, ResidentGauge(Path("/no/clear_refs")).how}
-    assert MemoryTracker("cpu").how in ways
+def test_the_tracker_describes_its_measurement():
+    ways = {ResidentGauge().description, ResidentGauge(Path("/no/clear_refs")).description}
+    assert MemoryTracker("cpu").description in ways
     assert len(ways) == 2
 
 
@@ -157,39 +156,3 @@ def test_a_phase_costs_little():
             pass
         times.append(time.perf_counter() - start)
     assert sorted(times)[100] < 0.0002
-
-
-GB = 2**30
-
-
-def v2(folder, limit, use, reclaimable=0):
-    return {
-        f"{folder}memory.max": f"{limit}\n",
-        f"{folder}memory.current": f"{use}\n",
-        f"{folder}memory.stat": f"anon 1\ninactive_file {reclaimable}\n",
-    }
-
-
-@pytest.mark.parametrize(
-    ("cgroup", "files", "left"),
-    [
-        ("0::/\n", {}, []),
-        ("4:memory:/job\n", {}, []),
-        ("0::/job\n", v2("job/", "max", 5 * GB), []),
-        ("0::/job\n", v2("job/", 6 * GB, 5 * GB), [GB]),
-        ("0::/job\n", v2("job/", 6 * GB, 5 * GB, reclaimable=2 * GB), [3 * GB]),
-        ("0::/job\n", v2("job/", 6 * GB, 7 * GB), [0]),
-        ("0::/slice/job\n", v2("slice/", 4 * GB, 2 * GB) | v2("slice/job/", 3 * GB, GB), [2 * GB, 2 * GB]),
-        ("9:cpu:/\n0::/on/the/host\n", v2("", 6 * GB, 4 * GB), [2 * GB]),
-    ],
-)
-def test_every_cgroup_above_the_process_bounds_its_memory(tmp_path, cgroup, files, left):
-    for name, text in {"proc/self/cgroup": cgroup, **{f"sys/fs/cgroup/{k}": v for k, v in files.items()}}.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert list(cgroup_headrooms(tmp_path)) == left
-
-
-def test_free_memory_of_this_machine_is_some_and_less_than_it_has():
-    assert 0 < free_bytes("cpu") < psutil.virtual_memory().total

@@ -38,7 +38,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("killed", ["parent", "leader"])
-def test_a_group_ends_when_its_parent_or_its_leader_was_killed(tmp_path, killed):
+def test_a_process_group_ends_when_its_parent_or_leader_is_killed(tmp_path, killed):
     (tmp_path / "leader.py").write_text(LEADER)
     environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3] / "src")}
     with subprocess.Popen([sys.executable, "-c", PARENT], cwd=tmp_path, env=environ) as parent:

@@ -57,7 +57,7 @@ def run(tmp_path, kind="grpo", *, hidden=32, reward=ones, data=DATA, **changes):
     )
 
 
-def test_another_algorithm_or_optimizer_does_not_go_on_and_other_rewards_do_with_a_warning(tmp_path, caplog):
+def test_another_algorithm_or_optimizer_is_refused_and_other_rewards_are_a_warning(tmp_path, caplog):
     run(tmp_path).train()
     for kind, changes, told in (
         ("rloo", {"beta": 0.0}, r"algorithm .*'grpo' .*'rloo'"),
@@ -73,7 +73,7 @@ def test_another_algorithm_or_optimizer_does_not_go_on_and_other_rewards_do_with
 @pytest.mark.parametrize(
     ("kind", "changed"), list(zip(ONLINE, 2 * [{"num_iterations": 3}, {"steps_per_generation": 2}], strict=True))
 )
-def test_a_rollout_that_was_used_up_stays_so_when_more_steps_are_asked_of_one(tmp_path, kind, changed):
+def test_a_used_rollout_is_not_extended_when_rollouts_get_more_steps(tmp_path, kind, changed):
     run(tmp_path, kind).train()
     run(tmp_path, kind, **changed, max_steps=4).train(resume_from_checkpoint=True)
     rows = [json.loads(line) for line in (tmp_path / "journal/rollouts.jsonl").read_text().splitlines()]
@@ -81,7 +81,7 @@ def test_a_rollout_that_was_used_up_stays_so_when_more_steps_are_asked_of_one(tm
 
 
 @pytest.mark.parametrize("kind", ONLINE)
-def test_another_shape_of_a_rollout_does_not_go_on_in_its_middle(tmp_path, kind):
+def test_a_resume_within_a_rollout_refuses_another_shape_of_rollouts(tmp_path, kind):
     run(tmp_path, kind, num_iterations=3).train()
     with pytest.raises(CheckpointError, match=r"num_iterations .*3.*2"):
         run(tmp_path, kind, num_iterations=2).train(resume_from_checkpoint=True)
@@ -89,7 +89,7 @@ def test_another_shape_of_a_rollout_does_not_go_on_in_its_middle(tmp_path, kind)
         run(tmp_path, kind, num_iterations=3, per_device_train_batch_size=16).train(resume_from_checkpoint=True)
 
 
-def test_a_new_run_in_the_same_folder_keeps_the_old_ones_and_resumes_its_own(tmp_path):
+def test_a_new_run_in_the_same_folder_keeps_older_checkpoints_and_resumes_from_its_own(tmp_path):
     for max_steps in (4, 2):
         run(tmp_path, "sft", max_steps=max_steps, save_total_limit=1).train()
     assert (tmp_path / "earlier-1" / "checkpoint-4").is_dir()
@@ -114,7 +114,7 @@ def test_a_resume_that_fails_leaves_the_folder_as_it_was(tmp_path):
         assert contents(tmp_path) == before
 
 
-def test_a_checkpoint_that_is_named_after_another_step_is_told_and_stays_where_it_is(tmp_path):
+def test_a_checkpoint_named_after_another_step_is_an_error_and_is_not_moved(tmp_path):
     run(tmp_path).train()
     (tmp_path / "checkpoint-1").rename(tmp_path / "checkpoint-7")
     before = contents(tmp_path)

@@ -13,7 +13,7 @@ GIB = 1 << 30
 SHAPE = Shape(hidden=1024, layers=24, intermediate=4096, vocab=150_000, itemsize=2, stream=2)
 
 
-def test_a_shape_is_read_off_a_config():
+def test_a_shape_is_read_from_a_config():
     config = Qwen2Config(hidden_size=64, num_hidden_layers=3, intermediate_size=96, vocab_size=11)
     assert Shape.of(config, 2) == Shape(64, 3, 96, 11, 2, 2)
     assert Shape.of(config, 2, 4) == Shape(64, 3, 96, 11, 2, 4)
@@ -40,7 +40,7 @@ def test_a_micro_batchs_activations_keep_to_a_quarter_and_nearly_fill_it(checkpo
     assert GIB < taken <= 2 * GIB
 
 
-def test_layers_hand_on_what_the_embeddings_dtype_takes():
+def test_layer_inputs_have_the_embeddings_dtype():
     wide = replace(SHAPE, layers=100, stream=4)
     assert fit_micro_batch(wide, 8 * GIB, True) == fit_micro_batch(replace(wide, stream=2), 4 * GIB + GIB // 2, True)
 

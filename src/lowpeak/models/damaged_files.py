@@ -1,4 +1,7 @@
-"""The damaged file of a folder, named after reading the folder has failed."""
+"""Damaged files of a model or checkpoint folder.
+
+Libraries' errors seldom name the file that they could not read. After a failed load the files are read one by one here.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from lowpeak.errors import LowpeakError
 
 @contextmanager
 def name_damaged_file(folder: str | Path, kind: type[LowpeakError], remedy: str) -> Iterator[None]:
-    """Raise `kind` with the file's name and the remedy, if the block fails and a file of `folder` is damaged."""
+    """Raise `kind`, naming the file and the remedy, if the block fails and a file of `folder` is damaged."""
     try:
         yield
     except Exception as error:
@@ -25,13 +28,13 @@ def name_damaged_file(folder: str | Path, kind: type[LowpeakError], remedy: str)
         if damaged is None:
             raise
         file, reason = damaged
-        raise kind(f"{file} is damaged (cut off or changed: {type(reason).__name__}): {remedy}.") from error
+        raise kind(f"{file} is damaged (truncated or changed: {type(reason).__name__}): {remedy}.") from error
 
 
 def find_damaged_file(folder: Path) -> tuple[Path, Exception] | None:
-    """Return the first file of `folder` that cannot be read, and why; None if all can, or if there is no folder.
+    """Return the first file of `folder` that cannot be read, and the reason; None if there is none.
 
-    Only headers and structure are read: a changed value inside a tensor is not found.
+    Only headers and structure are read: a changed value inside a tensor is not detected.
     """
     for file in sorted(folder.iterdir()) if folder.is_dir() else ():
         read = next((read for pattern, read in _READERS.items() if file.match(pattern)), None)
@@ -47,7 +50,10 @@ def find_damaged_file(folder: Path) -> tuple[Path, Exception] | None:
 
 
 def check_generation_config(folder: Path) -> None:
-    """Read a folder's generation_config.json: where it is damaged, transformers takes its defaults, without the end tokens."""
+    """Read a folder's generation_config.json, and raise if it is damaged.
+
+    transformers would silently use its defaults, without the model's end tokens.
+    """
     file = folder / "generation_config.json"
     if file.is_file():
         _read_settings(file)

@@ -1,4 +1,4 @@
-"""The watch, both ends in one process: who tells whom what, and which errors it explains."""
+"""The failure detectors of two ranks in one process: their messages, and the errors that they explain."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from contextlib import contextmanager
 import pytest
 
 from lowpeak.errors import DataError, RankError
-from lowpeak.watchdog import Line, Watch
+from lowpeak.watchdog import FailureDetector, RankConnection
 
 BROKEN = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:24223")
 
 
 def ends():
-    """Rank 0's line to rank 1, and rank 1's to rank 0."""
+    """Rank 0's connection to rank 1, and rank 1's to rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         there = socket.create_connection(server.getsockname(), timeout=5)
         here, _ = server.accept()
-    return Line(here, 1), Line(there, 0)
+    return RankConnection(here, 1), RankConnection(there, 0)
 
 
 @contextmanager
 def two_ranks():
-    """Both ranks' watches, and rank 1's line."""
+    """Both ranks' detectors, and rank 1's connection."""
     first, second = ends()
     with (
-        Watch(0, [first], lambda: "phase train", 60.0) as zero,
-        Watch(1, [second], lambda: "phase reward", 60.0) as one,
+        FailureDetector(0, [first], lambda: "phase train", 60.0) as zero,
+        FailureDetector(1, [second], lambda: "phase reward", 60.0) as one,
     ):
         yield zero, one, second
 
 
 def told(watch):
-    """What the watch makes of a broken collective once it knows of another rank's failure."""
+    """The detector's explanation of a failed collective, once it knows of another rank's failure."""
     deadline = time.monotonic() + 5.0
     while (found := watch.explain(BROKEN)) is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -44,7 +44,7 @@ def told(watch):
 
 
 @pytest.mark.parametrize("speaker", [0, 1])
-def test_an_error_that_one_rank_announces_is_the_others_reason(speaker):
+def test_an_announced_error_explains_the_other_ranks_failure(speaker):
     with two_ranks() as (*watches, _):
         watches[speaker].announce(DataError("row 3."))
         where = ("phase train", "phase reward")
@@ -53,16 +53,16 @@ def test_an_error_that_one_rank_announces_is_the_others_reason(speaker):
         assert f"Rank {1 - speaker} was in {where[1 - speaker]}" in sentence
 
 
-def test_a_rank_that_is_done_may_leave_before_the_others():
+def test_a_rank_that_is_done_may_end_before_the_others():
     first, second = ends()
-    with Watch(0, [first], lambda: "phase train", 1.0) as zero:
-        with Watch(1, [second], lambda: "phase train", 1.0):
+    with FailureDetector(0, [first], lambda: "phase train", 1.0) as zero:
+        with FailureDetector(1, [second], lambda: "phase train", 1.0):
             pass
         assert zero.explain(ValueError("of this rank's own")) is None
         assert "ddp_timeout" in str(zero.explain(BROKEN))
 
 
-def test_the_first_reason_counts_and_an_error_of_this_ranks_own_is_not_explained_away():
+def test_the_first_announced_error_counts_and_unrelated_errors_are_not_explained():
     with two_ranks() as (zero, one, _):
         assert zero.explain(ValueError("a bug of the user's")) is None
         one.announce(ValueError("cause"))
@@ -72,7 +72,7 @@ def test_the_first_reason_counts_and_an_error_of_this_ranks_own_is_not_explained
         assert "cause" in told(zero)
 
 
-def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it():
+def test_a_rank_continues_after_it_caught_an_agreed_error():
     with two_ranks() as (zero, one, _):
         one.announce(DataError("caught"))
         assert "caught" in told(zero)
@@ -86,10 +86,10 @@ def test_a_failure_that_the_ranks_agreed_on_ends_nobody_who_caught_it():
         assert "new" in told(zero)
 
 
-def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
+def test_a_dead_rank_is_the_reason_also_after_an_agreed_error():
     with two_ranks() as (zero, _, line):
         zero.announce(DataError("caught"))
-        line.connection.shutdown(socket.SHUT_RDWR)
+        line.socket.shutdown(socket.SHUT_RDWR)
         time.sleep(0.5)
         zero.withdraw()
         assert told(zero).startswith("rank 1 ")
@@ -97,12 +97,11 @@ def test_a_rank_that_is_gone_is_the_reason_whatever_the_ranks_agree_on():
 
 ENDED = """
 import socket, sys, time
-from lowpeak.watchdog.connections import Line
-from lowpeak.watchdog.watch import Watch
+from lowpeak.watchdog import RankConnection, FailureDetector
 with socket.create_server(("127.0.0.1", 0)) as server:
     there = socket.create_connection(server.getsockname())
     here, _ = server.accept()
-with Watch(0, [Line(here, 1)], lambda: "phase train", grace=0.1):
+with FailureDetector(0, [RankConnection(here, 1)], lambda: "phase train", grace=0.1):
     print("  0%|          | 3/900 [00:03<17:11, 1.15s/it, training]", end="", file=sys.stderr, flush=True)
     there.close()
     time.sleep(60)
@@ -116,8 +115,7 @@ def test_a_lost_connection_is_not_announced_before_the_rank_that_is_gone_is_know
         assert told(zero).startswith("rank 1 is gone")
 
 
-
-def test_the_sentence_of_a_rank_that_is_ended_is_a_line_by_itself_beside_an_open_progress_bar():
+def test_the_message_of_an_ended_rank_starts_on_a_new_line_after_a_progress_bar():
     ended = subprocess.run([sys.executable, "-c", ENDED], stderr=subprocess.PIPE, text=True, timeout=60, check=False)
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith("lowpeak: error: rank 1 ")

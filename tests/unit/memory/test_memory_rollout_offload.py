@@ -1,4 +1,4 @@
-"""What rests during a rollout leaves the device, and is the same bits in the same places when it comes back."""
+"""Tensors that are offloaded during a rollout return to the same storages with the same bits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nbytes(tensors):
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def test_states_are_away_during_the_rollout_and_the_same_bits_after_it():
+def test_states_are_offloaded_during_a_rollout_and_the_same_bits_after_it():
     model, optimizer = trained()
     before = [value.clone() for value in states(optimizer)]
     counts = [value for value in states(optimizer) if value.numel() == 1]
@@ -46,7 +46,7 @@ def test_states_are_away_during_the_rollout_and_the_same_bits_after_it():
     assert rest.take() == (0, 0.0)
 
 
-def test_views_into_a_buffer_are_views_into_it_again():
+def test_views_of_a_buffer_share_it_again_after_a_rollout():
     flat = torch.arange(64.0)
     part = flat[16:32].view(4, 4)
     rest = Rest(CopyingMover(), list, lambda: [part, flat], 1)
@@ -57,7 +57,7 @@ def test_views_into_a_buffer_are_views_into_it_again():
     assert flat[16:32].tolist() == [116.0 + i for i in range(16)]
 
 
-def test_a_storage_that_the_policy_is_on_stays():
+def test_a_storage_of_the_policy_stays_on_the_device():
     policy = torch.arange(64.0)
     rest = Rest(CopyingMover(), lambda: [policy], lambda: [policy[:32]], 1)
     with rest.rollout():
@@ -65,7 +65,7 @@ def test_a_storage_that_the_policy_is_on_stays():
     assert rest.bytes_away == 0
 
 
-def test_a_judge_is_here_while_it_judges_and_leaves_again():
+def test_a_reward_model_is_on_the_device_while_it_is_used_and_offloaded_again():
     judge, optimizer_state = torch.arange(8.0), torch.ones(8)
     rest = Rest(CopyingMover(), list, lambda: [optimizer_state], 1)
     rest.add(lambda: [judge])
@@ -86,7 +86,7 @@ def test_a_judge_is_here_while_it_judges_and_leaves_again():
     [(CopyingMover(), "engine"), (CopyingMover(room=16 * 16 * 4), "offload_during_rollout")],
     ids=["an error in the rollout", "a full host"],
 )
-def test_an_error_brings_everything_back(mover, told):
+def test_all_tensors_return_after_an_error(mover, told):
     model, optimizer = trained()
     before = [value.clone() for value in states(optimizer)]
     kind = KeyError if told == "engine" else MemoryExhaustedError
@@ -95,7 +95,7 @@ def test_an_error_brings_everything_back(mover, told):
     assert all(now.equal(then) for now, then in zip(states(optimizer), before, strict=True))
 
 
-def test_training_goes_on_as_if_nothing_had_moved():
+def test_training_continues_with_the_same_bits():
     weights = []
     for rests in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Activations wait in host memory between forward and backward, and nothing else changes."""
+"""Offloaded activations give the same losses, gradients and weights."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_storage_that_was_written_to_in_between_is_copied_again():
     assert len(mover.went) == 2
 
 
-def test_no_more_than_two_storages_are_back_at_a_time_and_host_memory_is_free_after_the_backward():
+def test_at_most_two_storages_are_on_the_device_and_host_memory_is_free_after_the_backward():
     scale = nn.Parameter(torch.full((64,), 1.01))
     offload, mover = offload_of(nn.ParameterList([scale]))
     x = torch.rand(64)
@@ -145,9 +145,9 @@ def trained(tmp_path, tied, offloads):
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_a_run_trains_the_same_weights_with_its_activations_away(tied, tmp_path):
+def test_a_run_with_offloaded_activations_trains_the_same_weights(tied, tmp_path):
     there, _ = trained(tmp_path / "there", tied, offloads=False)
-    away, moved = trained(tmp_path / "away", tied, offloads=True)
+    offloaded, moved = trained(tmp_path / "away", tied, offloads=True)
     assert moved > 0
     for name, weight in there.items():
-        assert torch.equal(weight, away[name]), name
+        assert torch.equal(weight, offloaded[name]), name

@@ -1,4 +1,4 @@
-"""Who may call rank 0's watch: strangers' bytes, silence and number neither end the run nor keep its ranks waiting."""
+"""Authentication of connections to rank 0: unverified clients neither end the run nor delay its ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from lowpeak.watchdog import accept_known, answer, call
+from lowpeak.watchdog import accept_known, accept_ranks, connect_to_rank_0
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -35,34 +35,34 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("who", STRANGERS)
-def test_strangers_neither_stop_rank_0_nor_keep_a_late_rank_out(who):
+def test_unverified_clients_neither_stop_rank_0_nor_keep_out_a_late_rank(who):
     with socket.create_server(("127.0.0.1", 0), backlog=300) as server, ThreadPoolExecutor(1) as pool:
-        answered = pool.submit(answer, server, TOKEN, 2)
+        accepted = pool.submit(accept_ranks, server, TOKEN, 2)
         port = server.getsockname()[1]
-        early = call("127.0.0.1", port, TOKEN, 2)
+        early = connect_to_rank_0("127.0.0.1", port, TOKEN, 2)
         kept = STRANGERS[who](server)
         time.sleep(0.3)
-        late = call("127.0.0.1", port, TOKEN, 1)
+        late = connect_to_rank_0("127.0.0.1", port, TOKEN, 1)
         late.send("phase", "train")  # may come with the token
-        lines = answered.result(5)
-        assert [line.rank for line in lines] == [2, 1]
-        assert lines[1].receive() == [["phase", "train"]]
-        for line in (early, late, *lines):
-            line.close()
+        connections = accepted.result(5)
+        assert [connection.rank for connection in connections] == [2, 1]
+        assert connections[1].receive() == [["phase", "train"]]
+        for connection in (early, late, *connections):
+            connection.close()
         del kept
 
 
-def test_a_server_that_was_closed_before_lets_nobody_in():
+def test_a_closed_server_accepts_no_connection():
     server = socket.create_server(("127.0.0.1", 0))
     server.close()
     assert list(accept_known(server, b"token")) == []
 
 
-def test_a_rank_that_never_calls_is_missed(monkeypatch):
+def test_a_rank_that_does_not_connect_is_a_timeout(monkeypatch):
     monkeypatch.setattr("lowpeak.watchdog.connections.CONNECT_SECONDS", 0.5)
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
         socket.create_connection(server.getsockname()),
         pytest.raises(TimeoutError),
     ):
-        answer(server, TOKEN, 1)
+        accept_ranks(server, TOKEN, 1)
