@@ -19,7 +19,8 @@ from transformers import TrainingArguments
 from lowpeak.arguments.base import CommonArguments
 from lowpeak.arguments.declare import MAPPING, argument, redeclared, require
 from lowpeak.arguments.grpo import GRPOArguments
-from lowpeak.arguments.load import check_names, read_object
+from lowpeak.arguments.names import REJECTED, check_names, drop_trl_defaults
+from lowpeak.arguments.offline import RewardArguments, SFTArguments
 from lowpeak.arguments.online import OnlineArguments
 from lowpeak.arguments.online_dpo import OnlineDPOArguments
 from lowpeak.arguments.parallelism import (
@@ -34,12 +35,9 @@ from lowpeak.arguments.parallelism import (
     take_fsdp_over,
 )
 from lowpeak.arguments.ppo import PPOArguments
-from lowpeak.arguments.reward_model import RewardArguments
 from lowpeak.arguments.rloo import RLOOArguments
 from lowpeak.arguments.rollout import SAID_BY_ARGUMENTS
-from lowpeak.arguments.secrets import hide_secrets
-from lowpeak.arguments.sft import SFTArguments
-from lowpeak.arguments.trl_names import REJECTED, drop_trl_defaults
+from lowpeak.arguments.text import hide_secrets, read_object
 from lowpeak.arguments.validation import check_finite, check_range
 from lowpeak.errors import ArgumentError
 from lowpeak.setup import limit_collectives_on_cpu, meet_anew

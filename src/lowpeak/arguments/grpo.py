@@ -11,12 +11,13 @@ from lowpeak.arguments.online import (
     GROUPS,
     HAS_KL,
     REUSES_ROLLOUTS,
+    Correction,
     KLEstimator,
     OnlineArguments,
     OnlineSettings,
     clip_high,
+    resolve_correction,
 )
-from lowpeak.arguments.rollout_correction import Correction, resolve_correction
 
 logger = logging.getLogger(__name__)
 

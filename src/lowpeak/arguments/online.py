@@ -19,6 +19,7 @@ from lowpeak.arguments.declare import (
     in_evaluation,
     in_logging,
     in_rewards,
+    in_vllm,
     one_of,
     require,
     within,
@@ -31,11 +32,11 @@ from lowpeak.arguments.rollout import (
     resolve_rollout,
     resolve_sampling,
 )
-from lowpeak.arguments.rollout_correction import CorrectionArguments
 from lowpeak.arguments.validation import acting, check_values
-from lowpeak.arguments.vllm import VllmArguments, VllmSettings, resolve_vllm
+from lowpeak.arguments.vllm import USES_VLLM, VllmArguments, VllmSettings, resolve_vllm
 
 KLEstimator = Literal["k1", "k2", "k3"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
 GROUPS = Check(lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group")
 HAS_REFERENCE = ActsWhen(
@@ -52,6 +53,31 @@ _MOVES_REFERENCE = (
     HAS_REFERENCE,
 )
 _PRINTS_COMPLETIONS = if_on("log_completions")
+_CORRECTED = (USES_VLLM, if_on("vllm_importance_sampling_correction"))
+
+
+@dataclass(repr=False)
+class CorrectionArguments:
+    """Whether the policy loss is weighed by how likely the trainer makes a completion over how likely vLLM did, and how."""
+
+    vllm_importance_sampling_correction: bool = in_vllm(
+        True,
+        "Weigh the policy loss by how likely the trainer makes a completion, over how likely vLLM did.",
+        acts=USES_VLLM,
+    )
+    vllm_importance_sampling_mode: str = in_vllm(
+        "sequence_mask",
+        "That weight per token or per completion, cut to its bounds or 0 beyond them: token_truncate, token_mask, "
+        "sequence_truncate or sequence_mask.",
+        one_of(CorrectionMode),
+        _CORRECTED,
+    )
+    vllm_importance_sampling_clip_max: float | None = in_vllm(
+        3.0, "The weight's upper bound (None: none).", above_zero(), _CORRECTED
+    )
+    vllm_importance_sampling_clip_min: float | None = in_vllm(
+        None, "The weight's lower bound (None: none).", NOT_NEGATIVE, _CORRECTED
+    )
 
 
 @dataclass(repr=False)
@@ -116,6 +142,20 @@ class ReferenceSync:
 
     share: float
     every: int
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How far an engine that samples with weights of its own is from the trainer, as a weight of the policy loss.
+
+    The weight is old over sampled probability, of each token or of a whole completion (`per_sequence`); beyond the bounds it
+    is 0 (`masks`), or else the bound itself. A bound of None is none.
+    """
+
+    per_sequence: bool
+    masks: bool
+    minimum: float | None
+    maximum: float | None
 
 
 @dataclass(frozen=True)
@@ -193,3 +233,21 @@ def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
         f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; give one for each.",
     )
     return tuple(float(weight) for weight in args.reward_weights)
+
+
+def resolve_correction(args: Any) -> Correction | None:
+    """Return the correction of a run, None without vLLM or where it is off; ArgumentError for bounds that bound nothing."""
+    if not args.use_vllm or not args.vllm_importance_sampling_correction:
+        return None
+    mode = args.vllm_importance_sampling_mode
+    most, least = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    require(
+        most is None or least is None or least < most,
+        f"vllm_importance_sampling_clip_min={least} must be below vllm_importance_sampling_clip_max={most}.",
+    )
+    require(
+        mode.endswith("mask") or most is not None or least is not None,
+        f"vllm_importance_sampling_mode={mode!r} cuts weights to their bounds, and there is none: give "
+        "vllm_importance_sampling_clip_max, or vllm_importance_sampling_clip_min.",
+    )
+    return Correction(mode.startswith("sequence"), mode.endswith("mask"), least, most)

@@ -27,9 +27,17 @@ from lowpeak.arguments.declare import (
     require,
     within,
 )
-from lowpeak.arguments.online import HAS_KL, REUSES_ROLLOUTS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
+from lowpeak.arguments.online import (
+    HAS_KL,
+    REUSES_ROLLOUTS,
+    Correction,
+    KLEstimator,
+    OnlineArguments,
+    OnlineSettings,
+    clip_high,
+    resolve_correction,
+)
 from lowpeak.arguments.rloo import KL_IN_REWARD
-from lowpeak.arguments.rollout_correction import Correction, resolve_correction
 
 CriticLayout = Literal["head", "model", "adapter"]
 

@@ -6,8 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowpeak.arguments.declare import Check, are_finite, argument, fill, redeclared, require
-from lowpeak.arguments.online import GROUPS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
-from lowpeak.arguments.rollout_correction import Correction, resolve_correction
+from lowpeak.arguments.online import (
+    GROUPS,
+    Correction,
+    KLEstimator,
+    OnlineArguments,
+    OnlineSettings,
+    clip_high,
+    resolve_correction,
+)
 
 KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, gcd, lcm
@@ -26,6 +25,7 @@ from lowpeak.arguments.declare import (
     said_as,
     within,
 )
+from lowpeak.arguments.text import parse_bytes
 
 ALL = 1 << 62  # a gather budget that holds any model
 
@@ -41,6 +41,35 @@ SAID_BY_ARGUMENTS = {
 }
 # Of generation_kwargs, what both engines take.
 EVERY_ENGINE = ("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", *SAID_BY_ARGUMENTS)
+
+# vLLM's sampling parameters beyond EVERY_ENGINE that a run takes: a server does not tell of a name that it does not know.
+_PASSED_ON = (
+    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("thinking_token_budget", "skip_reading_prefix_cache"),
+)
+_ENDS = (
+    "a completion ends with the tokenizer's end of sequence, a stop string or a stop token, or at max_completion_length; "
+    "remove it"
+)
+# Why others are refused: what is said by an argument, what lowpeak sets itself, what would end a completion unknown to the run.
+_NO_SAMPLING = {
+    "n": "say it as num_generations",
+    "structured_outputs": "say it as vllm_structured_outputs_regex",
+    **dict.fromkeys(
+        [
+            "logprobs",
+            "prompt_logprobs",
+            "flat_logprobs",
+            "output_kind",
+            "detokenize",
+            "skip_special_tokens",
+            "extra_args",
+        ],
+        "lowpeak sets it itself to train on the answer; remove it",
+    ),
+    "ignore_eos": _ENDS,
+    "repetition_detection": _ENDS,
+}
 
 _NO_SERVER = ActsWhen(
     lambda args, facts: not (args.use_vllm and args.vllm_mode == "server"),
@@ -300,6 +329,22 @@ def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int,
     return tuple(strings), (*stop_ids, *ends)
 
 
+def sampling_kwargs(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what generation_kwargs hands to vLLM beyond what every engine takes; ArgumentError for what it should not."""
+    more = {name: value for name, value in given.items() if name not in EVERY_ENGINE}
+    unknown = f"vLLM does not take it; it takes {', '.join((*EVERY_ENGINE, *_PASSED_ON))}"
+    for name in more:
+        require(name in _PASSED_ON, f"generation_kwargs has {name}: {_NO_SAMPLING.get(name, unknown)}.")
+    if "logit_bias" in more:
+        bias = more["logit_bias"]
+        require(
+            isinstance(bias, Mapping) and all(str(t).isdigit() and isinstance(b, int | float) for t, b in bias.items()),
+            f"generation_kwargs has logit_bias={bias!r}, which is no mapping of token ids to numbers.",
+        )
+        more["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # JSON has texts for keys
+    return more
+
+
 def resolve_gather_budget(args: Any) -> int | None:
     """Return bytes, `ALL`, or None: from free memory. ArgumentError where two of the three names contradict each other."""
     budget = args.gather_budget
@@ -317,12 +362,3 @@ def resolve_gather_budget(args: Any) -> int | None:
     told = " and ".join(f"{name}={getattr(args, name)!r}" for name in said)
     require(len(set(said.values())) <= 1, f"{told} contradict each other: keep gather_budget, and remove the others.")
     return next(iter(said.values()), None)
-
-
-def parse_bytes(text: int | str) -> int | None:
-    """Return the number of bytes of `8GiB`, `500MB`, `4096`: 1024 to a KiB and 1000 to a KB; None for what is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
-    if match is None:
-        return None
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))

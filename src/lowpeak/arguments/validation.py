@@ -13,8 +13,8 @@ from numbers import Integral, Real
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from lowpeak.arguments.declare import ActsWhen, Check, Facts, default_of, said_as
-from lowpeak.arguments.secrets import show
-from lowpeak.arguments.trl_names import TRL_DEFAULTS
+from lowpeak.arguments.names import TRL_DEFAULTS
+from lowpeak.arguments.text import show
 from lowpeak.errors import ArgumentError
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from lowpeak.arguments.declare import (
     one_of,
     require,
 )
-from lowpeak.arguments.rollout import parse_bytes
-from lowpeak.arguments.vllm_kwargs import engine_kwargs, sampling_kwargs
+from lowpeak.arguments.rollout import sampling_kwargs
+from lowpeak.arguments.text import parse_bytes
 
 SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # in the environment: what a server demands, and what the run gives it
 
@@ -54,6 +54,20 @@ _NO_URL = ActsWhen(
     raises=True,
 )
 _PORT = Check(lambda x: x is None or 0 < x < 1 << 16, "must be a port, from 1 to 65535")
+
+_NO_ENGINE = {
+    "tensor_parallel_size": "say it as vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "say it as vllm_gpu_memory_utilization",
+    "max_model_len": "say it as vllm_max_model_length",
+    "model_impl": "say it as vllm_model_impl",
+    "enable_sleep_mode": "say it as vllm_enable_sleep_mode",
+    "kv_cache_memory_bytes": "say it as kv_cache_bytes",
+    "trust_remote_code": "say it as trust_remote_code",
+    **dict.fromkeys(
+        ["model", "load_format", "distributed_executor_backend", "worker_extension_cls", "logprobs_mode"],
+        "lowpeak sets it itself to hand the policy's weights over and to train on the answers; remove it",
+    ),
+}
 
 
 @dataclass(repr=False)
@@ -257,6 +271,14 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
         kv_cache_bytes=args.kv_cache_bytes,
         engine_kwargs=engine_kwargs(args.vllm_engine_kwargs),
     )
+
+
+def engine_kwargs(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return what vllm_engine_kwargs hands to vLLM; ArgumentError for what another argument says, or lowpeak sets itself."""
+    require(MAPPING.fits(given), f"vllm_engine_kwargs {MAPPING.words}.")
+    for name in given or {}:
+        require(name not in _NO_ENGINE, f"vllm_engine_kwargs has {name}: {_NO_ENGINE.get(name)}.")
+    return dict(given or {})
 
 
 def check_cut(size: int, count: int, of: str, otherwise: str = "") -> None:

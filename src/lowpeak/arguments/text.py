@@ -6,16 +6,19 @@ reads as text, are numbers as in YAML 1.2, and a key that stands twice is an err
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lowpeak.errors import ArgumentError, first_line
+
+HIDDEN = "<hidden>"
+_TEXTS = ("eos_token", "pad_token")  # a tokenizer's
+_USER = re.compile(r"(?<=://)[^/\s'\",]*@")  # a user, and a password, before a URL's host
 
 
 class _Loader(yaml.SafeLoader):
@@ -69,18 +72,43 @@ def read_object(text: str) -> dict[str, Any]:
     return found
 
 
-def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
-    """Raise one ArgumentError for all names that are not known: with the remedy that `rejected` has, or the closest name."""
-    names = sorted(known)
-    told: list[str] = []
-    for name in given:
-        if name in names:
-            continue
-        if name in rejected:
-            told.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
-            continue
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "see --help for those there are."
-        told.append(f"Unknown argument {name!r}; {hint}")
-    if told:
-        raise ArgumentError(" ".join(told))
+def parse_bytes(text: int | str) -> int | None:
+    """Return the number of bytes of `8GiB`, `500MB`, `4096`: 1024 to a KiB and 1000 to a KB; None for what is no size."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
+    if match is None:
+        return None
+    number, unit, binary = match.groups()
+    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+
+
+def is_secret(name: str) -> bool:
+    """Return whether an argument of this name holds an access token."""
+    return name == "token" or (name.endswith("_token") and name not in _TEXTS)
+
+
+def hide_secrets(values: Mapping[str, Any], shown: str | None = HIDDEN) -> dict[str, Any]:
+    """Return arguments with `shown` in place of each access token that is set, in nested dictionaries too.
+
+    URLs are shown without the user and the password before their host.
+    """
+    return {name: _hidden(name, value, shown) for name, value in values.items()}
+
+
+def _hidden(name: str, value: Any, shown: str | None) -> Any:
+    if is_secret(name) and isinstance(value, str | dict | list | tuple):
+        return shown
+    if type(value) is dict:
+        return hide_secrets(value, shown)
+    if type(value) is list:
+        return [_hidden(name, each, shown) for each in value]
+    return hide_user(value) if type(value) is str else value
+
+
+def hide_user(text: str) -> str:
+    """Return text with what stands before the host of its URLs hidden."""
+    return _USER.sub(f"{HIDDEN}@", text)
+
+
+def show(name: str, value: Any) -> str:
+    """Return an argument with its value, for a sentence."""
+    return f"{name}={HIDDEN}" if is_secret(name) else hide_user(f"{name}={value!r}")

@@ -1,13 +1,15 @@
-"""Names that TRL users may bring and lowpeak does not take, each with what to do instead.
+"""Names of arguments: refusal of unknown names, and TRL names that lowpeak does not accept, each with its remedy.
 
-They are refused by name, because an argument that silently does nothing costs somebody a night. At TRL's default an argument
-asks for nothing: a configuration that spells TRL's defaults out is taken.
+A TRL name that is set to TRL's default is ignored, so that configurations that spell out TRL's defaults still load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+from lowpeak.errors import ArgumentError
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
@@ -66,3 +68,20 @@ def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | se
         for name, value in settings.items()
         if name in known or name not in TRL_DEFAULTS or value != TRL_DEFAULTS[name]
     }
+
+
+def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
+    """Raise one ArgumentError for all names that are not known: with the remedy that `rejected` has, or the closest name."""
+    names = sorted(known)
+    told: list[str] = []
+    for name in given:
+        if name in names:
+            continue
+        if name in rejected:
+            told.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
+            continue
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see --help for those there are."
+        told.append(f"Unknown argument {name!r}; {hint}")
+    if told:
+        raise ArgumentError(" ".join(told))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import CommonArguments
 from lowpeak.arguments.declare import (
+    NOT_NEGATIVE,
     ActsWhen,
     argument,
     at_least,
@@ -20,6 +21,7 @@ from lowpeak.arguments.declare import (
     redeclared,
     require,
 )
+from lowpeak.arguments.rollout import RolloutArguments
 
 logger = logging.getLogger(__name__)
 
@@ -93,4 +95,32 @@ def check_packing(args: Any) -> None:
         "packing=True: rows stand one after another without padding, and a step takes per_device_train_batch_size x "
         "gradient_accumulation_steps x ranks rows of the data set, where TRL takes as many packed sequences of max_length "
         "tokens; raise per_device_train_batch_size to train on as many tokens a step."
+    )
+
+
+_NO_LOGPROBS = never("a reward model gives one score a row and no log-probs; remove it")
+
+
+@dataclass(repr=False)
+class RewardArguments(OfflineArguments):
+    """What reward model training takes."""
+
+    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+        "logprob_chunk_size": _NO_LOGPROBS,
+        "log_entropy": _NO_LOGPROBS,
+        "router_aux_loss_coef": never("transformers' classifiers have no load-balancing loss; remove it", raises=True),
+    }
+
+    learning_rate: float = redeclared(CommonArguments, "learning_rate", 1e-4)
+    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
+    max_length: int | None = redeclared(
+        OfflineArguments,
+        "max_length",
+        help="A pair of which one row has more tokens is left out (None: the model's context).",
+    )
+    share_prompt: bool | None = redeclared(
+        RolloutArguments, "share_prompt", help="Forward what both rows of a pair begin with once (None: where it pays)."
+    )
+    center_rewards_coefficient: float | None = argument(
+        None, "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
     )
