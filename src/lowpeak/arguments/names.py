@@ -13,12 +13,10 @@ from lowpeak.errors import ArgumentError
 
 _NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
 _LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
-_REUSE = (
-    "rollouts come from the policy itself, reused for at most num_iterations passes that clipping bounds; remove it"
-)
-# A name, TRL 1.16's default of it, and what to do instead.
+_REUSE = "rollouts are the policy's, reused for at most num_iterations passes with clipped ratios; remove it"
+# Name, default in TRL 1.16, and remedy.
 _REFUSED: tuple[tuple[str, Any, str], ...] = (
-    ("vllm_importance_sampling_cap", None, "its name is vllm_importance_sampling_clip_max, as in TRL; use that"),
+    ("vllm_importance_sampling_cap", None, "TRL renamed it; use vllm_importance_sampling_clip_max"),
     ("cache_implementation", None, _NATIVE),
     ("use_transformers_continuous_batching", False, _NATIVE),
     ("transformers_continuous_batching_config", None, _NATIVE),
@@ -30,28 +28,28 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("vespo_k_neg", 3.0, _LOSS),
     ("vespo_lambda_neg", 2.0, _LOSS),
     ("off_policy_mask_threshold", None, _REUSE),
-    ("max_tool_calling_iterations", None, "run tools in a rollout_func of your own; remove it"),
+    ("max_tool_calling_iterations", None, "run tools in a rollout_func; remove it"),
     ("log_multimodal", True, "lowpeak trains text models; remove it"),
     (
         "log_completions_hub_repo",
         None,
-        "completions are in <output_dir>/journal/rollouts.jsonl, upload that folder; remove it",
+        "completions are in <output_dir>/journal/rollouts.jsonl; upload that folder, and remove it",
     ),
-    ("dataset_num_proc", None, "rows are tokenised as they are needed; remove it"),
+    ("dataset_num_proc", None, "rows are tokenised on demand; remove it"),
     (
         "dataset_kwargs",
         None,
-        "prepare the data set before it is passed in (rows with input_ids are taken as they are); remove it",
+        "prepare the data set before you pass it (rows with input_ids are used unchanged); remove it",
     ),
-    ("truncation_mode", "keep_start", "rows longer than max_length are cut at their end; remove it"),
+    ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),
 )
 REJECTED: dict[str, str] = {
     **{name: remedy for name, _, remedy in _REFUSED},
-    "max_prompt_length": "prompts are never cut; set overlong_prompts='drop' to leave out those that do not fit",
+    "max_prompt_length": "prompts are never truncated; set overlong_prompts='drop' to skip those that do not fit",
     "use_liger_loss": "the log-prob core never forms the logits; remove it",
     "steps_per_eval": "use eval_steps",
 }
-# TRL's defaults of these names, and of arguments whose default is another one here.
+# TRL's defaults of these names, and of arguments with another default here.
 TRL_DEFAULTS: dict[str, Any] = {
     **{name: default for name, default, _ in _REFUSED},
     "reward_model_path": None,
@@ -62,7 +60,7 @@ TRL_DEFAULTS: dict[str, Any] = {
 
 
 def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
-    """Return `settings` without names that are not `known` and stand at TRL's default."""
+    """Return `settings` without names that are not `known` and have TRL's default."""
     return {
         name: value
         for name, value in settings.items()
@@ -71,17 +69,17 @@ def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | se
 
 
 def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
-    """Raise one ArgumentError for all names that are not known: with the remedy that `rejected` has, or the closest name."""
+    """Raise one ArgumentError for all unknown names, each with its remedy in `rejected` or the closest known name."""
     names = sorted(known)
-    told: list[str] = []
+    messages: list[str] = []
     for name in given:
         if name in names:
             continue
         if name in rejected:
-            told.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
+            messages.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
             continue
         close = difflib.get_close_matches(name, names, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else "see --help for those there are."
-        told.append(f"Unknown argument {name!r}; {hint}")
-    if told:
-        raise ArgumentError(" ".join(told))
+        hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."
+        messages.append(f"Unknown argument {name!r}; {hint}")
+    if messages:
+        raise ArgumentError(" ".join(messages))

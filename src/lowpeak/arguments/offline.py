@@ -1,4 +1,4 @@
-"""Supervised training: arguments, and what of TRL's packing is another thing here."""
+"""Supervised and reward model training: arguments, and checks of TRL's packing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, ClassVar, Literal
 from lowpeak.arguments.base import CommonArguments
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
-    ActsWhen,
+    EffectCondition,
     argument,
     at_least,
+    data_argument,
     if_on,
-    in_data,
-    in_model,
+    model_argument,
     never,
     one_of,
     redeclared,
@@ -27,85 +27,94 @@ logger = logging.getLogger(__name__)
 
 SupervisedLossType = Literal["nll", "dft"]
 
-_STRATEGIES = {  # TRL's others
-    "bfd_split": "a row's end would go on without what comes before it; split long rows beforehand, or raise max_length",
-    "wrapped": "rows would be split anywhere and would see one another; join the texts beforehand",
+# TRL's packing strategies that lowpeak refuses, with the remedy.
+_TRL_STRATEGIES = {
+    "bfd_split": "the second part of a split row would lack its context; split long rows beforehand, or raise max_length",
+    "wrapped": "rows would be split anywhere and attend to each other; join the texts beforehand",
 }
 
 
 @dataclass(repr=False)
 class OfflineArguments(CommonArguments):
-    """What supervised and reward training share: changes of the tokenizer, made in a copy of it."""
+    """Arguments that supervised and reward model training share; tokenizer arguments change a copy of it."""
 
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
         "per_device_eval_batch_size": never(
             "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
         )
     }
 
-    eos_token: str | None = in_model(None, "The tokenizer's end-of-sequence token (None: its own).")
-    pad_token: str | None = in_model(None, "The tokenizer's padding token (None: its own).")
-    chat_template_path: str | None = in_data(None, "A .jinja or .j2 file with the chat template.")
-    max_length: int | None = in_data(
-        1024, "Most tokens of a row; longer ones are cut at the end (None: no limit).", at_least(2, "tokens")
+    eos_token: str | None = model_argument(None, "End-of-sequence token (None: the tokenizer's).")
+    pad_token: str | None = model_argument(None, "Padding token (None: the tokenizer's).")
+    chat_template_path: str | None = data_argument(
+        None, "A .jinja or .j2 file with the chat template (None: the tokenizer's)."
+    )
+    max_length: int | None = data_argument(
+        1024, "Maximum tokens of a row; longer rows are truncated at their end (None: no limit).", at_least(2, "tokens")
     )
 
 
 @dataclass(repr=False)
 class SFTArguments(OfflineArguments):
-    """What supervised training takes."""
+    """Arguments of supervised training."""
 
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
-        "eval_packing": never("evaluation metrics are averaged over tokens, and rows are kept apart; remove it")
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "eval_packing": never(
+            "evaluation averages over tokens and keeps rows separate, so packing changes nothing; remove it"
+        )
     }
 
     learning_rate: float = redeclared(CommonArguments, "learning_rate", 2e-5)
-    dataset_text_field: str = in_data("text", "Column of plain text rows.")
-    completion_only_loss: bool | None = in_data(None, "Loss on the completion alone (None: where there is a prompt).")
-    assistant_only_loss: bool = in_data(False, "Loss on the assistant's messages alone.")
+    dataset_text_field: str = data_argument("text", "Column of rows that are plain text.")
+    completion_only_loss: bool | None = data_argument(
+        None, "Compute the loss on completions only (None: if rows have a prompt)."
+    )
+    assistant_only_loss: bool = data_argument(False, "Compute the loss on assistant messages only.")
     loss_type: str = argument(
-        "nll", "nll (negative log-likelihood), or dft (weighed by the token's probability).", one_of(SupervisedLossType)
+        "nll",
+        "Loss: nll (negative log-likelihood), or dft (nll weighted by the token's probability).",
+        one_of(SupervisedLossType),
     )
-    packing: bool = in_data(
-        False, "Rows one after another without padding, as they are by default; True: an error where they cannot."
+    packing: bool = data_argument(
+        False, "Concatenate rows without padding, or raise an error (False: concatenate if the model supports it)."
     )
-    packing_strategy: str = in_data(
+    packing_strategy: str = data_argument(
         "bfd",
-        "With packing: 'bfd', which cuts rows longer than max_length at their end.",
-        one_of(Literal["bfd"], "bfd-requeue", *_STRATEGIES),
+        "With packing: only 'bfd', which truncates rows longer than max_length.",
+        one_of(Literal["bfd"], "bfd-requeue", *_TRL_STRATEGIES),
         if_on("packing"),
     )
-    eval_packing: bool | None = in_data(None, "Changes nothing: evaluation lays rows as training does.")
+    eval_packing: bool | None = data_argument(None, "No effect: evaluation lays rows out as training does.")
 
 
 def check_packing(args: Any) -> None:
-    """Refuse what TRL's packing does to rows and lowpeak does not; warn of what is counted in another way."""
+    """Raise ArgumentError for packing that lowpeak does not support; warn that a step counts rows, not packed sequences."""
     if not args.packing:
         return
     strategy = {"bfd-requeue": "bfd_split"}.get(args.packing_strategy, args.packing_strategy)
     require(
         strategy == "bfd",
-        f"packing_strategy={strategy!r} is none of lowpeak's: {_STRATEGIES.get(strategy)}; use 'bfd'.",
+        f"packing_strategy={strategy!r} is not supported: {_TRL_STRATEGIES.get(strategy)}; use 'bfd'.",
     )
     require(
         args.padding_free is not False,
-        "packing=True with padding_free=False: packed rows stand one after another without padding; remove one of them.",
+        "packing=True contradicts padding_free=False: packed rows are concatenated without padding; remove one of the two.",
     )
     logger.warning(
-        "packing=True: rows stand one after another without padding, and a step takes per_device_train_batch_size x "
-        "gradient_accumulation_steps x ranks rows of the data set, where TRL takes as many packed sequences of max_length "
-        "tokens; raise per_device_train_batch_size to train on as many tokens a step."
+        "packing=True: a step takes per_device_train_batch_size x gradient_accumulation_steps x ranks rows of the data set, while "
+        "in TRL it takes as many packed sequences of max_length tokens; raise per_device_train_batch_size to train on as many "
+        "tokens per step."
     )
 
 
-_NO_LOGPROBS = never("a reward model gives one score a row and no log-probs; remove it")
+_NO_LOGPROBS = never("a reward model gives one score per row and no log-probs; remove it")
 
 
 @dataclass(repr=False)
 class RewardArguments(OfflineArguments):
-    """What reward model training takes."""
+    """Arguments of reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155)."""
 
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
         "logprob_chunk_size": _NO_LOGPROBS,
         "log_entropy": _NO_LOGPROBS,
         "router_aux_loss_coef": never("transformers' classifiers have no load-balancing loss; remove it", raises=True),
@@ -116,11 +125,13 @@ class RewardArguments(OfflineArguments):
     max_length: int | None = redeclared(
         OfflineArguments,
         "max_length",
-        help="A pair of which one row has more tokens is left out (None: the model's context).",
+        help="Maximum tokens of a row; pairs with a longer row are skipped (None: the model's context).",
     )
     share_prompt: bool | None = redeclared(
-        RolloutArguments, "share_prompt", help="Forward what both rows of a pair begin with once (None: where it pays)."
+        RolloutArguments,
+        "share_prompt",
+        help="Forward the common prefix of a pair once (None: if it saves computation).",
     )
     center_rewards_coefficient: float | None = argument(
-        None, "Weight of the square of a pair's summed rewards, which keeps them around 0.", NOT_NEGATIVE
+        None, "Weight of the squared sum of a pair's rewards, which keeps rewards around 0 (None: 0).", NOT_NEGATIVE
     )

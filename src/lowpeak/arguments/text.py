@@ -1,7 +1,6 @@
-"""Reading what the user wrote: YAML files and argument names. What the values mean is `resolve`'s.
+"""Arguments as text: read from YAML, JSON and byte sizes, and shown without access tokens.
 
-Two ways in which YAML turns a setting into another one without a word are closed: numbers such as 1e-6, which YAML 1.1
-reads as text, are numbers as in YAML 1.2, and a key that stands twice is an error.
+Unlike PyYAML, numbers such as 1e-6 are numbers (as in YAML 1.2), not text, and a duplicate key is an error.
 """
 
 from __future__ import annotations
@@ -17,18 +16,19 @@ import yaml
 from lowpeak.errors import ArgumentError, first_line
 
 HIDDEN = "<hidden>"
-_TEXTS = ("eos_token", "pad_token")  # a tokenizer's
-_USER = re.compile(r"(?<=://)[^/\s'\",]*@")  # a user, and a password, before a URL's host
+_TOKENIZER_TOKENS = ("eos_token", "pad_token")
+# The user and password before the host of a URL.
+_USER = re.compile(r"(?<=://)[^/\s'\",]*@")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2's floats and without doubled keys."""
+    """SafeLoader with YAML 1.2's floats, which rejects duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value!r} stands twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value!r}", problem_mark=key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -39,13 +39,13 @@ _Loader.add_implicit_resolver(
 
 
 def load_yaml(path: str | Path) -> dict[str, Any]:
-    """Return the settings in a YAML file; ArgumentError where it is missing, not YAML (with the line) or not `name: value`."""
+    """Return the settings in a YAML file; ArgumentError if it is missing, not YAML, or not `name: value` lines."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ArgumentError(f"The config file {path} does not exist; check the path.") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ArgumentError(f"The config file {path} cannot be read: {error}; give a text file in UTF-8.") from error
+        raise ArgumentError(f"The config file {path} cannot be read: {error}; use a text file in UTF-8.") from error
     try:
         settings = yaml.load(text, Loader=_Loader)
     except RecursionError:
@@ -57,23 +57,23 @@ def load_yaml(path: str | Path) -> dict[str, Any]:
     if settings is None:
         return {}
     if not isinstance(settings, dict) or not all(isinstance(name, str) for name in settings):
-        raise ArgumentError(f"The config file {path} must hold lines `name: value`, not a {type(settings).__name__}.")
+        raise ArgumentError(f"The config file {path} must have lines `name: value`, got a {type(settings).__name__}.")
     return settings
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Return the mapping that a JSON text is; ValueError with the reason, and without the text, where it is none."""
+    """Return the mapping that a JSON text denotes; ValueError with the reason, but without the text, otherwise."""
     try:
-        found = json.loads(text)
+        value = json.loads(text)
     except RecursionError:
         raise ValueError("it nests lists or mappings too deeply") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"it is a {type(found).__name__}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}")
+    return value
 
 
 def parse_bytes(text: int | str) -> int | None:
-    """Return the number of bytes of `8GiB`, `500MB`, `4096`: 1024 to a KiB and 1000 to a KB; None for what is no size."""
+    """Return the bytes of a size such as `8GiB` (1024**3), `500MB` (1000**2) or `4096`; None for other text."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
     if match is None:
         return None
@@ -82,14 +82,14 @@ def parse_bytes(text: int | str) -> int | None:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether an argument of this name holds an access token."""
-    return name == "token" or (name.endswith("_token") and name not in _TEXTS)
+    """Return whether an argument of this name is an access token."""
+    return name == "token" or (name.endswith("_token") and name not in _TOKENIZER_TOKENS)
 
 
 def hide_secrets(values: Mapping[str, Any], shown: str | None = HIDDEN) -> dict[str, Any]:
-    """Return arguments with `shown` in place of each access token that is set, in nested dictionaries too.
+    """Return arguments with `shown` in place of each access token, also in nested dictionaries.
 
-    URLs are shown without the user and the password before their host.
+    In URLs, the user and password before the host are hidden.
     """
     return {name: _hidden(name, value, shown) for name, value in values.items()}
 
@@ -105,10 +105,10 @@ def _hidden(name: str, value: Any, shown: str | None) -> Any:
 
 
 def hide_user(text: str) -> str:
-    """Return text with what stands before the host of its URLs hidden."""
+    """Return text with the user and password in its URLs hidden."""
     return _USER.sub(f"{HIDDEN}@", text)
 
 
 def show(name: str, value: Any) -> str:
-    """Return an argument with its value, for a sentence."""
+    """Return `name=value` for a message, with secrets hidden."""
     return f"{name}={HIDDEN}" if is_secret(name) else hide_user(f"{name}={value!r}")
