@@ -113,7 +113,7 @@ def idle_arguments(args: Any, facts: Facts) -> dict[str, str]:
 def acting(args: Any, facts: Facts) -> Any:
     """Return a copy of the arguments in which those without effect have their defaults.
 
-    ArgumentError for an argument without effect whose condition `raises`; `tell_idle` reports the others together.
+    ArgumentError for an argument without effect whose condition `raises`. The others are reported together in one warning.
     """
     changed = copy.copy(args)
     for name, when in _find_idle(args, facts):
