@@ -65,7 +65,7 @@ class RewardArguments:
     """The reward functions or models."""
 
     reward: list[str] | None = reward_argument(
-        None, "path/to/file.py:function, package.module.function or a reward model; --reward_weights weighs several"
+        None, "rewards, each as path/to/file.py:function, package.module.function or a reward model"
     )
 
 
@@ -109,13 +109,13 @@ class LaunchArguments:
     monitor_interval: float | None = device_argument(None, "seconds between checks of the processes")
     num_cpu_threads_per_process: int | None = device_argument(None, "CPU threads per process")
     parallelism_config_dp_replicate_size: int | None = device_argument(
-        None, "hsdp: copies of the model (by default one per host)"
+        None, "copies of the model (hsdp; by default one per host)"
     )
     parallelism_config_dp_shard_size: int | None = device_argument(
-        None, "hsdp, fsdp2-tp: devices that each copy is sharded over by FSDP (by default all)"
+        None, "devices that each copy is sharded over by FSDP (hsdp, fsdp2-tp; by default all)"
     )
     parallelism_config_tp_size: int | None = device_argument(
-        None, "fsdp2-tp: neighbouring devices that tensors are split over (by default 2)"
+        None, "neighbouring devices that tensors are split over (fsdp2-tp; by default 2)"
     )
 
 
