@@ -147,7 +147,7 @@ class PPOArguments(OnlineArguments):
         FINITE,
         EffectCondition(lambda args, facts: args.vf_coef > 0 or args.weight_decay > 0, _NO_VALUE_LOSS),
     )
-    value_warmup_steps: int = argument(0, "First steps, in which only the critic is trained.", NOT_NEGATIVE)
+    value_warmup_steps: int = argument(0, "Number of first steps in which only the critic is trained.", NOT_NEGATIVE)
     vf_coef: float = argument(0.1, "Weight of the value loss.", FINITE)
     cliprange_value: float | None = argument(
         0.2,
