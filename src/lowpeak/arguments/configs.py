@@ -182,7 +182,8 @@ class OnlineConfig(OnlineArguments, CommonConfig):
     """Arguments of all online trainers; a value of an alias becomes the value of its argument."""
 
     def __post_init__(self) -> None:
-        self.aliases: dict[str, str] = {}
+        # The alias that set each argument. This name, as `given`, is part of the pickled training_args.bin.
+        self.said_as: dict[str, str] = {}
         for field in fields(self):
             if field.metadata.get("means"):
                 self._set_alias(field.name, field.metadata["means"], getattr(self, field.name))
@@ -200,7 +201,7 @@ class OnlineConfig(OnlineArguments, CommonConfig):
             value, other = getattr(self, name, value), getattr(self, target)
             raise ArgumentError(f"{name}={value!r} and {target}={other!r} set the same argument; set one.")
         setattr(self, target, value)
-        self.aliases[target] = name
+        self.said_as[target] = name
 
 
 @config_dataclass

@@ -125,7 +125,7 @@ def default_value(args: Any, name: str) -> Any:
 
 def shown_name(args: Any, name: str) -> str:
     """Return the name that the user set an argument by: its name, or an alias."""
-    return str(getattr(args, "aliases", {}).get(name, name))
+    return str(getattr(args, "said_as", {}).get(name, name))
 
 
 def require(condition: bool, message: str) -> None:

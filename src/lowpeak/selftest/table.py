@@ -145,7 +145,7 @@ def run_rows(rows: Sequence[Row], device: str, say: Say = _say, limit: float = L
     say(f"\n{counts[0]} ok, {counts[1]} failed, {counts[2]} not run, in {time.monotonic() - began:.0f} s")
     for each, outcome in zip(rows, outcomes, strict=True):
         if outcome.log:
-            say(f"\nthe end of {each.name}'s output:\n{outcome.log}")
+            say(f"\nlast output of {each.name}:\n{outcome.log}")
     return counts[1] == 0
 
 
