@@ -30,7 +30,7 @@ class Check:
 class Facts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
-    A rollout serves `num_steps` optimizer steps. `own_memory`: the device has memory of its own, separate from the host's.
+    A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
     `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `idle` maps other
     arguments without effect, as shown to the user, to the reason.
     """

@@ -179,7 +179,7 @@ def _join_launched_run(path: Path, config: Any, given: dict[str, Any]) -> None:
         )
     others = {name: value for name, value in given.items() if name not in _MESH_SIZES}
     _refuse_unused(
-        others, "another launcher started the processes" if is_rank(os.environ) else "the config has one process alone"
+        others, "another launcher started the processes" if is_rank(os.environ) else "the config has only one process"
     )
     settings = {"num_processes": world, "num_machines": 1, "main_process_port": 0}
     settings |= _mesh_sizes(path, config, given, world // local, local)

@@ -149,8 +149,8 @@ class TypedParser(ErrorParser, HfArgumentParser):
             if {type(value)} & {type(None), dict} & _alternatives(self.hints[name])
         }
         tokens = [token for name in settings if name not in direct for token in self._tokens(name, settings[name])]
-        found = self.unwrap_single_items(vars(self.parse_args(tokens)))
-        return {name: value if name in direct else found.get(name) for name, value in settings.items()}
+        converted = self.unwrap_single_items(vars(self.parse_args(tokens)))
+        return {name: value if name in direct else converted.get(name) for name, value in settings.items()}
 
     def _tokens(self, name: str, value: Any) -> list[str]:
         action = self._option_string_actions[f"--{name}"]
