@@ -22,7 +22,7 @@ HEAVY = ("torch", "transformers", "datasets", "accelerate", "numpy", "pandas", "
         "from lowpeak.cli.commands import main; main(['--version'])",
         "from lowpeak.cli.commands import main; main(['nonsense'])",
         "from lowpeak.cli.commands import main; main(['serve'])",
-        "import lowpeak.arguments.grpo, lowpeak.arguments.ppo, lowpeak.arguments.reward_model",
+        "import lowpeak.arguments.grpo, lowpeak.arguments.ppo, lowpeak.arguments.offline",
     ],
 )
 def test_this_loads_no_heavy_package(statement):

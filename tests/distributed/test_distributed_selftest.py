@@ -11,5 +11,7 @@ from lowpeak.selftest import Bench, train_on_ranks
 
 def test_two_ranks_move_the_weights_as_one_process_does(tmp_path):
     numbers = train_on_ranks(Bench(torch.device("cpu"), tmp_path), "ddp")
-    found = re.match(r"weights (\S+) of their way from those of one process; .+ s a step and .+ a rank", numbers)
+    found = re.match(
+        r"weights differ from those of one process by (\S+) of their movement; .+ s per step and .+ per rank", numbers
+    )
     assert float(found[1]) < 1e-5

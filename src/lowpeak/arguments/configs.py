@@ -1,6 +1,6 @@
-"""The face: GRPOConfig and its siblings, flat dataclasses over transformers' TrainingArguments.
+"""Config classes of the trainers: flat dataclasses over transformers' TrainingArguments.
 
-Names are TRL's where the meaning is the same. What each argument is stands in `config/`, a file for each family.
+Arguments have TRL's name if they have TRL's meaning. The other modules of this package declare them, one family each.
 """
 
 from __future__ import annotations
@@ -19,27 +19,25 @@ from transformers import TrainingArguments
 from lowpeak.arguments.base import CommonArguments
 from lowpeak.arguments.declare import MAPPING, argument, redeclared, require
 from lowpeak.arguments.grpo import GRPOArguments
-from lowpeak.arguments.load import check_names, read_object
+from lowpeak.arguments.names import REJECTED, check_names, drop_trl_defaults
+from lowpeak.arguments.offline import RewardArguments, SFTArguments
 from lowpeak.arguments.online import OnlineArguments
 from lowpeak.arguments.online_dpo import OnlineDPOArguments
 from lowpeak.arguments.parallelism import (
     WHOLE,
     Cut,
+    disable_accelerate_fsdp,
     is_on,
     refuse_fsdp1,
-    refuse_other_parallelism,
+    refuse_unsupported_parallelism,
     require_deepspeed,
-    settle_deepspeed,
-    settled_cut,
-    take_fsdp_over,
+    resolve_model_parallel,
+    sync_deepspeed_config,
 )
 from lowpeak.arguments.ppo import PPOArguments
-from lowpeak.arguments.reward_model import RewardArguments
 from lowpeak.arguments.rloo import RLOOArguments
-from lowpeak.arguments.rollout import SAID_BY_ARGUMENTS
-from lowpeak.arguments.secrets import hide_secrets
-from lowpeak.arguments.sft import SFTArguments
-from lowpeak.arguments.trl_names import REJECTED, drop_trl_defaults
+from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
+from lowpeak.arguments.text import hide_secrets, read_object
 from lowpeak.arguments.validation import check_finite, check_range
 from lowpeak.errors import ArgumentError
 from lowpeak.setup import limit_collectives_on_cpu, meet_anew
@@ -56,37 +54,38 @@ _RENAMED = (
 
 @dataclass_transform(field_specifiers=(argument, redeclared))
 def config_dataclass(config: type[Config]) -> type[Config]:
-    """Make a class of arguments a dataclass; a name that it does not have is an ArgumentError with the remedy, no TypeError."""
+    """Make a config class a dataclass whose constructor raises ArgumentError with a remedy for unknown names."""
     config = dataclass(repr=False)(config)
-    made = config.__init__
+    original_init = config.__init__
     known = {f.name for f in fields(config) if f.init}
-    rejected = REJECTED | getattr(config, "rejected", {})  # names that other configs may have
+    rejected = REJECTED | getattr(config, "rejected", {})  # a class's names may be arguments of other configs
 
-    @functools.wraps(made)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    @functools.wraps(original_init)
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         kwargs = drop_trl_defaults(kwargs, known)
         check_names(kwargs, known, rejected)
-        self.given = frozenset(kwargs)  # transformers changes some of its own fields right after
-        made(self, *args, **kwargs)
+        # Stored first, because transformers changes some of its own fields in __post_init__.
+        self.given = frozenset(kwargs)
+        original_init(self, *args, **kwargs)
 
-    config.__init__ = checked
+    config.__init__ = checked_init
     return config
 
 
-def _read_mapping(args: Any, name: str) -> None:
-    """Have an argument hold the mapping that it was given, or the text of; ArgumentError where it is none."""
+def _parse_mapping(args: Any, name: str) -> None:
+    """Parse a mapping argument given as JSON text; ArgumentError if it is not a mapping."""
     value = getattr(args, name)
     if isinstance(value, str):
         try:
             setattr(args, name, read_object(value))
-        except ValueError as error:  # the text may hold a token
+        except ValueError as error:  # without the text, which may contain an access token
             raise ArgumentError(f"{name} {MAPPING.words} ({error}).") from None
     check_range(args, name)
 
 
 @contextmanager
-def _uncompiled() -> Iterator[None]:
-    """Keep transformers from asking accelerate to compile: torch_compile does not act."""
+def _without_dynamo() -> Iterator[None]:
+    """Undo the environment variables by which transformers asks accelerate to compile the model."""
     names = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE")
     before = {name: os.environ[name] for name in names if name in os.environ}
     yield
@@ -97,44 +96,44 @@ def _uncompiled() -> Iterator[None]:
 
 @dataclass(repr=False)
 class CommonConfig(CommonArguments, TrainingArguments):
-    """What every lowpeak trainer takes, made ready for transformers and accelerate."""
+    """Arguments of every trainer, prepared for transformers and accelerate."""
 
-    saves_no_tokens: ClassVar[bool] = False  # whether a pickle is without access tokens
+    saves_no_tokens: ClassVar[bool] = False  # whether pickles omit access tokens
 
     def __post_init__(self) -> None:
         for field in fields(self):
             if field.metadata.get("check") is MAPPING:
-                _read_mapping(self, field.name)
+                _parse_mapping(self, field.name)
         if self.bf16 is None:
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
-        self._settle_sharding()
+        self._check_parallelism()
         meet_anew()
-        check_range(self, "ddp_timeout")  # used at once, by transformers too
+        check_range(self, "ddp_timeout")  # checked early, because it is used below
         if self.use_cpu or is_on(os.environ, "ACCELERATE_USE_CPU"):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
-        check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers makes them whole
-        with _uncompiled():
+        check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers rounds them to integers
+        with _without_dynamo():
             super().__post_init__()
         if self.fsdp_plugin_args is not None:
             refuse_fsdp1(self.fsdp_plugin_args["fsdp_version"], "fsdp_config")
         use_one_device(self)
         if self.deepspeed_plugin is not None:
-            settle_deepspeed(self.deepspeed_plugin.hf_ds_config.config, self)
+            sync_deepspeed_config(self.deepspeed_plugin.hf_ds_config.config, self)
 
     @property
     def eval_batch_size(self) -> int:
-        """The rows that transformers reports of an evaluation's batch."""
+        """The evaluation batch size that transformers reports."""
         return (self.per_device_eval_batch_size or self.per_device_train_batch_size) * max(1, self.n_gpu)
 
     @property
     def cut(self) -> Cut:
-        """How tensor parallelism cuts the policy where it is loaded."""
-        return settled_cut(os.environ, self.parallelism_config)
+        """Sizes of tensor and data parallelism that the policy is loaded with."""
+        return resolve_model_parallel(os.environ, self.parallelism_config)
 
     @property
     def checkpoints_activations(self) -> bool:
-        """Whether activations are recomputed, by whichever name the installed transformers has for it."""
+        """Whether activations are recomputed, under either name of the argument in transformers."""
         return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
 
     def __str__(self) -> str:
@@ -150,24 +149,24 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Return the arguments as trackers show them, without access tokens."""
         return hide_secrets(super().to_dict())
 
-    def _settle_sharding(self) -> None:
-        """Raise ArgumentError for what was asked of accelerate, here or in the environment, and lowpeak does not run."""
+    def _check_parallelism(self) -> None:
+        """Raise ArgumentError for parallelism, in arguments or the environment, that lowpeak does not support."""
         loading: Any = self.model_init_kwargs or {}
-        refuse_other_parallelism(os.environ, loading)
+        refuse_unsupported_parallelism(os.environ, loading)
         deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
-        beside = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
-        if settled_cut(os.environ, self.parallelism_config, beside) != WHOLE:
-            take_fsdp_over(os.environ)
+        other = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
+        if resolve_model_parallel(os.environ, self.parallelism_config, other) != WHOLE:
+            disable_accelerate_fsdp(os.environ)
         if deepspeed:
             require_deepspeed("a run under DeepSpeed")
         if is_on(os.environ, "ACCELERATE_USE_FSDP"):
             refuse_fsdp1(os.environ.get("FSDP_VERSION", "1"), "the environment (accelerate's config, or FSDP_VERSION)")
-        given: Any = self  # transformers' own types are those of its command line
-        if str(given.fsdp).lower() == "true":
-            given.fsdp = True
+        args: Any = self  # transformers types `fsdp` as on its command line
+        if str(args.fsdp).lower() == "true":
+            args.fsdp = True
 
     def _default_checkpointing(self) -> None:
-        """Activation checkpointing on by default, under the name that the installed transformers has for it."""
+        """Turn activation checkpointing on by default, under its name in the installed transformers."""
         newer = any(field.name == "activation_checkpointing" for field in fields(TrainingArguments))
         for old, new in _RENAMED if newer else ():
             if getattr(self, new) is None:
@@ -180,28 +179,29 @@ class CommonConfig(CommonArguments, TrainingArguments):
 
 @dataclass(repr=False)
 class OnlineConfig(OnlineArguments, CommonConfig):
-    """What all online trainers take; a value that is given by another name of an argument is that argument's."""
+    """Arguments of all online trainers; a value of an alias becomes the value of its argument."""
 
     def __post_init__(self) -> None:
+        # The alias that set each argument. This name, as `given`, is part of the pickled training_args.bin.
         self.said_as: dict[str, str] = {}
         for field in fields(self):
             if field.metadata.get("means"):
-                self._set_by(field.name, field.metadata["means"], getattr(self, field.name))
+                self._set_alias(field.name, field.metadata["means"], getattr(self, field.name))
         super().__post_init__()
-        told: Any = self.generation_kwargs or {}
-        for name, ours in SAID_BY_ARGUMENTS.items():
-            self._set_by(f"generation_kwargs[{name!r}]", ours, told.get(name))
+        kwargs: Any = self.generation_kwargs or {}
+        for name, target in ARGUMENT_OF_KWARG.items():
+            self._set_alias(f"generation_kwargs[{name!r}]", target, kwargs.get(name))
 
-    def _set_by(self, name: str, ours: str, value: float | None) -> None:
-        """Set an argument by another name; ArgumentError if its own name was given another value."""
+    def _set_alias(self, name: str, target: str, value: float | None) -> None:
+        """Set the argument `target` by its alias `name`; ArgumentError if both are set to different values."""
         if value is None:
             return
         given: frozenset[str] = getattr(self, "given", frozenset())
-        if ours in given and getattr(self, ours) != value:
-            value, own = getattr(self, name, value), getattr(self, ours)
-            raise ArgumentError(f"{name}={value!r} and {ours}={own!r} say the same thing; give one.")
-        setattr(self, ours, value)
-        self.said_as[ours] = name
+        if target in given and getattr(self, target) != value:
+            value, other = getattr(self, name, value), getattr(self, target)
+            raise ArgumentError(f"{name}={value!r} and {target}={other!r} set the same argument; set one.")
+        setattr(self, target, value)
+        self.said_as[target] = name
 
 
 @config_dataclass
@@ -221,14 +221,14 @@ class PPOConfig(PPOArguments, OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.num_mini_batches is not None:
-            check_range(self, "num_mini_batches")  # used at once
+            check_range(self, "num_mini_batches")  # checked early, because it is used below
             steps = self.num_mini_batches * self.gradient_accumulation_steps
-            self._set_by("num_mini_batches", "steps_per_generation", steps)
+            self._set_alias("num_mini_batches", "steps_per_generation", steps)
         zero = getattr(self, "deepspeed_plugin", None)
         require(
             self.value_learning_rate is None or zero is None or "optimizer" not in zero.hf_ds_config.config,
-            f"value_learning_rate={self.value_learning_rate} needs an optimizer of torch's, and the DeepSpeed config has a section "
-            "for its own: take the section out (optim and learning_rate say the same), or leave value_learning_rate out.",
+            f"value_learning_rate={self.value_learning_rate} needs a torch optimizer, but the DeepSpeed config has an optimizer "
+            "section: remove the section (optim and learning_rate replace it), or remove value_learning_rate.",
         )
 
 
@@ -248,11 +248,12 @@ class RewardConfig(RewardArguments, CommonConfig):
 
 
 def use_one_device(args: TrainingArguments) -> None:
-    """Train on the first of several devices that a process sees, and say so: transformers would cut a padded batch over them."""
+    """Train on the first of several devices that a process sees, and log a warning."""
+    # transformers would use DataParallel, which splits a padded batch over the devices.
     if args.n_gpu > 1:
         logger.warning(
-            "One process sees %d devices and trains on the first: start one for each with --accelerate_config ddp (or fsdp2), "
-            "`accelerate launch` or torchrun, or set CUDA_VISIBLE_DEVICES.",
+            "One process sees %d devices and trains on the first: start one process per device with "
+            "--accelerate_config ddp (or fsdp2), `accelerate launch` or torchrun, or set CUDA_VISIBLE_DEVICES.",
             args.n_gpu,
         )
         args._n_gpu = 1

@@ -1,7 +1,7 @@
-"""How an argument is declared, once: its default, its group and help, the values it may have, and when it acts.
+"""Declarations of arguments: default, group, help text, allowed values, and when the argument has an effect.
 
-A family of arguments is a dataclass of such fields; beside it stand the frozen record that code reads and the function that
-makes one of the other. `check.py` holds a run to what is declared.
+A family of arguments is a dataclass of such fields, in one module with the frozen settings that code reads and the function
+that resolves one to the other. `validation.py` checks a run's arguments against their declarations.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Record = TypeVar("Record")
 
 @dataclass(frozen=True)
 class Check:
-    """What values an argument may have, whatever the others say: a predicate, and the end of a sentence that begins with it."""
+    """The values that an argument may have: a predicate, and the end of the error's sentence ("must be ...")."""
 
     fits: Callable[[Any], bool]
     words: str
@@ -28,16 +28,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run knows beside its arguments; None is not known yet, and then what depends on it counts as acting.
+    """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
-    A rollout serves `num_steps` optimizer steps. `own_memory`: the device's memory is not the host's. `sharded`: parameters are
-    cut over ranks. `frozen`: the run has a model that is never trained. `idle` are arguments found idle by those who know, as
-    they are shown, each with the reason.
+    A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
+    `sharded`: parameters are sharded over ranks. `frozen`: the run has a model that is never trained. `idle` maps other
+    arguments without effect, as shown to the user, to the reason.
     """
 
     num_rewards: int | None = None
     num_steps: int | None = None
-    own_memory: bool | None = None
+    has_device_memory: bool | None = None
     sharded: bool | None = None
     in_fp32: bool | None = None
     states_on_host: bool | None = None
@@ -46,11 +46,11 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class ActsWhen:
-    """A condition of an argument's effect, and why there is none where it does not hold, with the remedy.
+class EffectCondition:
+    """A condition for an argument to have an effect, with the reason and remedy shown if it does not hold.
 
-    Without effect an argument is named in a warning; with `raises` it is an error, since going on would mislead. `switch` is
-    the argument that turns this one on: where it never acts, this one does not either.
+    An argument without effect is named in a warning; with `raises` it is an error, if continuing would mislead. `switch` is the
+    argument that turns this one on: if `switch` never has an effect, this argument has none either.
     """
 
     holds: Callable[[Any, Facts], bool]
@@ -59,49 +59,51 @@ class ActsWhen:
     switch: str = ""
 
 
-def never(because: str, raises: bool = False) -> ActsWhen:
-    """Return the condition of an argument that does not act at all."""
-    return ActsWhen(lambda args, facts: False, because, raises)
+def never(because: str, raises: bool = False) -> EffectCondition:
+    """Return the condition of an argument that never has an effect."""
+    return EffectCondition(lambda args, facts: False, because, raises)
 
 
-def if_on(switch: str) -> ActsWhen:
-    """Return the condition of an argument that acts where another one, a switch, is on."""
+def if_on(switch: str) -> EffectCondition:
+    """Return the condition of an argument that has an effect only if the argument `switch` is True."""
     off = f"{switch} is off; set {switch}=True or remove it"
-    return ActsWhen(lambda args, facts: getattr(args, switch), off, switch=switch)
+    return EffectCondition(lambda args, facts: getattr(args, switch), off, switch=switch)
 
 
 def argument(
     default: Any,
     text: str,
     check: Check | None = None,
-    acts: ActsWhen | tuple[ActsWhen, ...] = (),
+    acts: EffectCondition | tuple[EffectCondition, ...] = (),
     means: str | None = None,
     *,
     group: str = "algorithm",
 ) -> Any:
-    """Return a dataclass field: its help and the group it is listed under, its range, and the conditions under which it acts.
+    """Return a dataclass field with its help text, its check, the conditions of its effect, and its group in `--help`.
 
-    `means` is the argument whose other name this is.
+    `means` is the name of another argument, if this one is an alias of it.
     """
     conditions = acts if isinstance(acts, tuple) else (acts,)
     metadata = {"group": group, "help": text, "check": check, "acts": conditions, "means": means}
     return field(default=default, metadata=metadata)
 
 
-in_model = partial(argument, group="model")
-in_data = partial(argument, group="data")
-in_rewards = partial(argument, group="rewards")
-in_generation = partial(argument, group="generation")
-in_vllm = partial(argument, group="vllm")
-in_memory = partial(argument, group="memory")
-in_devices = partial(argument, group="several devices")
-in_evaluation = partial(argument, group="evaluation")
-in_logging = partial(argument, group="logging")
-in_training = partial(argument, group="training")
+model_argument = partial(argument, group="model")
+data_argument = partial(argument, group="data")
+reward_argument = partial(argument, group="rewards")
+generation_argument = partial(argument, group="generation")
+vllm_argument = partial(argument, group="vllm")
+memory_argument = partial(argument, group="memory")
+device_argument = partial(argument, group="several devices")
+evaluation_argument = partial(argument, group="evaluation")
+logging_argument = partial(argument, group="logging")
+training_argument = partial(argument, group="training")
 
 
-def redeclared(family: Any, name: str, default: Any = MISSING, also: ActsWhen | None = None, **changes: Any) -> Any:
-    """Return the field of another family with another default, one more condition (the first to be asked), or other metadata."""
+def redeclared(
+    family: Any, name: str, default: Any = MISSING, also: EffectCondition | None = None, **changes: Any
+) -> Any:
+    """Return a field of another family with a new default, a new first condition (`also`), or other metadata."""
     was: Field[Any] = family.__dataclass_fields__[name]
     metadata = {**was.metadata, **changes}
     if also is not None:
@@ -109,20 +111,20 @@ def redeclared(family: Any, name: str, default: Any = MISSING, also: ActsWhen | 
     return field(default=was.default if default is MISSING else default, metadata=metadata)
 
 
-def fill(record: Callable[..., Record], args: Any, prefix: str = "", **computed: Any) -> Record:
-    """Make a settings record: what is not `computed` is the argument of the same name behind `prefix`, or the record's default."""
+def make_settings(record: Callable[..., Record], args: Any, prefix: str = "", **computed: Any) -> Record:
+    """Make a settings record from `computed` values and from arguments named `prefix` + field; others keep their defaults."""
     names = {f.name for f in fields(record) if hasattr(args, prefix + f.name)} - computed.keys()  # type: ignore[arg-type]
     return record(**{name: getattr(args, prefix + name) for name in names}, **computed)
 
 
-def default_of(args: Any, name: str) -> Any:
-    """Return the default that an argument's own class declares."""
-    found: Field[Any] = args.__dataclass_fields__[name]
-    return found.default if found.default_factory is MISSING else found.default_factory()
+def default_value(args: Any, name: str) -> Any:
+    """Return the default of an argument in its class."""
+    declared: Field[Any] = args.__dataclass_fields__[name]
+    return declared.default if declared.default_factory is MISSING else declared.default_factory()
 
 
-def said_as(args: Any, name: str) -> str:
-    """Return the name by which the user said an argument: its own, or another library's for the same."""
+def shown_name(args: Any, name: str) -> str:
+    """Return the name that the user set an argument by: its name, or an alias."""
     return str(getattr(args, "said_as", {}).get(name, name))
 
 
@@ -132,30 +134,30 @@ def require(condition: bool, message: str) -> None:
         raise ArgumentError(message)
 
 
-# Ranges that several arguments have.
+# Checks that several arguments share.
 
 
 def are_finite(numbers: Any) -> bool:
-    """Return whether something is a list or a tuple of finite numbers."""
+    """Return whether a value is a list or a tuple of finite numbers."""
     return isinstance(numbers, list | tuple) and all(
         isinstance(each, Real) and not isinstance(each, bool) and math.isfinite(each) for each in numbers
     )
 
 
-def one_of(literal: Any, *unsaid: Any) -> Check:
-    """Return the check for values of a Literal; `unsaid` ones are taken too, for scripts that were written for TRL."""
+def one_of(literal: Any, *undocumented: Any) -> Check:
+    """Return the check for values of a Literal; `undocumented` ones are also accepted, for scripts written for TRL."""
     values = get_args(literal)
-    return Check(lambda x: x in (*values, *unsaid), f"must be one of {', '.join(map(repr, values))}")
+    return Check(lambda x: x in (*values, *undocumented), f"must be one of {', '.join(map(repr, values))}")
 
 
 def at_least(least: float, unit: str = "") -> Check:
-    """Return the check for None and numbers from `least` on."""
+    """Return the check for None and numbers of at least `least`."""
     end = f" {unit}" if unit else ""
     return Check(lambda x: x is None or x >= least, f"must be at least {least}{end}")
 
 
 def above_zero(what: str = "") -> Check:
-    """Return the check for None and numbers above 0; `what` they are of."""
+    """Return the check for None and numbers above 0; `what` names them, such as "a number of seconds"."""
     return Check(lambda x: x is None or x > 0, f"must be {what} above 0" if what else "must be above 0")
 
 

@@ -1,4 +1,4 @@
-"""GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO): arguments, and what its loss is made of."""
+"""GRPO and its family (DeepSeekMath, arXiv 2402.03300; Dr. GRPO, DAPO, GSPO, CISPO): arguments and settings."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import logging
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.arguments.declare import NOT_NEGATIVE, SHARE, ActsWhen, argument, fill, if_on, one_of, redeclared, require
+from lowpeak.arguments.declare import (
+    NOT_NEGATIVE,
+    SHARE,
+    EffectCondition,
+    argument,
+    if_on,
+    make_settings,
+    one_of,
+    redeclared,
+    require,
+)
 from lowpeak.arguments.online import (
-    GROUPS,
+    GROUP_SIZE,
     HAS_KL,
     REUSES_ROLLOUTS,
+    Correction,
     KLEstimator,
     OnlineArguments,
     OnlineSettings,
     clip_high,
+    resolve_correction,
 )
-from lowpeak.arguments.rollout_correction import Correction, resolve_correction
 
 logger = logging.getLogger(__name__)
 
@@ -25,63 +36,76 @@ ImportanceLevel = Literal["token", "sequence"]
 RewardScale = Literal["group", "batch", "none"]
 Aggregation = Literal["sum_then_normalize", "normalize_then_sum"]
 
-_NOT_CISPO = ActsWhen(lambda args, facts: args.loss_type != "cispo", "CISPO has one bound, epsilon_high; remove it")
-_TAKES_LEVEL = ActsWhen(_NOT_CISPO.holds, "loss_type='cispo' is per token; remove it", raises=True)
-_REUSED_OR_CISPO = ActsWhen(
+_NOT_CISPO = EffectCondition(
+    lambda args, facts: args.loss_type != "cispo", "CISPO has only the bound epsilon_high; remove it"
+)
+_TAKES_LEVEL = EffectCondition(_NOT_CISPO.holds, "loss_type='cispo' is per token; remove it", raises=True)
+_REUSED_OR_CISPO = EffectCondition(
     lambda args, facts: args.loss_type == "cispo" or REUSES_ROLLOUTS.holds(args, facts), REUSES_ROLLOUTS.because
 )
-_LEVELS_DIFFER = ActsWhen(
+_LEVELS_DIFFER = EffectCondition(
     lambda args, facts: REUSES_ROLLOUTS.holds(args, facts) or _levels_differ(args), REUSES_ROLLOUTS.because
 )
-_STEERED = if_on("use_adaptive_entropy")
+_ADAPTIVE_ENTROPY = if_on("use_adaptive_entropy")
 
 
 @dataclass(repr=False)
 class GRPOArguments(OnlineArguments):
-    """What GRPO and its family take."""
+    """Arguments of GRPO and its family."""
 
-    num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUPS)
+    num_generations: int = redeclared(OnlineArguments, "num_generations", check=GROUP_SIZE)
     epsilon: float = redeclared(OnlineArguments, "epsilon", also=_NOT_CISPO)
     epsilon_high: float | None = redeclared(OnlineArguments, "epsilon_high", acts=(_REUSED_OR_CISPO,))
-    loss_type: str = argument("dapo", "grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
+    loss_type: str = argument("dapo", "Loss: grpo, bnpo, dr_grpo, dapo or cispo.", one_of(GRPOLossType))
     importance_sampling_level: str = argument(
-        "token", "The ratio's unit: token, or sequence (GSPO).", one_of(ImportanceLevel), (_TAKES_LEVEL, _LEVELS_DIFFER)
+        "token",
+        "Importance ratio per token, or per sequence (GSPO).",
+        one_of(ImportanceLevel),
+        (_TAKES_LEVEL, _LEVELS_DIFFER),
     )
     delta: float | None = argument(
-        None, "Ceiling of the ratio where the advantage is negative.", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
+        None, "Upper bound of the ratio for negative advantages (None: no bound).", acts=(_NOT_CISPO, REUSES_ROLLOUTS)
     )
     scale_rewards: str | bool = argument(
         "group",
-        "Divide advantages by the std of: group, batch, none.",
+        "Divide advantages by the standard deviation of rewards in the: group, batch, or none.",
         one_of(RewardScale, True, False),
-        ActsWhen(
+        EffectCondition(
             lambda args, facts: args.multi_objective_aggregation == "sum_then_normalize",
-            "normalize_then_sum normalises each reward within its group and the sum over the rollout; remove one of the two",
+            "normalize_then_sum already normalises each reward in its group and the sum over the rollout; remove one of the two",
             raises=True,
         ),
     )
     multi_objective_aggregation: str = argument(
         "sum_then_normalize",
-        "Several rewards: sum_then_normalize or normalize_then_sum.",
+        "Aggregation of several rewards: sum_then_normalize or normalize_then_sum.",
         one_of(Aggregation),
-        ActsWhen(lambda args, facts: facts.num_rewards != 1, "there is one reward; pass several or remove it"),
+        EffectCondition(lambda args, facts: facts.num_rewards != 1, "there is one reward; pass several or remove it"),
     )
-    use_bias_correction_kl: bool = argument(True, "Weigh the KL in the loss by the ratio.", acts=HAS_KL)
-    top_entropy_quantile: float = argument(1.0, "Share of tokens, by entropy, that the policy term takes.", SHARE)
-    entropy_coef: float = argument(0.0, "Weight of an entropy bonus.", NOT_NEGATIVE)
-    use_adaptive_entropy: bool = argument(False, "Steer entropy_coef towards entropy_target.")
-    entropy_coef_min: float = argument(0.0, "Least adaptive coefficient.", NOT_NEGATIVE, _STEERED)
-    entropy_coef_max: float = argument(1.0, "Greatest adaptive coefficient.", acts=_STEERED)
-    entropy_coef_delta: float = argument(0.005, "Change of the adaptive coefficient a step.", NOT_NEGATIVE, _STEERED)
-    entropy_target: float = argument(0.2, "Entropy that the adaptive coefficient aims at.", NOT_NEGATIVE, _STEERED)
+    use_bias_correction_kl: bool = argument(True, "Multiply the KL in the loss by the importance ratio.", acts=HAS_KL)
+    top_entropy_quantile: float = argument(
+        1.0, "Fraction of tokens, those of highest entropy, in the policy loss.", SHARE
+    )
+    entropy_coef: float = argument(
+        0.0, "Weight of the entropy bonus (the first weight with use_adaptive_entropy).", NOT_NEGATIVE
+    )
+    use_adaptive_entropy: bool = argument(False, "Adapt entropy_coef so that the entropy approaches entropy_target.")
+    entropy_coef_min: float = argument(0.0, "Minimum of the adaptive entropy_coef.", NOT_NEGATIVE, _ADAPTIVE_ENTROPY)
+    entropy_coef_max: float = argument(1.0, "Maximum of the adaptive entropy_coef.", acts=_ADAPTIVE_ENTROPY)
+    entropy_coef_delta: float = argument(
+        0.005, "Change of the adaptive entropy_coef per step.", NOT_NEGATIVE, _ADAPTIVE_ENTROPY
+    )
+    entropy_target: float = argument(
+        0.2, "Target entropy in nats per token of the adaptive entropy_coef.", NOT_NEGATIVE, _ADAPTIVE_ENTROPY
+    )
 
 
 @dataclass(frozen=True)
 class EntropyBonus:
     """Entropy bonus with an optionally adaptive coefficient.
 
-    With a `target`, the coefficient moves by `delta` a step, within [minimum, maximum]: up while the policy's entropy
-    is below the target, down while above.
+    With a `target`, the coefficient changes by `delta` per step within [minimum, maximum]: up while the policy's entropy is
+    below the target, down while it is above.
     """
 
     coef: float
@@ -93,9 +117,9 @@ class EntropyBonus:
 
 @dataclass(frozen=True)
 class GRPOSettings:
-    """GRPO and its family. `clip_high` is an offset for every loss type: the ratio's ceiling is 1 + clip_high.
+    """Settings of GRPO and its family.
 
-    `clip_low` and `delta` (a two-sided bound for negative advantages) do not exist for CISPO: None there.
+    The ratio's upper bound is 1 + `clip_high` for every loss type. CISPO has neither `clip_low` nor `delta`: both are None.
     """
 
     loss_type: GRPOLossType
@@ -119,36 +143,36 @@ class GRPOSettings:
 
     @property
     def step_correction(self) -> Correction | None:
-        """The correction that each step forms with its own log-probs: old is not scored."""
+        """The correction that each step computes with its log-probs, if old log-probs are not scored."""
         return None if self.score_old else self.correction
 
     @property
     def rollout_correction(self) -> Correction | None:
-        """The correction that is fixed for the rollout: old is scored."""
+        """The correction that is fixed for the rollout, if old log-probs are scored."""
         return self.correction if self.score_old else None
 
 
 def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
-    """Return GRPO's settings; ArgumentError for bounds that contradict the loss."""
+    """Return GRPO's settings; ArgumentError for bounds that the loss cannot have."""
     cispo = args.loss_type == "cispo"
     require(
         not cispo or args.epsilon_high is not None,
-        "loss_type='cispo' needs epsilon_high: the ratio's ceiling is 1 + epsilon_high (an offset as for every loss "
-        "type, so TRL's epsilon_high=5.0 is 4.0 here).",
+        "loss_type='cispo' needs epsilon_high: the ratio's upper bound is 1 + epsilon_high, as for every loss type "
+        "(TRL's epsilon_high=5.0 for CISPO is 4.0 here).",
     )
     if args.importance_sampling_level == "sequence" and args.loss_type != "grpo":
         logger.warning(
-            "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so a completion weighs as much as "
-            "it has tokens. GSPO's objective weighs completions alike: set loss_type='grpo'.",
+            "importance_sampling_level='sequence' with loss_type=%r: the loss sums over tokens, so longer completions weigh more. "
+            "GSPO weighs all completions equally: set loss_type='grpo'.",
             args.loss_type,
         )
     high = clip_high(args)
     require(
         args.delta is None or args.delta > 1 + high,
-        f"delta={args.delta} must be above the clip's ceiling 1 + epsilon_high = {1 + high}: it bounds the ratio where "
-        "clipping does not.",
+        f"delta={args.delta} must be above 1 + epsilon_high = {1 + high}: it bounds the ratio of negative advantages, "
+        "which clipping does not.",
     )
-    return fill(
+    return make_settings(
         GRPOSettings,
         args,
         importance_level=args.importance_sampling_level,
@@ -167,9 +191,9 @@ def resolve_grpo(args: Any, online: OnlineSettings) -> GRPOSettings:
 
 
 def _levels_differ(args: Any) -> bool:
-    """Return whether the ratio's unit matters where all ratios are 1: if a row's tokens have different factors.
+    """Return whether the importance level matters if all ratios are 1: if a sequence's tokens have different weights.
 
-    The factors are advantages under the top-entropy mask, weights of a correction per token, and a bias-corrected KL.
+    Weights differ under a top-entropy mask, a correction per token, or a bias-corrected KL.
     """
     correction = resolve_correction(args)
     per_token = correction is not None and not correction.per_sequence

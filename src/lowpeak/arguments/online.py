@@ -1,4 +1,4 @@
-"""The arguments of every online run beside its rollouts: rewards, the reference, clipping, evaluation, what is printed."""
+"""Arguments of all online trainers beside rollouts: rewards, reference, clipping, correction, evaluation, printing."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any, Literal
 from lowpeak.arguments.base import MemorySettings, facts_of, resolve_memory
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
-    ActsWhen,
     Check,
+    EffectCondition,
     Facts,
     above_zero,
     are_finite,
     argument,
     at_least,
+    evaluation_argument,
     if_on,
-    in_evaluation,
-    in_logging,
-    in_rewards,
+    logging_argument,
     one_of,
     require,
+    reward_argument,
+    vllm_argument,
     within,
 )
 from lowpeak.arguments.rollout import (
@@ -31,98 +32,143 @@ from lowpeak.arguments.rollout import (
     resolve_rollout,
     resolve_sampling,
 )
-from lowpeak.arguments.rollout_correction import CorrectionArguments
 from lowpeak.arguments.validation import acting, check_values
-from lowpeak.arguments.vllm import VllmArguments, VllmSettings, resolve_vllm
+from lowpeak.arguments.vllm import USES_VLLM, VllmArguments, VllmSettings, resolve_vllm
 
 KLEstimator = Literal["k1", "k2", "k3"]
+CorrectionMode = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-GROUPS = Check(lambda x: x >= 2, "must be at least 2: a completion is compared with the others of its group")
-HAS_REFERENCE = ActsWhen(
-    lambda args, facts: args.beta != 0, "beta is 0, so there is no reference; set beta or remove it"
+GROUP_SIZE = Check(lambda x: x >= 2, "must be at least 2: each completion is compared with others of its group")
+HAS_REFERENCE = EffectCondition(
+    lambda args, facts: args.beta != 0, "beta is 0, so there is no reference model; set beta or remove it"
 )
-HAS_KL = ActsWhen(HAS_REFERENCE.holds, "beta is 0, so there is no KL; set beta or remove it")
-REUSES_ROLLOUTS = ActsWhen(
+HAS_KL = EffectCondition(HAS_REFERENCE.holds, "beta is 0, so there is no KL; set beta or remove it")
+REUSES_ROLLOUTS = EffectCondition(
     lambda args, facts: facts.num_steps != 1,
-    "each rollout serves one step, so the ratio is exactly 1 and nothing is clipped; raise num_iterations or "
+    "each rollout serves one step, so the ratio is exactly 1 and never clipped; raise num_iterations or "
     "steps_per_generation, or remove it",
 )
-_MOVES_REFERENCE = (
+_SYNCS_REFERENCE = (
     if_on("sync_ref_model"),
     HAS_REFERENCE,
 )
 _PRINTS_COMPLETIONS = if_on("log_completions")
+_CORRECTED = (USES_VLLM, if_on("vllm_importance_sampling_correction"))
+
+
+@dataclass(repr=False)
+class CorrectionArguments:
+    """Arguments of the importance sampling correction between vLLM's and the trainer's probabilities (TRL's names)."""
+
+    vllm_importance_sampling_correction: bool = vllm_argument(
+        True,
+        "Weigh the policy loss by the trainer's probability of a completion over vLLM's.",
+        acts=USES_VLLM,
+    )
+    vllm_importance_sampling_mode: str = vllm_argument(
+        "sequence_mask",
+        "That weight per token or completion; beyond its bounds it is truncated to them, or 0 (mask): token_truncate, "
+        "token_mask, sequence_truncate or sequence_mask.",
+        one_of(CorrectionMode),
+        _CORRECTED,
+    )
+    vllm_importance_sampling_clip_max: float | None = vllm_argument(
+        3.0, "Upper bound of that weight (None: no bound).", above_zero(), _CORRECTED
+    )
+    vllm_importance_sampling_clip_min: float | None = vllm_argument(
+        None, "Lower bound of that weight (None: no bound).", NOT_NEGATIVE, _CORRECTED
+    )
 
 
 @dataclass(repr=False)
 class OnlineArguments(CorrectionArguments, VllmArguments, RolloutArguments):
-    """What all online trainers take."""
+    """Arguments of all online trainers."""
 
-    num_generations_eval: int | None = in_evaluation(
-        None, "Sampled completions of each prompt in evaluation.", at_least(1)
+    num_generations_eval: int | None = evaluation_argument(
+        None, "Sampled completions of each prompt in evaluation (None: num_generations).", at_least(1)
     )
-    beta: float = argument(0.0, "KL coefficient; 0 loads no reference model.", NOT_NEGATIVE)
-    kl_estimator: str = argument("k3", "KL estimate per token: k1, k2 or k3.", one_of(KLEstimator), HAS_REFERENCE)
+    beta: float = argument(0.0, "KL coefficient; at 0 no reference model is loaded.", NOT_NEGATIVE)
+    kl_estimator: str = argument("k3", "KL estimator per token: k1, k2 or k3.", one_of(KLEstimator), HAS_REFERENCE)
     epsilon: float = argument(
         0.2,
-        "The ratio's clip range below 1.",
+        "Clip range of the ratio below 1.",
         Check(lambda x: 0 <= x < 1, "must be in [0, 1): the ratio is clipped to 1 - epsilon from below"),
         REUSES_ROLLOUTS,
     )
     epsilon_high: float | None = argument(
         None,
-        "The clip range above 1 (None: epsilon).",
+        "Clip range of the ratio above 1 (None: epsilon).",
         Check(lambda x: x is None or x >= 0, "must be 0 or more: the ratio is clipped to 1 + epsilon_high"),
         REUSES_ROLLOUTS,
     )
-    reward_weights: list[float] | None = in_rewards(
+    reward_weights: list[float] | None = reward_argument(
         None,
-        "A weight for each reward (None: all 1).",
+        "Weights of the rewards (None: all 1).",
         Check(lambda x: x is None or are_finite(x), "must be a list of finite numbers"),
     )
-    reward_timeout: float | None = in_rewards(
-        None, "Seconds that one call of a reward may take.", above_zero("a number of seconds")
+    reward_timeout: float | None = reward_argument(
+        None, "Time limit of one call of a reward, in seconds (None: no limit).", above_zero("a number of seconds")
     )
-    reward_failures: str = in_rewards(
+    reward_failures: str = reward_argument(
         "raise",
-        "A reward that fails: 'raise', or 'none': the row counts as not scored, and is counted.",
+        "If a reward fails: 'raise', or 'none' to count its completions as not scored.",
         one_of(Literal["raise", "none"]),
     )
     mask_truncated_completions: bool = argument(
-        False, "Completions cut at max_completion_length take no part in the loss."
+        False, "Exclude completions that were truncated at max_completion_length from the loss."
     )
     sync_ref_model: bool = argument(
-        False, "Move the reference towards the policy as training goes on.", acts=HAS_REFERENCE
+        False, "Move the reference model towards the policy during training.", acts=HAS_REFERENCE
     )
-    ref_model_mixup_alpha: float = argument(0.6, "The policy's share in that move.", within(0, 1), _MOVES_REFERENCE)
-    ref_model_sync_steps: int = argument(512, "Steps between two such moves.", at_least(1), _MOVES_REFERENCE)
-    success_reward: str | None = in_evaluation(
-        None, "Name of the reward that says whether a completion succeeds (None: the first)."
+    ref_model_mixup_alpha: float = argument(
+        0.6, "Weight of the policy in that update of the reference model.", within(0, 1), _SYNCS_REFERENCE
     )
-    success_threshold: float = in_evaluation(1.0, "A completion succeeds from this reward on.")
-    log_completions: bool = in_logging(False, "Print a table of completions when metrics are logged.")
-    log_completions_steps: int = in_logging(
-        1, "Print that table at most once in so many steps.", at_least(1), _PRINTS_COMPLETIONS
+    ref_model_sync_steps: int = argument(
+        512, "Steps between updates of the reference model.", at_least(1), _SYNCS_REFERENCE
     )
-    num_completions_to_print: int | None = in_logging(
-        None, "Rows of that table (None: all).", at_least(1), _PRINTS_COMPLETIONS
+    success_reward: str | None = evaluation_argument(
+        None, "Name of the reward that measures success in evaluation (None: the first)."
     )
-    log_unique_prompts: bool = in_logging(False, "One row per prompt in that table.", acts=_PRINTS_COMPLETIONS)
+    success_threshold: float = evaluation_argument(1.0, "Least reward of a successful completion.")
+    log_completions: bool = logging_argument(False, "Print a table of completions when metrics are logged.")
+    log_completions_steps: int = logging_argument(
+        1, "Least number of steps between two tables.", at_least(1), _PRINTS_COMPLETIONS
+    )
+    num_completions_to_print: int | None = logging_argument(
+        None, "Rows of the table (None: all).", at_least(1), _PRINTS_COMPLETIONS
+    )
+    log_unique_prompts: bool = logging_argument(
+        False, "Print one row per prompt in the table.", acts=_PRINTS_COMPLETIONS
+    )
 
 
 @dataclass(frozen=True)
 class ReferenceSync:
-    """reference = share * policy + (1 - share) * reference, every so many steps (TR-DPO, arXiv 2404.09656)."""
+    """Updates reference = share * policy + (1 - share) * reference, every `every` steps (TR-DPO, arXiv 2404.09656)."""
 
     share: float
     every: int
 
 
 @dataclass(frozen=True)
-class OnlineSettings:
-    """All that an online run was told: rollouts, sampling, evaluation, the reference's movement, memory.
+class Correction:
+    """Importance weight of the policy loss that corrects the drift between the engine and the trainer.
 
-    `facts` are what was known of the run when its arguments were resolved.
+    The weight is the old probability over the sampled one, of each token or of a whole completion (`per_sequence`). Beyond its
+    bounds it is 0 (`masks`), or else the bound. A bound of None does not exist.
+    """
+
+    per_sequence: bool
+    masks: bool
+    minimum: float | None
+    maximum: float | None
+
+
+@dataclass(frozen=True)
+class OnlineSettings:
+    """Settings of an online run: rollouts, sampling, evaluation, reference updates, memory, vLLM.
+
+    `facts` are the facts of the run that were known when its arguments were resolved.
     """
 
     rollout: RolloutSettings
@@ -140,7 +186,7 @@ class OnlineSettings:
 def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
     """Return the settings of an online run on `world_size` ranks with `num_rewards` reward functions."""
     check_values(args)
-    require(num_rewards > 0, "no reward: pass at least one function or reward model as reward_funcs.")
+    require(num_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
     rollout = resolve_rollout(args, world_size)
     facts = facts_of(args, num_rewards=num_rewards, num_steps=rollout.num_steps)
     _check_online(args, world_size)
@@ -169,19 +215,19 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
 def _check_online(args: Any, world_size: int) -> None:
     require(
         args.metric_for_best_model not in ("loss", "eval_loss"),
-        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, does not tell a good policy from a "
-        "bad one, since advantages compare a policy's own completions; set metric_for_best_model='reward' or 'accuracy' "
+        "metric_for_best_model='loss', transformers' default with load_best_model_at_end, does not rank policies, since "
+        "advantages compare completions of the same policy; set metric_for_best_model='reward' or 'accuracy' "
         "(greater is better).",
     )
     require(
         not (args.sync_ref_model and args.offload_frozen_models and args.beta) or world_size > 1,
-        "sync_ref_model=True cannot act beside offload_frozen_models=True on one device: what waits in host memory is not "
-        "averaged there; remove one of them.",
+        "sync_ref_model=True conflicts with offload_frozen_models=True on one device: models in host memory are not averaged; "
+        "remove one of the two.",
     )
 
 
 def clip_high(args: Any) -> float:
-    """Return how far above 1 a ratio is clipped."""
+    """Return the clip range of the ratio above 1."""
     return float(args.epsilon if args.epsilon_high is None else args.epsilon_high)
 
 
@@ -190,6 +236,24 @@ def _resolve_weights(args: Any, num_rewards: int) -> tuple[float, ...]:
         return (1.0,) * num_rewards
     require(
         len(args.reward_weights) == num_rewards,
-        f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; give one for each.",
+        f"reward_weights has {len(args.reward_weights)} values for {num_rewards} rewards; set one value per reward.",
     )
     return tuple(float(weight) for weight in args.reward_weights)
+
+
+def resolve_correction(args: Any) -> Correction | None:
+    """Return the correction of a run, None without vLLM or if it is off; ArgumentError for invalid bounds."""
+    if not args.use_vllm or not args.vllm_importance_sampling_correction:
+        return None
+    mode = args.vllm_importance_sampling_mode
+    most, least = args.vllm_importance_sampling_clip_max, args.vllm_importance_sampling_clip_min
+    require(
+        most is None or least is None or least < most,
+        f"vllm_importance_sampling_clip_min={least} must be below vllm_importance_sampling_clip_max={most}.",
+    )
+    require(
+        mode.endswith("mask") or most is not None or least is not None,
+        f"vllm_importance_sampling_mode={mode!r} truncates weights to their bounds, but none is set: set "
+        "vllm_importance_sampling_clip_max or vllm_importance_sampling_clip_min.",
+    )
+    return Correction(mode.startswith("sequence"), mode.endswith("mask"), least, most)

@@ -1,4 +1,4 @@
-"""Online DPO (Guo et al. 2024, arXiv 2402.04792): arguments, and what its loss is made of."""
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): arguments and settings."""
 
 from __future__ import annotations
 
@@ -8,18 +8,28 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from lowpeak.arguments.base import CommonArguments
-from lowpeak.arguments.declare import ActsWhen, Check, are_finite, argument, fill, never, one_of, redeclared, require
-from lowpeak.arguments.online import GROUPS, OnlineArguments, OnlineSettings
+from lowpeak.arguments.declare import (
+    Check,
+    EffectCondition,
+    are_finite,
+    argument,
+    make_settings,
+    never,
+    one_of,
+    redeclared,
+    require,
+)
+from lowpeak.arguments.online import GROUP_SIZE, OnlineArguments, OnlineSettings
 from lowpeak.arguments.ppo import PPOArguments
 
 PairLossType = Literal["sigmoid", "ipo"]
 
 REJECTED: dict[str, str] = {
-    "max_length": "prompts are never cut: max_completion_length bounds completions, and overlong_prompts='drop' leaves out "
+    "max_length": "prompts are never truncated: max_completion_length bounds completions, and overlong_prompts='drop' skips "
     "prompts that do not fit",
     "reward_model_path": "pass the path to the trainer, as reward_funcs",
     "judge": "pass the judge to the trainer, as judge=",
-    "gpu_memory_utilization": "its name is vllm_gpu_memory_utilization",
+    "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
 }
 
 
@@ -32,22 +42,22 @@ def _are_positive(beta: Any) -> bool:
     return are_finite(betas) and min(betas, default=0) > 0
 
 
-_NO_RATIO = never("Online DPO compares the two of a pair and clips no ratio; remove it")
-_NO_CORRECTION = never("a pair is compared by what policy and reference say of it, whoever sampled it; remove it")
+_NO_RATIO = never("Online DPO compares the completions of a pair and clips no ratio; remove it")
+_NO_CORRECTION = never("policy and reference score a pair, so the sampling probabilities do not matter; remove it")
 
 
 @dataclass(repr=False)
 class OnlineDPOArguments(OnlineArguments):
-    """What Online DPO takes.
+    """Arguments of Online DPO.
 
-    Sizes count completions as everywhere here, where TRL's per_device_train_batch_size counts prompts.
+    per_device_train_batch_size counts completions, as for all trainers; in TRL's Online DPO it counts prompts.
     """
 
     rejected: ClassVar[Mapping[str, str]] = REJECTED
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
         "epsilon": _NO_RATIO,
         "epsilon_high": _NO_RATIO,
-        "kl_estimator": never("the loss is of a pair's log-ratios, which need no estimate of a KL; remove it"),
+        "kl_estimator": never("the loss uses log-ratios of pairs and no KL estimate; remove it"),
         "vllm_importance_sampling_correction": _NO_CORRECTION,
     }
 
@@ -57,31 +67,31 @@ class OnlineDPOArguments(OnlineArguments):
         OnlineArguments,
         "num_generations",
         2,
-        check=GROUPS,
-        help="Completions of each prompt (G): the best and the worst are a pair.",
+        check=GROUP_SIZE,
+        help="Completions per prompt; the best and the worst form a pair.",
     )
     max_completion_length: int = redeclared(OnlineArguments, "max_completion_length", 64)
     beta: float | list[float] = argument(  # type: ignore[assignment]
         0.1,
-        "Pull towards the reference (IPO's tau); a list has one for each epoch, and the last one stays.",
-        Check(_are_positive, "must be a number above 0, or a list of such: at 0 no pair is preferred to another"),
+        "Strength of the KL to the reference (IPO's tau); a list has one value per epoch, and the last one stays.",
+        Check(_are_positive, "must be a number above 0, or a list of them: at 0 the loss has no preference"),
     )
-    loss_type: str = argument("sigmoid", "The loss of a pair: sigmoid (DPO's) or ipo.", one_of(PairLossType))
+    loss_type: str = argument("sigmoid", "Loss of a pair: sigmoid (DPO) or ipo.", one_of(PairLossType))
     missing_eos_penalty: float | None = redeclared(PPOArguments, "missing_eos_penalty")
     vllm_gpu_memory_utilization: float = redeclared(OnlineArguments, "vllm_gpu_memory_utilization", 0.55)
     vllm_importance_sampling_correction: bool = redeclared(
         OnlineArguments,
         "vllm_importance_sampling_correction",
         False,
-        help="Always False: a pair is compared by policy and reference, whoever sampled it.",
+        help="Always False: policy and reference score a pair, so sampling probabilities do not matter.",
     )
 
 
 @dataclass(frozen=True)
 class OnlineDPOSettings:
-    """Online DPO: `betas` has one for each epoch, of which the last one stays.
+    """Settings of Online DPO; `betas` has one value per epoch, and the last one stays.
 
-    A completion that did not end by itself loses `missing_eos_penalty`, or is in no pair at all (`mask_truncated`).
+    The reward of a truncated completion is lowered by `missing_eos_penalty`; with `mask_truncated` it is in no pair.
     """
 
     loss_type: PairLossType
@@ -91,14 +101,13 @@ class OnlineDPOSettings:
 
 
 def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
-    """Return Online DPO's settings; ArgumentError for betas of epochs that the run does not have."""
+    """Return Online DPO's settings; ArgumentError for more betas than epochs."""
     betas = _betas(args.beta)
     require(
         args.max_steps > 0 or len(betas) <= max(1, math.ceil(args.num_train_epochs)),
-        f"beta has {len(betas)} values and num_train_epochs={args.num_train_epochs} is over before the last ones act; give "
-        "at most one for each epoch.",
+        f"beta has {len(betas)} values but num_train_epochs={args.num_train_epochs}; set at most one value per epoch.",
     )
-    return fill(
+    return make_settings(
         OnlineDPOSettings,
         args,
         betas=tuple(float(beta) for beta in betas),
@@ -108,12 +117,12 @@ def resolve_online_dpo(args: Any, online: OnlineSettings) -> OnlineDPOSettings:
 
 
 def check_betas(args: Any, steps_per_epoch: int | None) -> None:
-    """Raise ArgumentError for betas of epochs that `max_steps` does not reach; None where epochs have no end."""
+    """Raise ArgumentError for betas of epochs that `max_steps` does not reach; `steps_per_epoch` None means no end."""
     if args.max_steps <= 0 or steps_per_epoch is None:
         return
     betas, epochs = _betas(args.beta), -(-args.max_steps // steps_per_epoch)
     require(
         len(betas) <= epochs,
-        f"beta has {len(betas)} values and max_steps={args.max_steps} is over in epoch {epochs}, of {steps_per_epoch} steps; "
-        "give at most one for each epoch.",
+        f"beta has {len(betas)} values but max_steps={args.max_steps} ends in epoch {epochs}, of {steps_per_epoch} steps; "
+        "set at most one value per epoch.",
     )

@@ -1,6 +1,6 @@
-"""PPO (arXiv 1707.06347) with a KL in the reward (arXiv 1909.08593): arguments, and what its loss is made of.
+"""PPO (arXiv 1707.06347) with a KL in the reward (arXiv 1909.08593): arguments and settings.
 
-Names are those of TRL's former PPO trainer where the meaning is the same; `docs/migrating.md` has the rest.
+Arguments have the names of TRL's former PPO trainer if they have the same meaning; see `docs/migrating.md` for the others.
 """
 
 from __future__ import annotations
@@ -12,140 +12,146 @@ from typing import Any, ClassVar, Literal
 from lowpeak.arguments.declare import (
     FINITE,
     NOT_NEGATIVE,
-    ActsWhen,
     Check,
+    EffectCondition,
     above_zero,
     argument,
     at_least,
-    fill,
-    in_model,
-    in_rewards,
-    in_training,
+    make_settings,
+    model_argument,
     never,
     one_of,
     redeclared,
     require,
+    reward_argument,
+    training_argument,
     within,
 )
-from lowpeak.arguments.online import HAS_KL, REUSES_ROLLOUTS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
+from lowpeak.arguments.online import (
+    HAS_KL,
+    REUSES_ROLLOUTS,
+    Correction,
+    KLEstimator,
+    OnlineArguments,
+    OnlineSettings,
+    clip_high,
+    resolve_correction,
+)
 from lowpeak.arguments.rloo import KL_IN_REWARD
-from lowpeak.arguments.rollout_correction import Correction, resolve_correction
 
 CriticLayout = Literal["head", "model", "adapter"]
 
 REJECTED: dict[str, str] = {
-    "total_episodes": "it counts completions: set max_steps, of which a rollout takes num_ppo_epochs x num_mini_batches",
-    "response_length": "its name is max_completion_length; use that",
-    "stop_token": "completions end at the tokenizer's end-of-sequence token; others are generation_kwargs={'stop_strings': ...}",
+    "total_episodes": "it counts completions: set max_steps (a rollout takes num_ppo_epochs x num_mini_batches steps)",
+    "response_length": "use max_completion_length",
+    "stop_token": "completions end at the end-of-sequence token; for others set generation_kwargs={'stop_strings': ...}",
     "stop_token_id": "set generation_kwargs={'stop_token_ids': [...]}",
     "local_batch_size": "it is per_device_train_batch_size times steps_per_generation; set those",
     "local_mini_batch_size": "it follows from per_device_train_batch_size and gradient_accumulation_steps; set those",
-    "micro_batch_size": "micro-batches are cut under a token budget; set micro_batch_tokens",
-    "num_total_batches": "it counts rollouts: set max_steps, of which a rollout takes num_ppo_epochs x num_mini_batches",
+    "micro_batch_size": "micro-batches are formed under a token budget; set micro_batch_tokens",
+    "num_total_batches": "it counts rollouts: set max_steps (a rollout takes num_ppo_epochs x num_mini_batches steps)",
     "world_size": "it is the number of processes that the launcher starts; remove it",
     "batch_size": "it follows from per_device_train_batch_size, gradient_accumulation_steps and num_mini_batches; set those",
     "mini_batch_size": "it follows from per_device_train_batch_size and gradient_accumulation_steps; set those",
-    "exp_name": "name a run by output_dir and run_name",
-    "local_rollout_forward_batch_size": "passes are cut under a token budget; set micro_batch_tokens",
+    "exp_name": "set output_dir and run_name",
+    "local_rollout_forward_batch_size": "passes run under a token budget; set micro_batch_tokens",
     "num_sample_generations": "set eval_dataset and eval_steps, and log_completions",
-    "sft_model_path": "it is the model itself; pass it as model",
+    "sft_model_path": "it is the model; pass it as model",
     "reward_model_path": "pass it as reward_funcs (--reward on the command line)",
-    "model_adapter_name": "an adapter is chosen by peft_config, or comes with the PeftModel that is passed as model; remove it",
-    "ref_adapter_name": "under an adapter the reference is the policy without it, or as it came in; remove it",
+    "model_adapter_name": "pass peft_config, or a PeftModel as model; remove it",
+    "ref_adapter_name": "with an adapter the reference is the policy without it, or its initial copy; remove it",
 }
 
-_STILL = "vf_coef is 0, so the critic's loss counts nothing; set vf_coef or remove it"
-_TRAINS_VALUES = ActsWhen(lambda args, facts: args.vf_coef > 0, _STILL)
+_NO_VALUE_LOSS = "vf_coef is 0, so the value loss has no weight; set vf_coef or remove it"
+_TRAINS_VALUES = EffectCondition(lambda args, facts: args.vf_coef > 0, _NO_VALUE_LOSS)
 
 
 @dataclass(repr=False)
 class PPOArguments(OnlineArguments):
-    """What PPO takes."""
+    """Arguments of PPO."""
 
     rejected: ClassVar[Mapping[str, str]] = REJECTED
-    never_act: ClassVar[Mapping[str, ActsWhen]] = {
-        "dynamic_sampling_rounds": never(
-            "PPO learns from completions whose rewards are equal, too; remove it", raises=True
-        )
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "dynamic_sampling_rounds": never("PPO also learns from groups with equal rewards; remove it", raises=True)
     }
 
     num_generations: int = redeclared(OnlineArguments, "num_generations", 1)
     beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
     kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
     num_iterations: int = redeclared(
-        OnlineArguments, "num_iterations", 4, help="Passes over each rollout (PPO's epochs)."
+        OnlineArguments, "num_iterations", 4, help="Passes over each rollout (PPO epochs)."
     )
     kl_coef: float | None = argument(None, "TRL's name of beta.", means="beta")
     num_ppo_epochs: int | None = argument(None, "TRL's name of num_iterations.", means="num_iterations")
     cliprange: float | None = argument(None, "TRL's name of epsilon.", means="epsilon")
     num_mini_batches: int | None = argument(
         None,
-        "Steps of one pass: steps_per_generation over gradient_accumulation_steps, said TRL's way.",
-        Check(lambda x: x is None or (type(x) is int and x >= 1), "must be a whole number of at least 1"),
+        "Steps per pass (TRL's name): sets steps_per_generation to this x gradient_accumulation_steps.",
+        Check(lambda x: x is None or (type(x) is int and x >= 1), "must be an integer of at least 1"),
     )
     kl_target: float | None = argument(
         None,
-        "Steer beta so that the KL comes to so many nats per completion (None: beta is fixed).",
+        "Adapt beta so that the KL approaches this many nats per completion (None: beta is fixed).",
         Check(lambda x: x is None or x > 0, "must be above 0: nats per completion"),
         HAS_KL,
     )
     kl_horizon: int = argument(
         10000,
-        "Completions over which that steering acts.",
+        "Completions over which beta adapts (larger is slower).",
         at_least(1, "completion"),
         (
             HAS_KL,
-            ActsWhen(
-                lambda args, facts: args.kl_target is not None, "the coefficient is fixed; set kl_target or remove it"
+            EffectCondition(
+                lambda args, facts: args.kl_target is not None, "beta is fixed; set kl_target or remove it"
             ),
         ),
     )
     early_stop_kl: float | None = argument(
         None,
-        "Leave a rollout's other steps out once half the mean squared log-ratio is above this.",
+        "Skip the remaining steps of a rollout once half the mean squared log-ratio is above this (None: off).",
         above_zero(),
         REUSES_ROLLOUTS,
     )
-    gamma: float = argument(1.0, "Discount of later rewards, per token.", within(0, 1))
-    lam: float = argument(0.95, "GAE's lambda.", within(0, 1))
-    whiten_rewards: bool = argument(False, "Scale the rewards of tokens to unit variance in the rollout.")
-    whiten_advantages: bool = argument(True, "Centre and scale the advantages of tokens over the rollout.")
-    missing_eos_penalty: float | None = in_rewards(
+    gamma: float = argument(1.0, "Discount factor per token.", within(0, 1))
+    lam: float = argument(0.95, "Lambda of GAE.", within(0, 1))
+    whiten_rewards: bool = argument(False, "Scale token rewards to unit variance over the rollout.")
+    whiten_advantages: bool = argument(True, "Normalise token advantages to mean 0 and variance 1 over the rollout.")
+    missing_eos_penalty: float | None = reward_argument(
         None,
-        "Taken off the reward of a completion that did not end by itself.",
-        Check(lambda x: x is None or x >= 0, "must be 0 or more: it is taken off the reward"),
-        ActsWhen(
+        "Subtracted from the reward of a truncated completion (None: 0).",
+        Check(lambda x: x is None or x >= 0, "must be 0 or more: it is subtracted from the reward"),
+        EffectCondition(
             lambda args, facts: not args.mask_truncated_completions,
-            "mask_truncated_completions leaves completions that did not end by themselves out of the loss; remove one of the two",
+            "mask_truncated_completions excludes truncated completions from the loss; remove one of the two",
             raises=True,
         ),
     )
-    critic: str = in_model(
+    critic: str = model_argument(
         "head",
-        "Where values come from: head (on the policy's backbone), adapter (a second LoRA adapter on the base), or model "
-        "(a backbone of its own).",
+        "Critic: head (on the policy's backbone), adapter (a second LoRA adapter on the base model), or model (a separate "
+        "backbone).",
         one_of(CriticLayout),
     )
-    value_model_path: str | None = in_model(
+    value_model_path: str | None = model_argument(
         None,
-        "With critic=model: a reward model's checkpoint that starts it (None: the policy's weights).",
-        acts=ActsWhen(
+        "With critic=model: a reward model's checkpoint to initialise it (None: the policy's weights).",
+        acts=EffectCondition(
             lambda args, facts: args.critic == "model",
-            "the critic has no backbone of its own; set critic='model' or remove it",
+            "the critic has no separate backbone; set critic='model' or remove it",
             raises=True,
         ),
     )
-    value_learning_rate: float | None = in_training(
+    value_learning_rate: float | None = training_argument(
         None,
-        "The critic's learning rate (None: learning_rate).",
+        "Learning rate of the critic (None: learning_rate).",
         FINITE,
-        ActsWhen(lambda args, facts: args.vf_coef > 0 or args.weight_decay > 0, _STILL),
+        EffectCondition(lambda args, facts: args.vf_coef > 0 or args.weight_decay > 0, _NO_VALUE_LOSS),
     )
-    value_warmup_steps: int = argument(0, "Steps in which the critic alone is trained, at the start.", NOT_NEGATIVE)
+    value_warmup_steps: int = argument(0, "Number of first steps in which only the critic is trained.", NOT_NEGATIVE)
     vf_coef: float = argument(0.1, "Weight of the value loss.", FINITE)
     cliprange_value: float | None = argument(
         0.2,
-        "How far a value may move from the rollout's before its loss is clipped (None: no clip).",
+        "Clip range of a value around the rollout's value (None: no clip).",
         above_zero(),
         (_TRAINS_VALUES, REUSES_ROLLOUTS),
     )
@@ -153,9 +159,9 @@ class PPOArguments(OnlineArguments):
 
 @dataclass(frozen=True)
 class AdaptiveKL:
-    """The KL coefficient steered towards `target` nats per completion (Ziegler et al. 2019, section 2.2).
+    """Adaptive KL coefficient with a target in nats per completion (Ziegler et al. 2019, section 2.2).
 
-    A rollout of n completions multiplies it by `1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`.
+    A rollout of n completions multiplies the coefficient by `1 + clip(kl / target - 1, -0.2, 0.2) * n / horizon`.
     """
 
     target: float
@@ -165,7 +171,7 @@ class AdaptiveKL:
 
 @dataclass(frozen=True)
 class PPOSettings:
-    """PPO (arXiv 1707.06347) with a KL in the reward; see `algorithms/ppo.py`."""
+    """Settings of PPO (arXiv 1707.06347) with a KL in the reward; see `algorithms/ppo.py`."""
 
     beta: float
     kl_estimator: KLEstimator
@@ -187,19 +193,20 @@ class PPOSettings:
 
     @property
     def rollout_correction(self) -> Correction | None:
-        """The correction of the engine's drift, fixed for the rollout: values are scored then anyway, and old with them."""
+        """The correction of the engine's drift, fixed for the rollout."""
+        # The values are scored before the first step in any case, and old log-probs with them.
         return self.correction
 
 
 def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
-    """Return PPO's settings; ArgumentError for a critic that could not be trained as asked."""
+    """Return PPO's settings; ArgumentError for a critic that cannot be trained as requested."""
     _check_critic(args)
     correction = resolve_correction(args)
-    steered = args.kl_target is not None
-    return fill(
+    is_adaptive = args.kl_target is not None
+    return make_settings(
         PPOSettings,
         args,
-        adaptive_kl=AdaptiveKL(args.kl_target, args.kl_horizon, online.rollout.num_rows) if steered else None,
+        adaptive_kl=AdaptiveKL(args.kl_target, args.kl_horizon, online.rollout.num_rows) if is_adaptive else None,
         gae_lambda=args.lam,
         clip_low=args.epsilon,
         clip_high=clip_high(args),
@@ -215,15 +222,15 @@ def resolve_ppo(args: Any, online: OnlineSettings) -> PPOSettings:
 def _check_critic(args: Any) -> None:
     require(
         args.critic == "head" or args.cut.tensor == 1,
-        f"critic={args.critic!r} does not run under tensor parallelism: set critic='head', or use ddp, fsdp2 or zero3.",
+        f"critic={args.critic!r} is not supported with tensor parallelism: set critic='head', or use ddp, fsdp2 or zero3.",
     )
     require(
         args.value_warmup_steps == 0 or (args.vf_coef > 0 and not 0 < args.max_steps <= args.value_warmup_steps),
         f"value_warmup_steps={args.value_warmup_steps} with vf_coef={args.vf_coef} and max_steps={args.max_steps}: in these steps "
-        "the critic alone is trained, so vf_coef must be above 0 and max_steps above them.",
+        "only the critic is trained, so vf_coef must be above 0 and max_steps above value_warmup_steps.",
     )
     require(
         args.value_warmup_steps == 0 or args.weight_decay == 0,
-        f"value_warmup_steps={args.value_warmup_steps} holds the policy still, and weight_decay={args.weight_decay} would shrink "
-        "it meanwhile; leave one of the two out.",
+        f"value_warmup_steps={args.value_warmup_steps} freezes the policy, but weight_decay={args.weight_decay} would shrink its "
+        "weights; remove one of the two.",
     )

@@ -1,35 +1,42 @@
-"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): arguments, and what its loss is made of."""
+"""RLOO (Ahmadian et al. 2024, arXiv 2402.14740): arguments and settings."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from lowpeak.arguments.declare import Check, are_finite, argument, fill, redeclared, require
-from lowpeak.arguments.online import GROUPS, KLEstimator, OnlineArguments, OnlineSettings, clip_high
-from lowpeak.arguments.rollout_correction import Correction, resolve_correction
+from lowpeak.arguments.declare import Check, are_finite, argument, make_settings, redeclared, require
+from lowpeak.arguments.online import (
+    GROUP_SIZE,
+    Correction,
+    KLEstimator,
+    OnlineArguments,
+    OnlineSettings,
+    clip_high,
+    resolve_correction,
+)
 
-KL_IN_REWARD = "Weight of the KL in the reward; 0 loads no reference model."
+KL_IN_REWARD = "Weight of the KL in the reward; at 0 no reference model is loaded."
 
 
 @dataclass(repr=False)
 class RLOOArguments(OnlineArguments):
-    """What RLOO takes."""
+    """Arguments of RLOO."""
 
-    num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUPS)
+    num_generations: int = redeclared(OnlineArguments, "num_generations", 2, check=GROUP_SIZE)
     beta: float = redeclared(OnlineArguments, "beta", 0.05, help=KL_IN_REWARD)
     kl_estimator: str = redeclared(OnlineArguments, "kl_estimator", "k1")
-    normalize_advantages: bool = argument(False, "Centre and scale advantages over the rollout.")
+    normalize_advantages: bool = argument(False, "Normalise advantages to mean 0 and variance 1 over the rollout.")
     reward_clip_range: tuple[float, float] | None = argument(
         None,
-        "Clip rewards to [low, high].",
+        "Clip rewards to (low, high).",
         Check(lambda x: x is None or (are_finite(x) and len(x) == 2 and x[0] < x[1]), "must be (low, high)"),
     )
 
 
 @dataclass(frozen=True)
 class RLOOSettings:
-    """RLOO (Ahmadian et al. 2024): KL in the reward, leave-one-out baseline, one ratio per sequence."""
+    """Settings of RLOO: KL in the reward, leave-one-out baseline, one ratio per sequence."""
 
     clip_low: float
     clip_high: float
@@ -44,29 +51,29 @@ class RLOOSettings:
 
     @property
     def needs_old(self) -> bool:
-        """Whether old log-probs are scored: for reuse, or for the KL in the reward."""
+        """Whether old log-probs are scored, for several steps per rollout or for the KL in the reward."""
         return self.score_old or self.beta != 0.0
 
     @property
     def step_correction(self) -> Correction | None:
-        """The correction that each step forms with its own log-probs: old is not scored."""
+        """The correction that each step computes with its log-probs, if old log-probs are not scored."""
         return None if self.needs_old else self.correction
 
     @property
     def rollout_correction(self) -> Correction | None:
-        """The correction that is fixed for the rollout: old is scored."""
+        """The correction that is fixed for the rollout, if old log-probs are scored."""
         return self.correction if self.needs_old else None
 
 
 def resolve_rloo(args: Any, online: OnlineSettings) -> RLOOSettings:
-    """Return RLOO's settings; ArgumentError for a correction of tokens."""
+    """Return RLOO's settings; ArgumentError for a correction per token."""
     correction = resolve_correction(args)
     require(
         correction is None or correction.per_sequence,
-        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} weighs tokens, and RLOO's ratio and loss are of "
-        "whole completions; use sequence_mask or sequence_truncate.",
+        f"vllm_importance_sampling_mode={args.vllm_importance_sampling_mode!r} weighs tokens, but RLOO has one ratio per "
+        "completion; use sequence_mask or sequence_truncate.",
     )
-    return fill(
+    return make_settings(
         RLOOSettings,
         args,
         clip_low=args.epsilon,

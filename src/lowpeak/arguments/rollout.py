@@ -1,36 +1,36 @@
-"""How completions are drawn, and how many serve how many steps: the arguments, and small frozen records without surprises."""
+"""Rollouts: arguments and settings of their size, sampling and memory."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil, gcd, lcm
 from typing import Any, Literal
 
-from lowpeak.arguments.base import OWN_MEMORY
+from lowpeak.arguments.base import HAS_DEVICE_MEMORY
 from lowpeak.arguments.declare import (
     MAPPING,
     SHARE,
-    ActsWhen,
     Check,
+    EffectCondition,
     above_zero,
     argument,
     at_least,
-    fill,
-    in_data,
-    in_generation,
-    in_memory,
+    data_argument,
+    generation_argument,
+    make_settings,
+    memory_argument,
     one_of,
     require,
-    said_as,
+    shown_name,
     within,
 )
+from lowpeak.arguments.text import parse_bytes
 
-ALL = 1 << 62  # a gather budget that holds any model
+ALL = 1 << 62  # a gather budget larger than any model
 
-# What generation_kwargs may say, in transformers' and vLLM's names, and the arguments that say the same.
-SAID_BY_ARGUMENTS = {
+# Names in generation_kwargs (transformers' and vLLM's) that are aliases of arguments.
+ARGUMENT_OF_KWARG = {
     "temperature": "temperature",
     "top_p": "top_p",
     "top_k": "top_k",
@@ -39,131 +39,163 @@ SAID_BY_ARGUMENTS = {
     "max_new_tokens": "max_completion_length",
     "max_tokens": "max_completion_length",
 }
-# Of generation_kwargs, what both engines take.
-EVERY_ENGINE = ("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", *SAID_BY_ARGUMENTS)
+# Names in generation_kwargs that both engines accept.
+COMMON_KWARGS = ("seed", "stop", "stop_strings", "stop_token_ids", "eos_token_id", "do_sample", *ARGUMENT_OF_KWARG)
 
-_NO_SERVER = ActsWhen(
+# vLLM's other sampling parameters that are accepted. An explicit list, because a server ignores names that it does not know.
+_VLLM_KWARGS = (
+    *("presence_penalty", "frequency_penalty", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words"),
+    *("thinking_token_budget", "skip_reading_prefix_cache"),
+)
+_ENDS_COMPLETIONS = (
+    "a completion ends at the end-of-sequence token, a stop string, a stop token or max_completion_length; remove it"
+)
+# Refused names with the reason: another argument sets them, lowpeak sets them, or they end completions unknown to the run.
+_REFUSED_KWARGS = {
+    "n": "use num_generations",
+    "structured_outputs": "use vllm_structured_outputs_regex",
+    **dict.fromkeys(
+        [
+            "logprobs",
+            "prompt_logprobs",
+            "flat_logprobs",
+            "output_kind",
+            "detokenize",
+            "skip_special_tokens",
+            "extra_args",
+        ],
+        "lowpeak sets it; remove it",
+    ),
+    "ignore_eos": _ENDS_COMPLETIONS,
+    "repetition_detection": _ENDS_COMPLETIONS,
+}
+
+_NO_SERVER = EffectCondition(
     lambda args, facts: not (args.use_vllm and args.vllm_mode == "server"),
-    "servers generate on devices of their own; remove it",
+    "servers generate on separate devices; remove it",
 )
-_OWN_CACHE = replace(
+_HAS_KV_CACHE = replace(
     _NO_SERVER,
-    because="a server has a KV cache of its own; give `lowpeak serve` its size (kv_cache_memory_bytes, or gpu_memory_utilization), "
-    "here remove it",
+    because="the KV cache is the server's; set its size with `lowpeak serve` (kv_cache_memory_bytes or "
+    "gpu_memory_utilization), and remove it here",
 )
-_GATHERED = (
-    ActsWhen(
+_GATHERS = (
+    EffectCondition(
         lambda args, facts: not args.use_vllm,
-        "vLLM generates with weights of its own, so nothing of the policy is gathered; remove it",
+        "vLLM generates with its copy of the weights, so the policy is not gathered; remove it",
     ),
-    ActsWhen(
+    EffectCondition(
         lambda args, facts: facts.sharded is not False,
-        "parameters are whole on every rank, and it concerns FSDP2 and ZeRO-3; remove it",
+        "it applies to FSDP2 and ZeRO-3, and here each rank has all parameters; remove it",
     ),
 )
-_SOMETHING_RESTS = ActsWhen(
+_HAS_OFFLOADABLE = EffectCondition(
     lambda args, facts: not facts.states_on_host or facts.frozen is not False,
-    "the optimizer's states are in host memory already, and there is no reference and no reward model; remove it",
+    "the optimizer states are already in host memory, and there is no reference or reward model; remove it",
 )
-_FROZEN = ActsWhen(
-    lambda args, facts: facts.frozen is not False, "there is no reference and no reward model; remove it"
+_HAS_FROZEN = EffectCondition(
+    lambda args, facts: facts.frozen is not False, "there is no reference or reward model; remove it"
 )
 
 
 @dataclass(repr=False)
 class RolloutArguments:
-    """How many completions of how many prompts are drawn, how, and within which memory."""
+    """Arguments of rollouts: number of completions, sampling, and memory."""
 
-    num_generations: int = in_generation(8, "Completions of each prompt (G).", at_least(1))
-    max_completion_length: int = in_generation(512, "Most tokens of a completion.", at_least(1, "token"))
-    max_new_tokens: int | None = in_generation(
-        None, "Other name of max_completion_length.", means="max_completion_length"
+    num_generations: int = generation_argument(8, "Completions per prompt.", at_least(1))
+    max_completion_length: int = generation_argument(512, "Maximum tokens of a completion.", at_least(1, "token"))
+    max_new_tokens: int | None = generation_argument(
+        None, "Alias of max_completion_length.", means="max_completion_length"
     )
-    generation_batch_size: int | None = in_generation(
+    generation_batch_size: int | None = generation_argument(
         None,
-        "Completions of a rollout, over all ranks (in place of steps_per_generation).",
+        "Completions of a rollout over all ranks (instead of steps_per_generation).",
         above_zero("a number of completions"),
     )
-    steps_per_generation: int | None = in_generation(
-        None, "Batches of per_device_train_batch_size that a rollout holds (None: one step's).", at_least(1)
+    steps_per_generation: int | None = generation_argument(
+        None,
+        "Batches of per_device_train_batch_size in a rollout (None: gradient_accumulation_steps, one step).",
+        at_least(1),
     )
     num_iterations: int = argument(1, "Passes over each rollout.", at_least(1))
     dynamic_sampling_rounds: int = argument(
         0,
-        "Ask again at most so often for groups whose rewards are all equal (DAPO).",
+        "Maximum rounds that replace groups with equal rewards by new groups (DAPO; 0: off).",
         Check(lambda x: x >= 0, "must be 0 (off) or more"),
     )
-    temperature: float = in_generation(
+    temperature: float = generation_argument(
         1.0,
-        "Softmax temperature of sampling and of every log-prob.",
-        Check(lambda x: not x < 1e-6, "must be at least 1e-6 in training (evaluation is greedy as well)"),
+        "Softmax temperature of sampling and of all log-probs.",
+        Check(lambda x: not x < 1e-6, "must be at least 1e-6 (evaluation is greedy in any case)"),
     )
-    top_p: float = in_generation(1.0, "Sample among the likeliest tokens of this total probability.", SHARE)
-    top_k: int = in_generation(
+    top_p: float = generation_argument(1.0, "Sample among the most likely tokens with this total probability.", SHARE)
+    top_k: int = generation_argument(
         0,
-        "Sample among this many likeliest tokens (0: all).",
+        "Sample among this many most likely tokens (0: all).",
         Check(lambda x: x >= 0, "must be 0 (all tokens) or more"),
     )
-    min_p: float | None = in_generation(
+    min_p: float | None = generation_argument(
         None,
-        "Least probability, as a share of the likeliest token's.",
+        "Minimum probability of a token, relative to the most likely token (None: 0).",
         within(0, 1),
     )
-    repetition_penalty: float = in_generation(1.0, "Above 1 makes tokens that were seen less likely.", above_zero())
-    generation_kwargs: dict | str | None = in_generation(
+    repetition_penalty: float = generation_argument(
+        1.0, "Penalty of repeated tokens (1: off; above 1: less likely).", above_zero()
+    )
+    generation_kwargs: dict | str | None = generation_argument(
         None,
-        "More of generation: stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling arguments; vLLM's "
-        "own parameters (JSON).",
+        "Further sampling parameters (JSON): stop_strings, stop_token_ids, eos_token_id, seed, transformers' names of sampling "
+        "arguments, and vLLM's parameters.",
         MAPPING,
     )
-    overlong_prompts: str = in_data(
+    overlong_prompts: str = data_argument(
         "error",
-        "A prompt longer than fits: 'error', or 'drop' and count (in the log).",
+        "Prompts that do not fit in the context: 'error', or 'drop', which logs their number.",
         one_of(Literal["error", "drop"]),
     )
-    kv_cache_bytes: int | None = in_memory(
+    kv_cache_bytes: int | None = memory_argument(
         None,
-        "Bytes of the engine's KV cache (None: from free memory).",
+        "Bytes of the engine's KV cache (None: set from free memory).",
         above_zero("a number of bytes"),
-        acts=_OWN_CACHE,
+        acts=_HAS_KV_CACHE,
     )
-    gather_budget: str | int | None = in_memory(
+    gather_budget: str | int | None = memory_argument(
         None,
-        "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered while it generates: 8GiB, 0, or auto (None: auto).",
-        acts=_GATHERED,
+        "Bytes of a sharded model (FSDP2, ZeRO-3) that stay gathered during generation: 8GiB, 0, or auto (None: auto).",
+        acts=_GATHERS,
     )
-    ds3_gather_for_generation: bool | None = in_memory(
+    ds3_gather_for_generation: bool | None = memory_argument(
         None,
-        "True: gather all of a sharded model to generate; False: a layer at a time (gather_budget 0).",
-        acts=_GATHERED,
+        "Gather all of a sharded model for generation (False: one layer at a time, as gather_budget=0).",
+        acts=_GATHERS,
     )
-    disable_unwrapping_for_generation: bool | None = in_memory(
-        None, "Older name: True is ds3_gather_for_generation=False.", acts=_GATHERED
+    disable_unwrapping_for_generation: bool | None = memory_argument(
+        None, "Older name; True means ds3_gather_for_generation=False.", acts=_GATHERS
     )
-    offload_frozen_models: bool = in_memory(
+    offload_frozen_models: bool = memory_argument(
         False,
-        "Keep reference and reward models in host memory, on the device a layer at a time (GPUs).",
-        acts=(OWN_MEMORY, _FROZEN),
+        "Keep reference and reward models in host memory, and copy one layer at a time to the GPU.",
+        acts=(HAS_DEVICE_MEMORY, _HAS_FROZEN),
     )
-    offload_during_rollout: bool = in_memory(
+    offload_during_rollout: bool = memory_argument(
         False,
-        "Gradients, optimizer states and frozen models wait in host memory while completions are generated (GPUs).",
-        acts=(_NO_SERVER, OWN_MEMORY, _SOMETHING_RESTS),
+        "Move gradients, optimizer states and frozen models to host memory during generation (GPUs).",
+        acts=(_NO_SERVER, HAS_DEVICE_MEMORY, _HAS_OFFLOADABLE),
     )
-    share_prompt: bool | None = in_memory(
-        None, "Forward a prompt once for all of its completions (None: where it pays)."
+    share_prompt: bool | None = memory_argument(
+        None, "Forward a prompt once for all of its completions (None: if it saves computation)."
     )
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the completions of each prompt are drawn.
+    """Sampling parameters of the completions of each prompt.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. The order is that of
-    transformers' `generate()`: repetition penalty, temperature, top-k, top-p, min-p. A draw is a hash of (seed,
-    rollout, prompt serial, completion, position): it depends on neither waves, slots nor order. `stop` strings end a
-    completion with the token that completes one of them. The completions are numbers `first_completion` and on of their
-    prompt's: a group may be generated in parts.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. They apply in the order of
+    transformers' `generate()`: repetition penalty, temperature, top-k, top-p, min-p. A random number is a hash of (seed,
+    rollout, prompt serial, completion, position), so it does not depend on waves, slots or order. A `stop` string ends a
+    completion with the token that completes the string. `first_completion` is the index of the first completion in its group,
+    since a group may be generated in several calls.
     """
 
     num_generations: int
@@ -182,10 +214,10 @@ class Sampling:
 
 @dataclass(frozen=True)
 class RolloutSettings:
-    """How many prompts a rollout asks and how many steps it serves.
+    """Size of a rollout and the number of optimizer steps that it serves.
 
-    A rollout has `num_prompts x num_generations` rows; each pass over it makes `steps_per_pass` steps of
-    `rows_per_step` rows, and there are `num_iterations` passes. `max_refills` is how often dynamic sampling asks again (0: never).
+    A rollout has `num_prompts x num_generations` completions. Each of its `num_iterations` passes has `steps_per_pass` steps of
+    `rows_per_step` completions. `max_refills` is the maximum number of dynamic sampling rounds (0: off).
     """
 
     num_prompts: int
@@ -197,7 +229,7 @@ class RolloutSettings:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a rollout, over all ranks."""
+        """Completions of a rollout over all ranks."""
         return self.num_prompts * self.num_generations
 
     @property
@@ -207,28 +239,27 @@ class RolloutSettings:
 
 
 def resolve_rollout(args: Any, world_size: int) -> RolloutSettings:
-    """Return the sizes of a rollout; ArgumentError where it does not hold whole groups, or does not serve whole steps."""
+    """Return the sizes of a rollout; ArgumentError unless it has whole groups and serves whole steps."""
     batch, accumulation = args.per_device_train_batch_size * world_size, args.gradient_accumulation_steps
     per_generation = _steps_per_generation(args, batch)
     rows = batch * per_generation
-    whole = lcm(
-        args.num_generations // gcd(args.num_generations, batch), accumulation
-    )  # batches: groups and steps are whole
-    remedy = f"steps_per_generation={whole}, or another multiple of {whole}"
+    # The least number of batches that has whole groups and whole steps.
+    batches = lcm(args.num_generations // gcd(args.num_generations, batch), accumulation)
+    remedy = f"steps_per_generation={batches}, or another multiple of {batches}"
     if args.generation_batch_size is not None:
-        remedy = f"generation_batch_size={batch * whole}, or another multiple of {batch * whole}"
+        remedy = f"generation_batch_size={batch * batches}, or another multiple of {batch * batches}"
     require(
         rows % args.num_generations == 0,
-        f"a rollout holds per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
-        f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} does not divide: use "
+        f"a rollout has per_device_train_batch_size x ranks x steps_per_generation = {args.per_device_train_batch_size} x "
+        f"{world_size} x {per_generation} = {rows} completions, which num_generations={args.num_generations} must divide: use "
         f"{remedy}.",
     )
     require(
         per_generation % accumulation == 0,
-        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, and a rollout "
-        f"serves whole steps: use {remedy}.",
+        f"steps_per_generation={per_generation} is not a multiple of gradient_accumulation_steps={accumulation}, but a rollout "
+        f"must serve whole steps: use {remedy}.",
     )
-    return fill(
+    return make_settings(
         RolloutSettings,
         args,
         num_prompts=rows // args.num_generations,
@@ -244,7 +275,7 @@ def _steps_per_generation(args: Any, batch: int) -> int:
         return args.steps_per_generation or args.gradient_accumulation_steps
     require(
         args.steps_per_generation is None,
-        f"generation_batch_size={size} and {said_as(args, 'steps_per_generation')} say the same thing; give one.",
+        f"generation_batch_size={size} and {shown_name(args, 'steps_per_generation')} set the same size; set one.",
     )
     require(
         size % batch == 0,
@@ -255,22 +286,22 @@ def _steps_per_generation(args: Any, batch: int) -> int:
 
 
 def resolve_sampling(args: Any) -> Sampling:
-    """Return how completions are drawn, from the arguments and what of generation_kwargs every engine takes."""
-    more = dict(args.generation_kwargs or {})
-    unknown = sorted(set(more) - set(EVERY_ENGINE))
+    """Return the sampling parameters from the arguments and from the engine-independent part of generation_kwargs."""
+    kwargs = dict(args.generation_kwargs or {})
+    unknown = sorted(set(kwargs) - set(COMMON_KWARGS))
     require(
         args.use_vllm or not unknown,
-        f"generation_kwargs has {', '.join(unknown)}, which the native engine does not take; it takes {', '.join(EVERY_ENGINE)}.",
+        f"generation_kwargs has {', '.join(unknown)}, but the native engine accepts only {', '.join(COMMON_KWARGS)}.",
     )
     require(
-        more.get("do_sample") in (None, True),
-        f"generation_kwargs has do_sample={more.get('do_sample')!r}: greedy completions of a prompt are all the same, so "
-        "there is nothing to compare; remove it (an evaluation is greedy, too).",
+        kwargs.get("do_sample") in (None, True),
+        f"generation_kwargs has do_sample={kwargs.get('do_sample')!r}: greedy completions of a prompt are equal, so there is "
+        "nothing to compare; remove it (evaluation is greedy in any case).",
     )
-    seed = more.get("seed", args.seed)
-    require(isinstance(seed, int), f"generation_kwargs has seed={seed!r}, which is no whole number.")
-    stop, stop_token_ids = _resolve_stops(more)
-    return fill(
+    seed = kwargs.get("seed", args.seed)
+    require(isinstance(seed, int), f"generation_kwargs has seed={seed!r}, which must be an integer.")
+    stop, stop_token_ids = _resolve_stops(kwargs)
+    return make_settings(
         Sampling,
         args,
         max_new_tokens=args.max_completion_length,
@@ -282,26 +313,42 @@ def resolve_sampling(args: Any) -> Sampling:
     )
 
 
-def _resolve_stops(more: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The texts and the token ids that end a completion."""
-    stop, stop_ids = more.get("stop_strings") or more.get("stop") or (), more.get("stop_token_ids") or ()
-    ends = more.get("eos_token_id")
+def _resolve_stops(kwargs: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the strings and the token ids that end a completion."""
+    stop, stop_ids = kwargs.get("stop_strings") or kwargs.get("stop") or (), kwargs.get("stop_token_ids") or ()
+    ends = kwargs.get("eos_token_id")
     ends = ends if isinstance(ends, list | tuple) else [] if ends is None else [ends]
     strings = (stop,) if isinstance(stop, str) else stop
     require(
         isinstance(strings, list | tuple) and all(isinstance(text, str) and text for text in strings),
-        f"generation_kwargs has stop strings {stop!r}: they must be a string, or a list of strings, none of them empty.",
+        f"generation_kwargs has stop strings {stop!r}: they must be a non-empty string, or a list of them.",
     )
     for name, ids, words in (("stop_token_ids", stop_ids, ""), ("eos_token_id", ends, "a token id, or ")):
         require(
             isinstance(ids, list | tuple) and all(isinstance(number, int) and number >= 0 for number in ids),
-            f"generation_kwargs has {name}={more.get(name)!r}: it must be {words}a list of token ids.",
+            f"generation_kwargs has {name}={kwargs.get(name)!r}: it must be {words}a list of token ids.",
         )
     return tuple(strings), (*stop_ids, *ends)
 
 
+def sampling_kwargs(generation_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of generation_kwargs that only vLLM accepts; ArgumentError for names that it must not have."""
+    kwargs = {name: value for name, value in generation_kwargs.items() if name not in COMMON_KWARGS}
+    unknown = f"vLLM does not accept it; it accepts {', '.join((*COMMON_KWARGS, *_VLLM_KWARGS))}"
+    for name in kwargs:
+        require(name in _VLLM_KWARGS, f"generation_kwargs has {name}: {_REFUSED_KWARGS.get(name, unknown)}.")
+    if "logit_bias" in kwargs:
+        bias = kwargs["logit_bias"]
+        require(
+            isinstance(bias, Mapping) and all(str(t).isdigit() and isinstance(b, int | float) for t, b in bias.items()),
+            f"generation_kwargs has logit_bias={bias!r}, which must be a mapping of token ids to numbers.",
+        )
+        kwargs["logit_bias"] = {int(token): float(value) for token, value in bias.items()}  # keys in JSON are strings
+    return kwargs
+
+
 def resolve_gather_budget(args: Any) -> int | None:
-    """Return bytes, `ALL`, or None: from free memory. ArgumentError where two of the three names contradict each other."""
+    """Return the gather budget in bytes, `ALL`, or None for automatic; ArgumentError if its three names contradict."""
     budget = args.gather_budget
     size = None if budget in (None, "auto") else parse_bytes(budget)
     require(
@@ -313,16 +360,9 @@ def resolve_gather_budget(args: Any) -> int | None:
         "ds3_gather_for_generation": ALL if args.ds3_gather_for_generation else 0,
         "disable_unwrapping_for_generation": 0 if args.disable_unwrapping_for_generation else ALL,
     }
-    said = {name: meaning for name, meaning in meanings.items() if getattr(args, name) is not None}
-    told = " and ".join(f"{name}={getattr(args, name)!r}" for name in said)
-    require(len(set(said.values())) <= 1, f"{told} contradict each other: keep gather_budget, and remove the others.")
-    return next(iter(said.values()), None)
-
-
-def parse_bytes(text: int | str) -> int | None:
-    """Return the number of bytes of `8GiB`, `500MB`, `4096`: 1024 to a KiB and 1000 to a KB; None for what is no size."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i)?B?", str(text).strip(), re.IGNORECASE)
-    if match is None:
-        return None
-    number, unit, binary = match.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    budgets = {name: meaning for name, meaning in meanings.items() if getattr(args, name) is not None}
+    shown = " and ".join(f"{name}={getattr(args, name)!r}" for name in budgets)
+    require(
+        len(set(budgets.values())) <= 1, f"{shown} contradict each other: keep gather_budget, and remove the others."
+    )
+    return next(iter(budgets.values()), None)

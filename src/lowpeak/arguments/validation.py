@@ -1,4 +1,4 @@
-"""What is declared of arguments, held to: kinds, ranges, and arguments that have no effect in a run."""
+"""Checks of a run's arguments against their declarations: types, allowed values, and arguments without effect."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lowpeak.arguments.declare import ActsWhen, Check, Facts, default_of, said_as
-from lowpeak.arguments.secrets import show
-from lowpeak.arguments.trl_names import TRL_DEFAULTS
+from lowpeak.arguments.declare import Check, EffectCondition, Facts, default_value, shown_name
+from lowpeak.arguments.names import TRL_DEFAULTS
+from lowpeak.arguments.text import show
 from lowpeak.errors import ArgumentError
 
 logger = logging.getLogger(__name__)
 
-_WORDS: dict[Any, str] = {bool: "True or False", int: "a whole number", float: "a number", type(None): "None"}
+_TYPE_NAMES: dict[Any, str] = {bool: "True or False", int: "an integer", float: "a number", type(None): "None"}
 
 
 def check_values(args: Any) -> None:
-    """Raise ArgumentError for the first argument of the wrong kind or out of its range."""
-    check_kinds(args)
+    """Raise ArgumentError for the first argument of a wrong type or value."""
+    check_types(args)
     for field in fields(args):
         check_range(args, field.name)
     check_finite(args, [field.name for field in fields(args)])
@@ -34,37 +34,40 @@ def check_values(args: Any) -> None:
             raise ArgumentError(f"{cadence}_steps={steps!r} must be above 0; {cadence}_strategy='no' turns it off.")
 
 
-def check_kinds(args: Any) -> None:
-    """Raise ArgumentError for the first field that may hold numbers, booleans or None only and holds something else.
+def check_types(args: Any) -> None:
+    """Raise ArgumentError for the first argument that must be a number, a boolean or None and is not.
 
-    `"4"` or 4.5 where a whole number belongs would fail far away, or be taken for something else.
+    `"4"` or 4.5 for an integer would fail far from here, or be misread.
     """
     hints = get_type_hints(type(args))
     for field in fields(args):
         hint, value = hints[field.name], getattr(args, field.name)
         allowed = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-        if value is field.default or not set(allowed) <= _WORDS.keys() or _is_of(value, allowed):
+        if value is field.default or not set(allowed) <= _TYPE_NAMES.keys() or _has_type(value, allowed):
             continue
-        expected = " or ".join(words for kind, words in _WORDS.items() if kind in allowed)
-        raise ArgumentError(f"{said_as(args, field.name)}={value!r} must be {expected}, not a {type(value).__name__}.")
+        expected = " or ".join(words for kind, words in _TYPE_NAMES.items() if kind in allowed)
+        raise ArgumentError(
+            f"{shown_name(args, field.name)}={value!r} must be {expected}, got a {type(value).__name__}."
+        )
 
 
-def _is_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+def _has_type(value: Any, allowed: tuple[Any, ...]) -> bool:
     if value is None:
         return type(None) in allowed
     if isinstance(value, bool):
         return bool({bool, int, float} & set(allowed))
-    if isinstance(value, Integral):  # 0 is not False where None, True and False are three things
+    # 0 is not accepted for False: some arguments distinguish None, True and False.
+    if isinstance(value, Integral):
         return bool({int, float} & set(allowed))
     return isinstance(value, Real) and float in allowed
 
 
 def check_range(args: Any, name: str) -> None:
-    """Raise ArgumentError for an argument that is out of its declared range."""
+    """Raise ArgumentError for an argument that fails its declared check."""
     field = args.__dataclass_fields__[name]
     check: Check | None = field.metadata.get("check") or getattr(args, "inherited_checks", {}).get(name)
     if check is not None and not check.fits(getattr(args, name)):
-        raise ArgumentError(f"{show(said_as(args, name), getattr(args, name))} {check.words}.")
+        raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} {check.words}.")
 
 
 def check_finite(args: Any, names: Iterable[str]) -> None:
@@ -72,21 +75,24 @@ def check_finite(args: Any, names: Iterable[str]) -> None:
     for name in names:
         value = getattr(args, name)
         if isinstance(value, float) and not math.isfinite(value):
-            raise ArgumentError(f"{said_as(args, name)}={value} must be a finite number.")
+            raise ArgumentError(f"{shown_name(args, name)}={value} must be a finite number.")
 
 
 def is_set(args: Any, name: str) -> bool:
-    """Return whether an argument differs from its class's default and from TRL's; transformers changes some of its own itself."""
+    """Return whether an argument differs from its class's default and from TRL's."""
+    # transformers changes some of its own arguments itself: of these, only those that the user set count.
     ours = "group" in args.__dataclass_fields__[name].metadata
     if not ours and name not in getattr(args, "given", (name,)):
         return False
-    default, value = default_of(args, name), getattr(args, name)
+    default, value = default_value(args, name), getattr(args, name)
     return bool(value != default and value != TRL_DEFAULTS.get(name, default))
 
 
-def _idle(args: Any, facts: Facts) -> Iterator[tuple[str, ActsWhen]]:
-    """Names of the arguments that were set and do not act, each with the first of its conditions that does not hold."""
-    never_act: Mapping[str, ActsWhen] = ChainMap(*(vars(owner).get("never_act", {}) for owner in type(args).__mro__))
+def _find_idle(args: Any, facts: Facts) -> Iterator[tuple[str, EffectCondition]]:
+    """Yield each argument that is set and has no effect, with the first of its conditions that fails."""
+    never_act: Mapping[str, EffectCondition] = ChainMap(
+        *(vars(owner).get("never_act", {}) for owner in type(args).__mro__)
+    )
     for field in fields(args):
         declared = field.metadata.get("acts", ())
         names = (field.name, *(each.switch for each in declared))
@@ -97,32 +103,34 @@ def _idle(args: Any, facts: Facts) -> Iterator[tuple[str, ActsWhen]]:
 
 
 def idle_arguments(args: Any, facts: Facts) -> dict[str, str]:
-    """Return each argument that was set and has no effect in this run, as it is shown, with the reason and the remedy."""
-    found = {show(said_as(args, name), getattr(args, name)): when.because for name, when in _idle(args, facts)}
-    return {**found, **facts.idle}
+    """Return each argument that is set and has no effect, as shown to the user, with the reason and remedy."""
+    declared = {
+        show(shown_name(args, name), getattr(args, name)): when.because for name, when in _find_idle(args, facts)
+    }
+    return {**declared, **facts.idle}
 
 
 def acting(args: Any, facts: Facts) -> Any:
-    """Return a copy of the arguments in which those that do not act have their defaults.
+    """Return a copy of the arguments in which those without effect have their defaults.
 
-    Raises ArgumentError for an idle argument where going on would mislead; others are named by `tell_idle`, all at once.
+    ArgumentError for an argument without effect whose condition `raises`. The others are reported together in one warning.
     """
     changed = copy.copy(args)
-    for name, when in _idle(args, facts):
+    for name, when in _find_idle(args, facts):
         if when.raises:
-            raise ArgumentError(f"{show(said_as(args, name), getattr(args, name))} has no effect: {when.because}.")
-        setattr(changed, name, default_of(args, name))
+            raise ArgumentError(f"{show(shown_name(args, name), getattr(args, name))} has no effect: {when.because}.")
+        setattr(changed, name, default_value(args, name))
     return changed
 
 
 def tell_idle(args: Any, facts: Facts) -> None:
-    """Name all arguments without effect in one warning, on the first rank; an ArgumentError under `strict_arguments`."""
+    """Log one warning on rank 0 that names all arguments without effect; ArgumentError with `strict_arguments`."""
     idle = idle_arguments(args, facts)
     if not idle:
         return
     count = "1 argument has" if len(idle) == 1 else f"{len(idle)} arguments have"
-    told = f"{count} no effect in this run: " + "; ".join(f"{shown} ({because})" for shown, because in idle.items())
+    message = f"{count} no effect in this run: " + "; ".join(f"{shown} ({because})" for shown, because in idle.items())
     if args.strict_arguments:
-        raise ArgumentError(f"{told}; strict_arguments=True allows none.")
+        raise ArgumentError(f"{message}; strict_arguments=True makes this an error.")
     if args.process_index == 0:
-        logger.warning("%s; strict_arguments=True makes this an error.", told)
+        logger.warning("%s; strict_arguments=True makes this an error.", message)

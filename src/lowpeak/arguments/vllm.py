@@ -1,4 +1,4 @@
-"""What a run is told about vLLM: where it runs, how weights get there, how large a wave is. Names are TRL's where it has them."""
+"""vLLM: arguments (with TRL's names if TRL has them) and settings of its placement, weight transfer and waves."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from urllib.parse import urlsplit
 from lowpeak.arguments.declare import (
     MAPPING,
     SHARE,
-    ActsWhen,
     Check,
+    EffectCondition,
     above_zero,
     at_least,
-    fill,
     if_on,
-    in_vllm,
+    make_settings,
     one_of,
     require,
+    vllm_argument,
 )
-from lowpeak.arguments.rollout import parse_bytes
-from lowpeak.arguments.vllm_kwargs import engine_kwargs, sampling_kwargs
+from lowpeak.arguments.rollout import sampling_kwargs
+from lowpeak.arguments.text import parse_bytes
 
-SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # in the environment: what a server demands, and what the run gives it
+SERVER_TOKEN = "LOWPEAK_SERVER_TOKEN"  # environment variable with the token that a server requires and a run sends
 
 VllmMode = Literal["colocate", "server"]
 ModelImpl = Literal["vllm", "transformers", "auto"]
@@ -32,132 +32,150 @@ Transport = Literal["auto", "process", "nccl", "tcp"]
 
 USES_VLLM = if_on("use_vllm")
 _BOUNDS_COMPLETIONS = replace(
-    USES_VLLM, because="the native engine bounds no completions; set use_vllm=True or remove it", raises=True
+    USES_VLLM, because="the native engine has no structured outputs; set use_vllm=True or remove it", raises=True
 )
-_IS_COLOCATED = ActsWhen(
+_IS_COLOCATED = EffectCondition(
     lambda args, facts: args.vllm_mode == "colocate",
-    "a server decides it where it is started: give it to `lowpeak serve`, here remove it",
+    "a server sets it when it starts: pass it to `lowpeak serve`, and remove it here",
 )
-_IS_SERVED = ActsWhen(
+_IS_SERVED = EffectCondition(
     lambda args, facts: args.vllm_mode == "server",
-    "vllm_mode is 'colocate', there is no server; set vllm_mode='server' or remove it",
+    "vllm_mode is 'colocate', so there is no server; set vllm_mode='server' or remove it",
 )
 _COLOCATED, _SERVED = (USES_VLLM, _IS_COLOCATED), (USES_VLLM, _IS_SERVED)
-OWN_SHARE = ActsWhen(
+NO_KV_CACHE_BYTES = EffectCondition(
     lambda args, facts: args.kv_cache_bytes is None,
-    "kv_cache_bytes is the size of vLLM's cache; remove one of the two",
+    "kv_cache_bytes already sets the size of vLLM's KV cache; remove one of the two",
     raises=True,
 )
-_NO_URL = ActsWhen(
+_NO_URL = EffectCondition(
     lambda args, facts: args.vllm_server_base_url is None,
-    "vllm_server_base_url says where it is; remove it",
+    "vllm_server_base_url already gives the address; remove it",
     raises=True,
 )
 _PORT = Check(lambda x: x is None or 0 < x < 1 << 16, "must be a port, from 1 to 65535")
 
+_REFUSED_ENGINE_KWARGS = {
+    "tensor_parallel_size": "use vllm_tensor_parallel_size",
+    "gpu_memory_utilization": "use vllm_gpu_memory_utilization",
+    "max_model_len": "use vllm_max_model_length",
+    "model_impl": "use vllm_model_impl",
+    "enable_sleep_mode": "use vllm_enable_sleep_mode",
+    "kv_cache_memory_bytes": "use kv_cache_bytes",
+    "trust_remote_code": "use trust_remote_code",
+    **dict.fromkeys(
+        ["model", "load_format", "distributed_executor_backend", "worker_extension_cls", "logprobs_mode"],
+        "lowpeak sets it; remove it",
+    ),
+}
+
 
 @dataclass(repr=False)
 class VllmArguments:
-    """Where vLLM runs, how weights get there, and how large a wave is."""
+    """Arguments of vLLM: its placement, weight transfer and waves."""
 
-    use_vllm: bool = in_vllm(False, "Generate with vLLM (needs lowpeak[vllm]) in place of the native engine.")
-    vllm_mode: str = in_vllm(
+    use_vllm: bool = vllm_argument(False, "Generate with vLLM (needs lowpeak[vllm]) instead of the native engine.")
+    vllm_mode: str = vllm_argument(
         "colocate",
-        "Where it runs: colocate (in the training processes), or server (lowpeak serve).",
+        "Where vLLM runs: colocate (in the training processes), or server (`lowpeak serve`).",
         one_of(VllmMode),
         USES_VLLM,
     )
-    vllm_model_impl: str = in_vllm(
-        "vllm", "Colocated: whose model code runs: vllm, transformers or auto.", one_of(ModelImpl), _COLOCATED
+    vllm_model_impl: str = vllm_argument(
+        "vllm", "Colocated: model implementation: vllm, transformers or auto.", one_of(ModelImpl), _COLOCATED
     )
-    vllm_enable_sleep_mode: bool = in_vllm(
-        False, "Colocated: give the engine's memory back while training (GPUs).", acts=_COLOCATED
+    vllm_enable_sleep_mode: bool = vllm_argument(
+        False, "Colocated: free the engine's memory while training (GPUs).", acts=_COLOCATED
     )
-    vllm_gpu_memory_utilization: float = in_vllm(
-        0.3, "Colocated: the engine's share of the device's memory.", SHARE, (*_COLOCATED, OWN_SHARE)
+    vllm_gpu_memory_utilization: float = vllm_argument(
+        0.3, "Colocated: fraction of the device's memory for the engine.", SHARE, (*_COLOCATED, NO_KV_CACHE_BYTES)
     )
-    vllm_max_model_length: int | None = in_vllm(
+    vllm_max_model_length: int | None = vllm_argument(
         None,
-        "Most tokens of prompt and completion together, as a server was told too (None: the model's context).",
+        "Maximum tokens of prompt and completion together, the same as a server's (None: the model's context).",
         at_least(2, "tokens"),
         USES_VLLM,
     )
-    vllm_tensor_parallel_size: int = in_vllm(
-        1, "Colocated: ranks that one engine is cut over.", at_least(1), _COLOCATED
+    vllm_tensor_parallel_size: int = vllm_argument(
+        1, "Colocated: ranks that one engine is sharded over.", at_least(1), _COLOCATED
     )
-    vllm_engine_kwargs: dict | str | None = in_vllm(
-        None, "Colocated: more of vLLM's own engine arguments, passed on as they are (JSON).", MAPPING, _COLOCATED
+    vllm_engine_kwargs: dict | str | None = vllm_argument(
+        None, "Colocated: further engine arguments of vLLM, passed unchanged (JSON).", MAPPING, _COLOCATED
     )
-    vllm_server_base_url: str | list[str] | None = in_vllm(
+    vllm_server_base_url: str | list[str] | None = vllm_argument(
         None,
-        "Server: its URL; several, in a list or with commas between, share the prompts.",
+        "Server: its URL, or several (a list, or separated by commas) that share the prompts.",
         acts=(USES_VLLM, replace(_IS_SERVED, raises=True)),
     )
-    vllm_server_host: str = in_vllm("0.0.0.0", "Server: its host, where no URL is given.", acts=(*_SERVED, _NO_URL))
-    vllm_server_port: int = in_vllm(8000, "Server: its port, where no URL is given.", _PORT, (*_SERVED, _NO_URL))
-    vllm_server_timeout: float = in_vllm(
+    vllm_server_host: str = vllm_argument(
+        "0.0.0.0", "Server: its host, if vllm_server_base_url is not set.", acts=(*_SERVED, _NO_URL)
+    )
+    vllm_server_port: int = vllm_argument(
+        8000, "Server: its port, if vllm_server_base_url is not set.", _PORT, (*_SERVED, _NO_URL)
+    )
+    vllm_server_timeout: float = vllm_argument(
         240.0,
-        "Server: seconds that it may take to be there, at the start and after it died.",
+        "Server: seconds to wait until it is ready, at the start and after it died.",
         above_zero("a number of seconds"),
         _SERVED,
     )
-    vllm_group_port: int | None = in_vllm(
+    vllm_group_port: int | None = vllm_argument(
         None,
-        "Server: the trainer's port for weights that go by NCCL or TCP (None: any free one).",
+        "Server: the trainer's port for weights sent by NCCL or TCP (None: any free port).",
         _PORT,
         _SERVED,
     )
-    vllm_server_token: str | None = in_vllm(
+    vllm_server_token: str | None = vllm_argument(
         None,
-        f"Server: the token that it demands (None: that of {SERVER_TOKEN} in the environment, if any).",
+        f"Server: the token that it requires (None: {SERVER_TOKEN} in the environment, if set).",
         acts=_SERVED,
     )
-    vllm_wave_timeout: float | None = in_vllm(
+    vllm_wave_timeout: float | None = vllm_argument(
         3600.0,
-        "Seconds that one wave may take before the engine counts as lost (None: no limit).",
+        "Time limit of one wave in seconds, after which the engine counts as lost (None: no limit).",
         above_zero("a number of seconds"),
         USES_VLLM,
     )
-    vllm_batch_size: int | None = in_vllm(
+    vllm_batch_size: int | None = vllm_argument(
         None,
-        "Rows of one wave (None: as many as the KV cache holds at their full length).",
+        "Completions of one wave (None: as many as fit in the KV cache at full length).",
         at_least(1, "row"),
         USES_VLLM,
     )
-    vllm_structured_outputs_regex: str | None = in_vllm(
+    vllm_structured_outputs_regex: str | None = vllm_argument(
         None,
-        "A regular expression that each completion must match.",
-        Check(lambda x: x is None or x, "must be a pattern, or None"),
+        "Regular expression that each completion must match (None: any text).",
+        Check(lambda x: x is None or x, "must be a regular expression, or None"),
         _BOUNDS_COMPLETIONS,
     )
-    vllm_bucket_size: str | int = in_vllm(
+    vllm_bucket_size: str | int = vllm_argument(
         "64MiB",
-        "Bytes of weights that travel to the engine together: 64MiB, or a number.",
+        "Bytes of weights sent to the engine together: a size such as 64MiB, or a number.",
         Check(
-            lambda x: (parse_bytes(x) or 0) >= 4096, "must be a number of bytes from 4096 on, or a size such as '64MiB'"
+            lambda x: (parse_bytes(x) or 0) >= 4096, "must be at least 4096 bytes: a number, or a size such as '64MiB'"
         ),
         USES_VLLM,
     )
-    vllm_transport: str = in_vllm(
+    vllm_transport: str = vllm_argument(
         "auto",
-        "How weights travel: auto, process (colocated), nccl or tcp (server).",
+        "Transport of weights: auto, process (colocated), nccl or tcp (server).",
         one_of(Transport),
         USES_VLLM,
     )
-    vllm_verify_weights: bool = in_vllm(
-        True, "Prove after each sync and wake that the engine's weights are the policy's.", acts=USES_VLLM
+    vllm_verify_weights: bool = vllm_argument(
+        True, "Verify after each weight update and wake-up that the engine's weights are the policy's.", acts=USES_VLLM
     )
-    vllm_adapters: bool = in_vllm(
-        True, "LoRA: send the adapter alone where the engine can serve it (False: merged weights).", acts=USES_VLLM
+    vllm_adapters: bool = vllm_argument(
+        True, "LoRA: send only the adapter if the engine can serve it (False: send merged weights).", acts=USES_VLLM
     )
 
 
 @dataclass(frozen=True)
 class ColocateSettings:
-    """An engine in each training process, or one over `tensor_parallel_size` of them.
+    """Settings of colocated vLLM: one engine per `tensor_parallel_size` training processes.
 
-    `gpu_memory_utilization` is vLLM's share of the device, `engine_kwargs` go to `vllm.LLM` as they are. With `sleeps` the
-    engine gives memory back while training. `kv_cache_bytes` is the size of its KV cache (None: what vLLM finds in its share).
+    `gpu_memory_utilization` is vLLM's fraction of the device memory; `engine_kwargs` are passed to `vllm.LLM`. With `sleeps` the
+    engine frees its memory while training. `kv_cache_bytes` is the size of its KV cache (None: what fits in its fraction).
     """
 
     tensor_parallel_size: int = 1
@@ -171,10 +189,10 @@ class ColocateSettings:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Servers that answer over HTTP, one engine each; several share the prompts.
+    """Settings of vLLM servers, with one engine each; several share the prompts.
 
-    `timeout` is how many seconds a server may take to be there (at the start, and after it died). `token` is what a server
-    that demands one gets. `group_port` is where the trainer listens when weights go by NCCL or TCP (None: anywhere).
+    `timeout` is the number of seconds to wait until a server is ready (at the start, and after it died). `token` authenticates
+    the run. On `group_port` the trainer listens if weights are sent by NCCL or TCP (None: any free port).
     """
 
     base_urls: tuple[str, ...]
@@ -185,11 +203,12 @@ class ServerSettings:
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """Rollouts by vLLM.
+    """Settings of rollouts by vLLM.
 
-    `batch_size` is the rows of a wave (None: as many as the KV cache holds at full length), `wave_timeout` the seconds a wave
-    may take (None: no limit). Weights go in buckets of `bucket_bytes` over `transport`; with `verify` each load and wake is
-    proved. `structured_regex` bounds what a completion may be; `sampling_kwargs` are more of vLLM's sampling parameters.
+    `batch_size` is the number of completions in a wave (None: as many as fit in the KV cache at full length), `wave_timeout` a
+    wave's time limit in seconds (None: no limit). Weights are sent in buckets of `bucket_bytes` over `transport`; with `verify`
+    they are verified after each update and wake-up. Completions match `structured_regex`; `sampling_kwargs` are further sampling
+    parameters of vLLM.
     """
 
     where: ColocateSettings | ServerSettings
@@ -204,34 +223,36 @@ class VllmSettings:
 
     @property
     def mode(self) -> VllmMode:
-        """TRL's word for where the engine runs."""
+        """The mode by TRL's name: colocate or server."""
         return "colocate" if isinstance(self.where, ColocateSettings) else "server"
 
 
 def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.environ) -> VllmSettings | None:
-    """Return the settings of vLLM on `world_size` ranks, None for a run without it; ArgumentError for what contradicts itself."""
+    """Return the settings of vLLM on `world_size` ranks, None without vLLM; ArgumentError for contradictions."""
     if not args.use_vllm:
         return None
     colocated = args.vllm_mode == "colocate"
     length = args.vllm_max_model_length
     require(
         length is None or length > args.max_completion_length,
-        f"vllm_max_model_length={length} leaves no room for a prompt beside max_completion_length="
-        f"{args.max_completion_length}: raise it, or lower max_completion_length.",
+        f"vllm_max_model_length={length} leaves no room for a prompt, since max_completion_length="
+        f"{args.max_completion_length}: raise the former or lower the latter.",
     )
     remedy = (
-        "a colocated engine is in this process; remove it" if colocated else "a server is another process; use auto"
+        "a colocated engine is in the training process; remove it"
+        if colocated
+        else "a server is another process; use auto"
     )
     require(
         args.vllm_transport == "auto" or (args.vllm_transport == "process") == colocated,
-        f"vllm_transport={args.vllm_transport!r} cannot act with vllm_mode={args.vllm_mode!r}: {remedy}.",
+        f"vllm_transport={args.vllm_transport!r} conflicts with vllm_mode={args.vllm_mode!r}: {remedy}.",
     )
     if colocated:
         where: ColocateSettings | ServerSettings = _colocate(args, world_size, environ)
     else:
         token = args.vllm_server_token or environ.get(SERVER_TOKEN) or None
         where = ServerSettings(_base_urls(args), args.vllm_server_timeout, token, args.vllm_group_port)
-    return fill(
+    return make_settings(
         VllmSettings,
         args,
         "vllm_",
@@ -248,8 +269,8 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
     ranks = f"the run's {world_size} rank{'s' * (world_size > 1)}"
     check_cut(size, world_size, ranks, ", or vllm_mode='server'")
     if args.vllm_enable_sleep_mode:
-        refuse_expandable(environ)
-    return fill(
+        refuse_expandable_segments(environ)
+    return make_settings(
         ColocateSettings,
         args,
         "vllm_",
@@ -259,56 +280,68 @@ def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> Colocat
     )
 
 
+def engine_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return vllm_engine_kwargs as a dict; ArgumentError for names that another argument or lowpeak sets."""
+    require(MAPPING.fits(kwargs), f"vllm_engine_kwargs {MAPPING.words}.")
+    for name in kwargs or {}:
+        require(
+            name not in _REFUSED_ENGINE_KWARGS, f"vllm_engine_kwargs has {name}: {_REFUSED_ENGINE_KWARGS.get(name)}."
+        )
+    return dict(kwargs or {})
+
+
 def check_cut(size: int, count: int, of: str, otherwise: str = "") -> None:
-    """Raise ArgumentError unless engines over `size` each use all of `count` ranks or devices, which `of` names."""
+    """Raise ArgumentError unless `size` divides `count` ranks or devices, described by `of`."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     require(
         size in divisors,
-        f"vllm_tensor_parallel_size={size} does not divide {of}: an engine is cut over whole groups of them; use "
+        f"vllm_tensor_parallel_size={size} does not divide {of}, which engines of that size must use completely; use "
         f"{' or '.join(map(str, divisors))}{otherwise}.",
     )
 
 
-def refuse_expandable(environ: Mapping[str, str]) -> None:
-    """Raise ArgumentError where torch's allocator has expandable segments, in which vLLM's pool of sleeping memory cannot be."""
+def refuse_expandable_segments(environ: Mapping[str, str]) -> None:
+    """Raise ArgumentError if torch's allocator has expandable segments, which vLLM's sleep mode cannot use."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         words = [word.replace(" ", "").lower() for word in environ.get(name, "").split(",")]
         require(
             "expandable_segments:true" not in words,
-            f"{name} has expandable_segments:True, which does not go together with vllm_enable_sleep_mode=True: an engine that "
-            "sleeps keeps its memory in a pool of fixed segments. Take it out of the environment, or let the engine stay awake.",
+            f"{name} has expandable_segments:True, which conflicts with vllm_enable_sleep_mode=True: sleep mode keeps memory in a "
+            "pool of fixed segments. Remove expandable_segments from the environment, or set vllm_enable_sleep_mode=False.",
         )
 
 
 def url_of(host: str, port: int) -> str:
-    """Return the URL of a server for clients; one that listens on all of its host's addresses is reached on this host."""
+    """Return the URL of a server for clients."""
+    # A server that listens on all addresses is reached on this host.
     host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _base_urls(args: Any) -> tuple[str, ...]:
-    given, host = args.vllm_server_base_url, args.vllm_server_host
-    if given is None:
+    base_url, host = args.vllm_server_base_url, args.vllm_server_host
+    if base_url is None:
         url = url_of(host, args.vllm_server_port)
         require(
             _is_url(url),
-            f"vllm_server_host={host!r} is no name or address of a host: write it as 127.0.0.1, without http:// and port.",
+            f"vllm_server_host={host!r} is not a host name or address: write it as 127.0.0.1, without http:// and port.",
         )
         return (url,)
-    listed = given if isinstance(given, list | tuple) else str(given).split(",")
-    urls = tuple(str(url).strip().rstrip("/") for url in listed)
+    parts = base_url if isinstance(base_url, list | tuple) else str(base_url).split(",")
+    urls = tuple(str(url).strip().rstrip("/") for url in parts)
     for url in urls:
         require(
             "@" not in url,
-            "vllm_server_base_url has a user or a password before its host, which are not sent: remove what ends in @, and set "
-            "vllm_server_token where the server demands a token.",
+            "vllm_server_base_url has a user or password before its host, which is not sent: remove the part up to @, and set "
+            "vllm_server_token if the server requires a token.",
         )
         require(
             _is_url(url),
-            f"vllm_server_base_url={given!r} has {url!r}, which is no URL of a server: write it as http://127.0.0.1:8000.",
+            f"vllm_server_base_url={base_url!r} has {url!r}, which is not the URL of a server: write it as http://127.0.0.1:8000.",
         )
     require(
-        len(set(urls)) == len(urls) > 0, f"vllm_server_base_url={given!r} must name each server once, at least one."
+        len(set(urls)) == len(urls) > 0,
+        f"vllm_server_base_url={base_url!r} must name at least one server, and each only once.",
     )
     return urls
 
@@ -317,7 +350,7 @@ def _is_url(url: str) -> bool:
     from httpx2 import URL, InvalidURL
 
     try:
-        parts, port = URL(url), urlsplit(url).port  # each refuses what the other takes
+        parts, port = URL(url), urlsplit(url).port  # each rejects URLs that the other accepts
     except (InvalidURL, ValueError):
         return False
     return parts.scheme in ("http", "https") and bool(parts.host) and port != 0 and not any(map(str.isspace, url))

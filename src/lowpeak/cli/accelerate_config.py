@@ -1,4 +1,4 @@
-"""accelerate's configurations by name (the shipped presets) or file, read and checked before anything is launched."""
+"""accelerate configs, by preset name or file, read and checked before ranks are launched."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import refuse_axes, refuse_fsdp1, require_deepspeed
+from lowpeak.arguments import check_axes, refuse_fsdp1, require_deepspeed
 from lowpeak.errors import ArgumentError, first_line
 
 FOLDER = Path(__file__).parent / "presets"
-ORDER = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
+PRESETS = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
 _TYPES = ("NO", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED")
 _NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
-# Groups of settings, and the prefix that accelerate gives their names.
+# Groups of settings, and the prefix of their names as options of `accelerate launch`.
 _GROUPS = {"deepspeed_config": "", "fsdp_config": "fsdp_", "parallelism_config": "", "dynamo_config": "dynamo_"}
 
-_OLDER = "fsdp_backward_prefetch_policy"  # of older versions of accelerate; `accelerate to-fsdp2` leaves it in
+# A name of older accelerate versions, which `accelerate to-fsdp2` keeps.
+_OLDER = "fsdp_backward_prefetch_policy"
 
 
-def find(name: str) -> Path:
-    """Return the file of a preset, or the file itself; ArgumentError that lists the presets."""
-    path = FOLDER / f"{name}.yaml" if name in ORDER else Path(name)
+def find_config(name: str) -> Path:
+    """Return the file of a preset, or the path `name` itself; ArgumentError if neither exists."""
+    path = FOLDER / f"{name}.yaml" if name in PRESETS else Path(name)
     if not path.is_file():
         raise ArgumentError(
-            f"accelerate_config={name!r} is neither a file nor a preset; the presets are {', '.join(ORDER)}."
+            f"accelerate_config={name!r} is neither a file nor a preset; the presets are {', '.join(PRESETS)}."
         )
     return path
 
 
-def read(path: Path) -> Any:
-    """Return the file as accelerate's ClusterConfig, checked, with DeepSpeed's file named in full.
+def read_config(path: Path) -> Any:
+    """Return the file as a checked accelerate ClusterConfig, with the full path of its DeepSpeed file.
 
-    ArgumentError for what lowpeak does not run, MissingPackageError without DeepSpeed.
+    ArgumentError for settings that lowpeak does not support, MissingPackageError if DeepSpeed is needed and missing.
     """
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
@@ -42,18 +43,18 @@ def read(path: Path) -> Any:
         config: Any = load_config_from_file(str(path))
     except (AttributeError, OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise ArgumentError(
-            f"accelerate_config {path} cannot be read: {first_line(error)} (`accelerate config` writes one; a config of "
-            "DeepSpeed's own is --deepspeed)."
+            f"accelerate_config {path} cannot be read: {first_line(error)} (`accelerate config` writes one; pass a "
+            "DeepSpeed config as --deepspeed)."
         ) from error
     kind, place = config.distributed_type.value, config.compute_environment.value
     if kind not in _TYPES or place != "LOCAL_MACHINE":
         raise ArgumentError(
-            f"{path} has distributed_type {kind} on {place}, which lowpeak does not run; the presets are {', '.join(ORDER)} (on "
-            "CPUs: ddp or a ZeRO preset, with --use_cpu)."
+            f"{path} has distributed_type {kind} on {place}, which lowpeak does not support; the presets are "
+            f"{', '.join(PRESETS)} (on CPUs: ddp or a ZeRO preset, with --use_cpu)."
         )
     _check_values(config, path)
     sizes = {name.removeprefix("parallelism_config_"): size for name, size in config.parallelism_config.items()}
-    refuse_axes(sizes, str(path))
+    check_axes(sizes, str(path))
     if kind == "FSDP":
         version = config.fsdp_config.get("fsdp_version", config.fsdp_config.get("version", 1))
         refuse_fsdp1(version, str(path))
@@ -64,7 +65,7 @@ def read(path: Path) -> Any:
 
 
 def _check_values(config: Any, path: Path) -> None:
-    """Raise ArgumentError for a value of the wrong type, and for a name inside a group that accelerate would leave unread."""
+    """Raise ArgumentError for a value of the wrong type, and for a name in a group that accelerate would ignore."""
     from accelerate.commands.launch import launch_command_parser
 
     for name in _NUMBERS:
@@ -75,7 +76,7 @@ def _check_values(config: Any, path: Path) -> None:
     for group, prefix in _GROUPS.items():
         settings = getattr(config, group)
         if settings is not None and not isinstance(settings, Mapping):
-            raise ArgumentError(f"{path}: {group} must be a group of names and values, got {settings!r}.")
+            raise ArgumentError(f"{path}: {group} must be a mapping of names to values, got {settings!r}.")
         setattr(config, group, dict(settings or {}))
         names = [name if name.startswith(prefix) else prefix + name for name in settings or ()]
         _check_names(names, known, f"{group} of {path}")
@@ -85,12 +86,12 @@ def _check_names(names: Sequence[str], known: Collection[str], where: str) -> No
     for name in names:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "leave it out."
+            hint = f"did you mean {close[0]}?" if close else "remove it."
             raise ArgumentError(f"{where} has {name}, which accelerate does not know; {hint}")
 
 
 def _find_deepspeed_file(deepspeed: dict[str, Any], path: Path) -> None:
-    """Name DeepSpeed's own file in full if it lies beside the config."""
+    """Make the path of the DeepSpeed file absolute if it is relative to the config's folder."""
     name = deepspeed.get("deepspeed_config_file")
     if name is not None and not Path(name).is_file():
         if not (path.parent / name).is_file():
@@ -98,7 +99,7 @@ def _find_deepspeed_file(deepspeed: dict[str, Any], path: Path) -> None:
         deepspeed["deepspeed_config_file"] = str((path.parent / name).resolve())
 
 
-def text_of(name: str) -> str:
-    """Return a preset as YAML that `accelerate launch --config_file` reads from anywhere: its JSON file is named in full."""
-    text = find(name).read_text(encoding="utf-8")
+def preset_text(name: str) -> str:
+    """Return a preset as YAML for `accelerate launch --config_file`, with the full path of its JSON file."""
+    text = find_config(name).read_text(encoding="utf-8")
     return text.replace(f"{name}.json", str(FOLDER / f"{name}.json"))

@@ -1,4 +1,4 @@
-"""The `lowpeak` command: chooses a command, and turns an expected error into one sentence and exit status 2."""
+"""The `lowpeak` command: dispatch to a command; an expected error becomes one sentence and exit status 2."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import lowpeak
-from lowpeak.cli.launch import MARK
+from lowpeak.cli.launch import LAUNCHED
 from lowpeak.cli.output import tell
 from lowpeak.errors import ArgumentError, LowpeakError, RankError
 
@@ -22,17 +22,17 @@ Online RL post-training for LLMs that fits the memory you have.
 commands:
   grpo       train a model with GRPO (and bnpo, dr_grpo, dapo, cispo, GSPO)
   rloo       train a model with RLOO
-  ppo        train a model with PPO, and its critic
-  online-dpo train a model with Online DPO, by rewards or by a judge
+  ppo        train a model and its critic with PPO
+  online-dpo train a model with Online DPO, with rewards or a judge
   sft        train a model on demonstrations
   reward     train a reward model on preferences
-  serve      start a vLLM server that a run can send weights to
-  env        print versions and hardware, for bug reports; with --selftest, try vLLM; with --gpu too, all that needs a GPU
-  preset     print a config for several devices, to change or for `accelerate launch`
+  serve      start a vLLM server that accepts weight updates from a run
+  env        print versions and hardware for bug reports; --selftest tests vLLM, --selftest --gpu also the GPU kernels and runs
+  preset     print a config for several devices, to edit or to pass to `accelerate launch`
 
 options:
-  --help     this text; `lowpeak COMMAND --help` lists a command's arguments
-  --version  the version of lowpeak
+  --help     print this text; `lowpeak COMMAND --help` lists a command's arguments
+  --version  print the version of lowpeak
 
 A YAML file sets defaults and the command line overrides them:
   lowpeak grpo --config examples/grpo.yaml --learning_rate 1e-6 --dry-run
@@ -45,31 +45,33 @@ Several devices (docs/distributed.md); torchrun and accelerate launch work as we
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status.
 
-    It is 0; 1 if a self-test failed; 2 after a user's error; 130 after Ctrl-C; of several ranks, their launcher's.
-
+    The status is 0; 1 if a self-test failed; 2 after a user's error; 130 after Ctrl-C; with several ranks, the launcher's.
     With `LOWPEAK_TRACEBACK=1` in the environment, an error is raised with its traceback instead.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
-        # The process is ours: nothing searches its half a million objects for cycles once more when it ends.
+        # The process runs this command only: skip the garbage collection of half a million objects when it ends.
         atexit.register(gc.freeze)
     try:
         return dispatch(arguments)
     except LowpeakError as error:
         if os.environ.get("LOWPEAK_TRACEBACK", "0") not in ("", "0"):
             raise
-        if not _is_told_by_its_own(error):
+        if not _is_reported_by_another_rank(error):
             tell(f"lowpeak: error: {error}")
         return 2
     except KeyboardInterrupt as stop:
         saved = str(stop)
-        at_once = "stopped at once; --resume_from_checkpoint true goes on from the last checkpoint, if there is one"
-        tell(f"lowpeak: {saved or at_once}")
-        return 0 if saved and MARK in os.environ else 130  # the launcher, which passed it on, gives the status
+        not_saved = (
+            "stopped without saving; --resume_from_checkpoint true resumes from the last checkpoint, if there is one"
+        )
+        tell(f"lowpeak: {saved or not_saved}")
+        # A launcher forwarded Ctrl-C to this rank, and returns 130 itself.
+        return 0 if saved and LAUNCHED in os.environ else 130
 
 
-def _is_told_by_its_own(error: LowpeakError) -> bool:
-    """Return whether this repeats the error of a living rank of the same host, which reports it."""
+def _is_reported_by_another_rank(error: LowpeakError) -> bool:
+    """Return whether the error came from another rank of this host, which reports it itself."""
     if error.rank is None or isinstance(error, RankError) or "LOCAL_RANK" not in os.environ:
         return False
     first = int(os.environ["RANK"]) - int(os.environ["LOCAL_RANK"])
@@ -77,7 +79,7 @@ def _is_told_by_its_own(error: LowpeakError) -> bool:
 
 
 def dispatch(arguments: list[str]) -> int:
-    """Hand the arguments after the command's name to that command."""
+    """Run the command that the first argument names, with the other arguments."""
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(USAGE, end="")
         return 0
@@ -91,41 +93,41 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def _train(kind: str, arguments: list[str]) -> int:
-    from lowpeak.cli.train import run
+    from lowpeak.cli.train import run_training
 
-    return run(kind, arguments)
+    return run_training(kind, arguments)
 
 
 def _serve(arguments: list[str]) -> int:
-    from lowpeak.cli.serve import run
+    from lowpeak.cli.serve import run_server
 
-    return run(arguments)
+    return run_server(arguments)
 
 
 def _env(arguments: list[str]) -> int:
-    from lowpeak.cli.env import report
+    from lowpeak.cli.env import environment_report
 
     others = [word for word in arguments if word not in ("--selftest", "--gpu")]
     if others:
-        raise ArgumentError(f"`lowpeak env` takes --selftest and --gpu alone; leave {' '.join(others)} out.")
+        raise ArgumentError(f"`lowpeak env` takes only --selftest and --gpu; remove {' '.join(others)}.")
     if arguments == ["--gpu"]:
-        raise ArgumentError("`lowpeak env --gpu` is the self-test of a GPU: add --selftest.")
+        raise ArgumentError("`lowpeak env --gpu` needs --selftest: --gpu adds the GPU to the self-test.")
     if not arguments:
-        print(report(), end="")
+        print(environment_report(), end="")
         return 0
     from lowpeak.selftest import choose_rows, run_rows
 
     rows, device = choose_rows(gpu="--gpu" in arguments)
-    print(report(), flush=True)
+    print(environment_report(), flush=True)
     return 0 if run_rows(rows, device) else 1
 
 
 def _preset(arguments: list[str]) -> int:
-    from lowpeak.cli.accelerate_config import ORDER, text_of
+    from lowpeak.cli.accelerate_config import PRESETS, preset_text
 
-    if len(arguments) != 1 or arguments[0] not in ORDER:
-        raise ArgumentError(f"`lowpeak preset` takes the name of one: {', '.join(ORDER)}.")
-    print(text_of(arguments[0]), end="")
+    if len(arguments) != 1 or arguments[0] not in PRESETS:
+        raise ArgumentError(f"`lowpeak preset` takes one name of {', '.join(PRESETS)}.")
+    print(preset_text(arguments[0]), end="")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`lowpeak env`: versions and hardware as text, for bug reports. A package that is missing is said to be missing."""
+"""`lowpeak env`: versions and hardware as text, for bug reports."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ PACKAGES = (
 )
 
 
-def report() -> str:
+def environment_report() -> str:
     """Return one `name: value` line for each package and each part of the hardware."""
     facts = {"lowpeak": lowpeak.__version__, "python": platform.python_version(), "platform": platform.platform()}
-    facts |= {name: version(name) for name in PACKAGES} | _accelerators()
+    facts |= {name: installed_version(name) for name in PACKAGES} | _accelerators()
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     facts["cpu"] = f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {usable} usable"
     facts["memory"] = _gibibytes(psutil.virtual_memory().total)
     return "".join(f"{name}: {value}\n" for name, value in facts.items())
 
 
-def version(package: str) -> str:
-    """Return a package's installed version without importing it; vLLM's CPU build has another name."""
+def installed_version(package: str) -> str:
+    """Return a package's installed version without importing it."""
+    # The CPU build of vLLM has another name.
     for name in (package, f"{package}-cpu"):
         try:
             return metadata.version(name)
@@ -37,7 +38,7 @@ def version(package: str) -> str:
 
 
 def _accelerators() -> dict[str, str]:
-    """Return torch's builds, its process groups, and each device with its memory."""
+    """Return torch's CUDA and ROCm versions, its process group backends, and each device with its memory."""
     try:
         import torch
     except (ImportError, OSError) as error:

@@ -1,20 +1,21 @@
-"""Messages to the user on stderr, said once if several ranks of a host have the same one."""
+"""Output of commands: messages on stderr, printed once per host, and the YAML of a dry run."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from lowpeak.arguments import hide_secrets
 from lowpeak.errors import show_controls
 
 
 def tell(message: str) -> None:
-    """Write a line to stderr, unless another rank that the same torch agent started has written it.
-
-    The agent makes the ranks' folders for errors side by side: a file beside them says who was first.
-    """
+    """Write a line to stderr, unless another rank of the same torch agent has written it already."""
+    # The agent puts the ranks' error folders into one folder: the rank that first creates a file there prints.
     folder = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if folder is not None:
         try:
@@ -25,3 +26,19 @@ def tell(message: str) -> None:
         except OSError:  # no such folder
             pass
     print(show_controls(message), file=sys.stderr, flush=True)
+
+
+def to_yaml(resolved: Any) -> str:
+    """Return what a dry run resolved as YAML, without access tokens."""
+    import yaml
+
+    return yaml.safe_dump(hide_secrets(_to_yaml_types(resolved)), sort_keys=False, allow_unicode=True, width=110)
+
+
+def _to_yaml_types(value: Any) -> Any:
+    """Return mappings, sequences and scalars as YAML types, and anything else as its text."""
+    if isinstance(value, Mapping):
+        return {str(key): _to_yaml_types(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_yaml_types(each) for each in value]
+    return value if value is None or type(value) in (bool, int, float, str) else str(value)

@@ -1,7 +1,7 @@
-"""A command line and its YAML files to what the user gave: a file sets defaults, the command line overrides them.
+"""The parser of command lines and YAML files: a file sets defaults, the command line overrides them.
 
-Every field of the given dataclasses is an argument, and transformers' HfArgumentParser reads it. Only what the user gave is
-passed on, so that a configuration's own defaults stay in one place; an unknown name is an error that says what may have been meant.
+Every field of the given dataclasses is an argument, parsed by transformers' HfArgumentParser. Only arguments that the user set
+are returned, so that defaults stay in the configs. An unknown name is an error that suggests the closest known one.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from lowpeak.arguments import MAPPING, REJECTED, check_names, drop_trl_defaults, is_secret, load_yaml, read_object
-from lowpeak.cli.arguments import Parser
+from lowpeak.cli.arguments import ErrorParser
 from lowpeak.errors import ArgumentError
 
-# Names of TRL's command line that lowpeak spells differently, with what to write instead.
+# Names of TRL's command line that differ in lowpeak, with the remedy.
 RENAMED = {
     "model_name_or_path": "use model",
     "model_revision": "use model_init_kwargs='{\"revision\": ...}'",
@@ -32,11 +32,11 @@ RENAMED = {
     "reward_model_name_or_path": "use reward",
 }
 
-# The groups of `--help` in their order; those of the declarations whose title is another one; transformers' own by their names.
-GROUPS = ("model", "data", "rewards", "generation", "rollouts by vLLM", "algorithm", "memory", "several devices", "evaluation",
+# The groups of `--help` in order. A declared group may have another title; transformers' arguments are grouped by prefix.
+HELP_GROUPS = ("model", "data", "rewards", "generation", "rollouts by vLLM", "algorithm", "memory", "several devices", "evaluation",
           "logging and saving", "training (transformers)")  # fmt: skip
-_TITLES = {"logging": "logging and saving", "training": "training (transformers)", "vllm": "rollouts by vLLM"}
-_PREFIXES = {
+_GROUP_TITLES = {"logging": "logging and saving", "training": "training (transformers)", "vllm": "rollouts by vLLM"}
+_GROUP_PREFIXES = {
     "logging": ("log", "save_", "hub_", "push_", "trackio_", "report_to", "output_dir", "run_name", "project",
                 "disable_tqdm", "resume_from"),
     "evaluation": ("eval_",),
@@ -46,20 +46,22 @@ _PREFIXES = {
 _METAVARS = {bool: "BOOL", int: "INT", float: "NUMBER"}
 
 
-def parse(
+def parse_arguments(
     kinds: Sequence[type], argv: Sequence[str], program: str, rejected: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Return what the user gave, converted: the YAML files of `--config` in their order, then the command line over them.
+    """Return the arguments that the user set, converted: the YAML files of `--config` in order, then the command line.
 
-    `kinds` are dataclasses whose fields are the arguments. `rejected` are names that the command does not take, each with what to
-    do instead, beside those that no command takes. `--help` prints the arguments in groups and exits.
+    `kinds` are dataclasses whose fields are the arguments. `rejected` maps names that this command does not accept to remedies,
+    in addition to those that no command accepts. `--help` prints the arguments in groups and exits.
     """
     parser = TypedParser(kinds, prog=program)
     refused = {**REJECTED, **RENAMED, **(rejected or {})}
     namespace, rest = parser.parse_known_args([_with_underscores(token) for token in argv])
     check_names([token[2:].split("=")[0] for token in rest if token.startswith("--")], parser.hints, refused)
     if rest:
-        raise ArgumentError(f"{_stray(rest[0], argv)} belongs to no argument; values follow their --argument.")
+        raise ArgumentError(
+            f"{_quote_stray_word(rest[0], argv)} belongs to no argument; write values after their --argument."
+        )
     given = vars(namespace)
     settings: dict[str, Any] = {}
     for path in given.pop("config", ()):
@@ -68,28 +70,28 @@ def parse(
         except ArgumentError as error:
             text = str(error)
             raise ArgumentError(text if path in text else f"{path}: {text}") from None
-    return settings | parser.unwrapped(given)
+    return settings | parser.unwrap_single_items(given)
 
 
-def names_of(kind: type) -> set[str]:
+def argument_names(kind: type) -> set[str]:
     """Return the names of the arguments that a dataclass declares."""
     return {field.name for field in dataclasses.fields(kind) if field.init}
 
 
-def _stray(word: str, argv: Sequence[str]) -> str:
-    """Return a word that follows no argument, as an error shows it: behind an access token it may be the rest of that."""
+def _quote_stray_word(word: str, argv: Sequence[str]) -> str:
+    """Quote a word that belongs to no argument; hide it after an access token, of which it may be a part."""
     before = [_with_underscores(each)[2:].split("=")[0] for each in argv[: argv.index(word)] if each.startswith("--")]
-    return f"A word behind --{before[-1]}" if before and is_secret(before[-1]) else repr(word)
+    return f"A word after --{before[-1]}" if before and is_secret(before[-1]) else repr(word)
 
 
 def _with_underscores(token: str) -> str:
-    """Return `--learning-rate=1e-6` as `--learning_rate=1e-6`; values are left alone."""
+    """Return `--learning-rate=1e-6` as `--learning_rate=1e-6`; values stay."""
     name, equals, value = token.partition("=")
     return name[:2] + name[2:].replace("-", "_") + equals + value if token.startswith("--") else token
 
 
-class TypedParser(Parser, HfArgumentParser):
-    """HfArgumentParser with groups, `none` as a value, unions of several types, and nothing where nothing was given."""
+class TypedParser(ErrorParser, HfArgumentParser):
+    """HfArgumentParser with groups, `none` as a value and unions of types, which omits arguments that are not set."""
 
     def __init__(self, kinds: Sequence[type], prog: str) -> None:
         self.hints: dict[str, Any] = {}
@@ -104,9 +106,9 @@ class TypedParser(Parser, HfArgumentParser):
             "--config",
             action="append",
             metavar="FILE",
-            help="YAML file with defaults for any of the arguments below; of several files a later one goes over those before",
+            help="YAML file with defaults for any of the arguments below; a later file overrides earlier ones",
         )
-        self.groups = {title: self.add_argument_group(title) for title in GROUPS}
+        self.groups = {title: self.add_argument_group(title) for title in HELP_GROUPS}
         for kind in kinds:
             self._add_dataclass_arguments(kind)
 
@@ -117,8 +119,8 @@ class TypedParser(Parser, HfArgumentParser):
                 self._add(declared, hints[declared.name])
 
     def _add(self, declared: dataclasses.Field[Any], hint: Any) -> None:
-        """Have the base read a field as the simplest type of its hint, then let the action read the hint's other types."""
-        name, simple = declared.name, _simple(hint)
+        """Declare a field by the base class with one type of its hint, then convert the hint's other types too."""
+        name, simple = declared.name, _primary_type(hint)
         listed = get_origin(simple) is list
         field: Any = dataclasses.field(
             default=None, metadata={"help": _help(declared)} | ({"action": "extend"} if listed else {})
@@ -126,59 +128,63 @@ class TypedParser(Parser, HfArgumentParser):
         field.name, field.type = name, simple
         self._parse_dataclass_field(self.groups[_group_of(declared)], field)
         action = self._option_string_actions[f"--{name}"]
-        action.option_strings = [f"--{name}"]  # --with-dashes is taken, and not listed
+        action.option_strings = [f"--{name}"]  # --with-dashes is accepted, but not listed
         action.default = argparse.SUPPRESS
-        action.type = _reader(action.type, simple, hint)
+        action.type = _converter(action.type, simple, hint)
         action.metavar = _metavar(action, simple)
         if simple is bool:
             action.nargs, action.const = "?", True
         self.hints[name] = hint
 
     def read_file(self, path: str, rejected: Mapping[str, str]) -> dict[str, Any]:
-        """Return the settings of a YAML file, each read as its text on the command line would be.
+        """Return the settings of a YAML file, converted as on the command line.
 
-        None and mappings stand as they are where the argument takes them.
+        None and mappings stay unchanged if the argument's type allows them.
         """
         settings = drop_trl_defaults(load_yaml(path), self.hints)
         check_names(settings, self.hints, rejected)
         direct = {
-            name for name, value in settings.items() if {type(value)} & {type(None), dict} & _kinds(self.hints[name])
+            name
+            for name, value in settings.items()
+            if {type(value)} & {type(None), dict} & _alternatives(self.hints[name])
         }
         tokens = [token for name in settings if name not in direct for token in self._tokens(name, settings[name])]
-        found = self.unwrapped(vars(self.parse_args(tokens)))
-        return {name: value if name in direct else found.get(name) for name, value in settings.items()}
+        converted = self.unwrap_single_items(vars(self.parse_args(tokens)))
+        return {name: value if name in direct else converted.get(name) for name, value in settings.items()}
 
     def _tokens(self, name: str, value: Any) -> list[str]:
         action = self._option_string_actions[f"--{name}"]
         if value is None:
-            raise ArgumentError(f"{name} needs a value.")
+            raise ArgumentError(f"{name} must have a value, got None.")
         if isinstance(value, dict) or (isinstance(value, list) and action.nargs != "+"):
-            raise ArgumentError(f"{name} takes no {'mapping' if isinstance(value, dict) else 'list'}.")
+            raise ArgumentError(f"{name} does not take a {'mapping' if isinstance(value, dict) else 'list'}.")
         if value is False and action.choices:
             value = "no"  # YAML 1.1 reads a bare `no` as false
         return [f"--{name}={each}" for each in (value if isinstance(value, list) else [value])]
 
-    def unwrapped(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what was given, a list of one as its item where the argument may be a plain string, too (`--report_to none`)."""
+    def unwrap_single_items(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the settings, with a list of one item as the item if the argument may be a string (`--report_to none`)."""
         return {
-            name: value[0] if isinstance(value, list) and len(value) == 1 and str in _kinds(self.hints[name]) else value
+            name: value[0]
+            if isinstance(value, list) and len(value) == 1 and str in _alternatives(self.hints[name])
+            else value
             for name, value in given.items()
         }
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the alternatives of a union; of any other hint, itself."""
+def _union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the hint itself."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
-def _kinds(hint: Any) -> set[Any]:
-    """Return the alternatives of a hint, without what they hold."""
-    return {get_origin(each) or each for each in _members(hint)}
+def _alternatives(hint: Any) -> set[Any]:
+    """Return the types that a hint allows, without their type arguments."""
+    return {get_origin(each) or each for each in _union_members(hint)}
 
 
-def _simple(hint: Any) -> Any:
-    """Return the one type as which HfArgumentParser can declare an argument; `_reader` takes the others of its hint."""
-    members = [each for each in _members(hint) if each is not type(None)]
+def _primary_type(hint: Any) -> Any:
+    """Return the type that HfArgumentParser declares an argument with; `_converter` handles the others of the hint."""
+    members = [each for each in _union_members(hint) if each is not type(None)]
     listed = next((each for each in members if (get_origin(each) or each) in (list, tuple)), None)
     if listed is not None:
         return list[str] if str in members else list[get_args(listed)[0]]  # type: ignore[misc]
@@ -188,22 +194,23 @@ def _simple(hint: Any) -> Any:
     return members[0] if len(members) == 1 and members[0] in (bool, int, float) else str
 
 
-def _reader(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
-    """Return what reads a word of an argument: `base`, which the simple type has, and before it what else the hint allows."""
-    kinds = _kinds(hint)
+def _converter(base: Any, simple: Any, hint: Any) -> Callable[[str], Any]:
+    """Return the converter of an argument's text: `base`, that of the simple type, extended to the hint's other types."""
+    kinds = _alternatives(hint)
     if dict in kinds:
         base = _json_or_text if str in kinds else _json
     elif simple is str and bool in kinds:
         base = _switch_or_text
-    base = {string_to_bool: _switch, int: whole_number}.get(base, base)
+    base = {string_to_bool: _switch, int: integer}.get(base, base)
     if type(None) not in kinds or str in kinds:
         return cast(Callable[[str], Any], base)
 
-    def read(text: str) -> Any:
+    def convert(text: str) -> Any:
         return None if text.lower() in ("none", "null") else base(text)
 
-    read.__name__ = getattr(base, "__name__", "value")  # argparse says it of a value that cannot be read
-    return read
+    # argparse prints the name in its error.
+    convert.__name__ = getattr(base, "__name__", "value")
+    return convert
 
 
 def _switch(text: str) -> bool:
@@ -214,8 +221,9 @@ def _switch_or_text(text: str) -> bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def whole_number(text: str) -> int:  # argparse says its name of a value that it cannot read
-    """Return the integer that a text is, also one such as 1e3."""
+# argparse prints the name of this function in its error.
+def integer(text: str) -> int:
+    """Return the integer that a text denotes, 1e3 included."""
     try:
         return int(text)
     except ValueError:
@@ -244,17 +252,17 @@ def _metavar(action: argparse.Action, simple: Any) -> str:
 
 
 def _group_of(declared: dataclasses.Field[Any]) -> str:
-    """Return what the declaration says, else by the name; transformers' other fields come last."""
+    """Return the help group of a field: as declared, or by the prefix of its name."""
     title = declared.metadata.get("group") or next(
-        (title for title, prefixes in _PREFIXES.items() if declared.name.startswith(prefixes)), "training"
+        (title for title, prefixes in _GROUP_PREFIXES.items() if declared.name.startswith(prefixes)), "training"
     )
-    return _TITLES.get(title, title)
+    return _GROUP_TITLES.get(title, title)
 
 
 def _help(declared: dataclasses.Field[Any]) -> str:
     text = " ".join(declared.metadata.get("help", "").split())
     first = text.partition(" ")[0]
-    text = text[:1].upper() + text[1:] if first.islower() else text  # a name such as vLLM stays
+    text = text[:1].upper() + text[1:] if first.islower() else text  # names such as vLLM stay
     default = getattr(declared.default, "value", declared.default)
     shown = "" if default in (None, "", dataclasses.MISSING) else f" (default: {default})"
     return (text.rstrip(".") + shown).strip().replace("%", "%%") or " "

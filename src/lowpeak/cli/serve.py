@@ -1,6 +1,6 @@
-"""`lowpeak serve`: vLLM's own server, with what weight updates need, and ended with all its processes.
+"""`lowpeak serve`: vLLM's server with weight updates, ended together with all its processes.
 
-It is reached from this machine alone unless `--host` says otherwise, and demands a token. All other options are vLLM's.
+The server listens on this machine only unless `--host` is set, and requires a token. All other options are vLLM's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.cli.arguments import Parser
+from lowpeak.cli.arguments import ErrorParser
 from lowpeak.cli.devices import read_devices
 from lowpeak.cli.output import tell
 from lowpeak.errors import ArgumentError
@@ -24,9 +24,9 @@ _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"
 
 
-def run(argv: Sequence[str]) -> int:
-    """Start a server and wait for its end."""
-    server = read_options(argv, os.environ)
+def run_server(argv: Sequence[str]) -> int:
+    """Start a server, wait for its end and return the exit status."""
+    server = parse_server(argv, os.environ)
     require_vllm("lowpeak serve")
     check_port(server)
     process = ServerProcess(server, os.environ)
@@ -34,16 +34,16 @@ def run(argv: Sequence[str]) -> int:
         return wait_for(process)
     with saved_token(server.port, server.token) as path:
         tell(
-            f"lowpeak: the server demands the token in {path}; your runs on this host find it there, others need it as "
-            f"{SERVER_TOKEN} in their environment"
+            f"lowpeak: the server requires the token in {path}; your runs on this host read it there, others need it "
+            f"as {SERVER_TOKEN} in their environment"
         )
         return wait_for(process)
 
 
 def wait_for(process: ServerProcess) -> int:
-    """Start the process and wait for its end, or for a signal: 0 after SIGTERM, 130 after Ctrl-C, else its exit status."""
+    """Start the process and wait for its end or a signal; return 0 after SIGTERM, 130 after Ctrl-C, else its exit status."""
     status: int | None = None
-    with Signals() as signals:
+    with SignalRecorder() as signals:
         try:
             process.start()
             while signals.last is None and status is None:
@@ -57,72 +57,75 @@ def wait_for(process: ServerProcess) -> int:
     return 128 - status if status < 0 else status or 1
 
 
-def read_options(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
-    """Return the server that the words ask for; ArgumentError if it cannot be started."""
-    told, options = _parser().parse_known_args(argv)
-    token = told.token or environ.get(SERVER_TOKEN)
+def parse_server(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
+    """Return the server that the arguments describe; ArgumentError for arguments that it cannot have."""
+    parsed, options = _parser().parse_known_args(argv)
+    token = parsed.token or environ.get(SERVER_TOKEN)
     server = Server(
-        model=told.model,
-        host=told.host,
-        port=told.port,
+        model=parsed.model,
+        host=parsed.host,
+        port=parsed.port,
         **({"token": token} if token else {}),
-        tensor_parallel_size=told.tensor_parallel_size,
-        devices=() if told.devices is None else read_devices(told.devices, "--devices"),
-        dtype=told.dtype,
+        tensor_parallel_size=parsed.tensor_parallel_size,
+        devices=() if parsed.devices is None else read_devices(parsed.devices, "--devices"),
+        dtype=parsed.dtype,
         options=tuple(options),
     )
     if not token and environ.get(_VLLM_TOKEN):
         raise ArgumentError(
-            f"{_VLLM_TOKEN} guards only some of vLLM's routes, not those that change weights: set {SERVER_TOKEN} instead."
+            f"{_VLLM_TOKEN} protects only some of vLLM's routes, not those that change weights: set {SERVER_TOKEN} instead."
         )
     return server
 
 
 def check_port(server: Server) -> None:
-    """Raise ArgumentError if the server cannot listen: its port is taken, or its host is not this one."""
+    """Raise ArgumentError if the server cannot listen on its host and port."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:
         socket.create_server((server.host, server.port), family=family).close()
     except OSError as error:
         raise ArgumentError(
-            f"--port {server.port} of --host {server.host} cannot be listened on ({error.strerror}): choose another one."
+            f"--port {server.port} on --host {server.host} is not available ({error.strerror}): choose another port or host."
         ) from error
 
 
-def _parser() -> Parser:
-    parser = Parser(
+def _parser() -> ErrorParser:
+    parser = ErrorParser(
         prog="lowpeak serve",
         usage="lowpeak serve --model MODEL [--argument value ...] [vLLM's own options]",
         description=__doc__.split("\n\n")[1] if __doc__ else None,
         allow_abbrev=False,
     )
-    parser.add_argument("--model", default="", help="model to serve, the one that is trained: a folder or a hub name")
-    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (127.0.0.1: this machine alone)")
-    parser.add_argument("--port", type=int, default=8000, help="port to listen on (8000)")
-    parser.add_argument("--token", help=f"demand this token (a new one); better in the environment, as {SERVER_TOKEN}")
+    parser.add_argument("--model", default="", help="model to serve, the same that is trained: a folder or a hub name")
+    parser.add_argument("--host", default=LOOPBACK, help="address to listen on (default: 127.0.0.1, this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on (default: 8000)")
+    parser.add_argument(
+        "--token",
+        help=f"token that clients must send (default: a random one); safer as {SERVER_TOKEN} in the environment",
+    )
     parallel = ("--tensor_parallel_size", "--tensor-parallel-size")
-    parser.add_argument(*parallel, type=int, default=1, help="devices that a copy of the model is sharded over")
-    parser.add_argument("--devices", help="devices to run on, as in 1,2 or cpu; by default those that vLLM takes")
+    parser.add_argument(*parallel, type=int, default=1, help="devices that the model is sharded over (default: 1)")
+    parser.add_argument("--devices", help="devices to run on, such as 1,2 or cpu; by default vLLM's choice")
     parser.add_argument("--dtype", help="dtype of the weights; by default the checkpoint's")
     return parser
 
 
-class Signals:
-    """A context that notes SIGINT, SIGTERM and SIGHUP, so that a loop can end what it watches."""
+class SignalRecorder:
+    """A context that records SIGINT, SIGTERM and SIGHUP instead of letting them end the process."""
 
     def __init__(self) -> None:
         self.last: int | None = None
         self.count = 0
 
-    def __enter__(self) -> Signals:
+    def __enter__(self) -> SignalRecorder:
         numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        self._before = {number: signal.signal(number, self._note) for number in numbers}
+        self._before = {number: signal.signal(number, self._record) for number in numbers}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         self.last = number
         self.count += 1

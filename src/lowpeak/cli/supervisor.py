@@ -1,4 +1,4 @@
-"""Servers and a trainer under way: a dead server is started again, signals are passed on, and what ends one ends all."""
+"""Supervision of vLLM servers and a trainer: restart dead servers, forward signals, end all processes together."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lowpeak.cli.output import tell
-from lowpeak.cli.serve import Signals
+from lowpeak.cli.serve import SignalRecorder
 from lowpeak.errors import EngineError
 from lowpeak.vllm.serving import Server, ServerProcess, words
 from lowpeak.watchdog import PARENT
 
-_RESTARTS = 3  # in a row, of a server that did not last
-_LASTING_SECONDS = 600.0
-_FAILED_STARTS = 2  # in a row: a device's memory may not have been free yet the first time
+_MAX_RESTARTS = 3  # of one server, unless it ran for _STABLE_SECONDS in between
+_STABLE_SECONDS = 600.0
+# In a row. The first may fail because the dead server's device memory is not free yet.
+_MAX_FAILED_STARTS = 2
 _POLL_SECONDS = 0.3
 _STOP_SECONDS = 15.0
-_SAVE_SECONDS = 60.0  # for a trainer without a server: it gives up waiting, and saves
+_SAVE_SECONDS = 60.0  # for a trainer without a server to save
 
 
 @dataclass(frozen=True)
-class ServersAndTrainer:
-    """What to start: the servers, and the trainer's command with what its environment has beside this process's."""
+class ProcessPlan:
+    """What to start: the servers, and the trainer's command with the variables to add to its environment."""
 
     servers: tuple[Server, ...]
     command: tuple[str, ...]
@@ -36,8 +37,8 @@ class ServersAndTrainer:
 
 
 @dataclass
-class _Watched:
-    """A server, since when it is ready, and how often in a row it did not last, or did not even start."""
+class _SupervisedServer:
+    """A server process, the time when it became ready, and its counts of restarts and failed starts."""
 
     process: ServerProcess
     ready_since: float | None = None
@@ -45,8 +46,8 @@ class _Watched:
     restarts: int = 0
     failed_starts: int = 0
 
-    def look_after(self) -> None:
-        """Start the server again if it died after it had been ready; EngineError if it never was, or dies again and again."""
+    def restart_if_dead(self) -> None:
+        """Restart the server if it died; EngineError if it was never ready, or has died too often."""
         process, status = self.process, self.process.status()
         if status is None:
             if self.ready_since is None and process.is_ready():
@@ -55,72 +56,72 @@ class _Watched:
             return
         if self.ready_since is None:
             self.failed_starts += 1
-        elif time.monotonic() - self.ready_since > _LASTING_SECONDS:
+        elif time.monotonic() - self.ready_since > _STABLE_SECONDS:
             self.restarts = 0
         self.ready_since = None
         end = process.describe_end(status)
-        if not self.was_ready or self.failed_starts >= _FAILED_STARTS or self.restarts >= _RESTARTS:
+        if not self.was_ready or self.failed_starts >= _MAX_FAILED_STARTS or self.restarts >= _MAX_RESTARTS:
             raise EngineError(f"(after {self.restarts} restarts) {end}" if self.restarts else end)
         self.restarts += 1
         process.start()
         tell(f"lowpeak: {end}\nlowpeak: vLLM at {process.server.url} is started again (process {process.pid})")
 
 
-def supervise(
-    both: ServersAndTrainer, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words
-) -> int:
-    """Run servers and trainer until the trainer ends, and return its exit status; EngineError if a server cannot be had.
+def supervise(plan: ProcessPlan, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words) -> int:
+    """Run servers and trainer until the trainer ends, and return its exit status; EngineError if a server cannot run.
 
-    `command` makes a server's command line.
+    `command` returns a server's command line.
     """
     servers = [
-        _Watched(ServerProcess(each, environ, both.logs / f"vllm-{number}.log", command))
-        for number, each in enumerate(both.servers)
+        _SupervisedServer(ServerProcess(each, environ, plan.logs / f"vllm-{number}.log", command))
+        for number, each in enumerate(plan.servers)
     ]
     trainer: subprocess.Popen[bytes] | None = None
     grace = 1.0
-    with Signals() as signals:
+    with SignalRecorder() as signals:
         try:
             for each in servers:
                 each.process.start()
                 server = each.process.server
                 where = f"{','.join(server.devices)} at {server.url}"
                 tell(f"lowpeak: vLLM starts on {where} (process {each.process.pid}), log in {each.process.log}")
-            trainer_environ = {**environ, **both.trainer_environ, PARENT: str(os.getpid())}
-            trainer = subprocess.Popen(both.command, env=trainer_environ, start_new_session=True)
-            status = _wait(trainer, servers, signals)
+            trainer_environ = {**environ, **plan.trainer_environ, PARENT: str(os.getpid())}
+            trainer = subprocess.Popen(plan.command, env=trainer_environ, start_new_session=True)
+            status = _wait_for_trainer(trainer, servers, signals)
         except EngineError:
             tell("lowpeak: no vLLM server available; saving and stopping")
             grace = _SAVE_SECONDS
             raise
         finally:
             if trainer is not None:
-                _end(trainer, grace)
+                _end_trainer(trainer, grace)
             for each in servers:
                 each.process.stop()
     return 128 - status if status < 0 else status
 
 
-def _wait(trainer: subprocess.Popen[bytes], servers: Sequence[_Watched], signals: Signals) -> int:
-    """Wait for the trainer's end: pass on the signals that this process gets, and keep the servers running."""
-    passed, asked_at = 0, 0.0
+def _wait_for_trainer(
+    trainer: subprocess.Popen[bytes], servers: Sequence[_SupervisedServer], signals: SignalRecorder
+) -> int:
+    """Wait for the trainer to end; forward signals to it and keep the servers running."""
+    num_forwarded, forwarded_at = 0, 0.0
     while trainer.poll() is None:
-        if signals.count > passed:
-            passed += 1
-            asked_at = time.monotonic()
+        if signals.count > num_forwarded:
+            num_forwarded += 1
+            forwarded_at = time.monotonic()
             trainer.send_signal(signal.SIGINT if signals.last == signal.SIGINT else signal.SIGTERM)
-        if passed > 1 and time.monotonic() - asked_at > _STOP_SECONDS:
+        if num_forwarded > 1 and time.monotonic() - forwarded_at > _STOP_SECONDS:
             break
         for each in servers:
-            each.look_after()
+            each.restart_if_dead()
         time.sleep(_POLL_SECONDS)
     return trainer.returncode if trainer.returncode is not None else -signal.SIGKILL
 
 
-def _end(trainer: subprocess.Popen[bytes], grace: float) -> None:
-    """End the trainer if it has not ended: asked, asked again after `grace` seconds, killed. Ranks end with their launcher.
+def _end_trainer(trainer: subprocess.Popen[bytes], grace: float) -> None:
+    """End the trainer: SIGTERM, SIGINT after `grace` seconds, then SIGKILL. Ranks end with their launcher.
 
-    SIGTERM asks a run to finish its step, and a launcher to end its ranks; Ctrl-C after it stops a run at once.
+    After SIGTERM a run finishes its step, and a launcher ends its ranks. SIGINT after SIGTERM stops a run without saving.
     """
     for number, seconds in ((signal.SIGTERM, grace), (signal.SIGINT, _STOP_SECONDS)):
         if trainer.poll() is None:

@@ -1,4 +1,4 @@
-"""Rows about vLLM: weights that are pushed to it over each transport, its log-probs, sleep and wake."""
+"""Tests of vLLM: weights pushed over each transport, log-probs, sleep and wake-up."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from lowpeak.vllm.weight_sync.transports import reaching
 _CACHE = 64 << 20
 _CONTEXT = 128
 _NUM_IDS = 512
-_SECONDS = 60.0  # for one answer of another process
-# How far vLLM's log-probs may be from transformers' of the same weights, in nats: other kernels round otherwise.
-_LOGPROBS_APART = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+_TIMEOUT_SECONDS = 60.0  # of one call of another process
+# Largest difference, in nats, of vLLM's and transformers' log-probs of the same weights: their kernels round differently.
+_LOGPROB_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2}
 
 
 @row("vLLM, colocated", "vLLM", seconds=240)
 def colocated_vllm(bench: Bench) -> str:
-    """Push weights to a vLLM of this process, compare log-probs; let it sleep and wake, and prove its weights."""
+    """Push weights to a vLLM in this process and compare log-probs; put it to sleep, wake it and verify its weights."""
     model = _vllm_model(bench)
     on_gpu = bench.device.type == "cuda"
     where = ColocateSettings(gpu_memory_utilization=0.1, max_model_length=_CONTEXT, sleeps=on_gpu)
     dtype = str(model.dtype).removeprefix("torch.")
-    made_for = model.config, make_tokenizer(_NUM_IDS), type(model).__name__, dtype, bench.device
-    blueprint = Blueprint(*made_for, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
+    model_spec = model.config, make_tokenizer(_NUM_IDS), type(model).__name__, dtype, bench.device
+    blueprint = Blueprint(*model_spec, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
     before = _used_bytes(bench)
     with closing(ColocatedVllm(blueprint, VllmSettings(where), Ranks(bench.device))) as vllm:
-        told = [_try(model, vllm, bench)]
+        results = [_push_and_compare(model, vllm, bench)]
         if on_gpu:
             awake, began = _used_bytes(bench), time.monotonic()
             vllm.sleep()
             asleep = _used_bytes(bench)
             vllm.wake()
             prove([vllm])
-            told.append(
-                f"awake {mib(awake - before)}, asleep {mib(asleep - before)} are left behind, slept, woken and proved in "
+            results.append(
+                f"{mib(awake - before)} awake, {mib(asleep - before)} asleep, slept, woken and verified in "
                 f"{time.monotonic() - began:.1f} s"
             )
-    return "; ".join(told)
+    return "; ".join(results)
 
 
 def vllm_server(bench: Bench, gpu: str) -> str:
-    """Push weights to a vLLM server of a GPU (or of the CPU), and compare log-probs."""
+    """Push weights to a vLLM server on a GPU (or the CPU) and compare log-probs."""
     model, folder = _vllm_model(bench), bench.folder / "model"
     model.save_pretrained(folder)
     make_tokenizer(_NUM_IDS).save_pretrained(folder)
@@ -65,7 +65,7 @@ def vllm_server(bench: Bench, gpu: str) -> str:
     devices = (bench.pick(gpu, CPU),)
     server = Server(str(folder), port=free_ports(1)[0], devices=devices, dtype=dtype, options=options)
     with served(server, bench.folder / "server.log"):
-        return _try(model, ServerVllm(server.url, server.token), bench)
+        return _push_and_compare(model, ServerVllm(server.url, server.token), bench)
 
 
 row("vLLM, server", "vLLM", seconds=240)(partial(vllm_server, gpu="0"))
@@ -78,11 +78,11 @@ def _vllm_model(bench: Bench) -> Any:
     return model.to(bench.device).eval()
 
 
-def _try(model: Any, vllm: Vllm, bench: Bench) -> str:
+def _push_and_compare(model: Any, vllm: Vllm, bench: Bench) -> str:
     vllm.facts()
-    vllm.call("lowpeak_score_at_temperature", {}, _SECONDS)
+    vllm.call("lowpeak_score_at_temperature", {}, _TIMEOUT_SECONDS)
     pushed = push_over_each([vllm], lambda version: _slices(model, version), bench.device)
-    return f"{pushed}; log-probs within {_logprobs_apart(model, vllm, bench):.0e} of the model's"
+    return f"{pushed}; log-probs within {_logprob_difference(model, vllm, bench):.0e} of the model's"
 
 
 def push_over_each(
@@ -90,26 +90,28 @@ def push_over_each(
     slices: Callable[[int], Iterable[WeightSlice]],
     device: torch.device,
 ) -> str:
-    """Push `slices(version)` over each transport that reaches all workers, other values for each version, and prove them.
+    """Push `slices(version)` over each transport that reaches all workers, and verify the engines' weights.
 
-    `slices` gives all weights of the (small) model that the engines loaded, with values on `device`. All transports are tried
-    before MismatchError names those that failed.
+    `slices` returns all weights of the (small) model that the engines loaded, on `device`, with other values for each version.
+    MismatchError names the transports that failed, after all have been tried.
     """
     settings = VllmSettings(ServerSettings(()), bucket_bytes=1 << 20)
-    worked, failed = [], []
-    for version, transport in enumerate(reaching(vllms, device, _SECONDS), 1):
+    passed, failed = [], []
+    for version, transport in enumerate(reaching(vllms, device, _TIMEOUT_SECONDS), 1):
         try:
             report = push_weights(
-                slices(version), vllms, replace(settings, transport=transport), version, timeout=_SECONDS
+                slices(version), vllms, replace(settings, transport=transport), version, timeout=_TIMEOUT_SECONDS
             )
-            prove(vllms, _SECONDS)
-            require(held_version(vllms, _SECONDS) == version, "the engines do not hold the version that was pushed")
+            prove(vllms, _TIMEOUT_SECONDS)
+            require(
+                held_version(vllms, _TIMEOUT_SECONDS) == version, "the engines do not have the version that was pushed"
+            )
         except Exception as error:
             failed.append(f"{transport}: {type(error).__name__}: {error}")
         else:
-            worked.append(f"{transport} {1000 * report.seconds:.0f} ms (proof {1000 * report.proof_seconds:.0f})")
+            passed.append(f"{transport} {1000 * report.seconds:.0f} ms (proof {1000 * report.proof_seconds:.0f})")
     require(not failed, "; ".join(failed))
-    return f"pushed and proved: {', '.join(worked)}"
+    return f"pushed and proved: {', '.join(passed)}"
 
 
 def _slices(model: Any, version: int) -> Iterator[WeightSlice]:
@@ -119,23 +121,22 @@ def _slices(model: Any, version: int) -> Iterator[WeightSlice]:
             yield WeightSlice(name, tuple(parameter.shape), parameter.dtype, 0, parameter.detach().flatten())
 
 
-def _logprobs_apart(model: Any, vllm: Vllm, bench: Bench) -> float:
-    """Return the largest difference of log-probs of what vLLM writes; MismatchError if rounding does not explain it."""
+def _logprob_difference(model: Any, vllm: Vllm, bench: Bench) -> float:
+    """Return the largest log-prob difference over a greedy completion; MismatchError if it exceeds rounding."""
     prompt = (3, 4, 5, 6)
     params = {"temperature": 0.0, "max_tokens": 16, "logprobs": 0, "ignore_eos": True}
-    said = vllm.complete([Request(prompt, params)], timeout=2 * _SECONDS)[0]
-    ids = torch.tensor([[*prompt, *said.ids]], device=bench.device)
+    completion = vllm.complete([Request(prompt, params)], timeout=2 * _TIMEOUT_SECONDS)[0]
+    ids = torch.tensor([[*prompt, *completion.ids]], device=bench.device)
     with torch.no_grad():
         logits_LV = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    targets_L1 = torch.tensor(said.ids, device=bench.device)[:, None]
+    targets_L1 = torch.tensor(completion.ids, device=bench.device)[:, None]
     logprobs_L = logits_LV.log_softmax(-1).gather(-1, targets_L1)[:, 0]
-    apart = float((logprobs_L.cpu() - torch.tensor(said.logprobs)).abs().max())
-    allowed = _LOGPROBS_APART[model.dtype]
+    difference = float((logprobs_L.cpu() - torch.tensor(completion.logprobs)).abs().max())
     require(
-        apart <= allowed,
-        f"vLLM's log-probs are up to {apart:.1e} nats from the model's: its weights are not the model's",
+        difference <= _LOGPROB_TOLERANCE[model.dtype],
+        f"vLLM's log-probs differ by up to {difference:.1e} nats from the model's, so its weights are not the model's",
     )
-    return apart
+    return difference
 
 
 def _used_bytes(bench: Bench) -> int:

@@ -1,4 +1,4 @@
-"""Rows about one device: its kernels against their definition in fp64, a step's memory against its plan, loading."""
+"""Tests of one device: kernels against fp64 references, a step's memory against its rehearsal, loading."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ _CASES = {
     "bf16": (torch.bfloat16, _PLAIN),
     "bf16, soft-cap and entropy": (torch.bfloat16, _FULL),
 }
-_GRADIENTS_APART = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of their norm
-_LOGPROBS_APART = 1e-3  # in nats: the sums are fp32 in both dtypes
-_PLAN_APART = 0.15  # of the plan: operations take scratch inside, and a GPU's kernels are others than those rehearsed
+_GRADIENT_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # relative to their norm
+_LOGPROB_TOLERANCE = 1e-3  # in nats; sums are fp32 in both dtypes
+# Relative to the plan: operations allocate scratch memory, and a GPU's kernels differ from the rehearsed ones.
+_MEMORY_TOLERANCE = 0.15
 
 Head = tuple[Tensor, Tensor, Tensor]  # hidden [T, D], weight [V, D], targets [T]
 Way = Callable[[Tensor, Tensor, Tensor, ChunkSettings], tuple[Tensor, Tensor]]
@@ -41,41 +42,44 @@ Way = Callable[[Tensor, Tensor, Tensor, ChunkSettings], tuple[Tensor, Tensor]]
 
 @row("log-prob kernels", "a GPU", "Triton")
 def logprob_kernels(bench: Bench) -> str:
-    """Compare the Triton kernels with torch's operations."""
+    """Compare the Triton kernels with torch operations."""
     reason = triton_differs(bench.device)
-    require(reason is None, f"the kernels are not used: {reason}")
-    return "statistics and gradients are those of torch's operations"
+    require(reason is None, f"the kernels cannot be used: {reason}")
+    return "statistics and gradients equal those of torch operations"
 
 
 @row("log-prob core", "a GPU", seconds=90)
 def logprob_core(bench: Bench) -> str:
-    """Compare log-probs and gradients of the fused head with fp64, its time and peak with those of whole logits."""
+    """Compare the fused head's log-probs and gradients with fp64, and its time and peak memory with full logits."""
     torch.manual_seed(0)
-    return "; ".join(f"{name}: {_core(bench, *case)}" for name, case in _CASES.items())
+    return "; ".join(f"{name}: {_compare_head(bench, *case)}" for name, case in _CASES.items())
 
 
-def _core(bench: Bench, dtype: torch.dtype, settings: ChunkSettings) -> str:
+def _compare_head(bench: Bench, dtype: torch.dtype, settings: ChunkSettings) -> str:
     width, num_ids = bench.pick((1024, 151_936), (32, 5_003))
     num_tokens = bench.pick(1024, 16)
     hidden_TD = torch.randn(num_tokens, width, device=bench.device).to(dtype)
     weight_VD = (torch.randn(num_ids, width, device=bench.device) * 3 / width**0.5).to(dtype)
     targets_T = torch.randint(num_ids, (num_tokens,), device=bench.device)
-    ours, gradients = _gradients(_fused, (hidden_TD[:64], weight_VD, targets_T[:64]), settings)
+    logprobs, gradients = _gradients(_fused, (hidden_TD[:64], weight_VD, targets_T[:64]), settings)
     wide = (hidden_TD[:64].double(), weight_VD.double(), targets_T[:64])
-    exact, expected = _gradients(_whole_logits, wide, settings)
-    off = float((ours - exact).abs().max())
-    apart = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, expected, strict=True))
-    require(off <= _LOGPROBS_APART, f"log-probs in {dtype} are up to {off:.1e} nats off")
-    require(apart <= _GRADIENTS_APART[dtype], f"gradients in {dtype} are {apart:.1e} of their size off")
+    exact, expected = _gradients(_full_logits, wide, settings)
+    logprob_error = float((logprobs - exact).abs().max())
+    gradient_error = max(float((a.double() - b).norm() / b.norm()) for a, b in zip(gradients, expected, strict=True))
+    require(logprob_error <= _LOGPROB_TOLERANCE, f"log-probs in {dtype} have an error of {logprob_error:.1e} nats")
+    require(
+        gradient_error <= _GRADIENT_TOLERANCE[dtype],
+        f"gradients in {dtype} have a relative error of {gradient_error:.1e}",
+    )
     del wide, exact, expected, gradients
     inputs = (hidden_TD, weight_VD, targets_T)
-    calls = [partial(_gradients, way, inputs, settings) for way in (_fused, _whole_logits)]
-    told = [f"{_milliseconds(call, bench):.1f} ms and {mib(_peak_of(call, bench))}" for call in calls]
-    return f"log-probs within {off:.0e}, gradients {apart:.0e}, {told[0]} (whole logits {told[1]})"
+    calls = [partial(_gradients, way, inputs, settings) for way in (_fused, _full_logits)]
+    costs = [f"{_milliseconds(call, bench):.1f} ms and {mib(_peak_of(call, bench))}" for call in calls]
+    return f"log-probs within {logprob_error:.0e}, gradients {gradient_error:.0e}, {costs[0]} (full logits {costs[1]})"
 
 
 def _gradients(way: Way, head: Head, settings: ChunkSettings) -> tuple[Tensor, list[Tensor]]:
-    """Return the log-probs of a way, and its gradients by hidden states and weight."""
+    """Return the log-probs of an implementation, and its gradients by hidden states and weight."""
     leaves = [x.detach().requires_grad_() for x in head[:2]]
     loss, logprobs_T = way(leaves[0], leaves[1], head[2], settings)
     return logprobs_T.detach(), list(torch.autograd.grad(loss, leaves))
@@ -89,7 +93,7 @@ def _fused(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: Ch
     return loss, logprobs_T
 
 
-def _whole_logits(
+def _full_logits(
     hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: ChunkSettings
 ) -> tuple[Tensor, Tensor]:
     logprobs_T, entropy_T = naive_logprobs(hidden_TD, weight_VD, None, targets_T, settings.temperature, settings.scale)
@@ -103,33 +107,34 @@ def _loss(logprobs_T: Tensor, entropy_T: Tensor | None, settings: ChunkSettings)
 
 @row("FlexAttention", "a GPU", seconds=180)
 def forest_attention(bench: Bench) -> str:
-    """Compare attention over a forest with a dense mask in fp64, forward and backward."""
+    """Compare attention over sequences with shared prompts with a dense mask in fp64, forward and backward."""
     cases = ((torch.bfloat16, 128, 7), (torch.float32, 64, 2))
     for case in cases:
         reason = kernel_differs(case[0], bench.device, *case[1:])
         require(reason is None, str(reason))
-    return "values and gradients are those of a dense mask in bf16 (heads of 128) and fp32 (of 64)"
+    return "values and gradients equal those of a dense mask in bf16 (head size 128) and fp32 (head size 64)"
 
 
 @row("memory of a step", "a GPU", seconds=120)
 def step_memory(bench: Bench) -> str:
-    """Compare a step's peak with its rehearsal on fake tensors."""
+    """Compare a step's peak memory with its rehearsal on fake tensors."""
     batches = _micro_batches(*bench.pick((256, 128, 8), (8, 8, 4)))
     core = Core(1.0, bench.pick(256, 8), bench.device, log_entropy=False)
     planned = rehearse(partial(_policy, bench), batches, make_supervised(), replace(core, device=torch.device("cpu")))
-    expected = planned.train - 3 * planned.loaded  # the weights and AdamW's states, which this model has not
+    # Without the weights and AdamW's states, which are not part of the measured peak.
+    expected = planned.train - 3 * planned.loaded
     model = _policy(bench).to(bench.device)
     run = partial(run_step, model, batches, make_supervised(), core, cast(Strategy, Pretended()), {})
     run()
     model.zero_grad()
     measured = _peak_of(run, bench)
-    told = f"{mib(measured)} above the weights ({mib(expected)} planned)"
-    require(abs(measured - expected) <= _PLAN_APART * expected, f"a step takes {told}")
-    return told
+    numbers = f"{mib(measured)} above the weights ({mib(expected)} planned)"
+    require(abs(measured - expected) <= _MEMORY_TOLERANCE * expected, f"a step takes {numbers}")
+    return numbers
 
 
 def _policy(bench: Bench) -> Any:
-    """Make a model in fp32 with head, attention and activation checkpointing as a trainer leaves it."""
+    """Return an fp32 model with head, attention and activation checkpointing as in a trainer."""
     model = make_model(*bench.pick((32_000, 512, 8, (8, 2)), (64, 64, 2, (4, 2))), context=1024)
     install_head(model)
     install_attention(model)
@@ -138,7 +143,7 @@ def _policy(bench: Bench) -> Any:
 
 
 def _micro_batches(prompt: int, tokens: int, count: int) -> list[MicroBatch]:
-    """Pack one group, its prompt once, as a run packs it."""
+    """Pack one group with its prompt once, as a run does."""
     ids, mask = torch.full((tokens,), 3, dtype=torch.int32), torch.ones(tokens, dtype=torch.bool)
     completion = Completion(ids, torch.zeros(tokens), mask, "length")
     record = Record(0, (2,) * prompt, completion, (1.0,), 1.0, advantages=torch.ones(tokens))
@@ -147,26 +152,26 @@ def _micro_batches(prompt: int, tokens: int, count: int) -> list[MicroBatch]:
 
 @row("loading", "a GPU")
 def loading(bench: Bench) -> str:
-    """Read a policy from a folder into the device's memory."""
+    """Load a policy from a folder into the device's memory."""
     saved = make_model(*bench.pick((64_000, 1024, 8), (64, 64, 2)), dtype=torch.bfloat16)
     saved.save_pretrained(bench.folder / "model")
     policy = load_policy(str(bench.folder / "model"), None, trust_remote_code=False, device=bench.device)
-    found = [p.device.type == bench.device.type for p in policy.parameters()]
-    require(all(found), f"{found.count(False)} of {len(found)} weights are not on the device")
+    on_device = [p.device.type == bench.device.type for p in policy.parameters()]
+    require(all(on_device), f"{on_device.count(False)} of {len(on_device)} weights are not on the device")
     same = all(torch.equal(a.cpu(), b) for a, b in zip(policy.parameters(), saved.parameters(), strict=True))
-    require(same, "the weights are not those of the file")
-    return f"{mib(sum(p.nbytes for p in policy.parameters()))} are those of the file, on the device"
+    require(same, "the weights differ from those of the file")
+    return f"{mib(sum(p.nbytes for p in policy.parameters()))} on the device, equal to the file"
 
 
 def _milliseconds(call: Callable[[], object], bench: Bench) -> float:
-    """Return the mean time of a call, after two that warm up, each waited for."""
+    """Return the mean time of a synchronised call in ms, after two warm-up calls."""
     timer = Timer("call()", globals={"call": call})
     timer.timeit(2)
     return 1000 * timer.timeit(bench.pick(10, 1)).mean
 
 
 def _peak_of(call: Callable[[], object], bench: Bench) -> int:
-    """Return the most bytes of tensors that a call had alive, above those alive before."""
+    """Return the peak bytes of tensors during a call, above those allocated before."""
     if bench.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(bench.device)
         before = torch.cuda.memory_allocated(bench.device)

@@ -1,4 +1,4 @@
-"""What the self-test's rows run on: small models, a tokenizer, prompts, and a reward that a random model learns from."""
+"""Small models, a tokenizer, prompts and a reward for the self-test."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_model(
     tied: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Make a Qwen2 with random weights, the same each time; `heads` are those of queries and of keys."""
+    """Return a Qwen2 with reproducible random weights; `heads` are the numbers of query and of key heads."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -37,11 +37,11 @@ def make_model(
         bos_token_id=None,
     )
     model = Qwen2ForCausalLM(config)
-    return model if dtype == torch.float32 else model.to(dtype)  # to() would not do on fake tensors
+    return model if dtype == torch.float32 else model.to(dtype)  # to() would fail on fake tensors
 
 
 def make_tokenizer(num_ids: int = 13) -> Any:
-    """Make a tokenizer of so many ids: padding, end, ten digits, `=`, and words that nobody writes."""
+    """Return a tokenizer with `num_ids` ids: padding, end, ten digits, `=`, and words that prompts never have."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -53,16 +53,16 @@ def make_tokenizer(num_ids: int = 13) -> Any:
 
 
 def make_prompts(num_rows: int) -> list[dict[str, str]]:
-    """Return rows with a prompt of six digits, the same each time."""
-    draw = random.Random(0)
-    return [{"prompt": f"{draw.randrange(10**6):06d}="} for _ in range(num_rows)]
+    """Return rows with reproducible prompts of six digits."""
+    generator = random.Random(0)
+    return [{"prompt": f"{generator.randrange(10**6):06d}="} for _ in range(num_rows)]
 
 
 def even_share(completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-    """Reward the share of tokens with an even id: about a half for a random model, 1 at best."""
+    """Return the fraction of tokens with an even id: about 0.5 for a random model, 1 at best."""
     return [sum(token % 2 == 0 for token in ids) / len(ids) for ids in completion_ids]
 
 
 def mib(num_bytes: float) -> str:
-    """Write bytes as MiB."""
+    """Return bytes as text in MiB."""
     return f"{num_bytes / 2**20:,.1f} MiB" if num_bytes < 10 << 20 else f"{num_bytes / 2**20:,.0f} MiB"

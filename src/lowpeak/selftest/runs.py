@@ -1,4 +1,4 @@
-"""Rows about whole runs: one that learns, pairs that must not differ, and several ranks beside one."""
+"""Tests of whole runs: one that learns, pairs that must be equal, and several ranks against one process."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from lowpeak.selftest.table import Bench, require, row
 from lowpeak.trainers import GRPOTrainer
 
 _ROLLOUTS = {"num_generations": 8, "max_completion_length": 7, "kv_cache_bytes": 1 << 26}
-_RANKS_APART = 0.02  # of the way that a run moves its weights: ranks add gradients in another order
-_GAIN = 0.2  # of the mean reward
-_ENGINE_APART = 0.05  # in nats, on average: sampling and training round otherwise
+# Relative to the distance that a run moves its weights: several ranks sum gradients in another order.
+_RANKS_TOLERANCE = 0.02
+_REWARD_GAIN = 0.2
+_ENGINE_TOLERANCE = 0.05  # in nats, on average: sampling and training round differently
 
 
 def _trainer(bench: Bench, name: str, model: Any, reward: Any, **changes: Any) -> GRPOTrainer:
@@ -46,29 +47,29 @@ def _trainer(bench: Bench, name: str, model: Any, reward: Any, **changes: Any) -
 
 @row("GRPO learns", "a GPU", seconds=180)
 def grpo_learns(bench: Bench, num_steps: int = 30) -> str:
-    """Train a random model with the shared layout, in bf16 on a GPU, and compare its first reward with its last."""
+    """Train a random model with shared prompts, in bf16 on a GPU, and compare its first reward with its last."""
     on_gpu = bench.device.type == "cuda"
     trainer = _trainer(bench, "learns", make_model(), even_share, max_steps=num_steps, bf16=on_gpu)
     began = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - began
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    apart = max(line.get("sampling/sampling_logp_difference/mean", 0.0) for line in trainer.state.log_history)
+    drift = max(line.get("sampling/sampling_logp_difference/mean", 0.0) for line in trainer.state.log_history)
     layout = trainer.run.sizes.choice
-    told = (
-        f"reward {rewards[0]:.2f} at first and {rewards[-1]:.2f} after {num_steps} steps, {seconds / num_steps:.2f} s a step, "
-        f"the engine's log-probs within {apart:.0e} of the model's on average"
+    numbers = (
+        f"reward {rewards[0]:.2f} at first and {rewards[-1]:.2f} after {num_steps} steps, {seconds / num_steps:.2f} s per step, "
+        f"the engine's log-probs within {drift:.0e} of the model's on average"
     )
-    require(rewards[-1] >= rewards[0] + _GAIN and apart <= _ENGINE_APART, told)
+    require(rewards[-1] >= rewards[0] + _REWARD_GAIN and drift <= _ENGINE_TOLERANCE, numbers)
     require(layout.layout == "shared", f"rows are padded: {layout.why}")
-    return told
+    return numbers
 
 
 class _Run:
-    """A short GRPO run: its weights at the end, how far they have moved, and the device's bytes while it generated."""
+    """A short GRPO run: its final weights, the distance they moved, and the device's bytes during generation."""
 
     def __init__(self, bench: Bench, name: str, resume: str | None = None, **changes: Any) -> None:
-        gc.collect()  # an earlier run's memory
+        gc.collect()  # frees the memory of an earlier run
         self._device, self.generating_bytes = bench.device, 0
         self._before = self._device_bytes()
         model = make_model(*bench.pick((32_000, 512, 8, (8, 2)), (13, 32, 2, (4, 2))))
@@ -78,14 +79,14 @@ class _Run:
         self.weights = _flat(trainer.model)
         self.moved = float((self.weights - started).norm())
         line = next(line for line in reversed(trainer.state.log_history) if "loss" in line)
-        self.told = f"{line['step_time']:.2f} s and {mib(line['peak_memory/train'])} a step"
+        self.cost = f"{line['step_time']:.2f} s and {mib(line['peak_memory/train'])} per step"
 
-    def apart(self, other: _Run) -> float:
-        """Return how far the other's weights are, over the way that these have moved."""
+    def distance(self, other: _Run) -> float:
+        """Return the distance to another run's weights, relative to the distance that these moved."""
         return float((other.weights - self.weights).norm()) / self.moved
 
     def _reward(self, completion_ids: Sequence[Sequence[int]], **columns: Any) -> list[float]:
-        """Return a number from the tokens, so that rewards differ within a group."""
+        """Return rewards computed from token ids, so that they differ within a group."""
         self.generating_bytes = self._device_bytes() - self._before
         return [float(sum(ids) % 5) for ids in completion_ids]
 
@@ -98,21 +99,27 @@ def _flat(model: Any) -> Tensor:
 
 
 def same_run(bench: Bench, changes: Mapping[str, Any], **settings: Any) -> str:
-    """Compare a run with `changes` with one without, which is run twice first; both have the `settings`.
+    """Compare a run with `settings` and `changes` with two equal runs without `changes`.
 
-    MismatchError where the weights are more than ten times further apart than those of the two equal runs.
+    MismatchError if its weights differ more than ten times as much as those of the two equal runs.
     """
 
     def run(name: str, **more: Any) -> _Run:
         return _Run(bench, name, **{"max_steps": 3, **settings, **more})
 
     plain, again, changed = run("plain"), run("again"), run("changed", **changes)
-    noise, apart = plain.apart(again), plain.apart(changed)
-    require(apart <= 10 * noise, f"weights are {apart:.1e} of their way apart, where the same run gives {noise:.1e}")
-    same = "the same bits" if apart == 0 else f"weights {apart:.0e} of their way apart (the same run {noise:.0e})"
+    noise, difference = plain.distance(again), plain.distance(changed)
+    require(
+        difference <= 10 * noise, f"weights differ by {difference:.1e} of their movement, but equal runs by {noise:.1e}"
+    )
+    result = (
+        "the same bits"
+        if difference == 0
+        else f"weights differ by {difference:.0e} of their movement (equal runs by {noise:.0e})"
+    )
     return (
-        f"{same}; {changed.told}, {mib(changed.generating_bytes)} on the device after a rollout "
-        f"(without: {plain.told}, {mib(plain.generating_bytes)})"
+        f"{result}; {changed.cost}, {mib(changed.generating_bytes)} on the device after a rollout "
+        f"(without: {plain.cost}, {mib(plain.generating_bytes)})"
     )
 
 
@@ -127,13 +134,13 @@ for _flag, _settings in _OFFLOADS.items():
 
 @row("resume", "a GPU", seconds=120)
 def resume(bench: Bench) -> str:
-    """Compare a run that resumes in the middle of a rollout with one that was not interrupted."""
+    """Compare a run that resumes in the middle of a rollout with an uninterrupted one."""
     saved = {"max_steps": 4, "num_iterations": 2, "save_strategy": "steps", "save_steps": 3}
     return same_run(bench, {"resume": str(bench.folder / "plain" / "checkpoint-3")}, **saved)
 
 
 def train_on_ranks(bench: Bench, preset: str) -> str:
-    """Compare two steps of `lowpeak grpo` on two ranks of a preset with those of one process."""
+    """Compare two steps of `lowpeak grpo` on two ranks of a preset with two steps of one process."""
     make_model().save_pretrained(bench.folder / "model")
     make_tokenizer().save_pretrained(bench.folder / "model")
     lines = [json.dumps(line) for line in make_prompts(64)]
@@ -141,12 +148,15 @@ def train_on_ranks(bench: Bench, preset: str) -> str:
     one, one_log = _command(bench, "single", 1)
     two, two_log = _command(bench, preset, 2)
     start = load_file(bench.folder / "model" / "model.safetensors")
-    way, apart = (_norm({name: values - base[name] for name, values in one.items()}) for base in (start, two))
-    require(apart <= _RANKS_APART * way, f"weights are {apart / way:.1e} of their way from those of one process")
+    movement, difference = (_norm({name: values - base[name] for name, values in one.items()}) for base in (start, two))
+    require(
+        difference <= _RANKS_TOLERANCE * movement,
+        f"weights differ from those of one process by {difference / movement:.1e} of their movement",
+    )
     peaks = [mib(log["peak_memory/train"]) for log in (two_log, one_log)]
     return (
-        f"weights {apart / way:.0e} of their way from those of one process; {two_log['step_time']:.2f} s a step and "
-        f"{peaks[0]} a rank ({one_log['step_time']:.2f} s and {peaks[1]})"
+        f"weights differ from those of one process by {difference / movement:.0e} of their movement; "
+        f"{two_log['step_time']:.2f} s per step and {peaks[0]} per rank ({one_log['step_time']:.2f} s and {peaks[1]})"
     )
 
 
@@ -156,7 +166,7 @@ for _preset in ("ddp", "fsdp2", "fsdp2-offload", "zero3", "zero3-offload"):
 
 
 def _command(bench: Bench, preset: str, num_ranks: int) -> tuple[dict[str, Tensor], Mapping[str, float]]:
-    """Run `lowpeak grpo`; return the weights that it saved and its journal's last step."""
+    """Run `lowpeak grpo`; return the weights that it saved and the last step of its journal."""
     out = bench.folder / preset
     settings = {
         "model": bench.folder / "model",
@@ -167,7 +177,7 @@ def _command(bench: Bench, preset: str, num_ranks: int) -> tuple[dict[str, Tenso
         "per_device_train_batch_size": 32 // num_ranks,
         "max_steps": 2,
         "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,  # with 1e-8, where a gradient is nearly zero its last bit would become a whole step
+        "adam_epsilon": 1e-3,  # with 1e-8, the last bit of a gradient near zero would change the weight by a full step
         "bf16": False,
         "use_cpu": bench.device.type == "cpu",
         "report_to": "none",

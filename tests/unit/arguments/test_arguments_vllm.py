@@ -1,4 +1,4 @@
-"""The arguments of vLLM, resolved; `test_arguments_idle.py` has those without effect."""
+"""The arguments of vLLM, resolved; `test_arguments_validation.py` has those without effect."""
 
 from __future__ import annotations
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.cli import PACKAGES, main, report, version
+from lowpeak.cli import PACKAGES, environment_report, installed_version, main
 
 
 def test_versions_and_hardware_are_one_line_each():
-    facts = dict(line.split(": ", 1) for line in report().splitlines())
+    facts = dict(line.split(": ", 1) for line in environment_report().splitlines())
     assert facts["lowpeak"] == lowpeak.__version__
     assert facts["torch"] == installed("torch")
     hardware = {"python", "platform", "CUDA of torch", "ROCm of torch", "process groups", "cpu", "memory"}
@@ -20,7 +20,7 @@ def test_versions_and_hardware_are_one_line_each():
 
 
 def test_a_package_that_is_missing_is_said_to_be():
-    assert version("a-package-that-nobody-wrote") == "not installed"
+    assert installed_version("a-package-that-nobody-wrote") == "not installed"
 
 
 @pytest.mark.parametrize(

@@ -18,15 +18,15 @@ from accelerate.commands.config.config_args import load_config_from_file
 from lowpeak.cli import (
     COMMANDS,
     FOLDER,
-    MARK,
-    ORDER,
+    LAUNCHED,
+    PRESETS,
     LaunchArguments,
-    find,
+    find_config,
     launch_or_join,
-    launch_words,
+    launcher_arguments,
     main,
-    read,
-    text_of,
+    preset_text,
+    read_config,
 )
 from lowpeak.errors import ArgumentError, RankError, RewardError
 
@@ -40,7 +40,7 @@ COPIES, SHARDS, TENSORS = (f"parallelism_config_{axis}_size" for axis in ("dp_re
 def environment(monkeypatch):
     """No launcher, and an environment that is put back."""
     before = dict(os.environ)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", MARK, "ACCELERATE_MIXED_PRECISION"):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", LAUNCHED, "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     yield
     os.environ.clear()
@@ -64,8 +64,8 @@ def written(folder, **settings):
 
 def words_of(name, devices=8, **given):
     """The launcher's arguments as a mapping."""
-    path = find(name)
-    words = launch_words(path, read(path), given, devices)
+    path = find_config(name)
+    words = launcher_arguments(path, read_config(path), given, devices)
     assert words[-2:] == ["-m", "lowpeak"]
     return dict(zip(words[:-2:2], words[1:-2:2], strict=True))
 
@@ -74,14 +74,14 @@ def words_of(name, devices=8, **given):
 
 
 def test_every_preset_is_listed_and_accelerate_reads_it():
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(ORDER)
-    for name in ORDER:
+    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(PRESETS)
+    for name in PRESETS:
         load_config_from_file(str(FOLDER / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp"])
 def test_sharding_presets_are_fsdp2_by_layer(name):
-    assert read(find(name)).fsdp_config == {
+    assert read_config(find_config(name)).fsdp_config == {
         "fsdp_version": 2,
         "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "fsdp_reshard_after_forward": True,
@@ -93,7 +93,7 @@ def test_sharding_presets_are_fsdp2_by_layer(name):
 
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-offload"])
 def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
-    config = json.loads(Path(read(find(name)).deepspeed_config["deepspeed_config_file"]).read_text())
+    config = json.loads(Path(read_config(find_config(name)).deepspeed_config["deepspeed_config_file"]).read_text())
     zero = config["zero_optimization"]
     assert zero["stage"] == int(name[4])
     assert (config["gradient_clipping"], config["zero_allow_untested_optimizer"]) == ("auto", True)
@@ -163,7 +163,7 @@ def test_a_file_of_the_users_keeps_its_sizes_and_port(tmp_path):
 @pytest.mark.parametrize(
     ("name", "told", "message"),
     [
-        ("fsdp3", {"num_processes": 2}, rf"'fsdp3'.*{', '.join(ORDER)}"),
+        ("fsdp3", {"num_processes": 2}, rf"'fsdp3'.*{', '.join(PRESETS)}"),
         ("ddp", {}, "--num_processes .*CPUs"),
         ("ddp", {"num_processes": 3, **HOST}, "--num_processes 3 .* 2 hosts"),
         ("ddp", {"num_processes": 4, "num_machines": 2}, "--machine_rank .*--main_process_ip .*--main_process_port"),
@@ -227,7 +227,7 @@ def test_a_config_that_lowpeak_does_not_run_is_refused(settings, message, tmp_pa
 
 def test_names_of_older_configs_are_known(tmp_path):
     older = {"fsdp_version": 2, "fsdp_backward_prefetch_policy": "BACKWARD_PRE", "fsdp_use_orig_params": False}
-    read(Path(written(tmp_path, distributed_type="FSDP", fp16=False, fsdp_config=older, downcast_bf16="no")))
+    read_config(Path(written(tmp_path, distributed_type="FSDP", fp16=False, fsdp_config=older, downcast_bf16="no")))
 
 
 def test_a_missing_deepspeed_is_reported_before_anything_starts(monkeypatch, capsys):
@@ -241,7 +241,7 @@ def test_a_missing_deepspeed_is_reported_before_anything_starts(monkeypatch, cap
 
 
 def test_a_rank_never_launches_again():
-    os.environ[MARK] = "1"
+    os.environ[LAUNCHED] = "1"
     assert launch("no such config", num_processes=7) is None
 
 
@@ -331,7 +331,7 @@ def test_the_same_command_runs_on_every_rank():
         "raise SystemExit(launch_or_join(told, ['preset', 'single'], on_cpu=True))"
     )
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (0, 2 * text_of("single"), "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, 2 * preset_text("single"), "")
 
 
 def test_a_message_of_all_ranks_is_written_once(tmp_path):

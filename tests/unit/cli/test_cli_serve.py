@@ -14,7 +14,7 @@ import pytest
 
 import fake_server
 from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.cli import check_port, main, read_options
+from lowpeak.cli import check_port, main, parse_server
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.vllm import ServerVllm
 from lowpeak.vllm.serving import Server, ServerProcess, environment, find_token, saved_token, words
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def said(*argv, environ=None):
-    return words(read_options(["--model", "m", *argv], environ or {}))
+    return words(parse_server(["--model", "m", *argv], environ or {}))
 
 
 def value_of(command, name):
@@ -82,7 +82,7 @@ def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
 
 def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     environ = {SERVER_TOKEN: "secret", "VLLM_API_KEY": "other"}
-    server = read_options(["--model", "m"], environ)
+    server = parse_server(["--model", "m"], environ)
     assert words(server)[-2:] == ["--middleware", GUARD]  # before all others
     assert "secret" not in " ".join(words(server))
     given = environment(server, environ)
@@ -101,7 +101,7 @@ def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     ],
 )
 def test_a_server_has_an_address_and_a_token_that_it_makes_if_none_is_given(host, url):
-    first, second = (read_options(["--model", "m", "--host", host], {}) for _ in range(2))
+    first, second = (parse_server(["--model", "m", "--host", host], {}) for _ in range(2))
     assert first.url == url
     assert words(first)[-2:] == ["--middleware", GUARD]
     assert environment(first, {})[SERVER_TOKEN] == first.token

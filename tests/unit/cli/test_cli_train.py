@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lowpeak.arguments import GRPOConfig, OnlineDPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from lowpeak.cli import checkpoint_to_resume, configured, dump, read_words, run
+from lowpeak.cli import parse_job, parse_resume, run_training, to_yaml, with_config
 from lowpeak.errors import ArgumentError, DataError
 
 
@@ -60,7 +60,7 @@ def argv(folder, *more, reward=True):
 
 def trainer_of(kind, words, library):
     """The trainer that a command has made and trained."""
-    assert run(kind, words, library) == 0
+    assert run_training(kind, words, library) == 0
     return library.made[-1]
 
 
@@ -90,7 +90,7 @@ def test_reward_models_take_two_answers_and_no_reward(library, folder):
     assert chat.keywords["train_dataset"][0]["rejected"] == [{"role": "assistant", "content": "0"}]
     assert "reward_funcs" not in plain.keywords
     with pytest.raises(ArgumentError, match="'num_generations'"):
-        run("reward", argv(folder, "--num_generations", "4", reward=False), library)
+        run_training("reward", argv(folder, "--num_generations", "4", reward=False), library)
 
 
 def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
@@ -102,9 +102,9 @@ def test_online_dpo_takes_a_judge_of_a_file_or_a_module(library, folder):
     assert trainer.keywords["reward_funcs"] == []
     for judge, told in ((f"{folder}/pairs.py:second", r"'second'.*pairs\.py"), ("pairs", "'pairs'")):
         with pytest.raises(ArgumentError, match=told):
-            run("online-dpo", argv(folder, "--judge", judge, reward=False), library)
+            run_training("online-dpo", argv(folder, "--judge", judge, reward=False), library)
     with pytest.raises(ArgumentError, match="'judge'"):
-        run("grpo", argv(folder, "--judge", "pairs"), library)
+        run_training("grpo", argv(folder, "--judge", "pairs"), library)
 
 
 def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder):
@@ -117,10 +117,10 @@ def test_a_list_of_betas_is_several_words_or_a_list_in_the_file(library, folder)
 @pytest.mark.parametrize("name", ["max_length", "reward_model_path"])
 def test_names_of_trls_online_dpo_say_what_to_use_instead(name, library, folder):
     with pytest.raises(ArgumentError, match=f"'{name}'"):
-        run("online-dpo", argv(folder, f"--{name}", "5"), library)
+        run_training("online-dpo", argv(folder, f"--{name}", "5"), library)
     (folder / "old.yaml").write_text(f"{name}: 5\n")
     with pytest.raises(ArgumentError, match=f"'{name}'"):
-        run("online-dpo", argv(folder, "--config", f"{folder}/old.yaml"), library)
+        run_training("online-dpo", argv(folder, "--config", f"{folder}/old.yaml"), library)
 
 
 def test_supervised_training_takes_completions_and_no_reward(library, folder):
@@ -128,7 +128,7 @@ def test_supervised_training_takes_completions_and_no_reward(library, folder):
     assert trainer.keywords["train_dataset"][0] == {"prompt": "0+1?", "completion": "1"}
     assert "reward_funcs" not in trainer.keywords
     with pytest.raises(ArgumentError, match="'reward'"):
-        run("sft", argv(folder), library)
+        run_training("sft", argv(folder), library)
 
 
 def test_the_evaluation_set_has_its_own_file_and_slice_or_is_a_slice_of_the_training_one(library, folder):
@@ -149,7 +149,7 @@ def test_words_about_a_hubs_data_set_that_do_nothing_for_a_file_are_told(library
 
 
 def test_a_dry_run_prints_what_was_resolved_and_does_not_train(library, folder, capsys):
-    assert run("grpo", argv(folder, "--dry-run", "--learning_rate", "1e-5"), library) == 0
+    assert run_training("grpo", argv(folder, "--dry-run", "--learning_rate", "1e-5"), library) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["model"] == {"parameters": 7, "device": "<class 'object'>"}
     assert shown["sizes"] == [1, 2]
@@ -175,7 +175,7 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one_and_pushed_o
     for word, resumed in (("true", True), (f"{checkpoint}", f"{checkpoint}")):
         trainer = trainer_of("grpo", argv(folder, "--resume_from_checkpoint", word, "--push_to_hub"), library)
         assert trainer.asked == [("train", resumed), "save_model", ("push_to_hub", None)]  # the hub knows no local file
-    assert checkpoint_to_resume("false") is None
+    assert parse_resume("false") is None
 
 
 @pytest.mark.parametrize(
@@ -190,20 +190,22 @@ def test_a_run_is_resumed_from_its_newest_checkpoint_or_a_named_one_and_pushed_o
 )  # fmt: skip
 def test_a_job_that_cannot_be_is_refused_before_anything_is_loaded(kind, words, message, library):
     with pytest.raises(ArgumentError, match=message):
-        configured(read_words(kind, words, library), library)
+        with_config(parse_job(kind, words, library), library)
 
 
 def test_what_transformers_refuses_is_an_argument_error(library, folder):
     with pytest.raises(ArgumentError, match=r"eval_steps|logging"):
-        run("grpo", argv(folder, "--eval_strategy", "steps", "--eval_steps", "0", "--logging_steps", "0"), library)
+        run_training(
+            "grpo", argv(folder, "--eval_strategy", "steps", "--eval_steps", "0", "--logging_steps", "0"), library
+        )
 
 
 def test_a_data_file_that_is_not_there_is_a_data_error(library, folder):
     words = argv(folder)
     words[words.index(f"{folder}/rows.jsonl")] = f"{folder}/nowhere.jsonl"
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
-        run("grpo", words, library)
+        run_training("grpo", words, library)
 
 
 def test_what_was_resolved_is_shown_in_its_order():
-    assert dump({"b": 1, "a": {"x": None}}) == "b: 1\na:\n  x: null\n"
+    assert to_yaml({"b": 1, "a": {"x": None}}) == "b: 1\na:\n  x: null\n"

@@ -33,9 +33,9 @@ def bench(tmp_path):
         (logprob_core, r"fp32: log-probs within .+; bf16: .+; bf16, soft-cap and entropy: .+ MiB\)"),
         (forest_attention, r".+ bf16 .+ fp32 .+"),
         (step_memory, r"\S+ MiB above the weights \(\S+ MiB planned\)"),
-        (loading, r"\S+ MiB are those of the file, on the device"),
-        (resume, r"the same bits; \S+ s and .+ MiB a step, .+\(without: .+\)"),
-        (grpo_learns, r"reward 0\.\d+ at first and \S+ after 30 steps, \S+ s a step, .+"),
+        (loading, r"\S+ MiB on the device, equal to the file"),
+        (resume, r"the same bits; \S+ s and .+ MiB per step, .+\(without: .+\)"),
+        (grpo_learns, r"reward 0\.\d+ at first and \S+ after 30 steps, \S+ s per step, .+"),
     ],
 )
 def test_a_row_gives_its_numbers(bench, row, numbers):

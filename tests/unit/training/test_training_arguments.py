@@ -1,4 +1,4 @@
-"""Arguments become settings, or raise; `tests/unit/arguments/test_arguments_idle.py` has those without effect."""
+"""Arguments become settings, or raise; `tests/unit/arguments/test_arguments_validation.py` has those without effect."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from datasets import Dataset
 import lowpeak
 from lowpeak import GRPOConfig
 from lowpeak.arguments import REJECTED
-from lowpeak.cli import parse
+from lowpeak.cli import parse_arguments
 from lowpeak.errors import ArgumentError
 from preferences import tiny_classifier
 from tiny import char_tokenizer, tiny_model
@@ -149,7 +149,7 @@ def test_a_trainer_takes_trls_defaults_spelled_out(tmp_path, name):
 def test_a_file_with_trls_defaults_is_read(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("dataset_kwargs: null\ndataset_num_proc: null\nlearning_rate: 1e-5\nloss_type: nll\n")
-    told = parse([lowpeak.SFTConfig], ["--config", str(path)], "lowpeak sft")
+    told = parse_arguments([lowpeak.SFTConfig], ["--config", str(path)], "lowpeak sft")
     assert told == {"learning_rate": 1e-5, "loss_type": "nll"}
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from datasets import Dataset
 
-from lowpeak.cli import DataArguments, in_chat_form, shape
+from lowpeak.cli import DataArguments, map_columns, to_chat
 from lowpeak.errors import DataError
 
 QUESTION = DataArguments(prompt_column="question", completion_column="answer")
@@ -15,17 +15,19 @@ def message(role, content):
 
 def test_only_the_columns_that_were_named_are_renamed():
     kept = Dataset.from_dict({"prompt": ["1+1="], "answer": ["2"]})
-    assert shape(kept, DataArguments()) is kept
+    assert map_columns(kept, DataArguments()) is kept
     dataset = Dataset.from_dict({"question": ["1+1?"], "answer": ["2"]})
-    assert shape(dataset, QUESTION)[0] == {"prompt": "1+1?", "answer": "2"}
-    assert shape(dataset, QUESTION, ["completion"])[0] == {"prompt": "1+1?", "completion": "2"}
+    assert map_columns(dataset, QUESTION)[0] == {"prompt": "1+1?", "answer": "2"}
+    assert map_columns(dataset, QUESTION, ["completion"])[0] == {"prompt": "1+1?", "completion": "2"}
     with pytest.raises(DataError, match=r"'query' .*prompt; .* question, answer"):
-        shape(dataset, DataArguments(prompt_column="query"))
+        map_columns(dataset, DataArguments(prompt_column="query"))
 
 
 def test_a_stream_is_shaped_as_it_comes():
     stream = Dataset.from_dict({"question": ["1+1?"]}).to_iterable_dataset()
-    shaped = shape(stream, DataArguments(prompt_column="question", conversational=True, system_prompt="Be brief."))
+    shaped = map_columns(
+        stream, DataArguments(prompt_column="question", conversational=True, system_prompt="Be brief.")
+    )
     assert list(shaped) == [{"prompt": [message("system", "Be brief."), message("user", "1+1?")]}]
 
 
@@ -46,7 +48,7 @@ OWN = [message("system", "Mine."), message("user", "1+1?")]
     ],
 )
 def test_a_row_becomes_a_chat_that_the_system_opens_and_the_assistant_answers(row, system, expected):
-    assert in_chat_form(row, system, list(row)[1:]) == expected
+    assert to_chat(row, system, list(row)[1:]) == expected
 
 
 @pytest.mark.parametrize(
@@ -61,4 +63,4 @@ def test_a_row_becomes_a_chat_that_the_system_opens_and_the_assistant_answers(ro
 )
 def test_a_row_that_makes_no_chat_is_told(row, answers, told):
     with pytest.raises(DataError, match=told):
-        in_chat_form(row, "Yours.", answers)
+        to_chat(row, "Yours.", answers)

@@ -58,7 +58,7 @@ def resolved(folder, config=GRPOConfig, **said):
 
 
 @pytest.mark.parametrize(
-    ("config", "acting", "idle", "reason"),
+    ("config", "others", "idle", "reason"),
     [
         *((GRPOConfig, {}, {name: value}, "use_vllm") for name, value in OTHERWISE.items()),
         *((GRPOConfig, SERVED, {name: OTHERWISE[name]}, "lowpeak serve") for name in (
@@ -109,10 +109,10 @@ def resolved(folder, config=GRPOConfig, **said):
     ids=str,
 )  # fmt: skip
 def test_an_argument_that_does_not_act_changes_no_setting_and_is_named_with_the_reason(
-    tmp_path, config, acting, idle, reason
+    tmp_path, config, others, idle, reason
 ):
-    settings, found = resolved(tmp_path, config, **acting, **idle)
-    expected, before = resolved(tmp_path, config, **acting)
+    settings, found = resolved(tmp_path, config, **others, **idle)
+    expected, before = resolved(tmp_path, config, **others)
     assert settings == expected
     (shown,) = found.keys() - before.keys()
     assert next(iter(idle)) in shown

@@ -8,14 +8,14 @@ import pytest
 from transformers.trainer_utils import IntervalStrategy
 
 from lowpeak.arguments import GRPOConfig
-from lowpeak.cli import GROUPS, ModelArguments, dump, names_of, parse
+from lowpeak.cli import HELP_GROUPS, ModelArguments, argument_names, parse_arguments, to_yaml
 from lowpeak.errors import ArgumentError
 
 KINDS = (ModelArguments, GRPOConfig)
 
 
 def given(*argv):
-    return parse(KINDS, argv, "lowpeak grpo")
+    return parse_arguments(KINDS, argv, "lowpeak grpo")
 
 
 def write(folder, text):
@@ -104,9 +104,9 @@ def test_help_lists_every_argument_in_its_group(capsys):
         given("--help")
     assert left.value.code == 0
     shown = capsys.readouterr().out
-    places = [shown.index(f"\n{title}:\n") for title in GROUPS if title not in ("data", "rewards")]
+    places = [shown.index(f"\n{title}:\n") for title in HELP_GROUPS if title not in ("data", "rewards")]
     assert places == sorted(places)
-    assert all(f"--{name} " in shown for kind in KINDS for name in names_of(kind))
+    assert all(f"--{name} " in shown for kind in KINDS for name in argument_names(kind))
     assert "  Colocated: the engine's share" in shown
     assert "  vLLM" not in shown.partition("generation:")[0]
     generation = shown[shown.index("\ngeneration:\n") : shown.index("\nalgorithm:\n")]
@@ -135,7 +135,7 @@ class Several:
 
 
 def several(*argv):
-    return parse([Several], argv, "lowpeak test")
+    return parse_arguments([Several], argv, "lowpeak test")
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def several(*argv):
     ],
 )
 def test_a_word_and_a_yaml_value_become_what_the_hint_asks_for(tmp_path, name, word, yaml, value):
-    path = write(tmp_path, dump({name: yaml}))
+    path = write(tmp_path, to_yaml({name: yaml}))
     for given_by in ([f"--{name}", word], ["--config", path]):
         found = several(*given_by)[name]
         assert found == value
@@ -192,7 +192,7 @@ def test_a_word_and_a_yaml_value_become_what_the_hint_asks_for(tmp_path, name, w
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path, name, yaml):
     with pytest.raises(ArgumentError, match=name):
-        several("--config", write(tmp_path, dump({name: yaml})))
+        several("--config", write(tmp_path, to_yaml({name: yaml})))
     if isinstance(yaml, str):
         with pytest.raises(ArgumentError, match=name):
             several(f"--{name}", yaml)

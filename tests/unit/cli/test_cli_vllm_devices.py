@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from lowpeak.arguments import SERVER_TOKEN
-from lowpeak.cli import BESIDE, FOR_SERVERS, URLS, handed_over, main, plan
+from lowpeak.cli import SERVER_ARGUMENTS, SERVER_URLS, STARTED_WITH_SERVERS, main, plan_processes, trainer_settings
 from lowpeak.errors import ArgumentError
 from processes import are_gone
 from tiny import char_tokenizer, tiny_model
@@ -22,7 +22,7 @@ GIVEN = {"use_vllm": True, "model": "m", "output_dir": "out"}
 
 
 def planned(environ=None, num_devices=4, **given):
-    return plan("grpo", ["--model", "m"], GIVEN | given, num_devices, environ or {})
+    return plan_processes("grpo", ["--model", "m"], GIVEN | given, num_devices, environ or {})
 
 
 # devices
@@ -141,12 +141,12 @@ def test_the_trainer_is_configured_with_the_servers_and_without_what_was_said_to
     both = planned(vllm_devices="1,2", vllm_max_model_length=512)
     urls = [each.url for each in both.servers]
     assert len(set(urls)) == 2
-    told = handed_over(GIVEN | {"vllm_max_model_length": 512, "kv_cache_bytes": 1}, both.trainer_environ)
+    told = trainer_settings(GIVEN | {"vllm_max_model_length": 512, "kv_cache_bytes": 1}, both.trainer_environ)
     own = {"vllm_mode": "server", "vllm_server_base_url": ",".join(urls), "vllm_max_model_length": 512}
     assert told == GIVEN | own  # the length too: prompts that do not fit are found before anything trains
-    assert handed_over(GIVEN, {}) == GIVEN
+    assert trainer_settings(GIVEN, {}) == GIVEN
     assert both.command == (sys.executable, "-m", "lowpeak", "grpo", "--model", "m")
-    assert "vllm_max_model_length" not in FOR_SERVERS
+    assert "vllm_max_model_length" not in SERVER_ARGUMENTS
 
 
 def test_several_devices_without_a_word_on_how_train_under_fsdp2():
@@ -171,7 +171,7 @@ def test_a_dry_run_starts_no_server_and_resolves_what_the_trainer_would(tmp_path
     words += " --use_vllm true --vllm_devices cpu --vllm_max_model_length 64"
     assert main(["grpo", *words.split()]) == 0
     assert "vllm_devices: cpu" in capfd.readouterr().out
-    assert BESIDE not in os.environ
+    assert STARTED_WITH_SERVERS not in os.environ
 
 
 # under way, with programs of no weight in the place of vLLM and of a run
@@ -198,17 +198,17 @@ http.server.ThreadingHTTPServer(('127.0.0.1', int(port)), Handler).serve_forever
 START = """
 import os, sys
 from pathlib import Path
-from lowpeak.cli.vllm_devices import plan
+from lowpeak.cli.vllm_devices import plan_processes
 from lowpeak.cli.supervisor import supervise
 from lowpeak.errors import EngineError
 from dataclasses import replace
 given = {'use_vllm': True, 'model': 'm', 'output_dir': 'logs', 'vllm_devices': '1,2', 'train_devices': '0,3',
          'accelerate_config': 'ddp'}
-both = replace(plan('grpo', [], given, 4, os.environ), command=(sys.executable, 'trainer.py'))
+plan = replace(plan_processes('grpo', [], given, 4, os.environ), command=(sys.executable, 'trainer.py'))
 def command(server):
     return [sys.executable, 'server.py', 'server' + server.devices[0], str(server.port)]
 try:
-    sys.exit(supervise(both, os.environ, command))
+    sys.exit(supervise(plan, os.environ, command))
 except EngineError as error:
     sys.exit(f'lowpeak: error: {error}')
 """
@@ -224,7 +224,7 @@ def start(tmp_path):
     def started(trainer):
         (tmp_path / "server.py").write_text(SERVER)
         (tmp_path / "trainer.py").write_text(RECORD + trainer)
-        ours = (BESIDE, URLS, "CUDA_VISIBLE_DEVICES")
+        ours = (STARTED_WITH_SERVERS, SERVER_URLS, "CUDA_VISIBLE_DEVICES")
         environ = {name: value for name, value in os.environ.items() if name not in ours}
         environ["PYTHONPATH"] = str(Path(__file__).parents[3] / "src")
         command = [sys.executable, "-c", START]
@@ -277,7 +277,7 @@ def test_the_children_see_what_they_need_and_a_trainer_that_dies_takes_the_serve
     assert [each["CUDA_VISIBLE_DEVICES"] for each in (first, second, trainer)] == ["1", "2", "0,3"]
     assert first["VLLM_SERVER_DEV_MODE"] == "1"
     assert first[SERVER_TOKEN] == trainer[SERVER_TOKEN]
-    assert trainer[URLS].count("http://127.0.0.1:") == 2
+    assert trainer[SERVER_URLS].count("http://127.0.0.1:") == 2
     assert " 1 at http://127.0.0.1:" in err
     assert gone(tmp_path, *ALL)
     assert (tmp_path / "logs/vllm-0.log").read_text() == "serving\n"

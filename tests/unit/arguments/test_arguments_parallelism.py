@@ -9,11 +9,11 @@ import pytest
 from lowpeak.arguments import (
     WHOLE,
     Cut,
-    refuse_axes,
-    refuse_other_parallelism,
-    settle_deepspeed,
-    settled_cut,
-    take_fsdp_over,
+    check_axes,
+    disable_accelerate_fsdp,
+    refuse_unsupported_parallelism,
+    resolve_model_parallel,
+    sync_deepspeed_config,
 )
 from lowpeak.errors import ArgumentError
 
@@ -24,26 +24,26 @@ ON = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
 def test_a_model_is_cut_over_data_ranks_and_tensors_alone(axis, words):
     message = f"{axis}=2 .* {words} "
     with pytest.raises(ArgumentError, match=message):
-        refuse_axes({axis: 2}, "a.yaml")
+        check_axes({axis: 2}, "a.yaml")
     with pytest.raises(ArgumentError, match=message):
-        settled_cut({**ON, f"PARALLELISM_CONFIG_{axis.upper()}": "2"}, None)
+        resolve_model_parallel({**ON, f"PARALLELISM_CONFIG_{axis.upper()}": "2"}, None)
     with pytest.raises(ArgumentError, match=message):
-        settled_cut({}, SimpleNamespace(**{axis: 2}))
+        resolve_model_parallel({}, SimpleNamespace(**{axis: 2}))
 
 
 def test_hybrid_sharding_cuts_no_tensors():
     environ = {**ON, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "1"}
-    assert settled_cut(environ | {"PARALLELISM_CONFIG_CP_BACKEND": "torch"}, None) == WHOLE
-    assert settled_cut({}, SimpleNamespace(dp_shard_size=2, tp_size=1)) == WHOLE
-    refuse_other_parallelism({}, {"dtype": "auto", "tp_plan": None})
+    assert resolve_model_parallel(environ | {"PARALLELISM_CONFIG_CP_BACKEND": "torch"}, None) == WHOLE
+    assert resolve_model_parallel({}, SimpleNamespace(dp_shard_size=2, tp_size=1)) == WHOLE
+    refuse_unsupported_parallelism({}, {"dtype": "auto", "tp_plan": None})
 
 
 TENSORS = {**ON, "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "WORLD_SIZE": "8"}
 
 
 def test_tensor_parallelism_is_asked_of_accelerate():
-    assert settled_cut(TENSORS, None) == Cut(2, 4)
-    assert settled_cut({"WORLD_SIZE": "2"}, SimpleNamespace(tp_size=2, dp_shard_size=1)) == Cut(2, 1)
+    assert resolve_model_parallel(TENSORS, None) == Cut(2, 4)
+    assert resolve_model_parallel({"WORLD_SIZE": "2"}, SimpleNamespace(tp_size=2, dp_shard_size=1)) == Cut(2, 1)
 
 
 @pytest.mark.parametrize(
@@ -56,15 +56,15 @@ def test_tensor_parallelism_is_asked_of_accelerate():
 )
 def test_tensor_parallelism_fills_the_processes_with_fsdp2_alone(changes, beside, told):
     with pytest.raises(ArgumentError, match=told):
-        settled_cut(TENSORS | changes, None, beside)
+        resolve_model_parallel(TENSORS | changes, None, beside)
 
 
 def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
     environ = {"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "false"}
-    take_fsdp_over(environ)
+    disable_accelerate_fsdp(environ)
     assert environ["ACCELERATE_USE_FSDP"] == "false"
     with pytest.raises(ArgumentError, match=r"fsdp_offload_params"):
-        take_fsdp_over({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"})
+        disable_accelerate_fsdp({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"})
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_beside_tensor_parallelism_fsdp_is_not_accelerate_s():
 )
 def test_what_of_accelerate_or_of_loading_lowpeak_does_not_run_is_refused(environ, loading, told):
     with pytest.raises(ArgumentError, match=told):
-        refuse_other_parallelism(environ, loading)
+        refuse_unsupported_parallelism(environ, loading)
 
 
 RUN = SimpleNamespace(
@@ -89,7 +89,7 @@ SAME = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4, "
 @pytest.mark.parametrize("own", [{}, {"gradient_clipping": "auto"}, {"gradient_clipping": 0.25}, SAME], ids=str)
 def test_deepspeeds_config_may_say_what_the_run_does(own):
     settled = {"zero_optimization": {"stage": 2}, **own}
-    settle_deepspeed(settled, RUN)
+    sync_deepspeed_config(settled, RUN)
     batches = dict.fromkeys(own.keys() & SAME.keys(), "auto")
     assert settled == {"zero_optimization": {"stage": 2}, "gradient_clipping": 0.25, **batches}
 
@@ -106,9 +106,9 @@ def test_deepspeeds_config_may_say_what_the_run_does(own):
 )
 def test_a_deepspeed_config_that_contradicts_the_run_is_refused(config, message):
     with pytest.raises(ArgumentError, match=message):
-        settle_deepspeed({"zero_optimization": {"stage": 3}, **config}, RUN)
+        sync_deepspeed_config({"zero_optimization": {"stage": 3}, **config}, RUN)
 
 
 def test_a_size_that_is_no_number_is_refused():
     with pytest.raises(ArgumentError, match=r"a\.yaml .*tp_size: many"):
-        refuse_axes({"tp_size": "many"}, "a.yaml")
+        check_axes({"tp_size": "many"}, "a.yaml")

@@ -1,0 +1,85 @@
+"""Names of arguments: refusal of unknown names, and TRL names that lowpeak does not accept, each with its remedy.
+
+A TRL name that is set to TRL's default is ignored, so that configurations that spell out TRL's defaults still load.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lowpeak.errors import ArgumentError
+
+_NATIVE = "lowpeak generates with its own engine on the policy's weights; remove it"
+_LOSS = "loss_type is one of grpo, bnpo, dr_grpo, dapo, cispo; remove it"
+_REUSE = "rollouts are the policy's, reused for at most num_iterations passes with clipped ratios; remove it"
+# Name, default in TRL 1.16, and remedy.
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("vllm_importance_sampling_cap", None, "TRL renamed it; use vllm_importance_sampling_clip_max"),
+    ("cache_implementation", None, _NATIVE),
+    ("use_transformers_continuous_batching", False, _NATIVE),
+    ("transformers_continuous_batching_config", None, _NATIVE),
+    ("use_transformers_paged", False, _NATIVE),
+    ("sapo_temperature_neg", 1.05, _LOSS),
+    ("sapo_temperature_pos", 1.0, _LOSS),
+    ("vespo_k_pos", 2.0, _LOSS),
+    ("vespo_lambda_pos", 3.0, _LOSS),
+    ("vespo_k_neg", 3.0, _LOSS),
+    ("vespo_lambda_neg", 2.0, _LOSS),
+    ("off_policy_mask_threshold", None, _REUSE),
+    ("max_tool_calling_iterations", None, "run tools in a rollout_func; remove it"),
+    ("log_multimodal", True, "lowpeak trains text models; remove it"),
+    (
+        "log_completions_hub_repo",
+        None,
+        "completions are in <output_dir>/journal/rollouts.jsonl; upload that folder, and remove it",
+    ),
+    ("dataset_num_proc", None, "rows are tokenised on demand; remove it"),
+    (
+        "dataset_kwargs",
+        None,
+        "prepare the data set before you pass it (rows with input_ids are used unchanged); remove it",
+    ),
+    ("truncation_mode", "keep_start", "rows longer than max_length are truncated at their end; remove it"),
+)
+REJECTED: dict[str, str] = {
+    **{name: remedy for name, _, remedy in _REFUSED},
+    "max_prompt_length": "prompts are never truncated; set overlong_prompts='drop' to skip those that do not fit",
+    "use_liger_loss": "the log-prob core never forms the logits; remove it",
+    "steps_per_eval": "use eval_steps",
+}
+# TRL's defaults of these names, and of arguments with another default here.
+TRL_DEFAULTS: dict[str, Any] = {
+    **{name: default for name, default, _ in _REFUSED},
+    "reward_model_path": None,
+    "per_device_eval_batch_size": 8,
+    "ds3_gather_for_generation": True,
+    "vllm_group_port": 51216,
+}
+
+
+def drop_trl_defaults(settings: Mapping[str, Any], known: Mapping[str, Any] | set[str]) -> dict[str, Any]:
+    """Return `settings` without names that are not `known` and have TRL's default."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if name in known or name not in TRL_DEFAULTS or value != TRL_DEFAULTS[name]
+    }
+
+
+def check_names(given: Iterable[str], known: Iterable[str], rejected: Mapping[str, str]) -> None:
+    """Raise one ArgumentError for all unknown names, each with its remedy in `rejected` or the closest known name."""
+    names = sorted(known)
+    messages: list[str] = []
+    for name in given:
+        if name in names:
+            continue
+        if name in rejected:
+            messages.append(f"The argument {name!r} is TRL's and does not exist in lowpeak: {rejected[name]}.")
+            continue
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "see --help for all arguments."
+        messages.append(f"Unknown argument {name!r}; {hint}")
+    if messages:
+        raise ArgumentError(" ".join(messages))

@@ -1,0 +1,137 @@
+"""Supervised and reward model training: arguments, and checks of TRL's packing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from lowpeak.arguments.base import CommonArguments
+from lowpeak.arguments.declare import (
+    NOT_NEGATIVE,
+    EffectCondition,
+    argument,
+    at_least,
+    data_argument,
+    if_on,
+    model_argument,
+    never,
+    one_of,
+    redeclared,
+    require,
+)
+from lowpeak.arguments.rollout import RolloutArguments
+
+logger = logging.getLogger(__name__)
+
+SupervisedLossType = Literal["nll", "dft"]
+
+# TRL's packing strategies that lowpeak refuses, with the remedy.
+_TRL_STRATEGIES = {
+    "bfd_split": "the second part of a split row would lack its context; split long rows beforehand, or raise max_length",
+    "wrapped": "rows would be split anywhere and attend to each other; join the texts beforehand",
+}
+
+
+@dataclass(repr=False)
+class OfflineArguments(CommonArguments):
+    """Arguments that supervised and reward model training share; tokenizer arguments change a copy of it."""
+
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "per_device_eval_batch_size": never(
+            "evaluation runs micro-batches of micro_batch_tokens, as training does; remove it"
+        )
+    }
+
+    eos_token: str | None = model_argument(None, "End-of-sequence token (None: the tokenizer's).")
+    pad_token: str | None = model_argument(None, "Padding token (None: the tokenizer's).")
+    chat_template_path: str | None = data_argument(
+        None, "A .jinja or .j2 file with the chat template (None: the tokenizer's)."
+    )
+    max_length: int | None = data_argument(
+        1024, "Maximum tokens of a row; longer rows are truncated at their end (None: no limit).", at_least(2, "tokens")
+    )
+
+
+@dataclass(repr=False)
+class SFTArguments(OfflineArguments):
+    """Arguments of supervised training."""
+
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "eval_packing": never(
+            "evaluation averages over tokens and keeps rows separate, so packing changes nothing; remove it"
+        )
+    }
+
+    learning_rate: float = redeclared(CommonArguments, "learning_rate", 2e-5)
+    dataset_text_field: str = data_argument("text", "Column of rows that are plain text.")
+    completion_only_loss: bool | None = data_argument(
+        None, "Compute the loss on completions only (None: if rows have a prompt)."
+    )
+    assistant_only_loss: bool = data_argument(False, "Compute the loss on assistant messages only.")
+    loss_type: str = argument(
+        "nll",
+        "Loss: nll (negative log-likelihood), or dft (nll weighted by the token's probability).",
+        one_of(SupervisedLossType),
+    )
+    packing: bool = data_argument(
+        False, "Concatenate rows without padding, or raise an error (False: concatenate if the model supports it)."
+    )
+    packing_strategy: str = data_argument(
+        "bfd",
+        "With packing: only 'bfd', which truncates rows longer than max_length.",
+        one_of(Literal["bfd"], "bfd-requeue", *_TRL_STRATEGIES),
+        if_on("packing"),
+    )
+    eval_packing: bool | None = data_argument(None, "No effect: evaluation lays rows out as training does.")
+
+
+def check_packing(args: Any) -> None:
+    """Raise ArgumentError for packing that lowpeak does not support; warn that a step counts rows, not packed sequences."""
+    if not args.packing:
+        return
+    strategy = {"bfd-requeue": "bfd_split"}.get(args.packing_strategy, args.packing_strategy)
+    require(
+        strategy == "bfd",
+        f"packing_strategy={strategy!r} is not supported: {_TRL_STRATEGIES.get(strategy)}; use 'bfd'.",
+    )
+    require(
+        args.padding_free is not False,
+        "packing=True contradicts padding_free=False: packed rows are concatenated without padding; remove one of the two.",
+    )
+    logger.warning(
+        "packing=True: a step takes per_device_train_batch_size x gradient_accumulation_steps x ranks rows of the data set, while "
+        "in TRL it takes as many packed sequences of max_length tokens; raise per_device_train_batch_size to train on as many "
+        "tokens per step."
+    )
+
+
+_NO_LOGPROBS = never("a reward model gives one score per row and no log-probs; remove it")
+
+
+@dataclass(repr=False)
+class RewardArguments(OfflineArguments):
+    """Arguments of reward model training (Bradley-Terry; InstructGPT, arXiv 2203.02155)."""
+
+    never_act: ClassVar[Mapping[str, EffectCondition]] = {
+        "logprob_chunk_size": _NO_LOGPROBS,
+        "log_entropy": _NO_LOGPROBS,
+        "router_aux_loss_coef": never("transformers' classifiers have no load-balancing loss; remove it", raises=True),
+    }
+
+    learning_rate: float = redeclared(CommonArguments, "learning_rate", 1e-4)
+    disable_dropout: bool = redeclared(CommonArguments, "disable_dropout", True)
+    max_length: int | None = redeclared(
+        OfflineArguments,
+        "max_length",
+        help="Maximum tokens of a row; pairs with a longer row are skipped (None: the model's context).",
+    )
+    share_prompt: bool | None = redeclared(
+        RolloutArguments,
+        "share_prompt",
+        help="Forward the common prefix of a pair once (None: if it saves computation).",
+    )
+    center_rewards_coefficient: float | None = argument(
+        None, "Weight of the squared sum of a pair's rewards, which keeps rewards around 0 (None: 0).", NOT_NEGATIVE
+    )
