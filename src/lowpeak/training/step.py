@@ -1,4 +1,4 @@
-"""One step, whole: score micro-batches without gradients; run them with gradients and a loss. One screen.
+"""The passes of a step: micro-batches are scored without gradients, or run with a loss and gradients.
 
 Nothing here reads a device (`.item()`, `.tolist()`, `bool(tensor)`): sizes come in as numbers and metrics leave as
 tensors, so a phase can be rehearsed on fake tensors. Models, strategies and algorithms are seen through protocols.
@@ -25,14 +25,18 @@ from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 
 @dataclass(frozen=True)
 class Core:
-    """How every pass runs the log-prob core: the same chunks in policy, old and reference passes, or ratios drift."""
+    """How every pass computes log-probs.
+
+    Policy, old and reference passes share it: with other chunks, ratios would drift from 1. `saving` is a context around
+    a forward pass whose activations are kept; `load_balance` is that of a mixture of experts.
+    """
 
     temperature: float
     chunk_size: int
     device: torch.device
     log_entropy: bool = True
-    saving: Callable[[], AbstractContextManager[None]] = nullcontext  # around a forward whose activations are kept
-    load_balance: LoadBalance | None = None  # of a mixture of experts
+    saving: Callable[[], AbstractContextManager[None]] = nullcontext
+    load_balance: LoadBalance | None = None
 
 
 def score(
@@ -41,9 +45,9 @@ def score(
     core: Core,
     **wishes: bool,
 ) -> list[dict[str, Tensor]]:
-    """Return `logprobs`, and what else was wished, of each micro-batch's counted tokens, without gradients: station 8.
+    """Return `logprobs`, and what else `wishes` name, of each micro-batch's loss tokens, without gradients: station 8.
 
-    `wishes` are HeadRequest's: `entropy`, a critic's `values`, or values without `logprobs`.
+    `wishes` are fields of HeadRequest: `entropy`, a critic's `values`, or values without `logprobs`.
     """
     with torch.no_grad():
         return [_forward(model, batch.to(core.device), core, **wishes) for batch in micro_batches]
@@ -57,10 +61,10 @@ def run_step(
     strategy: Strategy,
     coefficients: Mapping[str, float],
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Forward and backward of a step's micro-batches: this rank's share of the loss, and its metrics: station 11.
+    """Run forward and backward of a step's micro-batches; return this rank's loss and metrics: station 11.
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
-    their number. What fails on its way leaves gradients of a part of the step: whoever goes on zeroes them first.
+    their number. After an error `.grad` holds gradients of a part of the step: zero them before another step.
     """
     total = torch.zeros((), device=core.device)
     metrics: dict[str, Metric] = {}
@@ -84,7 +88,7 @@ def measure_step(
     core: Core,
     ranks: Ranks,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """What `run_step` gives, without gradients: an evaluation's loss and metrics."""
+    """Return what `run_step` returns, without gradients: the loss and metrics of an evaluation."""
     total, metrics = torch.zeros((), device=core.device), dict[str, Metric]()
     choices_E = _choices_of_step(model, micro_batches, core, ranks)
     with torch.no_grad():
@@ -103,12 +107,13 @@ def loss_of(
     promised_scale: float | None = None,
     choices_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The weighted loss of one micro-batch and its metrics: the policy's term, that of values and that of load balance.
+    """Return the weighted loss of one micro-batch and its metrics: terms of the policy, of values and of load balance.
 
-    Each only where there is one. With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see
-    HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
+    Only the terms that the run has. With the `promised_scale` of a strategy the head's gradient is already in `.grad`
+    (see HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
     """
-    one_visit = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
+    # A loss per token is formed inside the head's forward pass, chunk by chunk.
+    in_head = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
     routing = _routing_request(batch, core)
     batch = batch.to(core.device)
     out = _forward(
@@ -117,7 +122,7 @@ def loss_of(
         core,
         entropy=algorithm.entropy_bonus or core.log_entropy,
         entropy_grad=algorithm.entropy_bonus,
-        loss=partial(weighted_loss, algorithm, batch.tokens) if one_visit else None,
+        loss=partial(weighted_loss, algorithm, batch.tokens) if in_head else None,
         promised_scale=promised_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
@@ -133,9 +138,9 @@ def loss_of(
 def loss_of_outputs(
     out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm, *more: tuple[Tensor, dict[str, Metric]]
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return the algorithm's weighted loss and its metrics from log-probs, entropies and values that a forward gave.
+    """Return the algorithm's weighted loss and its metrics from the log-probs, entropies and values of a forward pass.
 
-    The policy's term and that of values, each only where there is one, and `more` terms.
+    The sum of the policy's term and the values' term, if the algorithm has them, and of `more` terms.
     """
     terms = [_policy_term(out, tokens, algorithm)] if algorithm.loss is not None else []
     if algorithm.values is not None:
@@ -145,15 +150,18 @@ def loss_of_outputs(
 
 
 def _choices_of_step(model: nn.Module, micro_batches: Sequence[MicroBatch], core: Core, ranks: Ranks) -> Tensor | None:
-    """How often the step's tokens choose each expert, by a pass without gradients: [E]; None where one micro-batch is all."""
+    """Count how often the step's tokens choose each expert, [E]; None if one micro-batch is the whole step.
+
+    The counts need a separate pass without gradients before the first backward.
+    """
     if core.load_balance is None or len(micro_batches) * ranks.world_size == 1:
         return None
     with evaluated(model):
-        answers = (
+        outputs = (
             _forward(model, batch.to(core.device), core, logprobs=False, routing=_routing_request(batch, core))
             for batch in micro_batches
         )
-        choices_E = reduce(torch.add, (answer["routing"][0] for answer in answers))
+        choices_E = reduce(torch.add, (output["routing"][0] for output in outputs))
     return ranks.sum_tensor(choices_E)
 
 
@@ -167,7 +175,7 @@ def _routing_request(batch: MicroBatch, core: Core) -> RoutingRequest | None:
 def _policy_term(
     out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """In one visit of the head where a token's loss is its own; from the log-probs elsewhere."""
+    """Return the loss that the head has formed, or that of its log-probs, with the algorithm's metrics."""
     logprobs_T, entropy_T = out["logprobs"], out.get("entropy")
     loss = out["loss"] if "loss" in out else weighted_loss(algorithm, tokens, logprobs_T, entropy_T)
     with torch.no_grad():
@@ -191,7 +199,7 @@ def weighted_loss(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """`sum(weights_U * loss_U)` of tokens [start, stop), less their part of the entropy bonus; of all tokens without a stop."""
+    """Return `sum(weights_U * loss_U)` of tokens [start, stop), minus their entropy bonus; of all tokens without a stop."""
     assert algorithm.loss is not None
     part = tokens if stop is None else tokens.slice(start, stop)
     loss = (part.weights_U * algorithm.loss(logprobs, part)).sum()
@@ -202,7 +210,7 @@ def weighted_loss(
 
 
 def _entropy_bonus(entropy_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """The share that these tokens have in `coefficient * mean entropy of the step's tokens`."""
+    """Return these tokens' share of `coefficient * mean entropy of the step's tokens`."""
     return tokens.coefficients[ENTROPY_COEF] * tokens.token_share * entropy_T.sum()
 
 

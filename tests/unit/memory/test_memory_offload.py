@@ -139,7 +139,7 @@ def trained(tmp_path, tied, offloads):
     reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
     trainer = RLOOTrainer(model, reward, args, data, processing_class=char_tokenizer())
     if offloads:
-        trainer.run.core = replace(trainer.run.core, saving=offload.saving)
+        trainer.run = replace(trainer.run, core=replace(trainer.run.core, saving=offload.saving))
     trainer.train()
     return dict(model.named_parameters()), offload.bytes_away
 

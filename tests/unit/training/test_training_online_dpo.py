@@ -213,7 +213,7 @@ def test_the_constructor_is_trls(tmp_path):
     assert run.maker.panel.names == ("spread",)
     assert run.model.training is False or run.user_args.disable_dropout
     other, policy = tiny_model(seed=1), tiny_model()
-    assert OnlineDPOTrainer(policy, other, spread, args, **shared).maker.reference.model is other
+    assert OnlineDPOTrainer(policy, other, spread, args, **shared).run.reference.model is other
     with pytest.raises(ArgumentError, match="ref_model"):
         OnlineDPOTrainer(policy, policy, spread, args, **shared)
     with pytest.raises(ArgumentError, match="judge"):

@@ -1,5 +1,0 @@
-"""vLLM as an engine: in this process, or behind HTTP."""
-
-from lowpeak.exports import lazy_exports
-
-__getattr__, __dir__, __all__ = lazy_exports(__name__, __file__)
