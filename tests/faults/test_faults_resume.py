@@ -138,7 +138,7 @@ def note_sizes(case: Case, place: Path) -> None:
     trainer = build(case, place / "run")
     trainer.train(resume_from_checkpoint=True)
     budget = trainer.run.budget
-    (place / "sizes.json").write_text(json.dumps([budget.max_tokens, trainer.run.core.chunk_size]))
+    (place / "sizes.json").write_text(json.dumps([budget.max_tokens, trainer.run.logprob_settings.chunk_size]))
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "sft"])

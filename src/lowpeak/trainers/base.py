@@ -216,7 +216,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         run, step = self.run, inputs["step"]
         with run.tracker.phase(Phase.TRAIN):
             loss, metrics = run_step(
-                model, step.micro_batches, run.algorithm, run.core, run.strategy, self.coefficients()
+                model, step.micro_batches, run.algorithm, run.logprob_settings, run.strategy, self.coefficients()
             )
         useful = Metric(float(step.num_useful), float(step.num_computed))
         self.scratch.measured = StepMetrics(loss, {**metrics, "useful_tokens/train": useful})

@@ -94,7 +94,7 @@ class OfflineTrainer(StepTrainer):
         """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
         run = self.run
         ranks = run.strategy.ranks
-        loss, metrics = measure_step(self.model_wrapped, step.micro_batches, run.algorithm, run.core, ranks)
+        loss, metrics = measure_step(self.model_wrapped, step.micro_batches, run.algorithm, run.logprob_settings, ranks)
         numbers = gather_metrics(StepMetrics(loss, metrics), None, ranks)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}

@@ -108,7 +108,7 @@ class RewardTrainer(OfflineTrainer):
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
         """Return the scores of every pair, from a forward pass besides that of the loss."""
-        scored = score(self.model_wrapped, step.micro_batches, self.run.core, values=True, logprobs=False)
+        scored = score(self.model_wrapped, step.micro_batches, self.run.logprob_settings, values=True, logprobs=False)
         local: dict[int, float] = {}
         for batch, result in zip(step.micro_batches, scored, strict=True):
             local |= zip(batch.record_indices, result["values"].tolist(), strict=False)  # a masked batch has no record

@@ -115,7 +115,7 @@ class SFTTrainer(OfflineTrainer):
 
     def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
         """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as in transformers."""
-        ranks, device = self.run.strategy.ranks, self.run.core.device
+        ranks, device = self.run.strategy.ranks, self.run.logprob_settings.device
         preprocess: Any = self.preprocess_logits_for_metrics
         if preprocess is None:
             raise ArgumentError(f"predict() needs {_PREPROCESS}.")

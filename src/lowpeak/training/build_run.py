@@ -142,7 +142,7 @@ def make_run(
     temperature = getattr(args, "temperature", 1.0)
     return Run(
         algorithm=algorithm,
-        core=Core(temperature, sizes.logprob_chunk_size, device, args.log_entropy, saving, load_balance),
+        logprob_settings=Core(temperature, sizes.logprob_chunk_size, device, args.log_entropy, saving, load_balance),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
         journal=Journal(Path(args.output_dir) / "journal", writes=ranks.processes.rank == 0),

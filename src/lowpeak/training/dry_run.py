@@ -129,5 +129,5 @@ def _micro_batches(run: Run, prompts: list[tuple[int, ...]], completion: int, pa
         "micro_batch_tokens": run.budget.max_tokens,
         "micro_batches_at_most": len(batches),
         "rows_per_micro_batch_at_least": min((sum(map(len, parts)) for parts in batches), default=0),
-        "logprob_chunk_size": run.core.chunk_size,
+        "logprob_chunk_size": run.logprob_settings.chunk_size,
     }

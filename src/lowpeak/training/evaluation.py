@@ -127,7 +127,7 @@ def _needs(run: Run) -> frozenset[Need]:
     algorithm = run.algorithm
     read: dict[Need, bool] = {
         "old": True,
-        "entropy": algorithm.entropy_bonus or run.core.log_entropy,
+        "entropy": algorithm.entropy_bonus or run.logprob_settings.log_entropy,
         "values": algorithm.values is not None,
     }
     return algorithm.needs | {need for need, is_read in read.items() if is_read}

@@ -30,18 +30,18 @@ from lowpeak.training.step_metrics import StepMetrics
 class Run:
     """The parts of a run, made once; only a resumed run replaces its sizes.
 
-    algorithm       what a step minimises
-    core            how every pass runs the log-prob core
-    strategy        how the policy is placed on devices
-    tracker         time and peak memory of each phase
-    journal         records of steps and completions in `output_dir`
-    sizes, budget   the bounds of memory, and how micro-batches are packed within them
-    reference       the reference policy, if the algorithm needs one
-    interrupts      requests to stop, by signals
+    algorithm           the losses, and what they need
+    logprob_settings    how every pass computes log-probs
+    strategy            how the policy is placed on devices
+    tracker             time and peak memory of each phase
+    journal             records of steps and completions in `output_dir`
+    sizes, budget       the bounds of memory, and how micro-batches are packed within them
+    reference           the reference policy, if the algorithm needs one
+    interrupts          requests to stop, by signals
     """
 
     algorithm: Algorithm
-    core: Core
+    logprob_settings: Core
     strategy: Strategy
     tracker: MemoryTracker
     journal: Journal
@@ -53,8 +53,8 @@ class Run:
 
     def with_sizes(self, sizes: Sizes) -> Run:
         """Return this run with every pass within `sizes`."""
-        core = replace(self.core, chunk_size=sizes.logprob_chunk_size)
-        return replace(self, sizes=sizes, core=core, budget=sizes.within(self.budget))
+        settings = replace(self.logprob_settings, chunk_size=sizes.logprob_chunk_size)
+        return replace(self, sizes=sizes, logprob_settings=settings, budget=sizes.within(self.budget))
 
 
 @dataclass

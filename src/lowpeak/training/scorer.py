@@ -53,11 +53,11 @@ def _score_batches(
     if needs & {"old", "entropy", "values"}:
         wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
         wishes["logprobs"] = bool(needs & {"old", "entropy"})
-        passes["old"] = score(model, batches, run.core, **wishes)
+        passes["old"] = score(model, batches, run.logprob_settings, **wishes)
     if "reference" in needs:
         assert run.reference is not None
         with run.reference.use():
-            passes["reference"] = score(run.reference.model or model, batches, run.core)
+            passes["reference"] = score(run.reference.model or model, batches, run.logprob_settings)
     return _read_scores(records, batches, passes)
 
 

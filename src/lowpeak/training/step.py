@@ -42,7 +42,7 @@ class Core:
 def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
-    core: Core,
+    settings: Core,
     **wishes: bool,
 ) -> list[dict[str, Tensor]]:
     """Return `logprobs`, and what else `wishes` name, of each micro-batch's loss tokens, without gradients: station 8.
@@ -50,14 +50,14 @@ def score(
     `wishes` are fields of HeadRequest: `entropy`, a critic's `values`, or values without `logprobs`.
     """
     with torch.no_grad():
-        return [_forward(model, batch.to(core.device), core, **wishes) for batch in micro_batches]
+        return [_forward(model, batch.to(settings.device), settings, **wishes) for batch in micro_batches]
 
 
 def run_step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    core: Core,
+    settings: Core,
     strategy: Strategy,
     coefficients: Mapping[str, float],
 ) -> tuple[Tensor, dict[str, Metric]]:
@@ -66,15 +66,15 @@ def run_step(
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
     their number. After an error `.grad` holds gradients of a part of the step: zero them before another step.
     """
-    total = torch.zeros((), device=core.device)
+    total = torch.zeros((), device=settings.device)
     metrics: dict[str, Metric] = {}
-    choices_E = _choices_of_step(model, micro_batches, core, strategy.ranks)
+    choices_E = _choices_of_step(model, micro_batches, settings, strategy.ranks)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         batch = _with_coefficients(batch, coefficients)
         with strategy.accumulate(model, last):
-            with core.saving():
-                loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale, choices_E)
+            with settings.saving():
+                loss, measured = loss_of(model, batch, algorithm, settings, strategy.promised_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
         metrics = merge_metrics(metrics, measured)
@@ -85,15 +85,15 @@ def measure_step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    core: Core,
+    settings: Core,
     ranks: Ranks,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return what `run_step` returns, without gradients: the loss and metrics of an evaluation."""
-    total, metrics = torch.zeros((), device=core.device), dict[str, Metric]()
-    choices_E = _choices_of_step(model, micro_batches, core, ranks)
+    total, metrics = torch.zeros((), device=settings.device), dict[str, Metric]()
+    choices_E = _choices_of_step(model, micro_batches, settings, ranks)
     with torch.no_grad():
         for batch in micro_batches:
-            loss, measured = loss_of(model, batch, algorithm, core, choices_E=choices_E)
+            loss, measured = loss_of(model, batch, algorithm, settings, choices_E=choices_E)
             total += loss
             metrics = merge_metrics(metrics, measured)
     return total, metrics
@@ -103,7 +103,7 @@ def loss_of(
     model: nn.Module,
     batch: MicroBatch,
     algorithm: Algorithm,
-    core: Core,
+    settings: Core,
     promised_scale: float | None = None,
     choices_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
@@ -114,13 +114,13 @@ def loss_of(
     """
     # A loss per token is formed inside the head's forward pass, chunk by chunk.
     in_head = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
-    routing = _routing_request(batch, core)
-    batch = batch.to(core.device)
+    routing = _routing_request(batch, settings)
+    batch = batch.to(settings.device)
     out = _forward(
         model,
         batch,
-        core,
-        entropy=algorithm.entropy_bonus or core.log_entropy,
+        settings,
+        entropy=algorithm.entropy_bonus or settings.log_entropy,
         entropy_grad=algorithm.entropy_bonus,
         loss=partial(weighted_loss, algorithm, batch.tokens) if in_head else None,
         promised_scale=promised_scale,
@@ -130,8 +130,8 @@ def loss_of(
         routing=routing,
     )
     balance = []
-    if core.load_balance is not None:
-        balance = [_balance_term(out["routing"], choices_E, batch.tokens, core.load_balance)]
+    if settings.load_balance is not None:
+        balance = [_balance_term(out["routing"], choices_E, batch.tokens, settings.load_balance)]
     return loss_of_outputs(out, batch.tokens, algorithm, *balance)
 
 
@@ -149,27 +149,31 @@ def loss_of_outputs(
     return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
 
 
-def _choices_of_step(model: nn.Module, micro_batches: Sequence[MicroBatch], core: Core, ranks: Ranks) -> Tensor | None:
+def _choices_of_step(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], settings: Core, ranks: Ranks
+) -> Tensor | None:
     """Count how often the step's tokens choose each expert, [E]; None if one micro-batch is the whole step.
 
     The counts need a separate pass without gradients before the first backward.
     """
-    if core.load_balance is None or len(micro_batches) * ranks.world_size == 1:
+    if settings.load_balance is None or len(micro_batches) * ranks.world_size == 1:
         return None
     with evaluated(model):
         outputs = (
-            _forward(model, batch.to(core.device), core, logprobs=False, routing=_routing_request(batch, core))
+            _forward(
+                model, batch.to(settings.device), settings, logprobs=False, routing=_routing_request(batch, settings)
+            )
             for batch in micro_batches
         )
         choices_E = reduce(torch.add, (output["routing"][0] for output in outputs))
     return ranks.sum_tensor(choices_E)
 
 
-def _routing_request(batch: MicroBatch, core: Core) -> RoutingRequest | None:
-    if core.load_balance is None:
+def _routing_request(batch: MicroBatch, settings: Core) -> RoutingRequest | None:
+    if settings.load_balance is None:
         return None
-    sequences_N = sequences_per_token(batch).to(core.device, non_blocking=True)
-    return RoutingRequest(sequences_N, core.load_balance.top_k)
+    sequences_N = sequences_per_token(batch).to(settings.device, non_blocking=True)
+    return RoutingRequest(sequences_N, settings.load_balance.top_k)
 
 
 def _policy_term(
@@ -228,16 +232,16 @@ def _balance_term(
     return balance.coefficient * loss, {"aux_loss": Metric(loss.detach(), tokens.batch_share)}
 
 
-def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) -> dict[str, Tensor]:
+def _forward(model: nn.Module, batch: MicroBatch, settings: Core, **wishes: object) -> dict[str, Tensor]:
     request = HeadRequest(
         positions_T=batch.positions_T,
         targets_T=batch.targets_T,
-        temperature=core.temperature,
-        chunk_size=core.chunk_size,
+        temperature=settings.temperature,
+        chunk_size=settings.chunk_size,
         **wishes,  # type: ignore[arg-type]
     )
     if batch.forest is not None:
-        seen = forward_arguments(batch.forest, core.device)
+        seen = forward_arguments(batch.forest, settings.device)
         return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
     with padded_rows():
         return model(input_ids=batch.input_ids_BL, head_request=request)

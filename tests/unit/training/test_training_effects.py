@@ -30,8 +30,8 @@ def settings(tmp_path, num_rewards=1, **changes):
     ("name", "value", "where"),
     [
         ("learning_rate", 0.25, lambda run: run.create_optimizer().param_groups[0]["lr"]),
-        ("logprob_chunk_size", 17, lambda run: run.run.core.chunk_size),
-        ("temperature", 0.5, lambda run: run.run.core.temperature),
+        ("logprob_chunk_size", 17, lambda run: run.run.logprob_settings.chunk_size),
+        ("temperature", 0.5, lambda run: run.run.logprob_settings.temperature),
         ("temperature", 0.5, lambda run: run.maker.settings.sampling.temperature),
         ("max_completion_length", 3, lambda run: max(len(r.completion) for r in run.maker.collect(0, 0, None).records)),
         ("top_p", 0.9, lambda run: run.maker.settings.sampling.top_p),
@@ -50,7 +50,7 @@ def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, w
     ("kind", "idle", "read", "default"),
     [
         ("GRPO", {"vllm_mode": "server"}, lambda run: run.vllm_mode, "colocate"),  # what a rollout_func reads
-        ("Reward", {"log_entropy": False}, lambda run: run.run.core.log_entropy, True),
+        ("Reward", {"log_entropy": False}, lambda run: run.run.logprob_settings.log_entropy, True),
         (
             *("PPO", {"value_learning_rate": 0.5, "vf_coef": 0.0}),
             *(lambda run: {group["lr"] for group in run.create_optimizer().param_groups}, {1e-2}),

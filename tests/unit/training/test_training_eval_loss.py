@@ -104,7 +104,7 @@ def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case, mon
     rows = with_advantages(rows, algorithm.advantages(rows, coefficients))
     batches = make_step_batches(rows, range(len(rows)), algorithm, run.run.budget, run.run.strategy.ranks)
     told = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
-    loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.core, run.run.strategy.ranks)
+    loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.logprob_settings, run.run.strategy.ranks)
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)
     for metric, value in measured.items() if not algorithm.idle else ():  # a step leaves idle rows out
         assert metrics[f"eval_{metric}"] == pytest.approx(float(value.value()), rel=1e-4, abs=1e-5), metric

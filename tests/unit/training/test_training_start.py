@@ -202,9 +202,9 @@ def test_a_step_took_what_it_took_where_it_took_most():
     uses = {"rollout": PhaseUse(2.0, 100, 1), "train": PhaseUse(1.0, 700, 3)}
     theirs = {Phase.ROLLOUT: (3.0, 90.0), Phase.TRAIN: (0.5, 800.0), Phase.SAVE: (0.25, 10.0)}
     numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0)))]
-    spent = gather_usage(4.0, uses, False, Another(numbers))
-    assert (spent.seconds, spent.stopping) == (4.5, False)
-    assert {name: (use.seconds, use.peak_bytes) for name, use in spent.uses.items()} == {
+    usage = gather_usage(4.0, uses, False, Another(numbers))
+    assert (usage.seconds, usage.stopping) == (4.5, False)
+    assert {name: (use.seconds, use.peak_bytes) for name, use in usage.phases.items()} == {
         "rollout": (3.0, 100),
         "train": (1.0, 800),
         "save": (0.25, 10),
