@@ -21,7 +21,7 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
-from lowpeak.trainers.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
+from lowpeak.trainers.constructor import base_arguments, make_arguments, reject_unsupported, reject_virtual_tokens
 from lowpeak.training import (
     REFERENCE_FOLDER,
     Evaluation,
@@ -95,7 +95,7 @@ class OnlineTrainer(StepTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
-        refuse_virtual_tokens(model, peft_config)
+        reject_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
         silence_nonzero_ranks(args)
         with Ranks(args.device).together():

@@ -250,7 +250,7 @@ def save_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parame
 
 
 def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    """Load what `save_apart` wrote into this rank's shards; CheckpointError if it is missing or of another model."""
+    """Load a checkpoint's folder into this rank's shards; CheckpointError if it is missing or of another model."""
     if not (checkpoint / folder).is_dir():
         raise CheckpointError(f"{checkpoint / folder} is missing: {_MISSING_REASONS[folder]}")
     state = _state(parameters)
