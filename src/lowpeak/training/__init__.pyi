@@ -32,7 +32,7 @@ from lowpeak.training.prepare_run import prepare_online as prepare_online
 from lowpeak.training.rollout_report import print_completions as print_completions
 from lowpeak.training.run import Run as Run
 from lowpeak.training.run import StepScratch as StepScratch
-from lowpeak.training.run import explained as explained
+from lowpeak.training.run import explain_out_of_memory as explain_out_of_memory
 from lowpeak.training.run_sizes import Sizes as Sizes
 from lowpeak.training.run_sizes import choose_layout as choose_layout
 from lowpeak.training.run_sizes import device_at_start as device_at_start

@@ -112,8 +112,8 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
     ranks, where = run.strategy.ranks, settings.where
     if is_peft(parts.policy) and parts_tied(parts.policy, run.strategy.layout(parts.policy)):
         raise ArgumentError(
-            "The model ties its embedding and lm_head, but the adapter trains them separately, and vLLM stores one copy. "
-            "Train neither, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
+            "the adapter trains embedding and lm_head separately, but the model ties them and vLLM stores one copy: train "
+            "neither, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
         )
     adapter = _servable_adapter(parts.policy)
     info = PolicyFacts(

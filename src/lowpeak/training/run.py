@@ -103,7 +103,7 @@ _REMEDIES = {
 
 
 @contextmanager
-def explained(phase: Phase, context: RunContext) -> Iterator[None]:
+def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
     """Raise MemoryExhaustedError, with the run's sizes and a remedy, in place of torch's or Python's error."""
     try:
         yield
@@ -135,7 +135,7 @@ class ProgressTracker(MemoryTracker):
     def phase(self, phase: Phase) -> Iterator[None]:
         if phase in _PROGRESS_TEXTS:
             self._show(_PROGRESS_TEXTS[phase])
-        with super().phase(phase), explained(phase, self._context):
+        with super().phase(phase), explain_out_of_memory(phase, self._context):
             yield
 
     def _show(self, text: str) -> None:

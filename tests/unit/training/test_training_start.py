@@ -25,7 +25,7 @@ from lowpeak.setup import (
     require_same_data,
     silence_nonzero_ranks,
 )
-from lowpeak.training import explained, gather_usage
+from lowpeak.training import explain_out_of_memory, gather_usage
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -246,12 +246,12 @@ TRAINER = SimpleNamespace(run=SimpleNamespace(sizes=SimpleNamespace(as_dict=lamb
     ],
 )
 def test_out_of_memory_says_where_and_what_to_set(phase, error, remedy):
-    with pytest.raises(MemoryExhaustedError, match=rf"{phase}: .*{remedy}"), explained(phase, TRAINER):
+    with pytest.raises(MemoryExhaustedError, match=rf"{phase}: .*{remedy}"), explain_out_of_memory(phase, TRAINER):
         raise error
 
 
 def test_other_errors_of_a_phase_stay_as_they_are():
     error = RuntimeError("a shape does not fit")
-    with pytest.raises(RuntimeError) as caught, explained(Phase.TRAIN, TRAINER):
+    with pytest.raises(RuntimeError) as caught, explain_out_of_memory(Phase.TRAIN, TRAINER):
         raise error
     assert caught.value is error
