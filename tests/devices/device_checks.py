@@ -85,7 +85,7 @@ def leave_on_host(case: str, place: Path) -> None:
     for what in ("reference", "reward"):
         trainer = build(Case(args=KL, parts=parts), place / what, device)
         reward = next(reward for reward in trainer.parts.rewards if isinstance(reward, ModelReward))
-        frozen = {"reference": trainer.maker.reference.model, "reward": reward.model}
+        frozen = {"reference": trainer.run.reference.model, "reward": reward.model}
         placed = {name: {p.device.type for p in model.parameters()} for name, model in frozen.items()}
         assert placed == {"reference": {"twin"}, "reward": {"twin"}}, placed
         frozen[what].to("cpu")
@@ -122,14 +122,14 @@ def raise_and_make_again(what: str, place: Path, device: torch.device) -> None:
 
 
 def rollout(trainer: Any) -> list[list[int]]:
-    made = trainer.maker.make(1, trainer.state.global_step, trainer.state)
+    made = trainer.maker.collect(1, trainer.state.global_step, trainer.state)
     return [record.completion.ids.tolist() for record in made.records]
 
 
 def state(trainer: Any) -> dict[str, Any]:
     """All that a rollout may change for its time: modules, configs, where storages are, and every value."""
     gc.collect()
-    models = [trainer.model, trainer.maker.reference.model]
+    models = [trainer.model, trainer.run.reference.model]
     states = [value for each in trainer.optimizer.state.values() for value in each.values()]
     return {
         "modules": [footprint(model) for model in models],
@@ -180,7 +180,7 @@ def measure(name: str, place: Path, device: torch.device) -> list[dict[str, Any]
     case, found = CASES[name], []
     for args in ({}, case.device_args):
         trainer = build(replace(case, device_args=args), place / f"run{len(found)}", device)
-        reference = getattr(trainer.maker.reference, "model", None) if hasattr(trainer, "maker") else None
+        reference = getattr(trainer.run.reference, "model", None)
         size = 0 if reference is None else sum(p.nbytes for p in reference.parameters())
         ledger.clear()
         trainer.train()

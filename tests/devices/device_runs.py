@@ -248,8 +248,7 @@ def run(case: Case, folder: Path, device: torch.device | None = None) -> dict[st
     trainer.train()
     ledger = second_device.ledger
     crossed = {name: dict(getattr(ledger, name)) for name in ("reads", "lines", "waits", "downloaded", "uploaded")}
-    maker = getattr(trainer, "maker", None)
-    reference = None if maker is None or maker.reference is None else maker.reference.model
+    reference = getattr(trainer.run.reference, "model", None)
     found = {
         "weights": digest(trainer.model),
         "reference": None if reference is None or case.device_args == FROZEN_AWAY else digest(reference),

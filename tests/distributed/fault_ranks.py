@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,7 +244,7 @@ def die_saving(place: Path) -> None:
     trainer = run_with(place, spread, "fsdp2", max_steps=1)
     trainer.train()
     if rank() == 1:
-        trainer.run.strategy = Dying(trainer.run.strategy, place)
+        trainer.run = replace(trainer.run, strategy=Dying(trainer.run.strategy, place))
     note(place, error=error_of(trainer.save_model))
     raise SystemExit(3)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,15 @@ SETTINGS = {"beta": 0.1, "max_steps": 3}
 
 def let_rest(trainer: Any) -> None:
     """States, gradients, reference and reward model rest while completions are written, as on a GPU."""
-    strategy, reference = trainer.run.strategy, trainer.maker.reference
+    strategy, reference = trainer.run.strategy, trainer.run.reference
     judge = trainer.maker.panel.rewards[1]
     for parameter in [*reference.model.parameters(), *judge.model.parameters()]:
         if not strategy.cuts_parameters:  # on a CPU a whole one is the checkpoint's file, whose pages nobody can free
             parameter.data = parameter.data.clone()
     rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
-    trainer.maker.rest = rest
+    trainer.maker.offloader = rest
     ready = resting(rest, strategy, Frozen(reference.model, reference.use)).ready
-    trainer.maker.reference = Reference(reference.model, ready)
+    trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     judge.use(resting(rest, strategy, Frozen(judge.model, judge._ready)), judge.ranks)
 
 
@@ -40,7 +41,7 @@ def watch(trainer: Any, seen: list[int]) -> None:
 
     def noting(prompts: Any, sampling: Any) -> Any:
         strategy = trainer.run.strategy
-        frozen = [*strategy.shards(trainer.maker.reference.model).values()]
+        frozen = [*strategy.shards(trainer.run.reference.model).values()]
         tensors = [t for t in [*strategy.idle(trainer.model, trainer.optimizer), *frozen] if t.numel() > 16]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in map(_local, tensors)}
         seen.append(sum(storage.nbytes() for storage in storages.values()))

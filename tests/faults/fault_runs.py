@@ -127,7 +127,7 @@ def _rows(case: Case, count: int) -> list[dict[str, str]]:
 
 
 def finish(trainer: Any, result: Path) -> None:
-    reference = trainer.maker.reference if hasattr(trainer, "maker") else None
+    reference = trainer.run.reference
     found = {
         "step": trainer.state.global_step,
         "weights": digest(trainer.model),

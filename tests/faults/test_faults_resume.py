@@ -137,8 +137,8 @@ def test_a_new_run_beside_old_checkpoints_keeps_its_own_and_warns(tmp_path, left
 def note_sizes(case: Case, place: Path) -> None:
     trainer = build(case, place / "run")
     trainer.train(resume_from_checkpoint=True)
-    budget = trainer.budget if case.trainer == "sft" else trainer.maker.budget
-    (place / "sizes.json").write_text(json.dumps([budget.max_tokens, trainer.run.core.chunk_size]))
+    budget = trainer.run.budget
+    (place / "sizes.json").write_text(json.dumps([budget.max_tokens, trainer.run.logprob_settings.chunk_size]))
 
 
 @pytest.mark.parametrize("trainer", ["grpo", "sft"])

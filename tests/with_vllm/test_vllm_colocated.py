@@ -143,14 +143,14 @@ def test_keys_and_values_of_old_weights_are_forgotten(trainer):
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.mul_(0.9)
-        trainer.maker.weights_changed = True
+        trainer.maker.weight_sync.weights_changed = True
         trainer.maker.load_weights(0)
         assert_logprobs_are_the_policys(trainer.model, engine.generate(long, SAMPLED), SAMPLED.temperature)
     finally:
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 parameter.copy_(kept[name])
-        trainer.maker.weights_changed = True
+        trainer.maker.weight_sync.weights_changed = True
         trainer.maker.load_weights(0)
 
 

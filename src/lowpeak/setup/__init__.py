@@ -1,4 +1,4 @@
-"""The start of a run: what is there, what is resumed, where ranks meet after a restart."""
+"""The start of a run: checks before loading, consistent ranks, resuming, restarts."""
 
 from lowpeak.exports import lazy_exports
 

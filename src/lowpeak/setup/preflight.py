@@ -14,8 +14,8 @@ from lowpeak.data import check_end, num_rows, rows_at
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.models import add_adapter, find_config
 
-# The fields of a LoraConfig on which it depends whether it fits a model; others may need the model's weights.
-_FITTING = (
+# Fields of a LoraConfig that decide whether it fits a model; others may need the model's weights.
+_STRUCTURAL_FIELDS = (
     *("r", "lora_alpha", "lora_dropout", "task_type", "target_modules", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "rank_pattern", "alpha_pattern", "bias"),
 )
@@ -24,7 +24,7 @@ _FITTING = (
 def check_data(
     train_dataset: Any, eval_dataset: Any, args: Any, columns: str, check_row: Callable[[Any, str], None]
 ) -> None:
-    """Raise DataError or ArgumentError for missing data, and for first rows whose columns `check_row` refuses."""
+    """Raise DataError or ArgumentError for missing data, and for a first row that `check_row` rejects."""
     if train_dataset is None:
         raise DataError(f"train_dataset is None: pass a data set with {columns}.")
     check_end(train_dataset, args.max_steps)
@@ -48,16 +48,16 @@ def check_hub(args: Any) -> None:
     """Raise ArgumentError for an upload while the hub is switched off."""
     if args.push_to_hub and is_offline_mode():
         raise ArgumentError(
-            "push_to_hub=True cannot act: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "
+            "push_to_hub=True has no effect: the hub is switched off (HF_HUB_OFFLINE); unset that variable, or set "
             "push_to_hub=False and upload output_dir later."
         )
 
 
 def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
-    """Raise ArgumentError for LoRA that does not fit; a model that is named is made without weights to see."""
+    """Raise ArgumentError for LoRA that does not fit the model; one given by name is built without weights to check."""
     if peft_config is not None and not hasattr(peft_config, "peft_type"):
         raise ArgumentError(
-            f"peft_config is {peft_config!r:.80}, a {type(peft_config).__name__}; pass a configuration of peft's, as "
+            f"peft_config is {peft_config!r:.80}, a {type(peft_config).__name__}; pass a peft configuration, such as "
             "LoraConfig(...)."
         )
     if getattr(peft_config, "peft_type", None) != "LORA":
@@ -66,7 +66,7 @@ def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
     task = peft_config.task_type
     if auto is AutoModelForCausalLM and task not in (None, "CAUSAL_LM"):
         raise ArgumentError(
-            f"peft_config has task_type={str(getattr(task, 'value', task))!r}, and the model is trained as CAUSAL_LM: set that, or "
+            f"peft_config has task_type={str(getattr(task, 'value', task))!r}, but the model is trained as CAUSAL_LM: set that, or "
             "leave it out."
         )
     if isinstance(model, str):
@@ -75,7 +75,7 @@ def check_adapter(peft_config: Any, model: Any, auto: Any, args: Any) -> None:
 
 def _check_adapter_numbers(peft_config: Any) -> None:
     for name, fits, text in (
-        ("r", lambda x: isinstance(x, int) and x >= 1, "a whole number of at least 1"),
+        ("r", lambda x: isinstance(x, int) and x >= 1, "an integer of at least 1"),
         ("lora_alpha", lambda x: 0 < x < math.inf, "a finite number above 0"),
         ("lora_dropout", lambda x: 0 <= x < 1, "in [0, 1)"),
     ):
@@ -92,7 +92,9 @@ def _check_adapter_fits(peft_config: Any, model: str, auto: Any, args: Any) -> N
         with torch.device("meta"):
             bare = auto.from_config(find_config(model, options), trust_remote_code=args.trust_remote_code)
     except Exception:
-        return  # loading the model says what is wrong with it
+        return  # loading the model will raise with the reason
     add_adapter(
-        bare, type(peft_config)(**{name: getattr(peft_config, name) for name in _FITTING}), low_cpu_mem_usage=True
+        bare,
+        type(peft_config)(**{name: getattr(peft_config, name) for name in _STRUCTURAL_FIELDS}),
+        low_cpu_mem_usage=True,
     )

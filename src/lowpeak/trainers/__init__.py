@@ -1,4 +1,4 @@
-"""The trainers that users call, over `transformers.Trainer`."""
+"""The trainers that users call, subclasses of `transformers.Trainer`."""
 
 from lowpeak.exports import lazy_exports
 

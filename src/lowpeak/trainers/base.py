@@ -1,7 +1,7 @@
-"""The seam to transformers' Trainer: one mapping per optimizer step, run whole in `training_step`.
+"""The base of all trainers: transformers' Trainer with one mapping per optimizer step, run in `training_step`.
 
-What is overridden, and why, stands in docs/architecture.md. Subclasses say what a step is (`next_step`) and what of
-their own a checkpoint must hold (`run_state`, `take_run_state`).
+docs/architecture.md lists the overridden methods with the reasons. Subclasses define a step (`next_step`) and what a
+checkpoint needs besides the model (`run_state`, `restore_run_state`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +29,42 @@ from lowpeak.checkpoint import (
     staged_files,
     verify_manifest,
 )
-from lowpeak.errors import DataError, EngineError
+from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
 from lowpeak.parallel import has_shards, trained
 from lowpeak.records import Metric, merge_metrics
-from lowpeak.setup import check_name, clear_folder, require_same_arguments, require_same_data, take_up
+from lowpeak.setup import (
+    check_checkpoint_name,
+    clear_output_dir,
+    find_resume_checkpoint,
+    require_same_arguments,
+    require_same_data,
+)
 from lowpeak.trainers.model_card import ModelCardMixin
 from lowpeak.training import (
-    STOPS,
-    WISHES,
-    Readout,
+    CONTROL_FLAGS,
+    STOP_FLAGS,
     Run,
-    Sizes,
-    Spent,
-    StepWork,
-    agree_on,
-    check_groups,
-    check_kind,
+    StepBatches,
+    StepCallback,
+    StepMetrics,
+    StepScratch,
+    StepUsage,
+    agree_on_flags,
+    check_optimizer_groups,
+    check_training_state,
+    explain_load_errors,
     export_model,
-    finite_or_raise,
-    finite_weights_or_raise,
-    fitting,
+    gather_metrics,
+    gather_usage,
     load_training,
+    only_policy_adapters,
     phase_metrics,
-    policys_adapter_alone,
-    read_metrics,
-    read_spent,
+    require_finite_step,
+    require_finite_weights,
     run_step,
     save_checkpoint,
-    saved_where_it_waits,
-    telling_of_held,
+    warn_of_ignored_arguments,
 )
 from lowpeak.watchdog import watched
 
@@ -67,49 +72,62 @@ logger = logging.getLogger(__name__)
 
 
 class StepTrainer(ModelCardMixin, Trainer):
-    """transformers' Trainer whose step is a list of micro-batches under weights of the whole step's counts."""
+    """transformers' Trainer whose step is a list of micro-batches, weighted by the counts of the whole step.
+
+    run                 the parts of the run
+    scratch             numbers of the step under way
+    algorithm_state     the algorithm's numbers that change during the run, such as an adaptive KL coefficient
+    unlogged_metrics    metrics of the steps since the last log
+    resumed             the checkpoint's state, until training has restored it
+    """
 
     run: Run
     control: Any
-    step_began_with: RunState | None = None  # while the work of a step is made
+    scratch: StepScratch
+    algorithm_state: Mapping[str, float]
+    unlogged_metrics: Mapping[str, Metric]
+    resumed: RunState | None = None
 
     def num_steps_per_epoch(self) -> int | None:
-        """Optimizer steps in which each row of the data is used once; None where the data has no length."""
-        raise AssertionError("a trainer says how long an epoch is")
+        """Return the optimizer steps that use each row of the data once; None for data without a length."""
+        raise AssertionError("a trainer defines an epoch")
 
-    def next_step(self) -> StepWork:
-        raise AssertionError("a trainer says what a step is")
+    def next_step(self) -> StepBatches:
+        raise AssertionError("a trainer defines a step")
 
     def run_state(self) -> RunState:
-        """What of the run a checkpoint must hold besides weights, optimizer and schedule."""
-        raise AssertionError("a trainer says what its state is")
+        """Return what a checkpoint needs besides weights, optimizer and schedule."""
+        raise AssertionError("a trainer defines its state")
 
-    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
-        """Go on from what `run_state` gave when `checkpoint` was written."""
-        raise AssertionError("a trainer takes its state back")
-
-    def use_sizes(self, sizes: Sizes) -> None:
-        """Run every pass within these sizes."""
-        self.run.sizes = sizes
-        self.run.core = replace(self.run.core, chunk_size=sizes.logprob_chunk_size)
+    def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
+        """Continue from the `run_state` of `checkpoint`."""
+        raise AssertionError("a trainer restores its state")
 
     def identity(self) -> dict[str, Any]:
-        """What must be the same for a resumed run to be the same run, as JSON."""
+        """Return, as JSON, what must not change when a run is resumed."""
         return {"algorithm": self.run.algorithm.name}
 
-    def save_more(self, folder: Path) -> None:
+    def save_extra(self, folder: Path) -> None:
         """Write what else a checkpoint needs into its (staged) folder."""
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
-        """The metrics of one data set, their names under `prefix`."""
-        raise AssertionError("a trainer says how it evaluates")
+        """Return the metrics of one data set, their names under `prefix`."""
+        raise AssertionError("a trainer defines an evaluation")
+
+    def start_run(self, run: Run) -> None:
+        """Keep the parts of the run, with the state that it starts with."""
+        self.run, self.scratch = run, StepScratch()
+        self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
+        optimizer_phase = lambda: self.run.tracker.phase(Phase.OPTIMIZER)  # noqa: E731
+        engine_step = lambda: self.run.strategy.own_step()  # noqa: E731
+        self.add_callback(StepCallback(optimizer_phase, engine_step, self.finish_step, run.interrupts))
 
     # the loop
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Train, or go on from a checkpoint (True: the last whole one of output_dir); first Ctrl-C saves and stops."""
+        """Train, or resume from a checkpoint (True: the last complete one of output_dir); Ctrl-C saves and stops."""
         output_dir, ranks = Path(self.args.output_dir), self.run.strategy.ranks
-        # Signals are given back last: a SIGTERM must not end rank 0 before `watched` has said which rank died.
+        # Signal handlers are restored last: a SIGTERM must not end rank 0 before `watched` has reported which rank died.
         with ExitStack() as signals, ExitStack() as stack:
             stack.enter_context(watched(ranks, lambda: self.run.tracker.where))
             require_same_arguments(self.args, ranks)
@@ -118,141 +136,157 @@ class StepTrainer(ModelCardMixin, Trainer):
             checkpoint = self._start(output_dir, resume_from_checkpoint)
             signals.enter_context(self.run.interrupts.watched())
             try:
-                with saved_where_it_waits(self, output_dir):
+                with self._save_if_stopped_while_waiting(output_dir):
                     result = super().train(None if checkpoint is None else os.fspath(checkpoint), *args, **kwargs)
                     self._agree_to_stop(0.0)
             except EngineError:
-                self._check_weights()  # broken weights are why an engine fails: say so, and where good ones are
+                self._check_weights()  # an engine can fail because of NaN weights: then report those, with the last good ones
                 raise
         self.run.interrupts.raise_if_stopped(output_dir, self.state.global_step)
         return result
 
     def _start(self, output_dir: Path, resume_from_checkpoint: str | bool | None) -> Path | None:
-        """Forget what a run that was cut off left in this process; take up the checkpoint, and return it, if any."""
-        self.run.noted, self.run.metrics, self.run.readout = {}, {}, None
+        """Clear what an aborted run left in this process; restore the checkpoint, and return it, if any."""
+        self.scratch, self.unlogged_metrics = StepScratch(), {}
         self.run.tracker.take()
         ranks = self.run.strategy.ranks
         ranks.first(self.run.journal.check)
-        checkpoint = ranks.first(lambda: take_up(output_dir, resume_from_checkpoint))
-        self.run.resumed = None
+        checkpoint = ranks.first(lambda: find_resume_checkpoint(output_dir, resume_from_checkpoint))
+        self.resumed = None
         if checkpoint is not None:
             verify_manifest(checkpoint, ranks.processes)
             with ranks.together():
-                self.run.resumed = load_run_state(checkpoint, self.args.process_index)
-                check_name(checkpoint, output_dir, self.run.resumed.policy_version)
-                check_kind(checkpoint, self.run.strategy)
-                check_identity(self.run.resumed.identity, self.identity(), checkpoint, self.run.resumed.in_rollout)
-                self.take_run_state(self.run.resumed, checkpoint)
+                self.resumed = load_run_state(checkpoint, self.args.process_index)
+                check_checkpoint_name(checkpoint, output_dir, self.resumed.policy_version)
+                check_training_state(checkpoint, self.run.strategy)
+                check_identity(self.resumed.identity, self.identity(), checkpoint, self.resumed.in_rollout)
+                self.restore_run_state(self.resumed, checkpoint)
         return checkpoint
 
+    @contextmanager
+    def _save_if_stopped_while_waiting(self, output_dir: Path) -> Iterator[None]:
+        """Save and stop if a rank is asked to stop while it waits for an engine, also if other ranks gave up waiting.
+
+        The saved state is that before the step under way, whose prompts are drawn again on resume.
+        """
+        self.scratch.start_state = None
+        try:
+            yield
+        except (EngineError, StoppedError) as error:
+            ranks, step = self.run.strategy.ranks, self.state.global_step
+            if not ranks.max([float(isinstance(error, StoppedError))])[0]:
+                raise
+            self.run.interrupts.agreed = True
+            if step and not ranks.first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
+                self.save_state(None, self.scratch.start_state or self.run_state())
+                self.callback_handler.on_save(self.args, self.state, self.control)
+            self.callback_handler.on_train_end(self.args, self.state, self.control)
+            self.run.interrupts.raise_if_stopped(output_dir, step)
+
     def get_train_dataloader(self) -> DataLoader:
-        """A stand-in that counts steps: prompts are drawn by the cursor. Its own generator keeps torch's untouched."""
+        """Return a stand-in that counts steps: the cursor draws the data."""
         steps = self.num_steps_per_epoch() or self.args.max_steps
         counter: Any = range(max(1, steps))
+        # A separate generator leaves torch's random state untouched.
         return DataLoader(counter, batch_size=1, generator=torch.Generator())
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, None]:
-        """One mapping with the whole step's micro-batches; on resume, the random states come back here first."""
+        """Return one mapping with the whole step's micro-batches."""
         if next(epoch_iterator, None) is None:
             return [], None
-        if self.run.resumed is not None:
-            restore_random(self.run.resumed.random)
-            self.run.resumed = None
+        if self.resumed is not None:
+            restore_random(self.resumed.random)
+            self.resumed = None
         if self.state.global_step >= self.state.max_steps:  # the base would take one more step of a finished run
             self.control.should_training_stop = True
             return [], None
         start = time.perf_counter()
-        self.step_began_with = self.run_state()
-        work = self.next_step()
-        self.step_began_with = None
-        return [{"step": work, "start": start}], None
+        self.scratch = StepScratch(start_state=self.run_state())
+        batches = self.next_step()
+        self.scratch.start_state = None
+        return [{"step": batches, "start": start}], None
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Nothing: `get_batch_samples` has restored them, before the rollout that draws from them."""
+        """Do nothing: `get_batch_samples` restores random states, before the rollout that draws from them."""
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        work: StepWork = inputs["step"]
-        with self.run.tracker.phase(Phase.TRAIN):
+        run, step = self.run, inputs["step"]
+        with run.tracker.phase(Phase.TRAIN):
             loss, metrics = run_step(
-                model, work.micro_batches, self.run.algorithm, self.run.core, self.run.strategy, self.coefficients()
+                model, step.micro_batches, run.algorithm, run.logprob_settings, run.strategy, self.coefficients()
             )
-        useful = Metric(float(work.num_useful), float(work.num_computed))
-        self.run.readout = Readout(loss, {**metrics, "useful_tokens/train": useful})
-        self.run.step_seconds, self.run.num_new = time.perf_counter() - inputs["start"], work.num_new
-        return loss * self.run.strategy.ranks.world_size
+        useful = Metric(float(step.num_useful), float(step.num_computed))
+        self.scratch.measured = StepMetrics(loss, {**metrics, "useful_tokens/train": useful})
+        self.scratch.seconds, self.scratch.num_new = time.perf_counter() - inputs["start"], step.num_new
+        return loss * run.strategy.ranks.world_size
 
     def coefficients(self) -> dict[str, float]:
-        done = self.state
-        return self.run.algorithm.coefficients(self.run.algorithm_state, done.global_step, done.epoch or 0.0)
+        """Return the algorithm's scheduled and adaptive coefficients at this point of the run."""
+        return self.run.algorithm.coefficients(self.algorithm_state, self.state.global_step, self.state.epoch or 0.0)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm; and the step's one read of the device: a NaN stops here, before the optimizer."""
-        own = self.run.strategy.own_grad_norm()
-        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if own is None else own
-        if hasattr(grad_norm, "full_tensor"):  # FSDP2's is a part of it on each rank
-            grad_norm = grad_norm.full_tensor()
-        assert self.run.readout is not None
+        """Return the gradient norm, after the step's only read of the device; raise NonFiniteError for a NaN."""
         strategy, step = self.run.strategy, self.state.global_step + 1
-        numbers = read_metrics(self.run.readout, grad_norm, strategy.ranks)
-        finite_or_raise(numbers, self.model, strategy, step, Path(self.args.output_dir))
-        self.run.readout = numbers
-        return numbers.grad_norm if own is not None else grad_norm
+        engine_norm = strategy.own_grad_norm()
+        grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if engine_norm is None else engine_norm
+        if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
+            grad_norm = grad_norm.full_tensor()
+        assert self.scratch.measured is not None
+        self.scratch.measured = gather_metrics(self.scratch.measured, grad_norm, strategy.ranks)
+        require_finite_step(self.scratch.measured, self.model, strategy, step, Path(self.args.output_dir))
+        return self.scratch.measured.grad_norm if engine_norm is not None else grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """6 operations per parameter and token (Kaplan et al. 2020)."""
+        """Return 6 operations per parameter and token (Kaplan et al. 2020)."""
         return 6 * inputs["step"].num_useful * self.run.num_parameters
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         self.state.num_input_tokens_seen += inputs["step"].num_new
 
-    # what a step leaves behind
+    # metrics
 
     def finish_step(self) -> dict[str, float]:
-        """Station 13: fold the step's metrics into those to be logged, and write its record into the journal; they are returned."""
-        numbers = self.run.readout
-        assert numbers is not None
-        self.run.readout = None
-        noted, self.run.noted = self.run.noted, {}
-        spent = self._agree_to_stop(self.run.step_seconds)
-        metrics = merge_metrics(merge_metrics(noted, numbers.metrics), phase_metrics(spent.uses))
-        metrics["step_time"] = Metric(spent.seconds)
-        metrics["tokens_per_second"] = Metric(float(self.run.num_new), spent.seconds)
+        """Station 13: write the step's metrics into the journal, keep them for the next log, and return them."""
+        scratch, self.scratch = self.scratch, StepScratch()
+        measured = scratch.measured
+        assert measured is not None
+        usage = self._agree_to_stop(scratch.seconds)
+        metrics = merge_metrics(merge_metrics(scratch.metrics, measured.metrics), phase_metrics(usage.phases))
+        metrics["step_time"] = Metric(usage.seconds)
+        metrics["tokens_per_second"] = Metric(float(scratch.num_new), usage.seconds)
         metrics["num_tokens"] = Metric(float(self.state.num_input_tokens_seen), 1.0, "max")
         values = {name: metric.value() for name, metric in metrics.items()}
-        self.run.algorithm_state = self.run.algorithm.update(self.run.algorithm_state, values)
-        row = {"loss": float(numbers.loss), "grad_norm": numbers.grad_norm, **values}
+        self.algorithm_state = self.run.algorithm.update(self.algorithm_state, values)
+        row = {"loss": float(measured.loss), "grad_norm": measured.grad_norm, **values}
         self.run.journal.write_step(self.state.global_step, {**row, "epoch": self.state.epoch})
-        self.run.metrics = merge_metrics(self.run.metrics, metrics)
+        self.unlogged_metrics = merge_metrics(self.unlogged_metrics, metrics)
         return values
 
-    def _agree_to_stop(self, seconds: float) -> Spent:
-        """What the step took, over all ranks; and by the same maximum, whether any of them was asked to stop."""
+    def _agree_to_stop(self, seconds: float) -> StepUsage:
+        """Return the step's usage over all ranks; the same collective tells every rank if any was asked to stop."""
         interrupts = self.run.interrupts
-        spent = read_spent(seconds, self.run.tracker.take(), interrupts.stopping, self.run.strategy.ranks)
-        if spent.stopping and not interrupts.stopping and not interrupts.agreed:
+        usage = gather_usage(seconds, self.run.tracker.take(), interrupts.stopping, self.run.strategy.ranks)
+        if usage.stopping and not interrupts.stopping and not interrupts.agreed:
             logger.warning("Another rank was asked to stop: saving after this step.")
-        interrupts.agreed = spent.stopping
-        return spent
+        interrupts.agreed = usage.stopping
+        return usage
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """The base's way, on all ranks where the callbacks of one ask for it."""
+        """Log, save and evaluate on all ranks if the callbacks of one request it."""
         ranks = self.run.strategy.ranks
-        agree_on(self.control, WISHES, ranks)
-        more = self.control.should_evaluate or self.control.should_save
+        agree_on_flags(self.control, CONTROL_FLAGS, ranks)
+        calls_back = self.control.should_evaluate or self.control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if more:  # whose callbacks may ask to stop
-            agree_on(self.control, STOPS, ranks)
-
-    def note(self, metrics: Mapping[str, Metric]) -> None:
-        self.run.noted = merge_metrics(self.run.noted, metrics)
+        if calls_back:  # callbacks of a save or an evaluation may request a stop
+            agree_on_flags(self.control, STOP_FLAGS, ranks)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log; a training log, and a run's last one, have the metrics of all steps since the log before."""
+        """Log; logs of training, and the last one of a run, contain the metrics of all steps since the previous log."""
         if "loss" in logs or "train_runtime" in logs:
-            metrics, self.run.metrics = self.run.metrics, {}
+            metrics, self.unlogged_metrics = self.unlogged_metrics, {}
             values = {name: metric.value() for name, metric in metrics.items()}
             logs = {**logs, **{name: value for name, value in values.items() if math.isfinite(value)}}
         super().log(logs, start_time)
@@ -260,13 +294,13 @@ class StepTrainer(ModelCardMixin, Trainer):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """The metrics of one data set, or of each of several under its name."""
+        """Return the metrics of one data set, or of each of several under its name."""
         data = eval_dataset if eval_dataset is not None else self.eval_dataset
         if isinstance(data, dict):
-            found: dict[str, float] = {}
+            merged: dict[str, float] = {}
             for name, one in data.items():
-                found |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
-            return found
+                merged |= self.evaluate(one, ignore_keys, f"{metric_key_prefix}_{name}")
+            return merged
         if data is None:
             raise DataError("there is nothing to evaluate on: pass eval_dataset to the trainer or to evaluate().")
         metrics = self.evaluate_one(data, metric_key_prefix)
@@ -277,13 +311,13 @@ class StepTrainer(ModelCardMixin, Trainer):
     # checkpoints
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or an adapter alone, with tokenizer and config as `from_pretrained` reads them, slice by slice."""
+        """Write the model, or the adapter alone, with tokenizer and config for `from_pretrained`, slice by slice."""
         self._export(Path(output_dir or self.args.output_dir))
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def save_merged_model(self, output_dir: str) -> None:
-        """Write the whole model with its adapter merged in, slice by slice: no merged model is ever in memory."""
+        """Write the full model with its adapter merged in, slice by slice: no merged model is ever in memory."""
         self._export(Path(output_dir), merged=True)
 
     def _export(self, folder: Path, *, merged: bool = False) -> None:
@@ -293,58 +327,56 @@ class StepTrainer(ModelCardMixin, Trainer):
             export_model(self, stage, merged=merged)
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None) -> Any:
-        """The base's way; what ranks wrote together is loaded here, by ranks of any number.
+        """Load sharded states, on any number of ranks, and clear the output folder for the run.
 
-        The folder is cleared for the run when all ranks have loaded: a resume that fails leaves it as it was.
+        The folder is cleared when all ranks have loaded: a resume that fails leaves it as it was.
         """
-        ranks, resumed = self.run.strategy.ranks, self.run.resumed
+        ranks, resumed = self.run.strategy.ranks, self.resumed
         if resume_from_checkpoint is None or not has_shards(Path(resume_from_checkpoint)):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         else:
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-            with ranks.together(), telling_of_held(self, resume_from_checkpoint):
-                self.take_weights(Path(resume_from_checkpoint))
+            with ranks.together(), warn_of_ignored_arguments(self, resume_from_checkpoint):
+                self.load_weights(Path(resume_from_checkpoint))
         step = None if resumed is None else resumed.policy_version
-        ranks.first(lambda: clear_folder(Path(self.args.output_dir), self.run.journal, step))
+        ranks.first(lambda: clear_output_dir(Path(self.args.output_dir), self.run.journal, step))
         return prepared
 
-    def take_weights(self, checkpoint: Path) -> None:
-        with fitting(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
+    def load_weights(self, checkpoint: Path) -> None:
+        with explain_load_errors(os.fspath(checkpoint), "states", "model, optim and trained parameters"):
             load_training(self, checkpoint)
 
     def _load_best_model(self) -> None:
-        """The base's way; a folder that was removed leaves the run with its last weights, which is said."""
+        """Load the best checkpoint; warn, and keep the last weights, if its folder was removed."""
         best = Path(self.state.best_model_checkpoint)
         if self.run.strategy.ranks.first(best.is_dir):
-            self.take_best(best)
+            self.load_best(best)
             return
         logger.warning(
             "load_best_model_at_end: the best checkpoint, %s, was removed; the last step's weights stay.", best
         )
-        self.state.best_model_checkpoint = None  # the base would look for it again
+        self.state.best_model_checkpoint = None  # otherwise transformers would look for it again
 
-    def take_best(self, best: Path) -> None:
+    def load_best(self, best: Path) -> None:
         if has_shards(best):
-            self.take_weights(best)
+            self.load_weights(best)
         else:
-            with fitting(os.fspath(best), "weights", "model"):
+            with explain_load_errors(os.fspath(best), "weights", "model"):
                 super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """The base's way; weights of another shape are told in one sentence. What ranks wrote together is loaded later."""
-        if self.run.strategy.cuts_states:
+        if self.run.strategy.cuts_states:  # `_prepare_for_training` loads sharded states
             return
-        with self.run.strategy.ranks.together(), fitting(resume_from_checkpoint, "weights", "model"):
+        with self.run.strategy.ranks.together(), explain_load_errors(resume_from_checkpoint, "weights", "model"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """The base's way; states of another optimizer are told in one sentence."""
         if checkpoint is None:
             return
-        fits = fitting(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
-        with self.run.strategy.ranks.together(), fits, telling_of_held(self, checkpoint):
+        explained = explain_load_errors(checkpoint, "optimizer states", "optim, optim_args and trained parameters")
+        with self.run.strategy.ranks.together(), explained, warn_of_ignored_arguments(self, checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
-            check_groups(self.optimizer)
+            check_optimizer_groups(self.optimizer)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         self.save_state(trial, self.run_state())
@@ -360,9 +392,8 @@ class StepTrainer(ModelCardMixin, Trainer):
         shards = self.run.strategy.shards(self.model)
         weights = {name: shards[name] for name in trained(self.model)}
         step, ranks = self.state.global_step, self.run.strategy.ranks
-        finite_weights_or_raise(weights, step, Path(self.args.output_dir), ranks)
+        require_finite_weights(weights, step, Path(self.args.output_dir), ranks)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """The base's way, without adapters that are only the reference, or the critic's."""
-        with policys_adapter_alone(self.model):
+        with only_policy_adapters(self.model):
             super()._save(output_dir, state_dict)

@@ -1,4 +1,4 @@
-"""Constructor arguments of TRL's trainers: those that no trainer takes, and how the others become arguments of a run."""
+"""Constructor arguments of TRL's trainers: those that are rejected, and those that change a run's arguments."""
 
 from __future__ import annotations
 
@@ -9,48 +9,48 @@ from typing import Any
 
 from lowpeak.errors import ArgumentError
 
-# The reason and the remedy for each argument that TRL's trainers have and a trainer here cannot act on.
+# Arguments of TRL's trainers that have no effect here, each with the reason and the remedy.
 UNSUPPORTED: dict[str, str] = {
-    "tools": "an engine writes each completion in one turn; call tools in a rollout_func",
-    "environment_factory": "an engine writes each completion in one turn; step environments in a rollout_func, and return what "
+    "tools": "an engine generates each completion in one turn; call tools in a rollout_func",
+    "environment_factory": "an engine generates each completion in one turn; step environments in a rollout_func, and return what "
     "their rewards read as extra fields",
     "data_collator": "the trainer reads rows itself and packs them under a token budget; prepare the data set instead (SFTTrainer "
     "and RewardTrainer take train_dataset as the fourth argument, as in TRL)",
-    "compute_loss_func": "the loss is formed in the model's head, without logits; override make_algorithm in a subclass",
-    "compute_metrics": "evaluation generates completions and rewards them; log other numbers by log_metric in a reward function",
-    "preprocess_logits_for_metrics": "this trainer's evaluation forms no logits of tokens; leave it out",
+    "compute_loss_func": "the loss is computed in the model's head, without logits; override make_algorithm in a subclass",
+    "compute_metrics": "evaluation generates completions and rewards them; log other numbers with log_metric in a reward function",
+    "preprocess_logits_for_metrics": "this trainer's evaluation computes no logits; leave it out",
 }
 
 
-def reject_unsupported(trainer: object, given: Mapping[str, Any]) -> None:
-    """Raise ArgumentError for the first of `given` that is not None, TypeError for a name that TRL does not have either."""
-    for name, value in given.items():
+def reject_unsupported(trainer: object, arguments: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for the first argument that is not None, TypeError for a name that TRL does not have."""
+    for name, value in arguments.items():
         if name not in UNSUPPORTED:
             raise TypeError(f"{type(trainer).__name__}.__init__() got an unexpected keyword argument {name!r}")
         if value is not None:
             raise ArgumentError(f"{name} is not supported: {UNSUPPORTED[name]}.")
 
 
-def refuse_virtual_tokens(model: Any, peft_config: Any) -> None:
-    """Raise ArgumentError for prompt, prefix and P-tuning: peft ignores the position ids of a row that holds several sequences."""
+def reject_virtual_tokens(model: Any, peft_config: Any) -> None:
+    """Raise ArgumentError for prompt, prefix and P-tuning: peft ignores the position ids of packed sequences."""
     for config in (peft_config, getattr(model, "active_peft_config", None)):
         if getattr(config, "is_prompt_learning", False):
             raise ArgumentError(
-                f"{type(config).__name__} is not supported: neither rows that are packed into one nor the engine's cache hold its "
+                f"{type(config).__name__} is not supported: neither packed sequences nor the engine's cache have its "
                 "virtual tokens; use LoraConfig, or another adapter of weights."
             )
 
 
 def make_arguments(config_class: Any, args: Any, model: Any, quantization_config: Any) -> Any:
-    """Return `args`, or defaults for None, as a copy that has the `quantization_config` in its `model_init_kwargs`.
+    """Return `args`, or defaults for None, with the `quantization_config` in a copy's `model_init_kwargs`.
 
-    Raises ArgumentError unless `args` is a `config_class`, and for a quantization config without effect or given twice.
+    Raises ArgumentError unless `args` is a `config_class`, and for a quantization config that is set twice or has no effect.
     """
     if args is None:
         args = config_class(output_dir=f"{_name_of(model)}-{config_class.__name__.removesuffix('Config')}")
     if not isinstance(args, config_class):
-        given = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
-        raise ArgumentError(f"args is a {given}; this trainer takes a lowpeak.{config_class.__name__}.")
+        class_name = f"{type(args).__module__}.{type(args).__name__}".removeprefix("builtins.")
+        raise ArgumentError(f"args is a {class_name}; this trainer takes a lowpeak.{config_class.__name__}.")
     if quantization_config is None:
         return args
     if not isinstance(model, str):
@@ -59,19 +59,20 @@ def make_arguments(config_class: Any, args: Any, model: Any, quantization_config
         )
     loading = args.model_init_kwargs or {}
     if "quantization_config" in loading:
-        raise ArgumentError("quantization is in quantization_config and in model_init_kwargs: give it once.")
+        raise ArgumentError("quantization is in quantization_config and in model_init_kwargs: set it once.")
     args = copy.copy(args)
     args.model_init_kwargs = {**loading, "quantization_config": quantization_config}
     return args
 
 
 def base_arguments(args: Any) -> Any:
-    """Return the copy of the acting arguments that the base class gets: it counts mappings, and a step is one mapping."""
+    """Return the copy of the acting arguments that transformers' Trainer gets."""
     inner = copy.copy(args)
-    inner.gradient_accumulation_steps = 1
-    inner.save_total_limit = None  # removing is ours: at the end the base deletes in place, and the last checkpoint too
+    inner.gradient_accumulation_steps = 1  # a step is one mapping
+    # The pipeline removes old checkpoints: transformers deletes in place, and at the end of a run also the last one.
+    inner.save_total_limit = None
     inner.logging_nan_inf_filter = False
-    inner.saves_no_tokens = True  # the base writes a pickle beside every model that it saves or uploads
+    inner.saves_no_tokens = True  # transformers pickles the arguments with every model that it saves or uploads
     return inner
 
 

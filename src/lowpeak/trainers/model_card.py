@@ -1,4 +1,4 @@
-"""Model cards: the algorithm and its paper, the data, the command with its arguments, and the last metrics of a run."""
+"""Model cards: algorithm and paper, data, command, arguments and last metrics of a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, ModelCardData
 import lowpeak
 from lowpeak.arguments import HIDDEN, hide_secrets, is_secret
 
-# Of each algorithm by its name: how people write it, and the paper's title and number on arXiv.
+# By the algorithm's name: its usual spelling, and the paper's title and number on arXiv.
 _PAPERS: dict[str, tuple[str, str, str]] = {
     "grpo": (
         "GRPO",
@@ -39,13 +39,13 @@ _PAPERS: dict[str, tuple[str, str, str]] = {
 }
 _PACKAGES = ("transformers", "torch", "datasets", "tokenizers")
 _NO_METRICS = ("step", "epoch", "total_flos")
-_OF_A_PLACE = ("output_dir", "hub_", "push_", "vllm_server", "resume_")
+_LOCAL_ARGUMENTS = ("output_dir", "hub_", "push_", "vllm_server", "resume_")
 _HUB_TOKEN = re.compile(r"\bhf_\w{8,}")
 _HUB_DATASET = re.compile(r"hf://datasets/([^@]+)@")
 
 
 class ModelCardMixin:
-    """Writes the card of a trainer's model; `Trainer.push_to_hub` calls it with its own keywords."""
+    """A mixin that writes the card of a trainer's model; `Trainer.push_to_hub` calls it."""
 
     def create_model_card(
         self: Any,
@@ -55,7 +55,7 @@ class ModelCardMixin:
         language: str | None = None,
         license: str | None = None,
     ) -> None:
-        """Write `README.md` into `output_dir`, on one rank; TRL's arguments, and two of transformers'."""
+        """Write `README.md` into `output_dir`, on one rank, with TRL's arguments and two of transformers'."""
         if not self.is_world_process_zero():
             return
         named = self.model.config._name_or_path
@@ -83,7 +83,7 @@ def _sections(trainer: Any, name: str, base: str | None, dataset: str | None) ->
     model = f"[{base}](https://huggingface.co/{base})" if base else "a local model"
     rows = f"[{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else "a local data set"
     args = trainer.user_args
-    given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_OF_A_PLACE)}
+    given = {name: getattr(args, name) for name in sorted(args.given) if not name.startswith(_LOCAL_ARGUMENTS)}
     plain = {name: value for name, value in hide_secrets(given).items() if isinstance(value, bool | int | float | str)}
     versions = {"lowpeak": lowpeak.__version__, **{package: version(package) for package in _PACKAGES}}
     return [
@@ -116,7 +116,7 @@ def _dataset_id(dataset: Any) -> str | None:
 
 
 def _without_secrets(word: str) -> str:
-    """A word of a command without the tokens in its JSON, if it has any: `--name={...}` or `{...}`."""
+    """Return a word of a command without secret tokens in its JSON: `--name={...}` or `{...}`."""
     start = word.find("{")
     try:
         given = json.loads(word[start:]) if start >= 0 else None
@@ -126,7 +126,7 @@ def _without_secrets(word: str) -> str:
 
 
 def _command(argv: Sequence[str]) -> str:
-    """The command that the process was started with, without folders of its program and without tokens."""
+    """Return the command of this process, without the folder of its program and without secret tokens."""
     program = Path(argv[0])
     words = [program.parent.name if program.name == "__main__.py" else program.name]
     words = ["python", *words] if program.suffix == ".py" and program.name != "__main__.py" else words

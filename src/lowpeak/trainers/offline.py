@@ -1,4 +1,4 @@
-"""The offline trainer: steps of rows that the data set gives whole, for any algorithm. Thin trainers say which."""
+"""The base of offline trainers: steps over the rows of a data set, for any algorithm."""
 
 from __future__ import annotations
 
@@ -33,77 +33,75 @@ from lowpeak.models import (
 from lowpeak.parallel import check_cut, check_devices, detect_strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_hub, quiet_replicas
+from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
-from lowpeak.trainers.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
+from lowpeak.trainers.constructor import base_arguments, make_arguments, reject_unsupported, reject_virtual_tokens
 from lowpeak.training import (
-    Readout,
-    Sizes,
-    StepCallback,
-    StepWork,
+    StepBatches,
+    StepMetrics,
     computes_in_fp32,
     describe_offline,
+    gather_metrics,
     make_run,
     make_step_batches,
     measure_step,
-    read_metrics,
 )
 from lowpeak.watchdog import watched
 
 
 class OfflineTrainer(StepTrainer):
-    """Trains a model on the rows of a data set; TRL's constructor.
+    """Trains a model on the rows of a data set, with TRL's constructor.
 
     model                   name, path or instance of the model (or peft model)
     compute_metrics         `compute_metrics(EvalPrediction) -> dict`, added to what an evaluation measures; see `predict_rows`
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
-    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
+    unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
 
-    A thin trainer says how its model is loaded, how a row is read and what its algorithm is.
+    A subclass loads its model, reads a row and names its algorithm.
     """
 
     config_class: ClassVar[type[CommonConfig]]
-    columns: ClassVar[str]  # what a data set has, for the error where there is none
+    columns: ClassVar[str]  # columns of its data, for the error if there is no data set
     head: ClassVar[Head] = LOGPROBS
     auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
     reader: Any
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        raise AssertionError("a thin trainer says what it trains")
+        raise AssertionError("a subclass loads its model")
 
     @staticmethod
     def make_algorithm(args: Any) -> Algorithm:
-        raise AssertionError("a thin trainer says which algorithm it is")
+        raise AssertionError("a subclass names its algorithm")
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> RowReader[Any]:
-        """What turns a row into what `records_of` takes."""
-        raise AssertionError("a thin trainer says how a row is read")
+        """Return the reader that turns a row into an item of `records_of`."""
+        raise AssertionError("a subclass reads its rows")
 
     def check_row(self, args: Any, row: Any, where: str) -> None:
-        """Raise DataError for a row without the columns that the reader takes."""
-        raise AssertionError("a thin trainer says which columns its rows have")
+        """Raise DataError for a row without the columns that the reader needs."""
+        raise AssertionError("a subclass names the columns of its rows")
 
     @staticmethod
     def records_of(items: Sequence[Any]) -> list[Record]:
         return list(items)
 
     def read(self, data: Any) -> list[Record]:
-        """The records of a whole data set, those left out counted in the log."""
-        raise AssertionError("a thin trainer says how an evaluation's data is read")
+        """Return the records of a whole data set; log how many rows are left out."""
+        raise AssertionError("a subclass reads an evaluation's data")
 
-    def measured(self, work: StepWork) -> dict[str, float]:
-        """Measure the loss and the algorithm's metrics over all ranks' work; `num_tokens` counts those trained on so far."""
+    def measure(self, step: StepBatches) -> dict[str, float]:
+        """Return the loss and the algorithm's metrics over all ranks, with `num_tokens` trained on so far."""
         run = self.run
         ranks = run.strategy.ranks
-        loss, metrics = measure_step(self.model_wrapped, work.micro_batches, run.algorithm, run.core, ranks)
-        numbers = read_metrics(Readout(loss, metrics), None, ranks)
+        loss, metrics = measure_step(self.model_wrapped, step.micro_batches, run.algorithm, run.logprob_settings, ranks)
+        numbers = gather_metrics(StepMetrics(loss, metrics), None, ranks)
         values = {name: metric.value() for name, metric in numbers.metrics.items()}
         return {"loss": float(numbers.loss), **values, "num_tokens": float(self.state.num_input_tokens_seen)}
 
-    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
-        """Return what `compute_metrics` gets of an evaluation's records, the same on every rank."""
-        raise AssertionError("a thin trainer says what its users' metrics are of")
+    def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
+        """Return the predictions and labels for `compute_metrics`, the same on every rank."""
+        raise AssertionError("a subclass predicts its rows")
 
     def __init__(
         self,
@@ -124,14 +122,14 @@ class OfflineTrainer(StepTrainer):
     ) -> None:
         unsupported["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
         reject_unsupported(self, {"data_collator": data_collator, **unsupported})
-        refuse_virtual_tokens(model, peft_config)
+        reject_virtual_tokens(model, peft_config)
         self.user_args = args = make_arguments(self.config_class, args, model, quantization_config)
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
-        quiet_replicas(args)
+        silence_nonzero_ranks(args)
         with Ranks(args.device).together():
             self.acting_args = args = acting_common(args)
             self.memory = resolve_memory(args)
-            set_seed(args.seed)  # before anything is made: an adapter's start, and a new head, are drawn
+            set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
             algorithm = self.make_algorithm(args)
             if args.process_index == 0:
                 check_writable(Path(args.output_dir))
@@ -153,15 +151,14 @@ class OfflineTrainer(StepTrainer):
         )
         tell_idle(self.user_args, replace(facts_of(args), in_fp32=computes_in_fp32(args, policy)))
         strategy = detect_strategy(self.accelerator)
-        self.run = make_run(self, args, algorithm, strategy, policy, self.memory, head=self.head)
-        self.budget = self.run.sizes.budget(self.memory, padding_id(tokenizer), policy.config)
+        pad_id = padding_id(tokenizer)
+        self.start_run(make_run(self, args, algorithm, strategy, policy, self.memory, pad_id, head=self.head))
         self.reader = self.make_reader(args, policy, tokenizer)
         with strategy.ranks.together():
             self.cursor = cursor_over(train_dataset, self.reader, args)
-        self.add_callback(StepCallback(self))
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
-        """The model to train, ready for it, and its tokenizer."""
+        """Return the model, ready to train, and its tokenizer."""
         policy = self.load_model(model, args, peft_config)
         tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
         tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
@@ -178,18 +175,19 @@ class OfflineTrainer(StepTrainer):
         return args.per_device_train_batch_size * args.gradient_accumulation_steps * self.run.strategy.ranks.world_size
 
     def num_steps_per_epoch(self) -> int | None:
-        """Steps in which each row is used once; the last one is filled from the next epoch."""
+        """Return the steps that use each row once; the last one is filled from the next epoch."""
         rows = self.cursor.prompts_per_epoch
         return None if rows is None else max(1, -(-rows // self.rows_per_step))
 
-    def next_step(self) -> StepWork:
+    def next_step(self) -> StepBatches:
         with self.run.strategy.ranks.together():
             records = self.records_of(self.cursor.take(self.rows_per_step))
-        return self._work(records)
+        return self._step_batches(records)
 
     def dry_run(self) -> dict[str, Any]:
-        """What the arguments resolved to, without training: model, data, sizes, micro-batch plan."""
-        return describe_offline(self)
+        """Return what the arguments resolved to, without training: model, data, sizes, micro-batches."""
+        steps, longest = self.num_steps_per_epoch(), self.reader.max_length
+        return describe_offline(self, self.model, self.cursor, steps, self.rows_per_step, longest)
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
         return self._measure_and_predict(data, prefix, predicts=self.compute_metrics is not None).metrics or {}
@@ -205,10 +203,10 @@ class OfflineTrainer(StepTrainer):
             with ranks.together():
                 records = self.read(data)
             start = time.perf_counter()
-            work = self._work(records)
+            step = self._step_batches(records)
             self.model_wrapped.eval()
-            measured = self.measured(work)
-            predictions = self.predict_rows(work, records) if predicts else EvalPrediction(None, None)
+            measured = self.measure(step)
+            predictions = self.predict_rows(step, records) if predicts else EvalPrediction(None, None)
             if self.compute_metrics is not None:
                 with ranks.together(), fail_on_exit(LowpeakError, "compute_metrics"):
                     measured = {**measured, **_named_numbers(self.compute_metrics(predictions))}
@@ -216,10 +214,10 @@ class OfflineTrainer(StepTrainer):
             metrics = {f"{prefix}_{name.removeprefix(f'{prefix}_')}": number for name, number in measured.items()}
             return PredictionOutput(predictions.predictions, predictions.label_ids, metrics)
 
-    def _work(self, records: list[Record]) -> StepWork:
-        rows = range(len(records))
-        batches = make_step_batches(records, rows, self.run.algorithm, self.budget, self.run.strategy.ranks)
-        return StepWork(batches, self.num_tokens(records))
+    def _step_batches(self, records: list[Record]) -> StepBatches:
+        run, indices = self.run, range(len(records))
+        batches = make_step_batches(records, indices, run.algorithm, run.budget, run.strategy.ranks)
+        return StepBatches(batches, self.num_tokens(records))
 
     def num_tokens(self, records: Sequence[Record]) -> int:
         return sum(record.num_tokens for record in records)
@@ -233,17 +231,13 @@ class OfflineTrainer(StepTrainer):
             identity=self.identity(),
         )
 
-    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+    def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.cursor.load_state_dict(state.cursor)
-        self.use_sizes(self.run.sizes.resumed(state.resolved, self.memory))
-
-    def use_sizes(self, sizes: Sizes) -> None:
-        super().use_sizes(sizes)
-        self.budget = sizes.within(self.budget)
+        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.memory))
 
 
 def _named_numbers(computed: Any) -> Mapping[str, float]:
-    """What compute_metrics returned; ArgumentError if it is no mapping."""
+    """Return the result of compute_metrics; raise ArgumentError if it is not a mapping."""
     if not isinstance(computed, Mapping):
         raise ArgumentError(
             f"compute_metrics returned {computed!r:.80}, a {type(computed).__name__}; it must return a dict of names and numbers."
@@ -252,9 +246,9 @@ def _named_numbers(computed: Any) -> Mapping[str, float]:
 
 
 def change_tokenizer(tokenizer: Any, model: Any, args: Any) -> Any:
-    """Return the tokenizer, or a copy with what the arguments change of it; the model's configurations follow.
+    """Return the tokenizer, or a copy with the changes that the arguments ask for, which the model's configs get too.
 
-    A completion then ends with the new end-of-sequence token, and with those that ended it before.
+    The new end-of-sequence token ends a completion, and so do those that ended it before.
     """
     tokens = {name: getattr(args, name) for name in ("eos_token", "pad_token") if getattr(args, name) is not None}
     if not tokens and args.chat_template_path is None:
@@ -290,7 +284,7 @@ def _read_template(name: str) -> str:
 
 
 def longest_row(args: Any, policy: nn.Module, reserved: int = 0) -> int | None:
-    """Most tokens of a row: `max_length`, and the model's context less what is `reserved` of it; None for no limit."""
+    """Return the most tokens of a sequence: `max_length`, or the model's context minus `reserved`; None for no limit."""
     context = context_length(policy)
     limits = [args.max_length, None if context is None else context - reserved]
     return min((limit for limit in limits if limit is not None), default=None)

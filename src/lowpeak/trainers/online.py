@@ -1,4 +1,4 @@
-"""The online trainer: rollouts and the steps they serve, for any algorithm. Thin trainers say which."""
+"""The base of online trainers: rollouts and the steps they serve, for any algorithm."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ from lowpeak.errors import CheckpointError
 from lowpeak.parallel import check_cut, has_shards
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
-from lowpeak.setup import check_adapter, check_data, check_hub, quiet_replicas
+from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
 from lowpeak.trainers.base import StepTrainer
-from lowpeak.trainers.constructor import base_arguments, make_arguments, refuse_virtual_tokens, reject_unsupported
+from lowpeak.trainers.constructor import base_arguments, make_arguments, reject_unsupported, reject_virtual_tokens
 from lowpeak.training import (
     REFERENCE_FOLDER,
     Evaluation,
     OnlineInputs,
     Rollout,
-    Sizes,
-    StepCallback,
-    StepWork,
+    StepBatches,
     connect_online,
     describe_run,
     evaluate_prompts,
@@ -37,7 +35,7 @@ from lowpeak.training import (
     make_step_batches,
     prepare_online,
     print_completions,
-    rows_of_step,
+    records_of_step,
     save_apart,
 )
 from lowpeak.watchdog import watched
@@ -58,24 +56,24 @@ _READ_BY_FUNCTIONS = (
 
 
 class OnlineTrainer(StepTrainer):
-    """Trains a language model on completions that it writes itself; TRL's constructor.
+    """Trains a language model on its own completions, with TRL's constructor.
 
     model                   name, path or instance of a causal language model (or peft model)
     reward_funcs            a function, a reward model, or a list of these
     quantization_config     as in `model_init_kwargs`, for a model that is given by name or path
-    rollout_func            `rollout_func(prompts, trainer) -> dict` writes the completions (tools, environments)
-    ref_model               name, path or instance of the reference (None: the model as it came in, or without its adapter)
-    unsupported             other arguments of TRL's trainers, each an ArgumentError with what to do instead
+    rollout_func            `rollout_func(prompts, trainer) -> dict` returns the completions (tools, environments)
+    ref_model               name, path or instance of the reference (None: the untrained model, or the one without its adapter)
+    unsupported             other arguments of TRL's trainers: each raises ArgumentError with a remedy
     """
 
     config_class: ClassVar[type[OnlineConfig]]
 
     @staticmethod
     def make_algorithm(args: Any, settings: OnlineSettings) -> Algorithm:
-        raise AssertionError("a thin trainer says which algorithm it is")
+        raise AssertionError("a subclass names its algorithm")
 
-    def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
-        """Add to a policy that was loaded from `origin` what else is trained with it; nothing, unless a thin trainer does."""
+    def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
+        """Add what else is trained, such as PPO's critic, to a policy that was loaded from `origin`."""
 
     def __init__(
         self,
@@ -97,9 +95,9 @@ class OnlineTrainer(StepTrainer):
         **unsupported: Any,
     ) -> None:
         reject_unsupported(self, {"tools": tools, "environment_factory": environment_factory, **unsupported})
-        refuse_virtual_tokens(model, peft_config)
+        reject_virtual_tokens(model, peft_config)
         args = make_arguments(self.config_class, args, model, quantization_config)
-        quiet_replicas(args)
+        silence_nonzero_ranks(args)
         with Ranks(args.device).together():
             check_data(train_dataset, eval_dataset, args, "a 'prompt' column", check_prompt_columns)
             check_hub(args)
@@ -107,7 +105,7 @@ class OnlineTrainer(StepTrainer):
             inputs = OnlineInputs(
                 model, reward_funcs, processing_class, reward_processing_classes, peft_config, ref_model
             )
-            parts = prepare_online(inputs, args, self.make_algorithm, self.complete)
+            parts = prepare_online(inputs, args, self.make_algorithm, self.attach_extra_modules)
         super().__init__(
             model=parts.policy,
             args=base_arguments(parts.args),
@@ -120,30 +118,30 @@ class OnlineTrainer(StepTrainer):
         )
         self.user_args, self.acting_args = args, parts.args
         self.parts = parts
-        self.run, self.maker = connect_online(self, parts, rollout_func)
-        self.asked: Sampling | None = None  # of the rollout_func that runs
+        run, self.maker = connect_online(self, parts, rollout_func)
+        self.asked: Sampling | None = None  # while a rollout_func runs: the sampling that it is called for
         for name in _READ_BY_FUNCTIONS:
             setattr(self, name, getattr(parts.args, name))
         self.rollout: Rollout | None = None
         self.steps_used = 0
-        self.printed_span: int | None = None  # of log_completions_steps
-        self.add_callback(StepCallback(self))
+        self.last_table_span: int | None = None  # number of the last span of log_completions_steps with a table
+        self.start_run(run)
 
     @property
     def num_generations(self) -> int:
-        """Completions of each prompt in a rollout; inside a `rollout_func`, those that are asked of it."""
+        """Completions per prompt of a rollout; inside a `rollout_func`, those that it must return."""
         return (self.asked or self.parts.settings.sampling).num_generations
 
     @property
     def num_generations_eval(self) -> int:
-        """Completions of each prompt in an evaluation; inside its `rollout_func`, those that are asked of it."""
+        """Completions per prompt of an evaluation; inside its `rollout_func`, those that it must return."""
         evaluates = self.asked is not None and not self.model.training
         return self.num_generations if evaluates else self.parts.settings.num_generations_eval
 
     # a run
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The base's way; the engine is let go of in the end, and made anew when it is needed again."""
+        """Train as the base class does, then close the engine; a later use builds it again."""
         try:
             return super().train(*args, **kwargs)
         finally:
@@ -157,27 +155,27 @@ class OnlineTrainer(StepTrainer):
             return None
         return max(1, prompts // rollout.num_prompts) * rollout.num_steps
 
-    def next_step(self) -> StepWork:
-        """Stations 1 to 10: a new rollout when the last one has served its steps, and this step's micro-batches."""
-        rollout, maker = self._current_rollout(), self.maker
+    def next_step(self) -> StepBatches:
+        """Stations 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
+        run, rollout, settings = self.run, self._current_rollout(), self.maker.settings.rollout
         step, self.steps_used = self.steps_used, self.steps_used + 1
-        rows = rows_of_step(rollout, maker.settings.rollout, self.acting_args.seed, step, self.run.algorithm.unit)
-        batches = make_step_batches(rollout.records, rows, self.run.algorithm, maker.budget, self.run.strategy.ranks)
-        return StepWork(batches, rollout.num_tokens if step == 0 else 0)
+        indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
+        batches = make_step_batches(rollout.records, indices, run.algorithm, run.budget, run.strategy.ranks)
+        return StepBatches(batches, rollout.num_tokens if step == 0 else 0)
 
     def _current_rollout(self) -> Rollout:
         if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
             number = 0 if self.rollout is None else self.rollout.number + 1
             self.rollout = None
             self.model.train()
-            self.rollout = self.maker.make(number, self.state.global_step, self.state, self.coefficients())
+            self.rollout = self.maker.collect(number, self.state.global_step, self.state, self.coefficients())
             self.steps_used = 0
-            self.note(self.rollout.metrics)
+            self.scratch.metrics = self.rollout.metrics
             self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
         return self.rollout
 
     def finish_step(self) -> dict[str, float]:
-        """Station 13, the end of a rollout that is spent, and the reference's move where one was asked for."""
+        """Station 13; then give up the rollout if the algorithm stops early, and move an averaged reference."""
         values = super().finish_step()
         if self.run.algorithm.spent(values):
             self.steps_used = self.maker.settings.rollout.num_steps
@@ -187,11 +185,11 @@ class OnlineTrainer(StepTrainer):
         return values
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        metrics = self.run.metrics
+        metrics = self.unlogged_metrics
         super().log(logs, start_time)
         if (
             metrics
-            and self.run.metrics is not metrics
+            and self.unlogged_metrics is not metrics
             and self._table_is_due()
             and self.rollout is not None
             and self.is_world_process_zero()
@@ -204,32 +202,27 @@ class OnlineTrainer(StepTrainer):
             )
 
     def _table_is_due(self) -> bool:
-        """Return whether a table is due: the first one, and then one in each span of `log_completions_steps`."""
+        """Return whether to print a table: one in each span of `log_completions_steps`, starting with the first log."""
         span = self.state.global_step // self.acting_args.log_completions_steps
-        due = self.acting_args.log_completions and span != self.printed_span
-        self.printed_span = span if due else self.printed_span
+        due = self.acting_args.log_completions and span != self.last_table_span
+        self.last_table_span = span if due else self.last_table_span
         return bool(due)
 
-    def use_sizes(self, sizes: Sizes) -> None:
-        super().use_sizes(sizes)
-        self.maker.core = self.run.core
-        self.maker.budget = sizes.within(self.maker.budget)
-
     def dry_run(self) -> dict[str, Any]:
-        """What the arguments resolved to, without training: model, data, algorithm, rollout, sizes, micro-batch plan."""
-        return describe_run(self)
+        """Return what the arguments resolved to, without training: model, data, rollout, sizes, micro-batches."""
+        return describe_run(self, self.model, self.maker, self.num_steps_per_epoch())
 
     # evaluation
 
     def evaluate_one(self, data: Any, prefix: str) -> dict[str, float]:
-        return self._evaluated(data, prefix).metrics
+        return self._evaluate_prompts(data, prefix).metrics
 
     def predict(self, test_dataset: Any, ignore_keys: Any = None, metric_key_prefix: str = "test") -> PredictionOutput:
-        """Completions of a data set as rows of text and rewards, with the metrics of `evaluate`."""
-        result = self._evaluated(test_dataset, metric_key_prefix)
+        """Return completions of a data set as rows of text and rewards, with the metrics of `evaluate`."""
+        result = self._evaluate_prompts(test_dataset, metric_key_prefix)
         return PredictionOutput(predictions=list(result.rows), label_ids=None, metrics=result.metrics)
 
-    def _evaluated(self, data: Any, prefix: str) -> Evaluation:
+    def _evaluate_prompts(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
         check_cut(self.run.strategy, self.model_wrapped)
         self.model_wrapped.eval()
@@ -238,19 +231,19 @@ class OnlineTrainer(StepTrainer):
                 prompts = eval_prompts(data, self.maker.new_reader())
             return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state, self.coefficients())
 
-    # what a checkpoint holds
+    # checkpoints
 
     def run_state(self) -> RunState:
         in_use = None
         if self.rollout is not None:
-            done = self.steps_used >= self.maker.settings.rollout.num_steps
-            in_use = RolloutInUse(() if done else self.rollout.records, self.rollout.number, self.steps_used)
+            is_used_up = self.steps_used >= self.maker.settings.rollout.num_steps
+            in_use = RolloutInUse(() if is_used_up else self.rollout.records, self.rollout.number, self.steps_used)
         return RunState(
             policy_version=self.state.global_step,
             cursor=self.maker.cursor.state_dict(),
             random=capture_random(),
             rollout=in_use,
-            algorithm_state=dict(self.run.algorithm_state),
+            algorithm_state=dict(self.algorithm_state),
             resolved=self.run.sizes.as_dict(),
             identity=self.identity(),
         )
@@ -266,64 +259,64 @@ class OnlineTrainer(StepTrainer):
             "num_iterations": rollout.num_iterations,
         }
 
-    def save_more(self, folder: Path) -> None:
+    def save_extra(self, folder: Path) -> None:
         with self.run.strategy.ranks.together():
-            for name, parameters in self.apart(self.run.strategy.cuts_states).items():
+            for name, parameters in self.extra_weights(self.run.strategy.cuts_states).items():
                 save_apart(folder, name, parameters, self.run.strategy.ranks)
 
-    def apart(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
-        """Weights that change, and that a checkpoint's model does not hold, by the folder they go to.
+    def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
+        """Return weights that change but are not in a checkpoint's model, by their folder in the checkpoint.
 
-        `with_states`: all that is trained is among the states that ranks write together. The reference's average, where it
-        moves, is not.
+        `with_states`: the checkpoint has sharded training states, which contain all trained weights. The averaged
+        reference is never among them.
         """
         if self.maker.settings.reference_sync is None:
             return {}
         return {REFERENCE_FOLDER: dict(self._reference_model().named_parameters())}
 
-    def take_apart(self, checkpoint: Path) -> None:
-        for name, parameters in self.apart(has_shards(checkpoint)).items():
+    def load_extra_weights(self, checkpoint: Path) -> None:
+        for name, parameters in self.extra_weights(has_shards(checkpoint)).items():
             load_apart(checkpoint, name, parameters, self.run.strategy.ranks)
 
-    def take_run_state(self, state: RunState, checkpoint: Path) -> None:
+    def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
         self.maker.cursor.load_state_dict(state.cursor)
         start, saved = self.run.algorithm.state, state.algorithm_state
-        self.run.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
+        self.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
         if start and self.is_world_process_zero():
-            told = ", ".join(f"{name}={value:.4g}" for name, value in self.run.algorithm_state.items())
-            logger.info("The algorithm's own numbers go on where the checkpoint has them: %s.", told)
-        self.use_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
+            values = ", ".join(f"{name}={value:.4g}" for name, value in self.algorithm_state.items())
+            logger.info("The algorithm continues with the checkpoint's numbers: %s.", values)
+        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
             self._check_records(state.rollout.records, checkpoint)
             self.rollout = Rollout(state.rollout.number, state.rollout.records)
-            # what was used up stays so, however many steps a rollout serves now
+            # A used-up rollout stays so, even if the arguments now let a rollout serve more steps.
             self.steps_used = state.rollout.steps_used if state.in_rollout else self.maker.settings.rollout.num_steps
-        self.take_apart(checkpoint)
+        self.load_extra_weights(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.maker.weights_changed = True
+        self.maker.weight_sync.weights_changed = True
 
-    def take_weights(self, checkpoint: Path) -> None:
-        super().take_weights(checkpoint)
-        self.maker.weights_changed = True
+    def load_weights(self, checkpoint: Path) -> None:
+        super().load_weights(checkpoint)
+        self.maker.weight_sync.weights_changed = True
 
-    def take_best(self, best: Path) -> None:
-        super().take_best(best)
-        self.maker.weights_changed = True
+    def load_best(self, best: Path) -> None:
+        super().load_best(best)
+        self.maker.weight_sync.weights_changed = True
 
     def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:
-        """CheckpointError where the rollout in use lacks what the algorithm, as it is set now, trains on."""
+        """Raise CheckpointError if the checkpoint's rollout lacks a score that the algorithm needs with these arguments."""
         missing = [need for need in sorted(self.run.algorithm.needs) if any(getattr(r, need) is None for r in records)]
         if missing:
             raise CheckpointError(
-                f"{checkpoint} is in the middle of a rollout, whose rows have no {missing[0]}, which was not needed then: resume "
-                "with the arguments that it was made with, or from a checkpoint between two rollouts."
+                f"{checkpoint} is in the middle of a rollout without {missing[0]}, which these arguments need: resume with "
+                "the arguments of the checkpoint's run, or from a checkpoint between two rollouts."
             )
 
     def _reference_model(self) -> nn.Module:
-        reference = self.maker.reference
+        reference = self.run.reference
         assert reference is not None
-        assert reference.model is not None, "the reference's average needs a reference of its own"
+        assert reference.model is not None, "an averaged reference is a separate model"
         return reference.model

@@ -1,4 +1,4 @@
-"""Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on pairs of the policy's own completions, chosen as they are made."""
+"""Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on pairs of the policy's own new completions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class OnlineDPOTrainer(OnlineTrainer):
     )
     trainer.train()
 
-    The reference is `ref_model`, or the model as it is given, or the policy with its adapter off. Positions are TRL's; `others`
-    are OnlineTrainer's.
+    The reference is `ref_model`, or the untrained model, or the policy with its adapter off. Positional arguments are
+    TRL's; `others` are OnlineTrainer's.
     """
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineDPOConfig
@@ -49,7 +49,7 @@ class OnlineDPOTrainer(OnlineTrainer):
     ) -> None:
         if judge is not None and getattr(args, "num_generations_eval", None) == 1:
             raise ArgumentError(
-                "num_generations_eval=1 leaves the judge nothing to compare in an evaluation: set it to 2 or more, or remove it."
+                "num_generations_eval=1 leaves the judge no pair to compare in an evaluation: set it to 2 or more, or remove it."
             )
         super().__init__(
             model,

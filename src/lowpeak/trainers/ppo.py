@@ -1,4 +1,4 @@
-"""PPO (Schulman et al. 2017, arXiv 1707.06347): a critic says what each token's completion will earn."""
+"""PPO (Schulman et al. 2017, arXiv 1707.06347): a critic predicts the reward of a completion at each token."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from lowpeak.trainers.online import OnlineTrainer
 from lowpeak.trainers.ppo_critic import (
     EXPORT_FOLDER,
     attach_critic,
-    check_held,
+    check_critic_is_optimized,
     critic_parameters,
     export_critic,
-    train_at_own_rate,
+    set_critic_learning_rate,
 )
 from lowpeak.training import CRITIC_FOLDER
 
 
 class PPOTrainer(OnlineTrainer):
-    """Proximal policy optimisation with a critic on the policy's backbone, under an adapter, or on a backbone of its own.
+    """Proximal policy optimisation, with a critic on the policy's backbone, in an adapter, or in a separate model.
 
     from lowpeak import PPOConfig, PPOTrainer
 
@@ -63,30 +63,29 @@ class PPOTrainer(OnlineTrainer):
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if self.acting_args.value_learning_rate is not None:
             raise ArgumentError(
-                "value_learning_rate has no effect on an optimizer that is passed in: give the critic a group of its own in it."
+                "value_learning_rate has no effect on an optimizer that is passed in: give the critic a separate group in it."
             )
-        check_held(optimizer, self.model)
+        check_critic_is_optimized(optimizer, self.model)
 
-    def complete(self, policy: nn.Module, origin: Any, args: Any) -> None:
+    def attach_extra_modules(self, policy: nn.Module, origin: Any, args: Any) -> None:
         attach_critic(policy, origin, self.value_model, args)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
         rate = self.acting_args.value_learning_rate
         if rate is not None:
-            train_at_own_rate(optimizer, self.model, rate)
+            set_critic_learning_rate(optimizer, self.model, rate)
         return optimizer
 
-    def apart(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
-        """The critic too, where it is not among the states that ranks write together."""
+    def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
         critic = {} if with_states else {CRITIC_FOLDER: critic_parameters(self.model)}
-        return {**super().apart(with_states), **critic}
+        return {**super().extra_weights(with_states), **critic}
 
-    def take_best(self, best: Path) -> None:
-        super().take_best(best)
-        self.take_apart(best)
+    def load_best(self, best: Path) -> None:
+        super().load_best(best)
+        self.load_extra_weights(best)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The policy as ever; beside it, in `critic`, a critic that has a backbone of its own."""
+        """Write the policy, and a critic that is a separate model into the folder `critic` in it."""
         export_critic(self, Path(output_dir or self.args.output_dir) / EXPORT_FOLDER)
         super().save_model(output_dir, _internal_call)

@@ -1,4 +1,4 @@
-"""PPO's critic in a run: made and attached before the policy is prepared, trained at its own rate, saved and resumed."""
+"""PPO's critic in a run: attached before the policy is prepared, trained at a separate rate, saved and resumed."""
 
 from __future__ import annotations
 
@@ -36,9 +36,10 @@ EXPORT_FOLDER = "critic"
 
 
 def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -> None:
-    """Give the policy the critic that the arguments describe; `origin` is what the user passed as the model.
+    """Attach the critic that the arguments describe; `origin` is what the user passed as the model.
 
-    Raises ArgumentError for a layout that the policy cannot have, and for a value model that is no classifier with one label.
+    Raises ArgumentError for a layout that the policy cannot have, and for a value model that is not a classifier with
+    one label.
     """
     causal = causal_lm(policy)
     if value_model is not None and args.critic != "model":
@@ -58,22 +59,22 @@ def _score(causal: Any) -> Score:
     return Score(causal.config.get_text_config().hidden_size)
 
 
-# a backbone of its own
+# a separate model
 
 
 def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, args: Any) -> Any:
-    """The value model passed in, a reward model's checkpoint, or the policy's own backbone under a head that says 0."""
+    """Return the value model passed in, a reward model's checkpoint, or the policy's backbone with a zero head."""
     if value_model is not None and args.value_model_path is not None:
         raise ArgumentError("value_model and value_model_path name two critics; give one.")
     trusted = {"trust_remote_code": True} if args.trust_remote_code else {}
-    given = value_model if value_model is not None else args.value_model_path
-    if isinstance(given, nn.Module):
-        return _checked(given)
-    if given is not None:
-        return _checked(_load_beside(causal, str(given), trusted))
+    source = value_model if value_model is not None else args.value_model_path
+    if isinstance(source, nn.Module):
+        return _checked(source)
+    if source is not None:
+        return _checked(_load_classifier(causal, str(source), trusted))
     config = causal.config
-    own_code = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not own_code:
+    has_custom_class = "AutoModelForSequenceClassification" in (getattr(config, "auto_map", None) or {})
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING and not has_custom_class:
         raise ArgumentError(
             f"critic='model' is a sequence classifier of the policy's family, and transformers has none for {config.model_type}: "
             "set critic='head' or 'adapter', or pass value_model, a classifier of another family with the policy's tokenizer."
@@ -89,32 +90,33 @@ def _classifier(policy: nn.Module, causal: Any, origin: Any, value_model: Any, a
     return _checked(classifier)
 
 
-def _load_beside(causal: Any, name: str, options: dict[str, Any]) -> nn.Module:
-    """A trained classifier of a name or path; without weights where the policy has none, and gets them from rank 0."""
+def _load_classifier(causal: Any, name: str, options: dict[str, Any]) -> nn.Module:
+    """Load a trained classifier by name or path."""
+    # A policy on the meta device gets its weights from rank 0 later, and so does the critic.
     if causal.get_input_embeddings().weight.is_meta:
-        made: nn.Module = without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
-        return made
+        classifier: nn.Module = without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+        return classifier
     return load_classifier(name, options)
 
 
 def _on_same_backbone(policy: nn.Module, causal: Any) -> Any:
-    """A classifier with a copy of the policy's backbone, without its adapters."""
+    """Return a classifier with a copy of the policy's backbone, without its adapters."""
     if getattr(policy, "is_quantized", False):
         raise ArgumentError("critic='model' on a quantised policy needs a value_model, or value_model_path.")
     config = copy.deepcopy(causal.config)
     config.num_labels = 1
     classifier = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
-    own, leaving = dict(classifier.named_parameters()), _Leaving()
+    copies, source = dict(classifier.named_parameters()), _ExportedParameter()
     with torch.no_grad():
-        for one in outgoing(policy, leaving, "base"):
-            if one.name in own:
-                with whole_again(leaving.parameter, own[one.name]):
-                    own[one.name].copy_(leaving.parameter)
+        for exported in outgoing(policy, source, "base"):
+            if exported.name in copies:
+                with whole_again(source.parameter, copies[exported.name]):
+                    copies[exported.name].copy_(source.parameter)
     return classifier
 
 
-class _Leaving:
-    """Notes the parameter whose turn it is to leave, which is not cut by a strategy yet."""
+class _ExportedParameter:
+    """The parameter that is exported now; no strategy has sharded it yet."""
 
     parameter: nn.Parameter
 
@@ -130,16 +132,16 @@ def _checked(classifier: Any) -> Any:
             "linear `score` (AutoModelForSequenceClassification, num_labels=1)."
         )
     if not isinstance(score, Score):
-        own = Score(score.in_features)
-        own.weight = score.weight
+        unbiased = Score(score.in_features)
+        unbiased.weight = score.weight
         if score.bias is not None:
-            raise ArgumentError(f"the score of {type(classifier).__name__} has a bias, which a critic's has not.")
-        classifier.score = own
+            raise ArgumentError(f"the score of {type(classifier).__name__} has a bias, which a critic cannot have.")
+        classifier.score = unbiased
     classifier.requires_grad_(True)
     return classifier
 
 
-# an adapter of its own
+# a separate adapter
 
 
 def _adapter_critic(policy: Any, causal: Any) -> AdapterCritic:
@@ -150,7 +152,7 @@ def _adapter_critic(policy: Any, causal: Any) -> AdapterCritic:
     (active,) = policy.active_adapters
     if policy.peft_config[active].modules_to_save:
         raise ArgumentError(
-            "critic='adapter' with modules_to_save: the critic would need copies of these modules of its own; leave "
+            "critic='adapter' with modules_to_save: the critic would need separate copies of these modules; leave "
             "modules_to_save out, or choose critic='head'."
         )
     with keeping_critic(policy):
@@ -175,25 +177,25 @@ def _adapted(policy: nn.Module) -> set[int]:
 # in the optimizer
 
 
-def train_at_own_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
-    """Move the critic's parameters into groups of their own, the same but for the learning rate."""
-    own = {id(parameter) for name, parameter in model.named_parameters() if is_critics(name)}
+def set_critic_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
+    """Move the critic's parameters into separate groups, which differ only by the learning rate."""
+    critic_ids = {id(parameter) for name, parameter in model.named_parameters() if is_critics(name)}
     for group in list(optimizer.param_groups):
-        critics = [parameter for parameter in group["params"] if id(parameter) in own]
-        if not critics:
+        critic = [parameter for parameter in group["params"] if id(parameter) in critic_ids]
+        if not critic:
             continue
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in critic_ids]
         options = {key: value for key, value in group.items() if key not in ("params", "initial_lr")}
-        optimizer.add_param_group({**options, "params": critics, "lr": learning_rate})
+        optimizer.add_param_group({**options, "params": critic, "lr": learning_rate})
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def check_held(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """ArgumentError where an optimizer that was passed in has nothing of the critic, which would stay as it is."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(id(parameter) in held for parameter in critic_parameters(model).values()):
+def check_critic_is_optimized(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Raise ArgumentError if an optimizer that was passed in has no parameter of the critic."""
+    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in optimized for parameter in critic_parameters(model).values()):
         raise ArgumentError(
-            "the optimizer that was passed in holds no parameter of the critic, which would never learn: leave it out and choose "
+            "the optimizer that was passed in has no parameter of the critic, which would never learn: leave it out and choose "
             "optim, learning_rate and value_learning_rate, or pass value_model with critic='model' and its parameters in it, too."
         )
 
@@ -202,14 +204,14 @@ def check_held(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def critic_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The critic's parameters by their names in the policy."""
+    """Return the critic's parameters by their names in the policy."""
     return {name: parameter for name, parameter in model.named_parameters() if is_critics(name)}
 
 
 def export_critic(trainer: Any, folder: Path) -> None:
-    """A critic with a backbone of its own, in the Hugging Face layout of a sequence classifier, slice by slice.
+    """Write a critic that is a separate model as a Hugging Face sequence classifier, slice by slice.
 
-    The others are nothing without the policy that they were trained on, and stay in checkpoints.
+    Other critics depend on the policy that they were trained with, and are only in checkpoints.
     """
     strategy, tokenizer = trainer.run.strategy, trainer.processing_class
     critic = critic_of(causal_lm(trainer.accelerator.unwrap_model(trainer.model)))

@@ -1,4 +1,4 @@
-"""Reward models: a classifier with one label learns to score the chosen answer above the rejected one."""
+"""Reward models: a classifier with one label learns to score the chosen completion above the rejected one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowpeak.logprobs import classifier_of
 from lowpeak.models import SCORES, Head, from_pretrained, load_policy, num_embeddings
 from lowpeak.records import Record
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
-from lowpeak.training import StepWork, score
+from lowpeak.training import StepBatches, score
 
 logger = logging.getLogger(__name__)
 
@@ -28,14 +28,14 @@ _HEAD = "score."  # how names of a score head's tensors begin
 
 
 class RewardTrainer(OfflineTrainer):
-    """Trains a reward model on rows with `chosen` and `rejected`; TRL's constructor.
+    """Trains a reward model on rows with `chosen` and `rejected`, with TRL's constructor.
 
     from lowpeak import RewardConfig, RewardTrainer
 
     RewardTrainer(model="Qwen/Qwen2.5-0.5B", args=RewardConfig(output_dir="out"), train_dataset=data).train()
 
-    What it saves is a sequence classifier in the Hugging Face layout: `reward_funcs="out"` judges with it. `compute_metrics` gets
-    `predictions` [pairs, 2], the scores of chosen and rejected, and `label_ids` [pairs] of zeros: the chosen one is the better.
+    It saves a sequence classifier in the Hugging Face layout, for `reward_funcs="out"`. `compute_metrics` gets
+    `predictions` [pairs, 2], the scores of chosen and rejected, and `label_ids` [pairs] of zeros: the chosen one is better.
     """
 
     config_class: ClassVar[type[CommonConfig]] = RewardConfig
@@ -45,9 +45,9 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:
-        """The classifier to train, by name, path or instance; with `peft_config`, under an adapter.
+        """Load the classifier by name, path or instance; with `peft_config`, under an adapter.
 
-        A checkpoint without a score head (a causal language model's) starts one: it gets a new head, drawn from `seed`.
+        A checkpoint without a score head, such as a causal language model's, gets a new one, random by `seed`.
         """
         if args.cut != WHOLE:
             raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
@@ -65,7 +65,7 @@ class RewardTrainer(OfflineTrainer):
         classifier = classifier_of(policy)
         if is_new and not any(weight.requires_grad for weight in classifier.score.parameters()):
             raise ArgumentError(
-                "the checkpoint has no score head, and the adapter would leave the new one as it was drawn: pass "
+                "the checkpoint has no score head, and the adapter would leave the new, random one untrained: pass "
                 "LoraConfig(modules_to_save=['score'], ...)."
             )
         return policy
@@ -75,7 +75,8 @@ class RewardTrainer(OfflineTrainer):
         return make_reward_model(args.center_rewards_coefficient or 0.0)
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
-        """The base's way; tokenizer and model agree on what pads rows, because a classifier looks for the last token before it."""
+        """Load as the base class does, and set the same pad token in tokenizer and model."""
+        # A classifier reads its score at the last token before the padding.
         policy, tokenizer = super().load(model, args, processing_class, peft_config)
         if tokenizer.pad_token_id is None:
             tokenizer = copy.deepcopy(tokenizer)
@@ -84,7 +85,7 @@ class RewardTrainer(OfflineTrainer):
         return policy, tokenizer
 
     def make_reader(self, args: Any, policy: nn.Module, tokenizer: Any) -> PreferenceReader:
-        """Two records a row; the slot of each takes one place of the context."""
+        """Return the reader of two records per row; each takes one more position of the context, for its score."""
         return PreferenceReader(
             tokenizer,
             max_length=longest_row(args, policy, reserved=1),
@@ -105,31 +106,31 @@ class RewardTrainer(OfflineTrainer):
     def read(self, data: Any) -> list[Record]:
         return read_pairs(data, self.reader)
 
-    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
-        """Return the scores of every pair, formed in a forward pass beside that of the loss."""
-        scored = score(self.model_wrapped, work.micro_batches, self.run.core, values=True, logprobs=False)
-        own: dict[int, float] = {}
-        for batch, result in zip(work.micro_batches, scored, strict=True):
-            own |= zip(batch.record_indices, result["values"].tolist(), strict=False)  # a masked batch has no record
-        found = reduce(lambda merged, part: {**merged, **part}, self.run.strategy.ranks.gather(own))
-        scores = np.array([found[row] for row in range(len(records))], dtype=np.float32).reshape(-1, 2)
+    def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
+        """Return the scores of every pair, from a forward pass besides that of the loss."""
+        scored = score(self.model_wrapped, step.micro_batches, self.run.logprob_settings, values=True, logprobs=False)
+        local: dict[int, float] = {}
+        for batch, result in zip(step.micro_batches, scored, strict=True):
+            local |= zip(batch.record_indices, result["values"].tolist(), strict=False)  # a masked batch has no record
+        by_row = reduce(lambda merged, part: {**merged, **part}, self.run.strategy.ranks.gather(local))
+        scores = np.array([by_row[row] for row in range(len(records))], dtype=np.float32).reshape(-1, 2)
         return EvalPrediction(predictions=scores, label_ids=np.zeros(len(scores), dtype=np.int64))
 
 
 def _load_named(name: str, args: Any) -> tuple[nn.Module, bool]:
-    """The classifier of a name or path, and whether its head is new, which the log says."""
-    given = {"dtype": "auto", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
-    found = from_pretrained(
-        AutoModelForSequenceClassification, name, may_lack=_HEAD, num_labels=1, output_loading_info=True, **given
+    """Load the classifier of a name or path; return it and whether its head is new, which is logged."""
+    options = {"dtype": "auto", "trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
+    loaded = from_pretrained(
+        AutoModelForSequenceClassification, name, may_lack=_HEAD, num_labels=1, output_loading_info=True, **options
     )
-    model, report = found if isinstance(found, tuple) else (found, {"missing_keys": (), "mismatched_keys": ()})
-    others = [there[0] for key, there, _ in report["mismatched_keys"] if key.startswith(_HEAD)]
-    if others and not given.get("ignore_mismatched_sizes", False):
+    model, report = loaded if isinstance(loaded, tuple) else (loaded, {"missing_keys": (), "mismatched_keys": ()})
+    num_labels = [shape[0] for key, shape, _ in report["mismatched_keys"] if key.startswith(_HEAD)]
+    if num_labels and not options.get("ignore_mismatched_sizes", False):
         raise ModelError(
-            f"{name!r} cannot be loaded as a classifier with one label: its score head gives {others[0]} numbers; choose a model "
+            f"{name!r} cannot be loaded as a classifier with one label: its score head has {num_labels[0]} outputs; choose a model "
             "with one label, or one without a head."
         )
-    is_new = bool(others) or any(key.startswith(_HEAD) for key in report["missing_keys"])
+    is_new = bool(num_labels) or any(key.startswith(_HEAD) for key in report["missing_keys"])
     if is_new:
-        logger.warning("%r has no score head: it starts with a new one, drawn from seed %d.", name, args.seed)
+        logger.warning("%r has no score head: it starts with a new one, random by seed %d.", name, args.seed)
     return model, is_new

@@ -1,4 +1,4 @@
-"""Supervised training on the same log-prob core: loss = -mean of the counted tokens' log-probs over the whole step."""
+"""Supervised training: loss = -mean of the loss tokens' log-probs over the whole step."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.models import load_policy, num_embeddings
 from lowpeak.records import Record
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
-from lowpeak.training import StepWork
+from lowpeak.training import StepBatches
 
 _PREPROCESS = (
-    "preprocess_logits_for_metrics: the logits of a whole data set are not kept, so give a function that makes a row's small, such "
-    "as `lambda logits, labels: logits.argmax(-1)`"
+    "preprocess_logits_for_metrics: the logits of a whole data set are too large to keep, so pass a function that reduces "
+    "those of a row, such as `lambda logits, labels: logits.argmax(-1)`"
 )
 
 
 class SFTTrainer(OfflineTrainer):
-    """Trains a language model on prompt-completion, conversational, text or tokenized rows; TRL's constructor.
+    """Trains a language model on prompt-completion, conversational, text or tokenized rows, with TRL's constructor.
 
     from lowpeak import SFTConfig, SFTTrainer
 
     SFTTrainer(model="Qwen/Qwen2.5-0.5B", args=SFTConfig(output_dir="out"), train_dataset=data).train()
 
     `formatting_func(row)` returns the text that is trained on. `compute_metrics` needs `preprocess_logits_for_metrics(logits,
-    labels)`, which gets one row at a time ([1, L, V] and [1, L], -100 where a token does not count) in an extra forward pass.
+    labels)`, which gets one row at a time ([1, L, V] and [1, L], -100 for tokens without loss) in an extra forward pass.
     """
 
     config_class: ClassVar[type[CommonConfig]] = SFTConfig
@@ -113,31 +113,31 @@ class SFTTrainer(OfflineTrainer):
     def read(self, data: Any) -> list[Record]:
         return read_records(data, self.reader)
 
-    def predict_rows(self, work: StepWork, records: Sequence[Record]) -> EvalPrediction:
-        """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as transformers pads them."""
-        ranks, device = self.run.strategy.ranks, self.run.core.device
+    def predict_rows(self, step: StepBatches, records: Sequence[Record]) -> EvalPrediction:
+        """Return the preprocessed logits of every row, and its labels; rows are padded with -100, as in transformers."""
+        ranks, device = self.run.strategy.ranks, self.run.logprob_settings.device
         preprocess: Any = self.preprocess_logits_for_metrics
         if preprocess is None:
             raise ArgumentError(f"predict() needs {_PREPROCESS}.")
-        own: dict[int, tuple[Any, Any]] = {}
+        local: dict[int, tuple[Any, Any]] = {}
         for first in range(0, len(records), ranks.world_size):
-            # A rank that has no row left repeats row 0: a sharded model's forward needs all ranks.
+            # A rank without a row left repeats row 0: a sharded model's forward needs all ranks.
             row = first + ranks.rank if first + ranks.rank < len(records) else 0
             ids_1L, labels_1L = (each.to(device) for each in _ids_and_labels(records[row]))
             with torch.no_grad():
                 logits = self.model_wrapped(input_ids=ids_1L).logits
                 with fail_on_exit(LowpeakError, "preprocess_logits_for_metrics"):
                     preprocessed = preprocess(logits, labels_1L)
-                own[row] = (_arrays(preprocessed), nested_numpify(labels_1L))
-        found = reduce(lambda merged, part: {**merged, **part}, ranks.gather(own))
-        rows = [found[row] for row in range(len(records))]
-        while len(rows) > 1:  # in pairs, so that no row is copied for each that follows
+                local[row] = (_arrays(preprocessed), nested_numpify(labels_1L))
+        by_row = reduce(lambda merged, part: {**merged, **part}, ranks.gather(local))
+        rows = [by_row[row] for row in range(len(records))]
+        while len(rows) > 1:  # merge in pairs: appending one by one would copy each row many times
             rows = [reduce(partial(nested_concat, padding_index=-100), rows[i : i + 2]) for i in range(0, len(rows), 2)]
         return EvalPrediction(*rows[0])
 
 
 def _arrays(preprocessed: Any) -> Any:
-    """What preprocess_logits_for_metrics returned, as arrays; ArgumentError where it is no tensor, nor any of them."""
+    """Return the result of preprocess_logits_for_metrics as arrays; ArgumentError if it has no tensors."""
     try:
         return nested_numpify(preprocessed)
     except (AttributeError, TypeError) as error:
@@ -148,7 +148,7 @@ def _arrays(preprocessed: Any) -> Any:
 
 
 def _ids_and_labels(record: Record) -> tuple[Tensor, Tensor]:
-    """A row's token ids, and the same with -100 where a token does not count: [1, L] each."""
+    """Return a row's token ids, and its labels with -100 for tokens without loss: [1, L] each."""
     prompt, completion = torch.tensor(record.prompt_ids), record.completion
     labels = torch.where(completion.loss_mask, completion.ids.long(), -100)
     ids_L = torch.cat([prompt, completion.ids.long()])

@@ -1,4 +1,4 @@
-"""The pipeline of a run: collect a rollout, score it, train its steps, save."""
+"""The pipeline of a run: collect a rollout, score it, train its steps, evaluate, save."""
 
 from lowpeak.exports import lazy_exports
 

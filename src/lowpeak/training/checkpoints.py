@@ -1,6 +1,7 @@
-"""Saving and loading: a checkpoint is staged, synced and renamed, and only then the oldest one is removed.
+"""Checkpoints of a run: staged by all ranks, synced and renamed; only then the oldest one is removed.
 
-Ranks write it together. A part of it that waits for all ranks ends in `Ranks.together`, so that an error of one is every one's.
+`trainer` is a StepTrainer, untyped because saving calls transformers' private methods of it. Parts that wait for all
+ranks are inside `Ranks.together`, so that an error of one rank is raised on all.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from lowpeak.ranks import Ranks, is_lost_connection
 
 
 def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
-    """Write `checkpoint-<step>` of a trainer, by all ranks, whole or not at all; returns its folder."""
+    """Write `checkpoint-<step>` on all ranks, completely or not at all; return its folder."""
     args, ranks = trainer.args, trainer.run.strategy.ranks.processes
     run_dir = Path(trainer._get_output_dir(trial=trial))
     final = run_dir / f"checkpoint-{trainer.state.global_step}"
@@ -50,10 +51,10 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
         export_model(trainer, stage)
         if not args.save_only_model:
             _save_training(trainer, stage)
-        trainer.save_more(stage)
+        trainer.save_extra(stage)
         save_run_state(stage, replace(state, world_size=ranks.world_size), ranks.rank)
-        _note_best(trainer, run_dir, final)
-        _note_callbacks(trainer)
+        _record_best(trainer, run_dir, final)
+        _record_callbacks(trainer)
         if ranks.rank == 0:
             trainer.state.save_to_json(os.fspath(stage / "trainer_state.json"))
     with ranks.together():
@@ -66,7 +67,7 @@ def save_checkpoint(trainer: Any, trial: Any, state: RunState) -> Path:
 
 
 def _save_training(trainer: Any, stage: Path) -> None:
-    """Optimizer states, schedule and loss scale: each rank its own part, or all of it by rank 0."""
+    """Write optimizer states, schedule and loss scale: each rank its shard, or rank 0 all of it."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
     with strategy.ranks.together():
         if strategy.cuts_states:
@@ -79,7 +80,7 @@ def _save_training(trainer: Any, stage: Path) -> None:
 
 
 def load_training(trainer: Any, checkpoint: Path) -> None:
-    """Weights, optimizer states, schedule and loss scale that ranks wrote together, on the ranks that are now."""
+    """Load sharded weights and optimizer states, schedule and loss scale, on any number of ranks."""
     strategy = trainer.run.strategy
     strategy.load_state(checkpoint, trainer.model_wrapped, trainer.optimizer)
     if not _is_deepspeeds(trainer.lr_scheduler):
@@ -89,44 +90,46 @@ def load_training(trainer: Any, checkpoint: Path) -> None:
 
 
 def _for_groups(schedule: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A schedule's state for so many groups of parameters, where its own have all the same: tensor parallelism divides them."""
+    """Return a schedule's state for `number` parameter groups, if its groups have equal values."""
+    # Tensor parallelism divides the groups, so their number differs from a run without it.
     lists = {key: value for key, value in schedule.items() if isinstance(value, list) and value}
-    alike = {key: value[:1] * number for key, value in lists.items() if all(each == value[0] for each in value)}
-    return {**schedule, **alike}
+    resized = {key: value[:1] * number for key, value in lists.items() if all(each == value[0] for each in value)}
+    return {**schedule, **resized}
 
 
 def _is_deepspeeds(schedule: Any) -> bool:
-    """Whether DeepSpeed moves the schedule and saves it; by name, as accelerate has the class only where DeepSpeed is."""
+    """Return whether DeepSpeed steps and saves the schedule."""
+    # By name: accelerate defines the class only if DeepSpeed is installed.
     return type(schedule).__name__ == "DeepSpeedSchedulerWrapper"
 
 
-def check_kind(checkpoint: Path, strategy: Strategy) -> None:
-    """CheckpointError for a checkpoint that holds no states which this strategy's ranks could take up."""
+def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
+    """Raise CheckpointError for a checkpoint without training states that this strategy can load."""
     if has_shards(checkpoint):
         return
-    lacking = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).exists()]
-    if lacking:
+    missing = [name for name in (OPTIMIZER_NAME, SCHEDULER_NAME) if not (checkpoint / name).exists()]
+    if missing:
         raise CheckpointError(
-            f"{checkpoint} has no {lacking[0]} (save_only_model writes none): start a new run from its weights (model=that "
+            f"{checkpoint} has no {missing[0]} (save_only_model writes none): start a new run from its weights (model=that "
             "folder), or resume from another checkpoint."
         )
     if strategy.cuts_states:
         raise CheckpointError(
-            f"{checkpoint} holds no optimizer states that could be shared out among ranks: it was written on one device, under "
-            "DDP, or with save_only_model. Resume as it was written, or start a new run from its weights (model=that folder)."
+            f"{checkpoint} has no sharded optimizer states: it was written on one device, under DDP, or with save_only_model. "
+            "Resume with the strategy that wrote it, or start a new run from its weights (model=that folder)."
         )
 
 
-def check_groups(optimizer: Any) -> None:
-    """ValueError for groups of another optimizer: torch loads them, and fails at its first step."""
+def check_optimizer_groups(optimizer: Any) -> None:
+    """Raise ValueError for parameter groups of another optimizer: torch loads them, and fails at its first step."""
     missing = [key for group in optimizer.param_groups for key in optimizer.defaults if key not in group]
     if missing:
         raise ValueError(f"they have no {missing[0]}")
 
 
 @contextmanager
-def fitting(checkpoint: str, what: str, remedy: str) -> Iterator[None]:
-    """Raise CheckpointError if a checkpoint's tensors are damaged, or belong to something else."""
+def explain_load_errors(checkpoint: str, content: str, remedy: str) -> Iterator[None]:
+    """Raise CheckpointError if loading fails because files are damaged or their tensors belong to another run."""
     try:
         with name_damaged_file(checkpoint, CheckpointError, "resume from another checkpoint"):
             yield
@@ -134,19 +137,19 @@ def fitting(checkpoint: str, what: str, remedy: str) -> Iterator[None]:
         raise
     except (EOFError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"the {what} in {checkpoint} are damaged (cut off or changed): resume from another checkpoint."
+            f"the {content} in {checkpoint} are damaged (truncated or changed): resume from another checkpoint."
         ) from error
     except (KeyError, ValueError, RuntimeError) as error:
         if is_exhaustion(error) or is_lost_connection(error):
             raise
         reason = first_line(error)
         raise CheckpointError(
-            f"the {what} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
+            f"the {content} in {checkpoint} do not fit this run ({reason}): resume with the same {remedy}, or start a new run."
         ) from error
 
 
 def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
-    """The model in the Hugging Face layout, streamed slice by slice; an adapter alone, or `merged` into the whole model."""
+    """Write the model in the Hugging Face layout, slice by slice: an adapter alone, or `merged` into the full model."""
     strategy = trainer.run.strategy
     model: Any = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     first = strategy.ranks.processes.rank == 0
@@ -162,50 +165,48 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
         if first:
             folder.mkdir(parents=True, exist_ok=True)
             write_settings(folder, base, layout)
-            _save_beside(trainer, folder)
+            _save_tokenizer_and_arguments(trainer, folder)
     with strategy.ranks.together():
         slices = strategy.slices(trainer.model_wrapped, SLICE_BYTES, None)
         write_weights(folder if first else None, base, layout, slices)
 
 
 def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
-    """The adapter as peft saves it. Where it is sharded it is gathered, slice by slice, on rank 0; its base is not."""
+    """Write the adapter as peft does; gather a sharded one on rank 0, slice by slice, without its base."""
     strategy = trainer.run.strategy
     if not strategy.cuts_states:
         with strategy.ranks.together():
             trainer._save(os.fspath(folder))
         return
-    found: dict[str, list[torch.Tensor]] = {}
+    slices: dict[str, list[torch.Tensor]] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     for piece in strategy.slices(trainer.model_wrapped, SLICE_BYTES, None, "adapter"):
         if strategy.ranks.processes.rank == 0:
-            found.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
+            slices.setdefault(piece.name, []).append(piece.values.to("cpu", copy=True))
             shapes[piece.name] = piece.shape
     with strategy.ranks.together():
         if strategy.ranks.processes.rank == 0:
-            whole = {name: torch.cat(parts).view(shapes[name]) for name, parts in found.items()}
+            tensors = {name: torch.cat(parts).view(shapes[name]) for name, parts in slices.items()}
             folder.mkdir(parents=True, exist_ok=True)
             model.save_pretrained(
-                folder, state_dict=adapter_state(model, whole), selected_adapters=active_adapters(model)
+                folder, state_dict=adapter_state(model, tensors), selected_adapters=active_adapters(model)
             )
-            _save_beside(trainer, folder)
+            _save_tokenizer_and_arguments(trainer, folder)
 
 
-def _save_beside(trainer: Any, folder: Path) -> None:
+def _save_tokenizer_and_arguments(trainer: Any, folder: Path) -> None:
     if trainer.processing_class is not None:
         trainer.processing_class.save_pretrained(folder)
     torch.save(trainer.args, folder / TRAINING_ARGS_NAME)
 
 
 @contextmanager
-def policys_adapter_alone(model: Any) -> Iterator[None]:
-    """Let `save_pretrained` write the adapters in use alone: not one that is only the reference, nor the critic's.
-
-    They are not hidden from peft meanwhile: it leaves out the tensors of those adapters that it knows.
-    """
+def only_policy_adapters(model: Any) -> Iterator[None]:
+    """Let `save_pretrained` write only the adapters in use: not the reference's, nor the critic's."""
     if not is_peft(model):
         yield
         return
+    # Peft still knows the other adapters: it leaves out only the tensors of adapters that it knows.
     model.save_pretrained = partial(model.save_pretrained, selected_adapters=active_adapters(model))
     try:
         yield
@@ -213,8 +214,8 @@ def policys_adapter_alone(model: Any) -> Iterator[None]:
         del model.save_pretrained
 
 
-def _note_best(trainer: Any, run_dir: Path, final: Path) -> None:
-    """`best_model_checkpoint`, as the base class sets it: the folder of the best step, once that exists."""
+def _record_best(trainer: Any, run_dir: Path, final: Path) -> None:
+    """Set `best_model_checkpoint`, as transformers does, to the folder of the best step if it exists."""
     step = trainer.state.best_global_step
     if step:
         best = run_dir / f"checkpoint-{step}"
@@ -222,35 +223,35 @@ def _note_best(trainer: Any, run_dir: Path, final: Path) -> None:
             trainer.state.best_model_checkpoint = os.fspath(best)
 
 
-def _note_callbacks(trainer: Any) -> None:
-    """The states of callbacks that have one, as the base class keeps them."""
-    holders = [h for h in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(h, ExportableState)]
-    for holder in holders:
-        name, state = type(holder).__name__, holder.state()
-        kept = trainer.state.stateful_callbacks.get(name)
-        if isinstance(kept, list):
-            kept.append(state)
+def _record_callbacks(trainer: Any) -> None:
+    """Store the states of callbacks in the trainer's state, as transformers does."""
+    stateful = [h for h in (*trainer.callback_handler.callbacks, trainer.control) if isinstance(h, ExportableState)]
+    for callback in stateful:
+        name, state = type(callback).__name__, callback.state()
+        stored = trainer.state.stateful_callbacks.get(name)
+        if isinstance(stored, list):
+            stored.append(state)
         else:
             trainer.state.stateful_callbacks[name] = state
 
 
 REFERENCE_FOLDER = "reference"
 CRITIC_FOLDER = "critic"
-_WITHOUT = {
+_MISSING_REASONS = {
     REFERENCE_FOLDER: "the checkpoint was written without sync_ref_model; resume without it.",
-    CRITIC_FOLDER: "the checkpoint holds no critic; resume from one that PPO wrote.",
+    CRITIC_FOLDER: "the checkpoint has no critic; resume from one that PPO wrote.",
 }
 
 
 def save_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    """Write each rank's ranges into a folder of a (staged) checkpoint, on all ranks together."""
+    """Write each rank's shards of `parameters` into a folder of a (staged) checkpoint, on all ranks together."""
     save_shards(checkpoint, _state(parameters), ranks.processes, folder)
 
 
 def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
-    """Copy what `save_apart` wrote into this rank's ranges; CheckpointError where it is missing or of another model."""
+    """Load a checkpoint's folder into this rank's shards; CheckpointError if it is missing or of another model."""
     if not (checkpoint / folder).is_dir():
-        raise CheckpointError(f"{checkpoint / folder} is missing: {_WITHOUT[folder]}")
+        raise CheckpointError(f"{checkpoint / folder} is missing: {_MISSING_REASONS[folder]}")
     state = _state(parameters)
     saved = read_saved(checkpoint, ranks.processes, folder)
     load_shards(checkpoint, saved, state.fragments, folder)
@@ -268,7 +269,7 @@ logger = logging.getLogger(__name__)
 
 _RATE = "learning_rate"
 
-# What optimizers and schedules keep of arguments in their states. Other entries move as a run goes on.
+# Arguments that optimizers and schedules keep in their states. Other entries of the states change during a run.
 _OF_GROUP = {"weight_decay": ("weight_decay",), "betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)} | {
     name: (f"optim's {name}",)
     for name in ("momentum", "dampening", "nesterov", "alpha", "centered", "amsgrad", "fused")
@@ -280,39 +281,44 @@ Settings = dict[tuple[str, int], Any]
 
 
 @contextmanager
-def telling_of_held(trainer: Any, checkpoint: str) -> Iterator[None]:
-    """Warn, once the block has loaded the states of `checkpoint`, of arguments that have no effect because of them."""
-    asked = _settings(trainer)
+def warn_of_ignored_arguments(trainer: Any, checkpoint: str) -> Iterator[None]:
+    """Warn of arguments that the optimizer and schedule states of `checkpoint`, loaded in the block, replace."""
+    requested = _settings(trainer)
     yield
-    held = _settings(trainer)
-    changed = [key for key in asked if key in held and asked[key] != held[key]]
-    told = dict.fromkeys(
-        f"{_named(key[0], asked[key], trainer)}={asked[key]!r} ({held[key]!r} acts)" for key in changed
+    loaded = _settings(trainer)
+    changed = [key for key in requested if key in loaded and requested[key] != loaded[key]]
+    ignored = dict.fromkeys(
+        f"{_argument_name(key[0], requested[key], trainer)}={requested[key]!r} ({loaded[key]!r} acts)"
+        for key in changed
     )
-    if told:
+    if ignored:
         logger.warning(
-            "The optimizer and the schedule go on as %s holds them, so arguments of this run have no effect: %s. To change them, "
-            "start a new run from its weights (model=that folder).",
+            "The optimizer and the schedule continue with the states in %s, so arguments of this run have no effect: %s. To "
+            "change them, start a new run from its weights (model=that folder).",
             checkpoint,
-            ", ".join(told),
+            ", ".join(ignored),
         )
 
 
 def _settings(trainer: Any) -> Settings:
-    """What the states have of each argument, by its name and the number of the group of parameters."""
+    """Return the arguments in the states, by name and number of the parameter group."""
     schedule = trainer.lr_scheduler
-    found: Settings = {(_RATE, i): rate for i, rate in enumerate(getattr(schedule, "base_lrs", ()))}
+    settings: Settings = {(_RATE, i): rate for i, rate in enumerate(getattr(schedule, "base_lrs", ()))}
     for i, group in enumerate(trainer.optimizer.param_groups):
         for key, names in _OF_GROUP.items():
             if key in group:
                 value = tuple(group[key]) if isinstance(group[key], list) else group[key]
                 values = value if isinstance(value, tuple) and len(value) == len(names) else [value] * len(names)
-                found |= {(name, i): each for name, each in zip(names, values, strict=True)}
-    own = {(f"lr_scheduler_kwargs' {key}", 0): getattr(schedule, key) for key in _OF_SCHEDULE if hasattr(schedule, key)}
-    return found | own
+                settings |= {(name, i): each for name, each in zip(names, values, strict=True)}
+    of_schedule = {
+        (f"lr_scheduler_kwargs' {key}", 0): getattr(schedule, key) for key in _OF_SCHEDULE if hasattr(schedule, key)
+    }
+    return settings | of_schedule
 
 
-def _named(name: str, value: Any, trainer: Any) -> str:
-    """Under PPO the critic's groups have a rate of their own, where one is given."""
-    critics = getattr(trainer.acting_args, "value_learning_rate", None)
-    return "value_learning_rate" if name == _RATE and value == critics != trainer.acting_args.learning_rate else name
+def _argument_name(name: str, value: Any, trainer: Any) -> str:
+    # PPO's critic has separate groups if it has a separate learning rate.
+    critic_rate = getattr(trainer.acting_args, "value_learning_rate", None)
+    return (
+        "value_learning_rate" if name == _RATE and value == critic_rate != trainer.acting_args.learning_rate else name
+    )

@@ -1,358 +1,223 @@
-"""Stations 1 to 9: from prompts to a rollout whose rows are rewarded, scored and carry advantages."""
+"""Stations 1 to 9: from prompts to a rollout whose records are rewarded, scored and carry advantages."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from functools import cache, reduce
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
 
-import torch
-from torch import Tensor, nn
-
-from lowpeak.algorithms import Advantages, Algorithm, Need, loss_mask
+from lowpeak.algorithms import Advantages, loss_mask
 from lowpeak.arguments import OnlineSettings, Sampling
-from lowpeak.batching import Budget, assign, cut_groups, pack, scatter, share
+from lowpeak.batching import assign, cut_groups
 from lowpeak.data import PromptCursor, PromptReader
-from lowpeak.errors import LostEngineError
-from lowpeak.memory import MemoryTracker, Phase, Rest
-from lowpeak.models import Reference
-from lowpeak.parallel import Strategy
-from lowpeak.records import Completion, Group, Metric, MicroBatch, Prompt, Record, merge_metrics
+from lowpeak.memory import Phase, Rest
+from lowpeak.ranks import Ranks
+from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
 from lowpeak.rewards import Judged, RewardPanel, merge_judged, reward_metrics, warn_of_unscored
 from lowpeak.rollout import RolloutEngine
-from lowpeak.training.rollout_report import describe, length_metrics
-from lowpeak.training.step import Core, score
-from lowpeak.training.step_batches import Rollout, matched
-from lowpeak.vllm.weight_sync import PushReport
-
-logger = logging.getLogger(__name__)
-
-MOST_RETURNS = 3  # of a lost engine, within one call: each is waited for, and gets the weights again
-
-Item = TypeVar("Item")
-Scores = dict[int, dict[str, Tensor]]  # by the record's index, by name
+from lowpeak.training.rollout_report import RolloutStats, completion_rows, length_metrics
+from lowpeak.training.run import RunContext
+from lowpeak.training.scorer import score_records
+from lowpeak.training.step_batches import Rollout
+from lowpeak.training.weight_sync import WeightSync
 
 
 @dataclass
-class Tally:
-    """Tokens that the engine added to completions, and rows that its forwards computed for them; what was pushed to it."""
+class RolloutCollector:
+    """Collects rollouts: sends prompts to the engine on all ranks, and its completions to rewards and scoring.
 
-    useful: int = 0
-    computed: int = 0
-    pushes: dict[str, Metric] = field(default_factory=dict)
-
-    def add(self, useful: int, computed: int) -> None:
-        self.useful += useful
-        self.computed += computed
-
-    def take(self) -> dict[str, Metric]:
-        """The share since the last call; nothing for an engine that does not count."""
-        metric = Metric(float(self.useful), float(self.computed))
-        self.useful = self.computed = 0
-        return {"useful_tokens/rollout": metric} if metric.count else {}
-
-    def note_push(self, report: PushReport) -> None:
-        sums = {"bytes": report.num_bytes, "seconds": report.seconds, "proof_seconds": report.proof_seconds}
-        new = {f"push/{name}": Metric(float(value), 1.0, "sum") for name, value in sums.items()}
-        self.pushes = merge_metrics(self.pushes, new)
-
-    def take_pushes(self) -> dict[str, Metric]:
-        """The bytes and seconds of the pushes since the last call, on the rank that pushes; nothing where nothing is pushed."""
-        pushes, self.pushes = self.pushes, {}
-        return pushes
-
-
-@dataclass
-class RolloutMaker:
-    """The parts that a rollout needs.
-
-    `model` gives the (wrapped) policy; `core` and `budget` are what passes run with; `rest` is what waits in host memory
-    meanwhile. `weights_changed` says that the policy's weights were replaced (loaded) without a step, which a version cannot
-    tell; `policy_version` is the one that the engine is to hold.
+    cursor          draws the prompts; `new_reader` reads those of an evaluation
+    engine          generates completions; `weight_sync` keeps it on the policy's weights
+    panel           the rewards
+    stats           counts of the engine's work
+    offloader       moves tensors to host memory during a rollout, if they do not stay on the device
     """
 
+    context: RunContext
     settings: OnlineSettings
-    algorithm: Algorithm
     engine: RolloutEngine
+    weight_sync: WeightSync
     panel: RewardPanel
     cursor: PromptCursor[Prompt]
     new_reader: Callable[[], PromptReader]
-    strategy: Strategy
-    model: Callable[[], nn.Module]
-    reference: Reference | None
-    core: Core
-    budget: Budget
-    tracker: MemoryTracker
-    tally: Tally
-    rest: Rest | None = None
-    weights_changed: bool = False
-    policy_version: int | None = None
+    stats: RolloutStats
+    offloader: Rest | None = None
 
-    def make(
+    @property
+    def _ranks(self) -> Ranks:
+        return self.context.run.strategy.ranks
+
+    def collect(
         self, number: int, policy_version: int, trainer_state: Any, coefficients: Mapping[str, float] | None = None
     ) -> Rollout:
-        """Rollout `number`, generated by the weights of `policy_version`: stations 1 to 9.
+        """Return rollout `number`, generated by the weights of `policy_version`.
 
-        `coefficients` are the algorithm's own numbers as they are now (None: as they are at the start).
+        `coefficients` are the algorithm's present numbers (None: those at the start of a run).
         """
-        if self.rest is not None:
-            self.rest.take()  # what an evaluation moved is none of this rollout's
-        with self.awake():
+        if self.offloader is not None:
+            self.offloader.take()  # reset counters: exclude offloading done by an evaluation
+        with self.engine_awake():
             self.load_weights(policy_version)
-            self.tally.take()
-            judged, chosen = self._ask_until_full(number, trainer_state)
+            self.stats.pop_useful_share()
+            judged, selected = self._collect_full_groups(number, trainer_state)
         warn_of_unscored(self.panel.names, judged)
-        records = self.with_loss_masks([judged.records[i] for i in chosen])
-        records, scoring = self.score(records, self.algorithm.needs, Phase.SCORE)
-        known = self.algorithm.coefficients() if coefficients is None else coefficients
-        advantages = self.algorithm.advantages(records, known)
+        algorithm = self.context.run.algorithm
+        records = with_loss_masks([judged.records[i] for i in selected], self.settings.mask_truncated)
+        records, score_metrics = score_records(self.context, records, algorithm.needs, Phase.SCORE)
+        if coefficients is None:
+            coefficients = algorithm.coefficients()
+        advantages = algorithm.advantages(records, coefficients)
         records = with_advantages(records, advantages)
         if self.settings.rollout.num_steps == 1:  # old is the policy's own log-prob in the step
             records = tuple(replace(record, old=None) for record in records)
         metrics = merge_metrics(judged.metrics, advantages.metrics)
-        metrics = merge_metrics(merge_metrics(metrics, length_metrics(judged.records)), scoring)
-        metrics = merge_metrics(metrics, self.tally.take_pushes() | self._rested() | self._left_out())
-        told = list(judged.records)
-        for i, record in zip(chosen, records, strict=True):
-            told[i] = record
+        metrics = merge_metrics(merge_metrics(metrics, length_metrics(judged.records)), score_metrics)
+        metrics = merge_metrics(metrics, self.stats.pop_pushes() | self._offload_metrics() | self._overlong_metrics())
+        reported = list(judged.records)
+        for i, record in zip(selected, records, strict=True):
+            reported[i] = record
         num_tokens = sum(len(record.prompt_ids) + record.completion.num_written for record in judged.records)
-        return Rollout(number, records, metrics, describe(judged, told, self.panel.names), num_tokens)
-
-    def _left_out(self) -> dict[str, Metric]:
-        count = self.cursor.num_dropped
-        return {"num_overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
-
-    def _rested(self) -> dict[str, Metric]:
-        """Bytes that left the device for the rollout and seconds that both ways took, of the rank where they are most."""
-        if self.rest is None:
-            return {}
-        num_bytes, seconds = self.strategy.ranks.max([float(number) for number in self.rest.take()])
-        return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
+        return Rollout(number, records, metrics, completion_rows(judged, reported, self.panel.names), num_tokens)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """The engine is ready to generate in the block, and gives its memory back after it; what rests has gone before."""
+    def engine_awake(self) -> Iterator[None]:
+        """Offload what a rollout does not need and wake the engine for the block; undo both after it."""
         with ExitStack() as stack:
-            with self.strategy.ranks.together():
-                if self.rest is not None:
-                    stack.enter_context(self.rest.rollout())
+            with self._ranks.together():
+                if self.offloader is not None:
+                    stack.enter_context(self.offloader.rollout())
                 self.engine.wake()
             yield
             self.engine.sleep()
-            with self.strategy.ranks.together():
+            with self._ranks.together():
                 stack.close()
 
     def load_weights(self, policy_version: int) -> None:
-        """Stations 2 and 3: the engine gets the policy's weights, unless it holds them already, on every rank."""
-        self.policy_version = policy_version
-        self._outlasting(lambda: None)
+        self.weight_sync.load_weights(self.engine, policy_version)
 
-    def _outlasting(self, call: Callable[[], Item]) -> Item:
-        """`call()` on all ranks with an engine that holds the weights; again where it was lost on the way."""
-        for returns in range(MOST_RETURNS + 1):
-            try:
-                self._sync()
-                return call()
-            except LostEngineError as lost:
-                if returns == MOST_RETURNS:
-                    raise
-                logger.warning("%s It is waited for, gets the weights again and is asked for what is missing.", lost)
-        raise AssertionError("the last return raises")
+    def generate_and_score(
+        self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
+    ) -> Judged:
+        """Stations 4 and 5: return all ranks' groups with their rewards, numbered from `first_group`.
 
-    def _sync(self) -> None:
-        """Load where any rank's engine does not hold the version that it is to hold: slices leave all ranks together.
-
-        A second time where an adapter comes after its base.
+        Each group is generated and rewarded on the rank that owns it. Fewer groups than ranks are generated in parts.
+        After an engine was lost, only ranks without completions generate again.
         """
-        ranks, version = self.strategy.ranks, self.policy_version
-        assert version is not None, "load_weights comes first"
-        for _ in range(2):
-            stale = self.weights_changed or self.engine.policy_version != version
-            if not ranks.max([float(stale)])[0]:
-                return
-            forms = ranks.gathered(lambda: self.engine.slice_form)
-            form = next((form for form in forms if form.weights == "base"), forms[0])
-            with ranks.together(), self.tracker.phase(Phase.SYNC):
-                slices = self.strategy.slices(self.model(), form.max_bytes, form.dtype, form.weights)
-                self.engine.load(slices, version, form.weights)
-            self.weights_changed = False
+        ranks, tracker = self._ranks, self.context.run.tracker
+        owned = assign([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
+        splits_groups = self.engine.cuts_groups and 0 < len(prompts) < ranks.world_size
+        all_groups = self._generate_split_groups(prompts, sampling, phase) if splits_groups else None
 
-    def ask(self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase) -> Judged:
-        """Stations 4 and 5: all ranks' groups, each generated and rewarded whole on the rank that owns it.
-
-        Groups that are fewer than the ranks are generated in parts. A rank without a prompt asks the engine too, since
-        generating under a sharded strategy takes all ranks. When an engine is lost, ranks that have their answer keep it.
-        """
-        ranks = self.strategy.ranks
-        mine = assign([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
-        in_parts = self.engine.cuts_groups and 0 < len(prompts) < ranks.world_size
-        everybodys = self._generate_in_parts(prompts, sampling, phase) if in_parts else None
-
+        @cache
         def generate() -> list[Group]:
-            with self.tracker.phase(phase):
-                return self.engine.generate([prompts[i] for i in mine], sampling)
+            # A rank without a prompt calls the engine too: generating under a sharded strategy takes all ranks.
+            with tracker.phase(phase):
+                return self.engine.generate([prompts[i] for i in owned], sampling)
 
-        generated = cache(generate)
-
-        def judge() -> tuple[Sequence[int], Judged]:
-            # Where rewards take all ranks, an engine that one of them has lost is everybody's before they meet there.
+        @cache
+        def generate_and_reward() -> tuple[Sequence[int], Judged]:
+            # If rewards take all ranks, every rank raises for an engine that one of them lost, before they meet there.
             with ranks.together() if self.panel.asks_together else nullcontext():
-                groups = generated() if everybodys is None else [everybodys[i] for i in mine]
-            with self.tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
+                groups = generate() if all_groups is None else [all_groups[i] for i in owned]
+            with tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
                 judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
-            useful = self.tally.take() if phase is Phase.ROLLOUT else {}
-            return mine, replace(judged, metrics=judged.metrics | useful)
+            useful = self.stats.pop_useful_share() if phase is Phase.ROLLOUT else {}
+            return owned, replace(judged, metrics=judged.metrics | useful)
 
-        once = cache(judge)
-        shares = self._outlasting(lambda: ranks.gathered(once))
-        return whole([in_order(shares, first_group)], self.panel.names)
+        shares = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.gathered(generate_and_reward))
+        return merge_all_rewarded([in_prompt_order(shares, first_group)], self.panel.names)
 
-    def _generate_in_parts(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
-        """All groups on every rank, of each of which several ranks have generated some completions."""
-        ranks = self.strategy.ranks
+    def _generate_split_groups(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
+        """Return all groups on every rank; several ranks generate completions of each group."""
+        ranks = self._ranks
         number, part = cut_groups(len(prompts), sampling.num_generations, ranks.world_size)[ranks.rank]
-        own = replace(sampling, num_generations=len(part), first_completion=part.start)
+        part_sampling = replace(sampling, num_generations=len(part), first_completion=part.start)
 
+        @cache
         def generate() -> tuple[int, int, tuple[Completion, ...]]:
-            with self.tracker.phase(phase):
-                groups = self.engine.generate([prompts[number]] if part else [], own)
+            with self.context.run.tracker.phase(phase):
+                groups = self.engine.generate([prompts[number]] if part else [], part_sampling)
             return number, part.start, groups[0].completions if groups else ()
 
-        once = cache(generate)
-        pieces = sorted(self._outlasting(lambda: ranks.gathered(once)), key=lambda piece: piece[:2])
+        parts = self.weight_sync.retry_when_engine_lost(self.engine, lambda: ranks.gathered(generate))
+        parts = sorted(parts, key=lambda piece: piece[:2])
         return [
-            Group(prompt, tuple(one for piece in pieces if piece[0] == i for one in piece[2]))
+            Group(prompt, tuple(one for group, _, completions in parts if group == i for one in completions))
             for i, prompt in enumerate(prompts)
         ]
 
-    def _ask_until_full(self, number: int, state: Any) -> tuple[Judged, list[int]]:
-        """Stations 1 and 4 to 6: all rows that were judged, and which of them to train on: those of full groups.
+    def _collect_full_groups(self, number: int, state: Any) -> tuple[Judged, list[int]]:
+        """Stations 1 and 4 to 6: return all rewarded records, and the indices of those to train on.
 
-        Asks again for groups that selection drops, at most K times; what is still missing then is dropped. When nothing at all
-        was selected, the last answer is used as it is.
+        Dynamic sampling generates new groups for those that the selection drops, at most `max_refills` times; then it
+        drops them. If the selection drops every group, the last ones are trained on.
         """
         sampling = replace(self.settings.sampling, rollout=number)
-        missing, asked, dropped = self.settings.rollout.num_prompts, 0, 0
+        num_missing, num_generated, num_dropped = self.settings.rollout.num_prompts, 0, 0
         parts: list[Judged] = []
-        chosen: list[int] = []
+        selected: list[int] = []
         for _ in range(1 + self.settings.rollout.max_refills):
-            with self.strategy.ranks.together():
-                prompts = self.cursor.take(missing)
-            judged = self.ask(prompts, sampling, state, asked, Phase.ROLLOUT)
-            asked += missing
-            selection = self.algorithm.select(judged.records)
-            first = sum(len(part.records) for part in parts)
-            chosen += [first + i for i in selection.rows]
+            with self._ranks.together():
+                prompts = self.cursor.take(num_missing)
+            judged = self.generate_and_score(prompts, sampling, state, num_generated, Phase.ROLLOUT)
+            num_generated += num_missing
+            selection = self.context.run.algorithm.select(judged.records)
+            start = sum(len(part.records) for part in parts)
+            selected += [start + i for i in selection.rows]
             parts.append(replace(judged, metrics=merge_metrics(judged.metrics, selection.metrics)))
-            missing = selection.num_missing_groups
-            dropped += missing
-            if not missing:
+            num_missing = selection.num_missing_groups
+            num_dropped += num_missing
+            if not num_missing:
                 break
-        full = merge_judged(parts)
-        if not chosen:
-            chosen = list(range(first, len(full.records)))
+        merged = merge_judged(parts)
+        if not selected:
+            selected = list(range(start, len(merged.records)))
         if not self.settings.rollout.max_refills:
-            return full, chosen
-        extra = {"dropped_groups": Metric(float(dropped), 1.0, "sum"), "asked_groups": Metric(float(asked), 1.0, "sum")}
-        return replace(full, metrics=merge_metrics(full.metrics, extra)), chosen
+            return merged, selected
+        counts = {"dropped_groups": num_dropped, "asked_groups": num_generated}
+        metrics = {name: Metric(float(count), 1.0, "sum") for name, count in counts.items()}
+        return replace(merged, metrics=merge_metrics(merged.metrics, metrics)), selected
 
-    def with_loss_masks(self, records: Sequence[Record]) -> tuple[Record, ...]:
-        """The records with the masks that losses use, and without the fields of a `rollout_func` that rewards have read."""
-        completions = [
-            replace(record.completion, loss_mask=loss_mask(record.completion, self.settings.mask_truncated), extra={})
-            for record in records
-        ]
-        return tuple(replace(record, completion=each) for record, each in zip(records, completions, strict=True))
+    def _overlong_metrics(self) -> dict[str, Metric]:
+        count = self.cursor.num_dropped
+        return {"num_overlong_prompts": Metric(float(count), 1.0, "max")} if count else {}
 
-    def score(
-        self, records: tuple[Record, ...], needs: frozenset[Need], phase: Phase
-    ) -> tuple[tuple[Record, ...], dict[str, Metric]]:
-        """Stations 7 and 8: what is needed of every counted token, gathered into the records on all ranks."""
-        if not needs:
-            return records, {}
-        ranks = self.strategy.ranks
-        mine = share(records, range(len(records)), self.budget, ranks.world_size)[ranks.rank]
-        batches = matched(pack(records, mine, self.budget), self.budget, ranks)
-        self.model().eval()
+    def _offload_metrics(self) -> dict[str, Metric]:
+        """Return bytes offloaded for the rollout and seconds of both ways, of the rank where they are most."""
+        if self.offloader is None:
+            return {}
+        num_bytes, seconds = self._ranks.max([float(number) for number in self.offloader.take()])
+        return {"offload/bytes": Metric(num_bytes, 1.0, "max"), "time/offload": Metric(seconds)}
 
-        def run() -> tuple[Scores, dict[str, Metric]]:
-            with self.tracker.phase(phase):
-                return self._passes(records, batches, needs), {"useful_tokens/score": _useful(batches)}
 
-        shares = ranks.gathered(run)
-        everywhere = {i: values for found, _ in shares for i, values in found.items()}
-        filled = tuple(_filled(record, everywhere.get(i, {}), needs) for i, record in enumerate(records))
-        return filled, reduce(merge_metrics, [useful for _, useful in shares])
-
-    def _passes(self, records: Sequence[Record], batches: Sequence[MicroBatch], needs: frozenset[Need]) -> Scores:
-        passes: dict[str, list[dict[str, Tensor]]] = {}
-        if needs & {"old", "entropy", "values"}:
-            wishes = {"entropy": "entropy" in needs, "values": "values" in needs}
-            wishes["logprobs"] = bool(needs & {"old", "entropy"})
-            passes["old"] = score(self.model(), batches, self.core, **wishes)
-        if "reference" in needs:
-            assert self.reference is not None
-            with self.reference.use():
-                passes["reference"] = score(self.reference.model or self.model(), batches, self.core)
-        return _read_scores(records, batches, passes)
+def with_loss_masks(records: Sequence[Record], mask_truncated: bool) -> tuple[Record, ...]:
+    """Return the records with the masks that losses use, without the extra fields that only rewards read."""
+    completions = [
+        replace(record.completion, loss_mask=loss_mask(record.completion, mask_truncated), extra={})
+        for record in records
+    ]
+    return tuple(replace(record, completion=each) for record, each in zip(records, completions, strict=True))
 
 
 def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[Record, ...]:
-    """The records with what station 9 gave them."""
+    """Return the records with their advantages and, under PPO, returns."""
     returns = advantages.returns or (None,) * len(records)
-    given = zip(records, advantages.per_token, returns, strict=True)
-    return tuple(replace(record, advantages=each, returns=values) for record, each, values in given)
+    columns = zip(records, advantages.per_token, returns, strict=True)
+    return tuple(replace(record, advantages=each, returns=values) for record, each, values in columns)
 
 
-def _filled(record: Record, found: Mapping[str, Tensor], needs: frozenset[Need]) -> Record:
-    """The record with what is needed; zeros for a row without a counted token, which nothing reads."""
-    nothing = torch.zeros(len(record.completion))
-    old, reference, entropy, values = (
-        found.get(name, nothing) if name in needs else None for name in ("old", "reference", "entropy", "values")
-    )
-    return replace(record, old=old, reference=reference, entropy=entropy, values=values)
+def in_prompt_order(shares: Sequence[tuple[Sequence[int], Judged]], first_group: int) -> Judged:
+    """Merge the ranks' rewarded records in the order of the prompts; groups are numbered from `first_group`.
 
-
-def _read_scores(
-    records: Sequence[Record], batches: Sequence[MicroBatch], passes: Mapping[str, Sequence[Mapping[str, Tensor]]]
-) -> Scores:
-    """Return what the passes gave, row by row, by one read of the device: log-probs by the pass's name, entropies, values."""
-    found: Scores = {}
-    places: list[tuple[int, str]] = []
-    lengths: list[int] = []
-    columns: list[Tensor] = []
-    for name, scored in passes.items():
-        for batch, result in zip(batches, scored, strict=True):
-            for key, values in result.items():
-                column = name if key == "logprobs" else key
-                if batch.record_indices:
-                    places += [(index, column) for index in batch.record_indices]
-                    lengths += torch.bincount(batch.tokens.rows_T, minlength=batch.tokens.num_rows).tolist()
-                    columns.append(values.float())
-    if columns:
-        for (index, column), values in zip(places, torch.cat(columns).cpu().split(lengths), strict=True):
-            found.setdefault(index, {})[column] = scatter(records[index], values)
-    return found
-
-
-def _useful(batches: Sequence[MicroBatch]) -> Metric:
-    """The share of a pass's tokens that change its result: no padding, and a prompt once."""
-    return Metric(float(sum(b.num_useful for b in batches)), float(sum(b.input_ids_BL.numel() for b in batches)))
-
-
-def in_order(shares: Sequence[tuple[Sequence[int], Judged]], first_group: int) -> Judged:
-    """All ranks' answers as one, rows in the order of the prompts, their groups numbered from `first_group`.
-
-    A share is which of the prompts a rank owns, and its answer, whose group g is of the g-th of these.
+    A share is the indices of the prompts that a rank owns, and its records, whose group g is of the g-th of these.
     """
-    judged = merge_judged([own.renumbered([first_group + i for i in mine]) for mine, own in shares])
+    judged = merge_judged([part.renumbered([first_group + i for i in owned]) for owned, part in shares])
     return judged.rows(sorted(range(len(judged.records)), key=lambda row: judged.records[row].group))
 
 
-def whole(parts: Sequence[Judged], names: Sequence[str]) -> Judged:
-    """Several answers as one, whose statistics of each reward are over all of its rows, as if judged at once."""
+def merge_all_rewarded(parts: Sequence[Judged], names: Sequence[str]) -> Judged:
+    """Merge rewarded records, with the statistics of each reward over all of them."""
     merged = merge_judged(parts)
     return replace(merged, metrics=merged.metrics | reward_metrics(names, merged.records))

@@ -1,31 +1,29 @@
-"""Which engine a run generates with: the policy itself, a function of the user's, or vLLM."""
+"""The engine of a run: the policy itself, vLLM, or a user's function over one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import ALL, ColocateSettings, OnlineSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import ALL, ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs import causal_lm
 from lowpeak.memory import free_bytes
 from lowpeak.models import context_length, first_rotations, is_peft, num_embeddings
-from lowpeak.parallel import Strategy, parts_tied, unchanging
+from lowpeak.parallel import parts_tied, unchanging
 from lowpeak.ranks import Ranks
-from lowpeak.rewards import Reward
 from lowpeak.rollout import FunctionEngine, RolloutEngine
 from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
-from lowpeak.training.collector import Tally
-from lowpeak.training.evaluation import Success
-from lowpeak.training.run import Run
+from lowpeak.training.prepare_run import OnlineParts
+from lowpeak.training.rollout_report import RolloutStats
+from lowpeak.training.run import Run, RunContext
 from lowpeak.vllm import (
     Blueprint,
     Callers,
@@ -37,51 +35,17 @@ from lowpeak.vllm import (
     check_colocated,
     check_same,
     option,
-    require_vllm,
     warn_unsupported,
 )
 from lowpeak.vllm import connect as connect_servers
 from lowpeak.vllm.weight_sync import adapter_config
 
-
-@dataclass(frozen=True)
-class OnlineParts:
-    """The arguments that were `given`, `args` with defaults for those without effect, and the settings of both.
-
-    Beside them models and tokenizer, the rewards, and what an evaluation counts as a success.
-    """
-
-    given: Any
-    args: Any
-    settings: OnlineSettings
-    algorithm: Algorithm
-    policy: nn.Module
-    reference_model: nn.Module | None
-    tokenizer: Any
-    rewards: Sequence[Reward]
-    success: Success
-
-
-_MOST_ROWS = 256  # that vLLM decodes at once, unless it is told otherwise
-_LEAST_CACHE = 1 << 24
-
-
-def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> None:
-    """MissingPackageError for an engine in this process that is not installed; before anything loads.
-
-    ArgumentError for vLLM beside a policy whose tensors are cut over `tensor_parallel` processes, which are one data rank.
-    """
-    if settings is not None and tensor_parallel > 1:
-        raise ArgumentError(
-            f"use_vllm=True does not go with tp_size={tensor_parallel}: the processes that share a policy's tensors would each "
-            "ask for the same completions. Shard the policy with fsdp2 or zero3, or remove use_vllm."
-        )
-    if settings is not None and isinstance(settings.where, ColocateSettings):
-        require_vllm()
+_MAX_SEQUENCES = 256  # that vLLM decodes at once by default
+_LEAST_CACHE_BYTES = 1 << 24
 
 
 def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) -> str:
-    """Return why `vllm_adapters=False` changes nothing, since merged weights are sent in any case; nothing where it acts."""
+    """Return why `vllm_adapters=False` has no effect (merged weights are sent anyway); empty if it has one."""
     if settings is None or settings.adapters:
         return ""
     where = settings.where
@@ -97,31 +61,30 @@ def adapters_idle(settings: VllmSettings | None, policy: Any, num_ranks: int) ->
 
 
 def make_engine(
-    trainer: Any,
+    trainer: RunContext,
     parts: OnlineParts,
-    strategy: Strategy,
     run: Run,
-    tally: Tally,
+    stats: RolloutStats,
     rollout_func: Callable[..., Mapping[str, Any]] | None,
 ) -> RolloutEngine:
-    """The engine that the arguments ask for; vLLM's is connected, or built, when it is first needed."""
-    budget = parts.settings.memory.gather_budget
+    """Return the engine that the arguments ask for; vLLM is connected, or built, when it is first needed."""
+    budget, strategy = parts.settings.memory.gather_budget, run.strategy
 
-    def hold(num_bytes: int | None = budget) -> AbstractContextManager[nn.Module]:
-        gathered = _free_to_gather(trainer, strategy, run) if num_bytes is None else num_bytes
-        return strategy.hold(trainer.model_wrapped, gathered)
+    def gather_policy(num_bytes: int | None = budget) -> AbstractContextManager[nn.Module]:
+        return strategy.hold(trainer.model_wrapped, _free_to_gather(trainer) if num_bytes is None else num_bytes)
 
     device = trainer.accelerator.device
     engine: RolloutEngine
-    held: Callable[[], AbstractContextManager[nn.Module]]
+    policy_on_device: Callable[[], AbstractContextManager[nn.Module]]
     if parts.settings.vllm is None:
-        engine = NativeEngine(hold, parts.tokenizer, lambda: run.sizes.kv_cache_bytes, tally.add, device)
-        held = engine.held
+        kv_cache_bytes = lambda: trainer.run.sizes.kv_cache_bytes  # noqa: E731  # a resumed run replaces them
+        engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device)
+        policy_on_device = engine.held
     else:
         if rollout_func is not None:
             check_function(parts.settings.vllm)
-        engine = vllm_engine(parts, strategy, run, device, tally)
-        held = partial(hold, 0)
+        engine = vllm_engine(parts, run, device, stats)
+        policy_on_device = partial(gather_policy, 0)
     if rollout_func is None:
         return engine
     policy, tokenizer = causal_lm(parts.policy), parts.tokenizer
@@ -135,25 +98,25 @@ def make_engine(
         rollout_func,
         trainer,
         engine,
-        held,
+        policy_on_device,
         end_ids=lambda sampling: end_token_ids(policy, tokenizer, sampling),
         new_reader=new_reader,
     )
 
 
-def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.device, tally: Tally) -> VllmEngine:
-    """The engine over vLLM in this process, or over servers."""
+def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: RolloutStats) -> VllmEngine:
+    """Return the engine over vLLM in this process, or over servers."""
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
     settings = replace(settings, where=within_rotations(settings.where, first_rotations(policy)))
-    ranks, where = strategy.ranks, settings.where
-    if is_peft(parts.policy) and parts_tied(parts.policy, strategy.layout(parts.policy)):
+    ranks, where = run.strategy.ranks, settings.where
+    if is_peft(parts.policy) and parts_tied(parts.policy, run.strategy.layout(parts.policy)):
         raise ArgumentError(
-            "the adapter makes different weights of embedding and head, which the model's config ties and vLLM keeps as one: leave "
-            "both as they are, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
+            "the adapter trains embedding and lm_head separately, but the model ties them and vLLM stores one copy: train "
+            "neither, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
         )
     adapter = _servable_adapter(parts.policy)
-    told = PolicyFacts(
+    info = PolicyFacts(
         lambda sampling: end_token_ids(policy, tokenizer, sampling),
         num_embeddings(policy),
         adapter,
@@ -161,54 +124,54 @@ def vllm_engine(parts: OnlineParts, strategy: Strategy, run: Run, device: torch.
     )
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
-        callers = Callers(ranks.teams(where.tensor_parallel_size))
-        connect = partial(_colocated, _blueprint(parts, where, policy, run, device), settings, callers.team)
+        sharing = Callers(ranks.teams(where.tensor_parallel_size))
+        connect = partial(_colocated, _model_spec(parts, where, policy, run, device), settings, sharing.team)
     else:
-        callers = Callers(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
-        connect = partial(served, where, policy, tokenizer, lambda: run.interrupts.stopping)
-    return VllmEngine(connect, settings, told, callers, tally.note_push)
+        sharing = Callers(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
+        connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
+    return VllmEngine(connect, settings, info, sharing, stats.add_push)
 
 
 def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
     return [ColocatedVllm(blueprint, settings, team)]
 
 
-def served(
+def connect_checked(
     where: ServerSettings, policy: Any, tokenizer: Any, stopping: Callable[[], bool] = lambda: False
 ) -> Sequence[Vllm]:
-    """The servers, once all of them answer; EngineError where one has another model or tokenizer loaded than the policy's."""
+    """Return the servers when all answer; EngineError if one has another model or tokenizer than the policy."""
     vllms = connect_servers(where, stopping)
     for vllm in vllms:
-        facts = vllm.facts()
-        warn_unsupported(facts.version)
-        check_same(facts, policy, tokenizer)
-        _check_rotations(facts, first_rotations(policy), where)
+        info = vllm.facts()
+        warn_unsupported(info.version)
+        check_same(info, policy, tokenizer)
+        _check_rotations(info, first_rotations(policy), where)
     return vllms
 
 
-def _check_rotations(facts: Facts, limit: int | None, where: ServerSettings) -> None:
-    if limit is not None and facts.max_model_len > limit:
+def _check_rotations(info: Facts, limit: int | None, where: ServerSettings) -> None:
+    if limit is not None and info.max_model_len > limit:
         raise EngineError(
-            f"vLLM has a context of {facts.max_model_len} tokens, for which it rotates all rows as long ones (longrope): start "
-            f"it with {option(where, 'max_model_length')} {limit}."
+            f"vLLM has a context of {info.max_model_len} tokens, for which it uses the long rotations of longrope on all "
+            f"sequences: start it with {option(where, 'max_model_length')} {limit}."
         )
 
 
 def within_rotations(where: ColocateSettings | ServerSettings, limit: int | None) -> ColocateSettings | ServerSettings:
-    """A colocated engine whose context ends where a longrope model's first rotations do; ArgumentError for a longer one."""
+    """Limit a colocated engine's context to a longrope model's short rotations; ArgumentError for a longer context."""
     if limit is None or isinstance(where, ServerSettings):
         return where
-    given = where.max_model_length
-    if given is not None and given > limit:
+    length = where.max_model_length
+    if length is not None and length > limit:
         raise ArgumentError(
-            f"vllm_max_model_length={given} is beyond {limit}, up to which this model has one set of rotations (longrope): vLLM "
-            "would rotate all rows as long ones. Lower it, or leave it out."
+            f"vllm_max_model_length={length} is beyond {limit}, up to which this model uses its short rotations (longrope): "
+            "vLLM would use the long ones on all sequences. Lower it, or leave it out."
         )
-    return replace(where, max_model_length=given or limit)
+    return replace(where, max_model_length=length or limit)
 
 
 def _servable_adapter(policy: Any) -> dict[str, Any] | None:
-    """The settings of the policy's adapter, if vLLM can put it on a base: one plain LoRA and nothing else that is trained."""
+    """Return the settings of the policy's adapter if vLLM can serve it: one plain LoRA, and nothing else is trained."""
     if not is_peft(policy) or len(policy.active_adapters) != 1:
         return None
     config = adapter_config(policy)
@@ -216,7 +179,7 @@ def _servable_adapter(policy: Any) -> dict[str, Any] | None:
     return config if plain and not config.get("modules_to_save") and not config.get("use_dora") else None
 
 
-def _blueprint(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device) -> Blueprint:
+def _model_spec(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device) -> Blueprint:
     args, config = parts.args, policy.config
     dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(parameter_dtype(policy)).removeprefix("torch.")
     return Blueprint(
@@ -232,26 +195,29 @@ def _blueprint(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Ru
 
 
 def _cache_on_host(policy: Any, run: Run, device: torch.device) -> int | None:
-    """On CPUs, where vLLM's share would be of all the host's memory: the native engine's bytes, or what most rows can fill."""
+    """Return the bytes of vLLM's KV cache on CPUs, where its default is a share of all host memory.
+
+    These are the native engine's bytes, or fewer if the most sequences that vLLM decodes cannot fill them.
+    """
     if device.type != "cpu":
         return None
-    enough = _MOST_ROWS * (context_length(policy) or 1 << 15) * bytes_per_token(policy)
-    return int(min(run.sizes.kv_cache_bytes, max(_LEAST_CACHE, enough)))
+    enough = _MAX_SEQUENCES * (context_length(policy) or 1 << 15) * bytes_per_token(policy)
+    return int(min(run.sizes.kv_cache_bytes, max(_LEAST_CACHE_BYTES, enough)))
 
 
 def check_function(settings: VllmSettings) -> None:
-    """ArgumentError if a user's function would ask an engine that several ranks have to ask equally often."""
+    """Raise ArgumentError for a `rollout_func` over an engine that several ranks must call equally often."""
     where = settings.where
     if isinstance(where, ColocateSettings) and where.tensor_parallel_size > 1:
         raise ArgumentError(
-            f"vllm_tensor_parallel_size={where.tensor_parallel_size} does not go with rollout_func: the ranks of one engine ask "
-            "it together, and functions ask as often as they like. Set it to 1, or use vllm_mode='server'."
+            f"vllm_tensor_parallel_size={where.tensor_parallel_size} does not go with rollout_func: the ranks of one engine call "
+            "it together, and functions call it as often as they like. Set it to 1, or use vllm_mode='server'."
         )
 
 
-def _free_to_gather(trainer: Any, strategy: Strategy, run: Run) -> int:
-    """Half of what the KV cache leaves of the free memory, on the rank that has least."""
-    if not strategy.cuts_parameters:
+def _free_to_gather(trainer: RunContext) -> int:
+    """Return half of the memory that the KV cache leaves free, on the rank that has least."""
+    if not trainer.run.strategy.cuts_parameters:
         return ALL
-    free = free_bytes(trainer.accelerator.device) - run.sizes.kv_cache_bytes
-    return int(strategy.ranks.min([max(0, free)])[0]) // 2
+    free = free_bytes(trainer.accelerator.device) - trainer.run.sizes.kv_cache_bytes
+    return int(trainer.run.strategy.ranks.min([max(0, free)])[0]) // 2

@@ -1,7 +1,6 @@
-"""Evaluation: held-out prompts answered greedily and by sampling, judged by the run's own rewards.
+"""Evaluation: greedy and sampled completions of held-out prompts, scored by the run's rewards.
 
-The sampled completions are also measured as a step would measure them, without gradients and by one scoring pass: loss,
-KL, entropy and what else the algorithm says of rows that the policy has just written.
+One scoring pass over the sampled completions also gives the algorithm's loss and metrics, as a step would measure them.
 """
 
 from __future__ import annotations
@@ -20,8 +19,10 @@ from lowpeak.batching import num_counted, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import Judged, warn_of_unscored
-from lowpeak.training.collector import RolloutMaker, whole, with_advantages
-from lowpeak.training.rollout_report import describe, length_metrics
+from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages, with_loss_masks
+from lowpeak.training.rollout_report import completion_rows, length_metrics
+from lowpeak.training.run import Run
+from lowpeak.training.scorer import score_records
 from lowpeak.training.step import loss_of_outputs
 from lowpeak.training.step_batches import with_step_shares
 
@@ -29,51 +30,52 @@ _EVAL_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
-class Success:
-    """What counts as a success: reward number `index` at or above `threshold`."""
+class SuccessCriterion:
+    """A completion succeeds if its reward number `index` is at least `threshold`."""
 
     index: int
     threshold: float
 
-    def of(self, record: Record) -> bool:
-        """Whether the record's completion succeeds; a reward that did not apply is no success."""
+    def is_met(self, record: Record) -> bool:
+        """Return whether the completion succeeds; a reward that did not apply is no success."""
         return record.rewards[self.index] >= self.threshold
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics with their prefix, and the rows of the greedy and the sampled completions."""
+    """Metrics under their prefix, and one row per greedy and per sampled completion."""
 
     metrics: dict[str, float]
     rows: tuple[dict[str, object], ...]
 
 
 def evaluate_prompts(
-    maker: RolloutMaker,
+    collector: RolloutCollector,
     prompts: Sequence[Prompt],
-    success: Success,
+    success: SuccessCriterion,
     prefix: str,
     trainer_state: Any,
     coefficients: Mapping[str, float],
 ) -> Evaluation:
-    """Greedy: reward and accuracy; sampled: reward, accuracy, pass@k with `num_generations_eval` completions each, and loss.
+    """Return reward and accuracy of greedy and sampled completions, pass@k and the loss of the sampled ones.
 
-    The same random numbers each time, so that two evaluations differ by the weights alone. `coefficients` are the
-    algorithm's own numbers as they are now.
+    Each prompt gets `num_generations_eval` sampled completions, with the same random numbers in every evaluation, so
+    that two evaluations differ by the weights alone. `coefficients` are the algorithm's present numbers.
     """
     start = time.perf_counter()
     sampling = replace(
-        maker.settings.sampling,
-        num_generations=maker.settings.num_generations_eval,
-        seed=maker.settings.sampling.seed + _EVAL_SEED,
+        collector.settings.sampling,
+        num_generations=collector.settings.num_generations_eval,
+        seed=collector.settings.sampling.seed + _EVAL_SEED,
     )
     greedy = replace(sampling, num_generations=1, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
-    with maker.awake():
-        maker.load_weights(trainer_state.global_step)
-        one = _answers(maker, prompts, greedy, trainer_state)
-        many = _answers(maker, prompts, sampling, trainer_state)
-    warn_of_unscored(maker.panel.names, many)
-    measured = {**_measured(maker, many.records, coefficients), **_numbers(reward_metrics(many.records))}
+    with collector.engine_awake():
+        collector.load_weights(trainer_state.global_step)
+        one = _complete(collector, prompts, greedy, trainer_state)
+        many = _complete(collector, prompts, sampling, trainer_state)
+    names = collector.panel.names
+    warn_of_unscored(names, many)
+    measured = {**_loss_metrics(collector, many.records, coefficients), **_numbers(reward_metrics(many.records))}
     metrics = {
         **{f"{prefix}_{name}": value for name, value in measured.items()},
         **_reward_metrics(f"{prefix}_greedy", one.records, success),
@@ -85,28 +87,32 @@ def evaluate_prompts(
     seconds = time.perf_counter() - start
     metrics[f"{prefix}_runtime"] = seconds
     metrics[f"{prefix}_samples_per_second"] = len(prompts) / seconds
-    rows = [{"decoding": "greedy", **row} for row in describe(one, one.records, maker.panel.names)]
-    rows += [{"decoding": "sampled", **row} for row in describe(many, many.records, maker.panel.names)]
+    rows = [{"decoding": "greedy", **row} for row in completion_rows(one, one.records, names)]
+    rows += [{"decoding": "sampled", **row} for row in completion_rows(many, many.records, names)]
     return Evaluation(metrics, tuple(rows))
 
 
-def _measured(maker: RolloutMaker, records: Sequence[Record], coefficients: Mapping[str, float]) -> dict[str, float]:
-    """Stations 6 to 11 on rows that the policy has just written: the loss, and what the algorithm says of it.
+def _loss_metrics(
+    collector: RolloutCollector, records: Sequence[Record], coefficients: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the loss and the algorithm's metrics of completions that the policy has just written: stations 6 to 11.
 
-    Old log-probs are the policy's own, so one pass of the policy (and one of the reference) gives all that losses need.
-    Every row is measured, or every pair, on every rank alike: scores are gathered, and no further forward is needed.
+    Old log-probs are the policy's present ones, so one pass of the policy, and one of the reference, give all that
+    losses read. The scores are gathered, so every rank computes the same numbers without another forward pass.
     """
-    algorithm = maker.algorithm
+    run = collector.context.run
+    algorithm = run.algorithm
     selection = algorithm.select(records)
     chosen = selection.rows if algorithm.unit == "pair" else range(len(records))
     if not chosen:
         return _numbers(selection.metrics)
-    rows, _ = maker.score(maker.with_loss_masks([records[i] for i in chosen]), _needs(maker), Phase.EVALUATE)
+    rows = with_loss_masks([records[i] for i in chosen], collector.settings.mask_truncated)
+    rows, _ = score_records(collector.context, rows, _needs(run), Phase.EVALUATE)
     advantages = algorithm.advantages(rows, coefficients)
     rows = with_advantages(rows, advantages)
     counts = StepCounts(len(rows), sum(map(num_counted, rows)))
     batches = pack(
-        rows, range(len(rows)), maker.budget, lambda length: algorithm.reduction(length, counts), unit=algorithm.unit
+        rows, range(len(rows)), run.budget, lambda length: algorithm.reduction(length, counts), unit=algorithm.unit
     )
     metrics: dict[str, Metric] = {}
     for batch in with_step_shares(batches, counts, num_ranks=1):
@@ -116,24 +122,24 @@ def _measured(maker: RolloutMaker, records: Sequence[Record], coefficients: Mapp
     return _numbers({**selection.metrics, **advantages.metrics, **metrics})
 
 
-def _needs(maker: RolloutMaker) -> frozenset[Need]:
-    """What an evaluation scores: what the algorithm needs, and all that its losses and metrics read."""
-    algorithm = maker.algorithm
+def _needs(run: Run) -> frozenset[Need]:
+    """Return the scores that the algorithm needs, and those that its losses and metrics read."""
+    algorithm = run.algorithm
     read: dict[Need, bool] = {
         "old": True,
-        "entropy": algorithm.entropy_bonus or maker.core.log_entropy,
+        "entropy": algorithm.entropy_bonus or run.logprob_settings.log_entropy,
         "values": algorithm.values is not None,
     }
     return algorithm.needs | {need for need, is_read in read.items() if is_read}
 
 
 def _outputs(batch: MicroBatch, rows: Sequence[Record]) -> dict[str, torch.Tensor]:
-    """What a forward of the micro-batch would give, from what was scored: log-probs are old ones, values those of the rollout."""
-    given = {"logprobs": batch.tokens.old_T, "values": batch.tokens.values_T}
+    """Return what a forward pass of the micro-batch would return, from the scores: old log-probs, values, entropies."""
+    outputs = {"logprobs": batch.tokens.old_T, "values": batch.tokens.values_T}
     entropies = [(rows[i].entropy, rows[i].completion.loss_mask) for i in batch.record_indices]
     known = [entropy[mask] for entropy, mask in entropies if entropy is not None]
-    given["entropy"] = torch.cat(known) if known else None
-    return {name: values for name, values in given.items() if values is not None}
+    outputs["entropy"] = torch.cat(known) if known else None
+    return {name: values for name, values in outputs.items() if values is not None}
 
 
 def _numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -141,33 +147,31 @@ def _numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _answers(maker: RolloutMaker, prompts: Sequence[Prompt], sampling: Sampling, state: Any) -> Judged:
-    """All prompts' groups, in portions of `per_device_eval_batch_size` rows where that was set."""
-    rows = maker.settings.eval_rows
-    portion = (
-        len(prompts) if rows is None else max(1, rows * maker.strategy.ranks.world_size // sampling.num_generations)
-    )
+def _complete(collector: RolloutCollector, prompts: Sequence[Prompt], sampling: Sampling, state: Any) -> Judged:
+    """Return all prompts' groups, generated in batches of `per_device_eval_batch_size` completions if that is set."""
+    rows, world_size = collector.settings.eval_rows, collector.context.run.strategy.ranks.world_size
+    size = len(prompts) if rows is None else max(1, rows * world_size // sampling.num_generations)
     parts = [
-        maker.ask(prompts[start : start + portion], sampling, state, start, Phase.EVALUATE)
-        for start in range(0, len(prompts), portion)
+        collector.generate_and_score(prompts[start : start + size], sampling, state, start, Phase.EVALUATE)
+        for start in range(0, len(prompts), size)
     ]
-    return whole(parts, maker.panel.names)
+    return merge_all_rewarded(parts, collector.panel.names)
 
 
-def _reward_metrics(prefix: str, records: Sequence[Record], success: Success) -> dict[str, float]:
-    """Nothing where nobody was scored: a judge cannot compare a completion that is alone."""
+def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCriterion) -> dict[str, float]:
+    """Return mean reward and accuracy; empty if no record has a reward: a judge cannot compare a single completion."""
     scored = [record.reward for record in records if not math.isnan(record.reward)]
     if not scored:
         return {}
     return {
         f"{prefix}_reward": sum(scored) / len(scored),
-        f"{prefix}_accuracy": sum(success.of(record) for record in records) / len(records),
+        f"{prefix}_accuracy": sum(success.is_met(record) for record in records) / len(records),
     }
 
 
-def _pass_rates(records: Sequence[Record], success: Success) -> dict[int, float]:
-    """pass@k for k = 1, 2, 4, ... and G: the mean over prompts of 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
-    groups = [[success.of(records[i]) for i in rows] for rows in rows_by_group(records).values()]
+def _pass_rates(records: Sequence[Record], success: SuccessCriterion) -> dict[int, float]:
+    """Return pass@k for k = 1, 2, 4, ... and G: the mean over prompts of 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
+    groups = [[success.is_met(records[i]) for i in rows] for rows in rows_by_group(records).values()]
     n = min(len(wins) for wins in groups)
     sizes = sorted({*(1 << i for i in range(n.bit_length())), n})
     return {k: sum(_pass_at(k, wins) for wins in groups) / len(groups) for k in sizes}

@@ -1,42 +1,145 @@
-"""A run's parts and counters, which the trainer and the pipeline share."""
+"""The wiring of a run, the numbers of the step under way, and what the pipeline uses of a trainer."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers.trainer_callback import ProgressCallback
 
 from lowpeak.algorithms import Algorithm
+from lowpeak.batching import Budget
 from lowpeak.checkpoint import RunState
+from lowpeak.errors import MemoryExhaustedError, first_line
 from lowpeak.journal import Journal
-from lowpeak.memory import MemoryTracker
+from lowpeak.memory import MemoryTracker, Phase, is_exhaustion
+from lowpeak.models import Reference
 from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
 from lowpeak.training.step import Core
-from lowpeak.training.step_metrics import Readout
+from lowpeak.training.step_metrics import StepMetrics
 
 
-@dataclass
+@dataclass(frozen=True)
 class Run:
-    """What a run carries besides what transformers' Trainer does.
+    """The parts of a run, made once; only a resumed run replaces its sizes.
 
-    `step_seconds` and `num_new` are the time and the new tokens of the step under way (see StepWork); `noted` are numbers
-    of it that were known before it trained; `metrics` those of the steps since the last log.
+    algorithm           the losses, and what they need
+    logprob_settings    how every pass computes log-probs
+    strategy            how the policy is placed on devices
+    tracker             time and peak memory of each phase
+    journal             records of steps and completions in `output_dir`
+    sizes, budget       the bounds of memory, and how micro-batches are packed within them
+    reference           the reference policy, if the algorithm needs one
+    interrupts          requests to stop, by signals
     """
 
     algorithm: Algorithm
-    core: Core
+    logprob_settings: Core
     strategy: Strategy
     tracker: MemoryTracker
     journal: Journal
-    algorithm_state: Mapping[str, float]
     sizes: Sizes
+    budget: Budget
     num_parameters: int
-    resumed: RunState | None = None
-    metrics: dict[str, Metric] = field(default_factory=dict)
-    noted: dict[str, Metric] = field(default_factory=dict)
-    readout: Readout | None = None
-    step_seconds: float = 0.0
-    num_new: int = 0
+    reference: Reference | None = None
     interrupts: Interrupts = field(default_factory=Interrupts)
+
+    def with_sizes(self, sizes: Sizes) -> Run:
+        """Return this run with every pass within `sizes`."""
+        settings = replace(self.logprob_settings, chunk_size=sizes.logprob_chunk_size)
+        return replace(self, sizes=sizes, logprob_settings=settings, budget=sizes.within(self.budget))
+
+
+@dataclass
+class StepScratch:
+    """Numbers of the step under way; each step gets a new record.
+
+    start_state     state to save if the run stops while the step's batches are made; None before and after that
+    metrics         metrics known before the step trains, such as those of its rollout
+    measured        loss and metrics of the step, from its backward until they are reported
+    seconds         duration of the step
+    num_new         tokens of the step that no earlier step has seen (see StepBatches)
+    """
+
+    start_state: RunState | None = None
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    measured: StepMetrics | None = None
+    seconds: float = 0.0
+    num_new: int = 0
+
+
+class RunContext(Protocol):
+    """What the pipeline uses of a trainer.
+
+    It reads the members when it needs them: a resumed run replaces `run`, and transformers sets `model_wrapped` and
+    `optimizer` when training starts.
+    """
+
+    run: Run
+    args: Any
+    accelerator: Any
+    model_wrapped: nn.Module
+    optimizer: Any
+    train_dataset: Any
+    callback_handler: Any
+
+
+_SMALLER_PASSES = "set micro_batch_tokens below {micro_batch_tokens} and logprob_chunk_size below {logprob_chunk_size}"
+_SHARD = "shard over more ranks (FSDP2, ZeRO-3), or train an adapter"
+_REMEDIES = {
+    Phase.ROLLOUT: "set kv_cache_bytes below {kv_cache_bytes}, or max_completion_length lower",
+    Phase.EVALUATE: "set kv_cache_bytes below {kv_cache_bytes}, or per_device_eval_batch_size lower",
+    Phase.SCORE: _SMALLER_PASSES,
+    Phase.TRAIN: f"{_SMALLER_PASSES}; if weights, gradients and optimizer states alone do not fit, {_SHARD}",
+    Phase.OPTIMIZER: _SHARD,
+}
+
+
+@contextmanager
+def explain_out_of_memory(phase: Phase, context: RunContext) -> Iterator[None]:
+    """Raise MemoryExhaustedError, with the run's sizes and a remedy, in place of torch's or Python's error."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryExhaustedError) or not is_exhaustion(error):
+            raise
+        remedy = _REMEDIES.get(phase, "free memory on that device for it").format(**context.run.sizes.as_dict())
+        raise MemoryExhaustedError(f"out of memory in phase {phase}: {remedy}. ({first_line(error)})") from error
+
+
+_PROGRESS_TEXTS = {
+    Phase.ROLLOUT: "generating",
+    Phase.REWARD: "rewarding",
+    Phase.SCORE: "scoring",
+    Phase.TRAIN: "training",
+    Phase.EVALUATE: "evaluating",
+    Phase.SAVE: "saving",
+}
+
+
+class ProgressTracker(MemoryTracker):
+    """A memory tracker that shows the phase on the progress bar and explains errors of memory."""
+
+    def __init__(self, device: torch.device | str, context: RunContext) -> None:
+        super().__init__(device)
+        self._context = context
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        if phase in _PROGRESS_TEXTS:
+            self._show(_PROGRESS_TEXTS[phase])
+        with super().phase(phase), explain_out_of_memory(phase, self._context):
+            yield
+
+    def _show(self, text: str) -> None:
+        for callback in self._context.callback_handler.callbacks:
+            bar = getattr(callback, "training_bar", None) if isinstance(callback, ProgressCallback) else None
+            if bar is not None:
+                bar.set_postfix_str(text)

@@ -1,8 +1,12 @@
-"""The sizes that bound memory and the rows' layout, with `auto` resolved; checkpointed: a resumed run does the same sums."""
+"""The sizes that bound memory and the layout of sequences, with `auto` resolved.
+
+They are checkpointed, so that a resumed run computes the same sums.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,31 +14,137 @@ import torch
 from torch import nn
 
 from lowpeak.arguments import MemorySettings
-from lowpeak.batching import Budget, Costs
+from lowpeak.attention import forests_agree, install_attention, uninstall_attention, why_not
+from lowpeak.batching import Budget, Costs, Layout
+from lowpeak.errors import ArgumentError
 from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch, free_bytes
-from lowpeak.parallel import Shares
+from lowpeak.parallel import Shares, is_sharded
 from lowpeak.ranks import Ranks
-from lowpeak.training.layouts import LayoutChoice
+
+logger = logging.getLogger(__name__)
+
+_WORDS: dict[Layout, str] = {
+    "shared": "sequences are packed without padding, and a prompt is forwarded once for its completions if that pays",
+    "rows": "sequences are packed without padding",
+    "padded": "sequences are padded to the longest of a micro-batch",
+}
+
+
+@dataclass(frozen=True)
+class LayoutChoice:
+    """The layout of sequences in micro-batches, the reason for it, and the layouts that are possible.
+
+    Policy, old and reference passes share it: in bf16 their ratios would differ from 1 by the layout alone.
+    """
+
+    layout: Layout
+    why: str
+    possible: tuple[Layout, ...]
+
+    def __str__(self) -> str:
+        return f"{_WORDS[self.layout]} ({self.why})"
+
+    def resumed(self, saved: Layout) -> LayoutChoice:
+        """Return the layout that the checkpoint's run had, if arguments and models still allow it.
+
+        Logs a layout that differs from this choice, and warns if the saved one is no longer possible.
+        """
+        if saved == self.layout:
+            return self
+        if saved not in self.possible:
+            logger.warning(
+                "In the checkpoint's run %s; in this one not (%s), so numbers may differ in their last bits.",
+                _WORDS[saved],
+                self.why,
+            )
+            return self
+        choice = LayoutChoice(saved, "as in the checkpoint's run", self.possible)
+        logger.info("Layout: %s.", choice)
+        return choice
+
+
+def choose_layout(settings: MemorySettings, obstacle: str | None) -> LayoutChoice:
+    """Return the layout of a run; `obstacle` is why a model's attention cannot run packed sequences.
+
+    Raises ArgumentError if the arguments ask for packing and there is an obstacle.
+    """
+    if settings.padding_free is False:
+        return LayoutChoice("padded", "padding_free=False", ("padded",))
+    requested = [name for name in ("packing", "padding_free", "share_prompt") if getattr(settings, name)]
+    if obstacle is not None:
+        if requested:
+            raise ArgumentError(f"{requested[0]}=True cannot act: {obstacle}; remove it.")
+        return LayoutChoice("padded", obstacle, ("padded",))
+    padded: tuple[Layout, ...] = () if requested else ("padded",)
+    if settings.share_prompt:
+        return LayoutChoice("shared", "share_prompt=True, whether it pays or not", ("shared",))
+    if settings.share_prompt is False:
+        return LayoutChoice("rows", "prompts are not shared", ("rows", *padded))
+    return LayoutChoice("shared", "the model's attention can", ("shared", "rows", *padded))
+
+
+def prepare_layout(
+    settings: MemorySettings, models: Sequence[nn.Module], device: torch.device, ranks: Ranks
+) -> LayoutChoice:
+    """Choose the layout for these models, install its attention in them, and log the choice.
+
+    All ranks get the same layout: an obstacle on one rank counts on all.
+    """
+    obstacle = None if settings.padding_free is False else _obstacle(models, device, ranks)
+    choice = choose_layout(settings, obstacle)
+    logger.log(logging.WARNING if obstacle else logging.INFO, "%s", f"Layout: {choice}.")
+    return choice
+
+
+def _obstacle(models: Sequence[nn.Module], device: torch.device, ranks: Ranks) -> str | None:
+    """Return why a model cannot run packed sequences on some rank; None after all have run a few tokens so.
+
+    With an obstacle, the models keep their own attention.
+    """
+
+    def first_reason(reason_of: Callable[[nn.Module], str | None]) -> str | None:
+        # Check every model even after a failure: checks of sharded models run collectives, so all ranks must make
+        # the same calls.
+        reasons = ranks.gathered(lambda: next(filter(None, [reason_of(model) for model in models]), None))
+        return next(filter(None, reasons), None)
+
+    reason = first_reason(why_not)
+    if reason is not None:
+        return reason
+    for model in models:
+        install_attention(model)
+    reason = first_reason(lambda model: forests_agree(model, device, device_at_start(model, device)))
+    if reason is not None:
+        for model in models:
+            uninstall_attention(model)
+    return reason
+
+
+def device_at_start(model: nn.Module, device: torch.device) -> torch.device:
+    """Return where a model runs before training starts: `device`, or the host for a policy that FSDP2 will shard."""
+    if is_sharded(model) or any(p.device.type == device.type for p in model.parameters()):
+        return device
+    return next(model.parameters()).device
 
 
 def training_bytes(model: nn.Module, device: torch.device, shares: Shares) -> int:
-    """Bytes of the device that training will take beyond what it takes now, by what it will hold of each parameter.
+    """Return the bytes of `device` that training will allocate on top of what is allocated now.
 
-    A gradient and AdamW's two states of those that are trained, and all weights that are elsewhere yet (FSDP2 and DeepSpeed move
-    them when the model is prepared).
+    These are a gradient and AdamW's two states of each trained parameter, and the weights that are still on another
+    device: FSDP2 and DeepSpeed move them when they prepare the model.
     """
     total = 0.0
     for parameter in model.parameters():
-        own, size = _own(parameter, shares)
+        share, size = _share_and_bytes(parameter, shares)
         if parameter.device.type != device.type:
-            total += own.weights * size
+            total += share.weights * size
         if parameter.requires_grad:
-            total += (own.gradients + 2 * own.states) * size
+            total += (share.gradients + 2 * share.states) * size
     return int(total)
 
 
-def _own(parameter: nn.Parameter, shares: Shares) -> tuple[Shares, int]:
-    """How much of how many bytes; one that was cut where it was loaded keeps all of what is here."""
+def _share_and_bytes(parameter: nn.Parameter, shares: Shares) -> tuple[Shares, int]:
+    """Return which share of how many bytes a rank keeps; all of the local part of one that is sharded already."""
     local = getattr(parameter, "_local_tensor", None)
     if local is not None:
         return Shares(), local.numel() * local.element_size()
@@ -46,7 +156,7 @@ _NUMBERS = ("micro_batch_tokens", "logprob_chunk_size", "kv_cache_bytes")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a micro-batch, tokens of a log-prob chunk, bytes of the engine's KV cache, how rows are laid out."""
+    """Tokens of a micro-batch and of a log-prob chunk, bytes of the engine's KV cache, and the layout."""
 
     micro_batch_tokens: int
     logprob_chunk_size: int
@@ -66,9 +176,9 @@ class Sizes:
         checkpointing: bool,
         shares: Shares,
     ) -> Sizes:
-        """What was asked for, and for `auto` what fits into the memory that training the policy leaves of the free.
+        """Return explicit sizes as they are, and `auto` ones fitted to the memory that training leaves free.
 
-        Of the rank that has least: all ranks run with the same sizes. `shares` is how the policy will be cut.
+        All ranks get the sizes of the rank with the least memory. `shares` is how the policy will be sharded.
         """
         itemsize = 2 if bf16 else 4
         shape = Shape.of(policy.config, itemsize, max(itemsize, policy.get_input_embeddings().weight.element_size()))
@@ -84,11 +194,9 @@ class Sizes:
         return {**{name: getattr(self, name) for name in _NUMBERS}, "layout": self.choice.layout}
 
     def resumed(self, saved: Mapping[str, Any], memory: MemorySettings) -> Sizes:
-        """These sizes with `auto` ones as they were when the run was saved; explicit ones stay.
-
-        A checkpoint that says no layout is of a version that padded.
-        """
+        """Return these sizes, with `auto` ones and the layout as the checkpoint's run had them."""
         numbers = {name: int(saved[name]) for name in _NUMBERS if name in saved and getattr(memory, name) is None}
+        # A checkpoint without a layout is of a version that always padded.
         return replace(self, **numbers, choice=self.choice.resumed(saved.get("layout", "padded")))
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:

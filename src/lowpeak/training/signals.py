@@ -1,6 +1,6 @@
-"""Ctrl-C: the first finishes the step, saves and says how to resume; the second stops now. SIGTERM is a first Ctrl-C.
+"""Requests to stop: the first Ctrl-C or SIGTERM finishes the step and saves, a second Ctrl-C stops at once.
 
-Launchers pass both on to all ranks, which may be in different steps then: the ranks agree at the end of a step.
+Launchers pass signals on to all ranks, which may be in different steps then: the ranks agree at the end of a step.
 """
 
 from __future__ import annotations
@@ -8,28 +8,27 @@ from __future__ import annotations
 import logging
 import signal
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from transformers import TrainerCallback
 
-from lowpeak.errors import EngineError, StoppedError
-from lowpeak.memory import Phase
 from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
 
-STOPS = ("should_training_stop", "should_epoch_stop")
-WISHES = (*STOPS, "should_log", "should_evaluate", "should_save")
+STOP_FLAGS = ("should_training_stop", "should_epoch_stop")
+CONTROL_FLAGS = (*STOP_FLAGS, "should_log", "should_evaluate", "should_save")
 
 
 class Interrupts:
-    """Watches SIGINT and SIGTERM while a run trains; outside the main thread it watches nothing.
+    """Handlers of SIGINT and SIGTERM while a run trains, in the main thread only.
 
-    `stopping` is whether this rank was asked to stop, `agreed` whether any was, as all ranks know since the last step's end.
+    stopping    this rank was asked to stop
+    agreed      some rank was asked to stop, which all ranks learn at the end of a step
     """
 
     def __init__(self) -> None:
@@ -38,88 +37,74 @@ class Interrupts:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Take both signals over for the block, and give them back however it is left."""
+        """Handle both signals in the block, and restore their handlers after it."""
         self.stopping = self.agreed = False
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self._asked) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, self._on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _asked(self, signum: int, frame: FrameType | None) -> None:
-        """The first of either asks to stop; SIGTERM may come again, from a scheduler and from the launcher in between."""
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        # SIGTERM may come twice, from a scheduler and from the launcher in between: only Ctrl-C stops at once.
         if not self.stopping:
             self.stopping = True
-            who = "Interrupted" if signum == signal.SIGINT else "Asked to stop (SIGTERM)"
-            logger.warning("%s: finishing this step and saving; press Ctrl-C again to stop at once.", who)
+            reason = "Interrupted" if signum == signal.SIGINT else "Asked to stop (SIGTERM)"
+            logger.warning("%s: finishing this step and saving; press Ctrl-C again to stop at once.", reason)
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def raise_if_stopped(self, output_dir: Path, step: int) -> None:
-        """KeyboardInterrupt that says how to resume, when the run was asked to stop."""
+        """Raise KeyboardInterrupt, with how to resume, if the run was asked to stop."""
         if not self.agreed:
             return
         saved = output_dir / f"checkpoint-{step}"
         if not step:
-            raise KeyboardInterrupt("stopped on request before the first step: there was nothing to save.")
-        if not saved.is_dir():  # asked after the last step, when there was no other left to end with a save
-            raise KeyboardInterrupt(f"stopped on request, when the run had finished its last step, {step}.")
+            raise KeyboardInterrupt("stopped on request before the first step; there was nothing to save.")
+        if not saved.is_dir():  # the request came after the last step, so no step was left to save at its end
+            raise KeyboardInterrupt(f"stopped on request after the run's last step, {step}.")
         raise KeyboardInterrupt(
             f"stopped on request; everything is saved in {saved}. Resume with resume_from_checkpoint=True "
             "(--resume_from_checkpoint true)."
         )
 
 
-def agree_on(control: Any, names: Sequence[str], ranks: Ranks) -> None:
-    """Ask of every rank what the callbacks of any ask for, by a clock or a metric of their own: it takes all of them."""
-    asked = ranks.max([float(getattr(control, name)) for name in names])
-    for name, is_asked in zip(names, asked, strict=True):
-        if is_asked:
+def agree_on_flags(control: Any, names: Sequence[str], ranks: Ranks) -> None:
+    """Set each flag of transformers' control on every rank if a callback set it on one: saving takes all ranks."""
+    flags = ranks.max([float(getattr(control, name)) for name in names])
+    for name, is_set in zip(names, flags, strict=True):
+        if is_set:
             setattr(control, name, True)
 
 
-@contextmanager
-def saved_where_it_waits(trainer: Any, output_dir: Path) -> Iterator[None]:
-    """A block in which a run that is asked to stop while it waits for an engine saves what it has, and stops.
-
-    So do ranks that gave up for another reason. What the step under way has drawn is taken back: it begins again.
-    """
-    trainer.step_began_with = None
-    try:
-        yield
-    except (EngineError, StoppedError) as error:
-        run, step = trainer.run, trainer.state.global_step
-        if not run.strategy.ranks.max([float(isinstance(error, StoppedError))])[0]:
-            raise
-        run.interrupts.agreed = True
-        if step and not run.strategy.ranks.first(lambda: (output_dir / f"checkpoint-{step}").is_dir()):
-            trainer.save_state(None, trainer.step_began_with or trainer.run_state())
-            trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-        run.interrupts.raise_if_stopped(output_dir, step)
-
-
 class StepCallback(TrainerCallback):
-    """What has to happen at transformers' hooks: the optimizer's phase, the journal, the request to stop."""
+    """Calls at transformers' hooks: the optimizer's phase, the end of a step, the request to stop."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-        self._optimizer = ExitStack()
+    def __init__(
+        self,
+        optimizer_phase: Callable[[], AbstractContextManager[None]],
+        engine_step: Callable[[], None],
+        finish_step: Callable[[], object],
+        interrupts: Interrupts,
+    ) -> None:
+        self._optimizer_phase, self._engine_step, self._finish_step = optimizer_phase, engine_step, finish_step
+        self._interrupts = interrupts
+        self._open = ExitStack()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._optimizer.close()  # open still when the last optimizer step raised
-        self._optimizer.enter_context(self._trainer.run.tracker.phase(Phase.OPTIMIZER))
-        self._trainer.run.strategy.own_step()
+        self._open.close()  # still open if the last optimizer step raised
+        self._open.enter_context(self._optimizer_phase())
+        self._engine_step()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._optimizer.close()
+        self._open.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        self._trainer.finish_step()
-        if self._trainer.run.interrupts.agreed:
+        self._finish_step()
+        if self._interrupts.agreed:
             control.should_save = True
             control.should_training_stop = True
         return control

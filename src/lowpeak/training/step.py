@@ -1,4 +1,4 @@
-"""One step, whole: score micro-batches without gradients; run them with gradients and a loss. One screen.
+"""The passes of a step: micro-batches are scored without gradients, or run with a loss and gradients.
 
 Nothing here reads a device (`.item()`, `.tolist()`, `bool(tensor)`): sizes come in as numbers and metrics leave as
 tensors, so a phase can be rehearsed on fake tensors. Models, strategies and algorithms are seen through protocols.
@@ -25,52 +25,56 @@ from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 
 @dataclass(frozen=True)
 class Core:
-    """How every pass runs the log-prob core: the same chunks in policy, old and reference passes, or ratios drift."""
+    """How every pass computes log-probs.
+
+    Policy, old and reference passes share it: with other chunks, ratios would drift from 1. `saving` is a context around
+    a forward pass whose activations are kept; `load_balance` is that of a mixture of experts.
+    """
 
     temperature: float
     chunk_size: int
     device: torch.device
     log_entropy: bool = True
-    saving: Callable[[], AbstractContextManager[None]] = nullcontext  # around a forward whose activations are kept
-    load_balance: LoadBalance | None = None  # of a mixture of experts
+    saving: Callable[[], AbstractContextManager[None]] = nullcontext
+    load_balance: LoadBalance | None = None
 
 
 def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
-    core: Core,
+    settings: Core,
     **wishes: bool,
 ) -> list[dict[str, Tensor]]:
-    """Return `logprobs`, and what else was wished, of each micro-batch's counted tokens, without gradients: station 8.
+    """Return `logprobs`, and what else `wishes` name, of each micro-batch's loss tokens, without gradients: station 8.
 
-    `wishes` are HeadRequest's: `entropy`, a critic's `values`, or values without `logprobs`.
+    `wishes` are fields of HeadRequest: `entropy`, a critic's `values`, or values without `logprobs`.
     """
     with torch.no_grad():
-        return [_forward(model, batch.to(core.device), core, **wishes) for batch in micro_batches]
+        return [_forward(model, batch.to(settings.device), settings, **wishes) for batch in micro_batches]
 
 
 def run_step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    core: Core,
+    settings: Core,
     strategy: Strategy,
     coefficients: Mapping[str, float],
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Forward and backward of a step's micro-batches: this rank's share of the loss, and its metrics: station 11.
+    """Run forward and backward of a step's micro-batches; return this rank's loss and metrics: station 11.
 
     loss = sum over micro-batches of sum(weights_U * loss_U). Ranks average gradients, so each backward is scaled by
-    their number. What fails on its way leaves gradients of a part of the step: whoever goes on zeroes them first.
+    their number. After an error `.grad` holds gradients of a part of the step: zero them before another step.
     """
-    total = torch.zeros((), device=core.device)
+    total = torch.zeros((), device=settings.device)
     metrics: dict[str, Metric] = {}
-    choices_E = _choices_of_step(model, micro_batches, core, strategy.ranks)
+    choices_E = _choices_of_step(model, micro_batches, settings, strategy.ranks)
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         batch = _with_coefficients(batch, coefficients)
         with strategy.accumulate(model, last):
-            with core.saving():
-                loss, measured = loss_of(model, batch, algorithm, core, strategy.promised_scale, choices_E)
+            with settings.saving():
+                loss, measured = loss_of(model, batch, algorithm, settings, strategy.promised_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
         metrics = merge_metrics(metrics, measured)
@@ -81,15 +85,15 @@ def measure_step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    core: Core,
+    settings: Core,
     ranks: Ranks,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """What `run_step` gives, without gradients: an evaluation's loss and metrics."""
-    total, metrics = torch.zeros((), device=core.device), dict[str, Metric]()
-    choices_E = _choices_of_step(model, micro_batches, core, ranks)
+    """Return what `run_step` returns, without gradients: the loss and metrics of an evaluation."""
+    total, metrics = torch.zeros((), device=settings.device), dict[str, Metric]()
+    choices_E = _choices_of_step(model, micro_batches, settings, ranks)
     with torch.no_grad():
         for batch in micro_batches:
-            loss, measured = loss_of(model, batch, algorithm, core, choices_E=choices_E)
+            loss, measured = loss_of(model, batch, algorithm, settings, choices_E=choices_E)
             total += loss
             metrics = merge_metrics(metrics, measured)
     return total, metrics
@@ -99,25 +103,26 @@ def loss_of(
     model: nn.Module,
     batch: MicroBatch,
     algorithm: Algorithm,
-    core: Core,
+    settings: Core,
     promised_scale: float | None = None,
     choices_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """The weighted loss of one micro-batch and its metrics: the policy's term, that of values and that of load balance.
+    """Return the weighted loss of one micro-batch and its metrics: terms of the policy, of values and of load balance.
 
-    Each only where there is one. With the `promised_scale` of a strategy the head's gradient is already in `.grad` (see
-    HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
+    Only the terms that the run has. With the `promised_scale` of a strategy the head's gradient is already in `.grad`
+    (see HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
     """
-    one_visit = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
-    routing = _routing_request(batch, core)
-    batch = batch.to(core.device)
+    # A loss per token is formed inside the head's forward pass, chunk by chunk.
+    in_head = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
+    routing = _routing_request(batch, settings)
+    batch = batch.to(settings.device)
     out = _forward(
         model,
         batch,
-        core,
-        entropy=algorithm.entropy_bonus or core.log_entropy,
+        settings,
+        entropy=algorithm.entropy_bonus or settings.log_entropy,
         entropy_grad=algorithm.entropy_bonus,
-        loss=partial(weighted_loss, algorithm, batch.tokens) if one_visit else None,
+        loss=partial(weighted_loss, algorithm, batch.tokens) if in_head else None,
         promised_scale=promised_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
@@ -125,17 +130,17 @@ def loss_of(
         routing=routing,
     )
     balance = []
-    if core.load_balance is not None:
-        balance = [_balance_term(out["routing"], choices_E, batch.tokens, core.load_balance)]
+    if settings.load_balance is not None:
+        balance = [_balance_term(out["routing"], choices_E, batch.tokens, settings.load_balance)]
     return loss_of_outputs(out, batch.tokens, algorithm, *balance)
 
 
 def loss_of_outputs(
     out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm, *more: tuple[Tensor, dict[str, Metric]]
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """Return the algorithm's weighted loss and its metrics from log-probs, entropies and values that a forward gave.
+    """Return the algorithm's weighted loss and its metrics from the log-probs, entropies and values of a forward pass.
 
-    The policy's term and that of values, each only where there is one, and `more` terms.
+    The sum of the policy's term and the values' term, if the algorithm has them, and of `more` terms.
     """
     terms = [_policy_term(out, tokens, algorithm)] if algorithm.loss is not None else []
     if algorithm.values is not None:
@@ -144,30 +149,37 @@ def loss_of_outputs(
     return sum(losses[1:], losses[0]), reduce(merge_metrics, metrics)
 
 
-def _choices_of_step(model: nn.Module, micro_batches: Sequence[MicroBatch], core: Core, ranks: Ranks) -> Tensor | None:
-    """How often the step's tokens choose each expert, by a pass without gradients: [E]; None where one micro-batch is all."""
-    if core.load_balance is None or len(micro_batches) * ranks.world_size == 1:
+def _choices_of_step(
+    model: nn.Module, micro_batches: Sequence[MicroBatch], settings: Core, ranks: Ranks
+) -> Tensor | None:
+    """Count how often the step's tokens choose each expert, [E]; None if one micro-batch is the whole step.
+
+    The counts need a separate pass without gradients before the first backward.
+    """
+    if settings.load_balance is None or len(micro_batches) * ranks.world_size == 1:
         return None
     with evaluated(model):
-        answers = (
-            _forward(model, batch.to(core.device), core, logprobs=False, routing=_routing_request(batch, core))
+        outputs = (
+            _forward(
+                model, batch.to(settings.device), settings, logprobs=False, routing=_routing_request(batch, settings)
+            )
             for batch in micro_batches
         )
-        choices_E = reduce(torch.add, (answer["routing"][0] for answer in answers))
+        choices_E = reduce(torch.add, (output["routing"][0] for output in outputs))
     return ranks.sum_tensor(choices_E)
 
 
-def _routing_request(batch: MicroBatch, core: Core) -> RoutingRequest | None:
-    if core.load_balance is None:
+def _routing_request(batch: MicroBatch, settings: Core) -> RoutingRequest | None:
+    if settings.load_balance is None:
         return None
-    sequences_N = sequences_per_token(batch).to(core.device, non_blocking=True)
-    return RoutingRequest(sequences_N, core.load_balance.top_k)
+    sequences_N = sequences_per_token(batch).to(settings.device, non_blocking=True)
+    return RoutingRequest(sequences_N, settings.load_balance.top_k)
 
 
 def _policy_term(
     out: Mapping[str, Tensor], tokens: TokenBatch, algorithm: Algorithm
 ) -> tuple[Tensor, dict[str, Metric]]:
-    """In one visit of the head where a token's loss is its own; from the log-probs elsewhere."""
+    """Return the loss that the head has formed, or that of its log-probs, with the algorithm's metrics."""
     logprobs_T, entropy_T = out["logprobs"], out.get("entropy")
     loss = out["loss"] if "loss" in out else weighted_loss(algorithm, tokens, logprobs_T, entropy_T)
     with torch.no_grad():
@@ -191,7 +203,7 @@ def weighted_loss(
     start: int = 0,
     stop: int | None = None,
 ) -> Tensor:
-    """`sum(weights_U * loss_U)` of tokens [start, stop), less their part of the entropy bonus; of all tokens without a stop."""
+    """Return `sum(weights_U * loss_U)` of tokens [start, stop), minus their entropy bonus; of all tokens without a stop."""
     assert algorithm.loss is not None
     part = tokens if stop is None else tokens.slice(start, stop)
     loss = (part.weights_U * algorithm.loss(logprobs, part)).sum()
@@ -202,7 +214,7 @@ def weighted_loss(
 
 
 def _entropy_bonus(entropy_T: Tensor, tokens: TokenBatch) -> Tensor:
-    """The share that these tokens have in `coefficient * mean entropy of the step's tokens`."""
+    """Return these tokens' share of `coefficient * mean entropy of the step's tokens`."""
     return tokens.coefficients[ENTROPY_COEF] * tokens.token_share * entropy_T.sum()
 
 
@@ -220,16 +232,16 @@ def _balance_term(
     return balance.coefficient * loss, {"aux_loss": Metric(loss.detach(), tokens.batch_share)}
 
 
-def _forward(model: nn.Module, batch: MicroBatch, core: Core, **wishes: object) -> dict[str, Tensor]:
+def _forward(model: nn.Module, batch: MicroBatch, settings: Core, **wishes: object) -> dict[str, Tensor]:
     request = HeadRequest(
         positions_T=batch.positions_T,
         targets_T=batch.targets_T,
-        temperature=core.temperature,
-        chunk_size=core.chunk_size,
+        temperature=settings.temperature,
+        chunk_size=settings.chunk_size,
         **wishes,  # type: ignore[arg-type]
     )
     if batch.forest is not None:
-        seen = forward_arguments(batch.forest, core.device)
+        seen = forward_arguments(batch.forest, settings.device)
         return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
     with padded_rows():
         return model(input_ids=batch.input_ids_BL, head_request=request)

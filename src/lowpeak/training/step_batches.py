@@ -1,4 +1,4 @@
-"""A rollout, and station 10: the rows of one optimizer step as micro-batches, weighed by the whole step's counts."""
+"""A rollout, and station 10: a step's sequences as micro-batches, weighted by the whole step's counts."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowpeak.records import Metric, MicroBatch, Record, Unit
 
 
 @dataclass(frozen=True)
-class StepWork:
-    """One optimizer step: this rank's micro-batches, and how many tokens of the step are new.
+class StepBatches:
+    """This rank's micro-batches of one optimizer step, and the number of the step's new tokens.
 
-    `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and what the policy wrote (a rollout's at its
-    first step).
+    `num_new` counts tokens of all ranks that no earlier step has seen: prompts, and tokens that the policy wrote. The
+    first step of a rollout counts those of the whole rollout.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -27,7 +27,7 @@ class StepWork:
 
     @property
     def num_useful(self) -> int:
-        """Tokens of the forward that change the result: no padding, and a prompt once."""
+        """Tokens of the forward passes that change the result: no padding, and a prompt once."""
         return sum(batch.num_useful for batch in self.micro_batches)
 
     @property
@@ -38,9 +38,12 @@ class StepWork:
 def make_step_batches(
     records: Sequence[Record], rows: Sequence[int], algorithm: Algorithm, budget: Budget, ranks: Ranks
 ) -> tuple[MicroBatch, ...]:
-    """This rank's micro-batches of `records[rows]`, at least one; idle rows count in the step and are left out."""
+    """Return this rank's micro-batches of `records[rows]`, at least one.
+
+    Sequences whose advantages are all zero count in the step's means, but the algorithm may skip their forward pass.
+    """
     counts = StepCounts(len(rows), sum(num_counted(records[i]) for i in rows))
-    trained = [i for i in rows if not (algorithm.idle and _is_idle(records[i]))]
+    trained = [i for i in rows if not (algorithm.idle and _has_zero_advantages(records[i]))]
     batches = pack(
         records,
         share(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
@@ -48,11 +51,11 @@ def make_step_batches(
         lambda num_tokens: algorithm.reduction(num_tokens, counts),
         unit=algorithm.unit,
     )
-    return tuple(with_step_shares(matched(batches, budget, ranks, least=1), counts, ranks.world_size))
+    return tuple(with_step_shares(pad_batches_across_ranks(batches, budget, ranks, least=1), counts, ranks.world_size))
 
 
 def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_ranks: int) -> Iterator[MicroBatch]:
-    """The micro-batches of a step, each with its tokens', rows' and its own share of the step."""
+    """Yield the micro-batches of a step with the share of the step that a token, a sequence and a micro-batch have."""
     for batch in batches:
         is_masked = not batch.record_indices
         tokens = replace(
@@ -64,22 +67,24 @@ def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_rank
         yield replace(batch, tokens=tokens)
 
 
-def matched(batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int = 0) -> list[MicroBatch]:
-    """As many micro-batches as the busiest rank has (and `least`), so that every forward is matched."""
+def pad_batches_across_ranks(
+    batches: list[MicroBatch], budget: Budget, ranks: Ranks, least: int = 0
+) -> list[MicroBatch]:
+    """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
     most = int(ranks.max([max(len(batches), least)])[0])
     return batches + [masked(budget)] * (most - len(batches))
 
 
-def _is_idle(record: Record) -> bool:
+def _has_zero_advantages(record: Record) -> bool:
     return record.advantages is not None and not bool(record.advantages.any())
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """The groups made from one set of weights, scored and with advantages; `number` counts rollouts from 0.
+    """The groups generated from one set of weights, scored and with advantages; `number` counts from 0.
 
-    `metrics`, `rows` (what the journal writes of each completion) and `num_tokens` are of all that was generated for it, and are
-    said once, when the rollout is made.
+    `metrics`, `rows` (the journal's, one per completion) and `num_tokens` cover all that was generated for it. They are
+    reported once, with the rollout's first step, and are not in checkpoints.
     """
 
     number: int
@@ -89,13 +94,13 @@ class Rollout:
     num_tokens: int = 0
 
 
-def rows_of_step(
+def records_of_step(
     rollout: Rollout, settings: RolloutSettings, seed: int, step: int, unit: Unit = "token"
 ) -> tuple[int, ...]:
-    """Indices of the records that step `step` of a rollout (0 <= step < num_steps) trains on.
+    """Return the indices of the records that step `step` of a rollout (0 <= step < num_steps) trains on.
 
-    Groups are shuffled by (seed, rollout number) and their rows stay together; each pass takes the same cut again. A
-    rollout that dynamic sampling left short is cut evenly; pairs are never cut.
+    Groups are shuffled by (seed, rollout number), with their sequences together; every pass splits them into the same
+    steps. A rollout that dynamic sampling left short is split evenly; pairs are never split.
     """
     groups = _shuffled_groups(rollout, seed)
     items = groups if unit == "pair" else [[i] for group in groups for i in group]

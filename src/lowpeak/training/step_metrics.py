@@ -1,4 +1,4 @@
-"""What a step measured: read from the device once, agreed among ranks, checked, and turned into numbers."""
+"""Metrics of a step: read from the device once, reduced over ranks, checked for NaN, turned into numbers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lowpeak.records import Metric, merge_metrics
 
 
 @dataclass(frozen=True)
-class Readout:
-    """A step's loss and metrics: tensors on the device before `read_metrics`, numbers after."""
+class StepMetrics:
+    """A step's loss, metrics and gradient norm: tensors of one rank, or after `gather_metrics` numbers of all ranks."""
 
     loss: Tensor | float
     metrics: dict[str, Metric]
@@ -29,67 +29,71 @@ class Readout:
 
 
 @dataclass(frozen=True)
-class Spent:
-    """What a step took on the rank where it took most: seconds, and each phase's; and whether any rank was asked to stop."""
+class StepUsage:
+    """Seconds and peak memory of a step, the most of any rank, and whether any rank was asked to stop."""
 
     seconds: float
-    uses: dict[str, PhaseUse]
+    phases: dict[str, PhaseUse]
     stopping: bool
 
 
-def read_metrics(readout: Readout, grad_norm: Any, ranks: Ranks) -> Readout:
-    """The same as numbers, over all ranks, with one read of the device and one gather.
+def gather_metrics(measured: StepMetrics, grad_norm: Any, ranks: Ranks) -> StepMetrics:
+    """Return the metrics as numbers over all ranks, by one read of the device and one gather.
 
-    The loss is summed, metrics reduced as they say; a gradient norm that is not finite on any rank is everybody's.
+    The loss is summed, and metrics are reduced by their kind. A gradient norm that is not finite on one rank is
+    returned on all.
     """
-    names = list(readout.metrics)
-    parts: list[Any] = [readout.loss, grad_norm if grad_norm is not None else 0.0]
+    names = list(measured.metrics)
+    scalars: list[Any] = [measured.loss, grad_norm if grad_norm is not None else 0.0]
     for name in names:
-        parts += [readout.metrics[name].total, readout.metrics[name].count]
-    device = readout.loss.device if isinstance(readout.loss, Tensor) else torch.device("cpu")
-    stacked = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=device).detach() for part in parts])
-    own_loss, own_norm, *rest = stacked.tolist()
-    own = {
-        name: Metric(total, count, readout.metrics[name].kind)
+        scalars += [measured.metrics[name].total, measured.metrics[name].count]
+    device = measured.loss.device if isinstance(measured.loss, Tensor) else torch.device("cpu")
+    stacked = torch.stack([torch.as_tensor(scalar, dtype=torch.float64, device=device).detach() for scalar in scalars])
+    local_loss, local_norm, *rest = stacked.tolist()
+    local = {
+        name: Metric(total, count, measured.metrics[name].kind)
         for name, total, count in zip(names, rest[::2], rest[1::2], strict=True)
     }
-    loss, norm, merged = 0.0, own_norm, dict[str, Metric]()
-    for their_loss, their_norm, metrics in ranks.gather((own_loss, own_norm, own)):
-        loss += their_loss
-        norm = norm if math.isfinite(their_norm) else their_norm
+    loss, norm, merged = 0.0, local_norm, dict[str, Metric]()
+    for rank_loss, rank_norm, metrics in ranks.gather((local_loss, local_norm, local)):
+        loss += rank_loss
+        norm = norm if math.isfinite(rank_norm) else rank_norm
         merged = merge_metrics(merged, metrics)
-    return Readout(loss, merged, None if grad_norm is None else norm)
+    return StepMetrics(loss, merged, None if grad_norm is None else norm)
 
 
-def read_spent(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, ranks: Ranks) -> Spent:
-    """This rank's times, peaks and request to stop as the highest of all ranks, by one maximum."""
-    known = [(uses[phase].seconds, uses[phase].peak_bytes) if phase in uses else (-1.0, -1) for phase in Phase]
-    first = [float(stopping), seconds]
-    most = ranks.max([*first, *(float(number) for pair in known for number in pair)])
+def gather_usage(seconds: float, uses: Mapping[str, PhaseUse], stopping: bool, ranks: Ranks) -> StepUsage:
+    """Return times, peaks and the request to stop as the maximum over ranks, by one collective."""
+    local = [(uses[phase].seconds, uses[phase].peak_bytes) if phase in uses else (-1.0, -1) for phase in Phase]
+    most = ranks.max([float(stopping), seconds, *(float(number) for pair in local for number in pair)])
     pairs = zip(Phase, most[2::2], most[3::2], strict=True)
-    return Spent(most[1], {p.value: PhaseUse(time, int(peak), 1) for p, time, peak in pairs if time >= 0}, most[0] > 0)
+    phases = {phase.value: PhaseUse(time, int(peak), 1) for phase, time, peak in pairs if time >= 0}
+    return StepUsage(most[1], phases, most[0] > 0)
 
 
-def finite_or_raise(numbers: Readout, model: nn.Module, strategy: Strategy, step: int, output_dir: Path) -> None:
-    """NonFiniteError, before the optimizer step, that says what was NaN or infinite and where the last good state is.
+def require_finite_step(
+    numbers: StepMetrics, model: nn.Module, strategy: Strategy, step: int, output_dir: Path
+) -> None:
+    """Raise NonFiniteError, before the optimizer step, if the loss or the gradient norm is NaN or infinite.
 
-    Each rank looks at its shards; what any of them finds is told by all.
+    The error names weights and gradients of any rank that are not finite, and the last good checkpoint.
     """
-    what = _not_finite(numbers)
-    if what is None:
+    problem = _not_finite(numbers)
+    if problem is None:
         return
     gradients = {name: _local(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-    found = strategy.ranks.gather((_broken(strategy.shards(model)), _broken(gradients), list(gradients)))
-    bad_weights, bad_gradients, all_gradients = (_merged(names) for names in zip(*found, strict=True))
+    names = strategy.ranks.gather(
+        (_not_finite_names(strategy.shards(model)), _not_finite_names(gradients), [*gradients])
+    )
+    bad_weights, bad_gradients, all_gradients = (_merged(lists) for lists in zip(*names, strict=True))
     if bad_weights:
-        what += f", and weights are already not finite ({_some(bad_weights)})"
+        problem += f", and weights are already not finite ({_first_names(bad_weights)})"
     elif bad_gradients and len(bad_gradients) < len(all_gradients):  # clipping by a NaN norm makes all of them NaN
-        what += f", from gradients of {_some(bad_gradients)}"
-    raise NonFiniteError(f"step {step}: {what}. The optimizer step was not taken and {_left(output_dir)}")
+        problem += f", from gradients of {_first_names(bad_gradients)}"
+    raise NonFiniteError(f"step {step}: {problem}. The optimizer step was not taken and {_remedy(output_dir)}")
 
 
-def _not_finite(numbers: Readout) -> str | None:
-    """Which number of the step is NaN or infinite, as the start of a sentence."""
+def _not_finite(numbers: StepMetrics) -> str | None:
     if not math.isfinite(float(numbers.loss)):
         return f"the loss is {float(numbers.loss)}"
     if numbers.grad_norm is not None and not math.isfinite(numbers.grad_norm):
@@ -97,41 +101,41 @@ def _not_finite(numbers: Readout) -> str | None:
     return None
 
 
-def finite_weights_or_raise(weights: Mapping[str, Tensor], step: int, output_dir: Path, ranks: Ranks) -> None:
-    """NonFiniteError where one of these weights, of any rank, is NaN or infinite: such weights are never saved as good ones."""
-    broken = _merged(ranks.gather(_broken(weights)))
-    if broken:
-        where = _some(broken)
+def require_finite_weights(weights: Mapping[str, Tensor], step: int, output_dir: Path, ranks: Ranks) -> None:
+    """Raise NonFiniteError if a weight of any rank is NaN or infinite, so that it is never saved as a good one."""
+    names = _merged(ranks.gather(_not_finite_names(weights)))
+    if names:
         raise NonFiniteError(
-            f"after step {step}: weights are not finite ({where}). They were not saved, and {_left(output_dir)}"
+            f"after step {step}: weights are not finite ({_first_names(names)}). They were not saved, and "
+            f"{_remedy(output_dir)}"
         )
 
 
 def _local(tensor: Any) -> Tensor:
-    """This rank's part of a tensor that FSDP2 cut."""
+    """Return this rank's part of a tensor that FSDP2 shards."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def _broken(tensors: Mapping[str, Tensor]) -> list[str]:
+def _not_finite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
 
 
-def _merged(names: Iterable[Sequence[str]]) -> list[str]:
-    return list(dict.fromkeys(name for each in names for name in each))
+def _merged(lists: Iterable[Sequence[str]]) -> list[str]:
+    return list(dict.fromkeys(name for names in lists for name in names))
 
 
-def _left(output_dir: Path) -> str:
+def _remedy(output_dir: Path) -> str:
     last = last_checkpoint(output_dir)
-    where = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
-    return f"{where}. Lower the learning rate, check the rewards' scale, or train in fp32 (bf16=False)."
+    checkpoint = f"the last good checkpoint is {last}" if last else "there is no checkpoint yet"
+    return f"{checkpoint}. Lower the learning rate, check the rewards' scale, or train in fp32 (bf16=False)."
 
 
-def _some(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def phase_metrics(uses: Mapping[str, PhaseUse]) -> dict[str, Metric]:
-    """`time/<phase>` in seconds a step and `peak_memory/<phase>` in bytes."""
+    """Return `time/<phase>` in seconds a step and `peak_memory/<phase>` in bytes."""
     metrics: dict[str, Metric] = {}
     for phase, use in uses.items():
         metrics[f"time/{phase}"] = Metric(use.seconds, 1.0)

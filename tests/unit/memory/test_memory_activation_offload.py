@@ -139,7 +139,8 @@ def trained(tmp_path, tied, offloads):
     reward = lambda completions, **_: [float(len(text)) for text in completions]  # noqa: E731
     trainer = RLOOTrainer(model, reward, args, data, processing_class=char_tokenizer())
     if offloads:
-        trainer.run.core = replace(trainer.run.core, saving=offload.saving)
+        settings = replace(trainer.run.logprob_settings, saving=offload.saving)
+        trainer.run = replace(trainer.run, logprob_settings=settings)
     trainer.train()
     return dict(model.named_parameters()), offload.bytes_away
 

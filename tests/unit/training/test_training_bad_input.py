@@ -99,7 +99,7 @@ def test_a_tokenizer_without_a_pad_token_pads_with_its_end_of_sequence(tmp_path)
     tokenizer.pad_token = None
     run = grpo(tmp_path, tokenizer=tokenizer)
     run.train()
-    assert run.maker.budget.pad_id == tokenizer.eos_token_id
+    assert run.run.budget.pad_id == tokenizer.eos_token_id
     tokenizer.eos_token = None
     for trainer in (grpo, sft):
         with names(ModelError, "tokenizer.eos_token.*pad_token"):

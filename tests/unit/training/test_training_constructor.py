@@ -171,7 +171,7 @@ def test_supervised_training_has_trls_losses(tmp_path, loss_type):
     expected = torch.autograd.grad(loss, model.lm_head.weight)[0]
     run = sft(tmp_path, model, loss_type=loss_type, per_device_train_batch_size=10)
     batches, parts = run.next_step().micro_batches, run.run
-    found, _ = run_step(run.model, batches, parts.algorithm, parts.core, parts.strategy, run.coefficients())
+    found, _ = run_step(run.model, batches, parts.algorithm, parts.logprob_settings, parts.strategy, run.coefficients())
     assert float(found) == pytest.approx(float(loss.detach()), rel=1e-5)
     torch.testing.assert_close(run.model.lm_head.weight.grad, expected, rtol=0, atol=1e-6)
 

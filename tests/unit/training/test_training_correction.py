@@ -27,7 +27,7 @@ def trained(folder, correction, kind="GRPO", drift=0.0, **changes):
     settings = {"reward_funcs": spread, "beta": 0.0, "max_completion_length": 6, **changes}
     run = make(kind, folder, **settings)
     algorithm = make_algorithm(replace(resolve(run.acting_args, run.maker.settings), correction=correction))
-    run.run.algorithm = run.maker.algorithm = algorithm
+    run.run = replace(run.run, algorithm=algorithm)
     generate = run.maker.engine.generate
 
     def drifting(prompts, sampling):

@@ -30,10 +30,10 @@ def settings(tmp_path, num_rewards=1, **changes):
     ("name", "value", "where"),
     [
         ("learning_rate", 0.25, lambda run: run.create_optimizer().param_groups[0]["lr"]),
-        ("logprob_chunk_size", 17, lambda run: run.run.core.chunk_size),
-        ("temperature", 0.5, lambda run: run.run.core.temperature),
+        ("logprob_chunk_size", 17, lambda run: run.run.logprob_settings.chunk_size),
+        ("temperature", 0.5, lambda run: run.run.logprob_settings.temperature),
         ("temperature", 0.5, lambda run: run.maker.settings.sampling.temperature),
-        ("max_completion_length", 3, lambda run: max(len(r.completion) for r in run.maker.make(0, 0, None).records)),
+        ("max_completion_length", 3, lambda run: max(len(r.completion) for r in run.maker.collect(0, 0, None).records)),
         ("top_p", 0.9, lambda run: run.maker.settings.sampling.top_p),
         ("top_k", 3, lambda run: run.maker.settings.sampling.top_k),
         ("min_p", 0.1, lambda run: run.maker.settings.sampling.min_p),
@@ -50,7 +50,7 @@ def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, w
     ("kind", "idle", "read", "default"),
     [
         ("GRPO", {"vllm_mode": "server"}, lambda run: run.vllm_mode, "colocate"),  # what a rollout_func reads
-        ("Reward", {"log_entropy": False}, lambda run: run.run.core.log_entropy, True),
+        ("Reward", {"log_entropy": False}, lambda run: run.run.logprob_settings.log_entropy, True),
         (
             *("PPO", {"value_learning_rate": 0.5, "vf_coef": 0.0}),
             *(lambda run: {group["lr"] for group in run.create_optimizer().param_groups}, {1e-2}),
@@ -168,7 +168,7 @@ def test_an_entropy_bonus_logs_the_loss_without_it_and_the_coefficient_that_acte
     for row in steps(run):
         bonus = row["entropy_coef"] * row["entropy"]  # the mean over the step's tokens, all of which are trained on
         assert row["loss"] == pytest.approx(row["policy_loss"] - bonus, abs=1e-6)
-    assert "policy_loss" not in grpo(tmp_path).run.metrics
+    assert "policy_loss" not in grpo(tmp_path).unlogged_metrics
 
 
 def test_the_head_can_run_in_fp32(tmp_path):
@@ -247,7 +247,7 @@ def test_a_model_whose_code_is_its_own_needs_trust(tmp_path):
     with pytest.raises(ModelError, match="trust_remote_code"):
         grpo(tmp_path / "out", model=str(folder))
     run = grpo(tmp_path / "out", model=str(folder), trust_remote_code=True, beta=0.1)
-    assert type(run.model).__name__ == type(run.maker.reference.model).__name__ == "OwnModel"
+    assert type(run.model).__name__ == type(run.run.reference.model).__name__ == "OwnModel"
 
 
 def test_supervised_arguments_reach_the_reader(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from lowpeak.training import make_step_batches, measure_step, with_advantages
+from lowpeak.training import make_step_batches, measure_step, score_records, with_advantages
 from small_runs import TOKENIZER, make, same, spread, weights
 from tiny import tiny_model
 
@@ -90,20 +90,21 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case):
+def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case, monkeypatch):
     """Compared with a second forward, which an evaluation does without."""
     name, changes = CASES[case]
     run = trainer_of(tmp_path, name, **changes)
     run.train()
-    scored, score = [], run.maker.score
-    run.maker.score = lambda *asked: scored.append(score(*asked)) or scored[-1]
+    scored = []
+    noting = lambda *args: scored.append(score_records(*args)) or scored[-1]  # noqa: E731
+    monkeypatch.setattr("lowpeak.training.evaluation.score_records", noting)
     metrics = run.evaluate()
     ((rows, _),) = scored
     algorithm, coefficients = run.run.algorithm, run.coefficients()
     rows = with_advantages(rows, algorithm.advantages(rows, coefficients))
-    batches = make_step_batches(rows, range(len(rows)), algorithm, run.maker.budget, run.run.strategy.ranks)
+    batches = make_step_batches(rows, range(len(rows)), algorithm, run.run.budget, run.run.strategy.ranks)
     told = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
-    loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.core, run.run.strategy.ranks)
+    loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.logprob_settings, run.run.strategy.ranks)
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)
     for metric, value in measured.items() if not algorithm.idle else ():  # a step leaves idle rows out
         assert metrics[f"eval_{metric}"] == pytest.approx(float(value.value()), rel=1e-4, abs=1e-5), metric
@@ -124,7 +125,7 @@ def test_an_evaluation_takes_one_pass_of_the_policy_and_one_of_the_reference(tmp
 
         return hook
 
-    reference = run.maker.reference
+    reference = run.run.reference
     run.model.register_forward_pre_hook(counted("policy"), with_kwargs=True)
     if reference is not None:
         reference.model.register_forward_pre_hook(counted("reference"), with_kwargs=True)

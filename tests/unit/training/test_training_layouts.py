@@ -16,7 +16,7 @@ from lowpeak.arguments import MemorySettings
 from lowpeak.errors import ArgumentError
 from lowpeak.parallel import make_mesh, prepare, pretended_ranks
 from lowpeak.ranks import Ranks
-from lowpeak.training import choose_layout, now_on, prepare_layout
+from lowpeak.training import choose_layout, device_at_start, prepare_layout
 from small_runs import LAYOUTS, SAVED, SGD, make, same, sliding_model, steps, trained, weights
 from tiny import tiny_model
 
@@ -95,7 +95,7 @@ def test_a_resumed_run_keeps_the_layout_that_auto_became(tmp_path, saved):
     state_file.write_text(json.dumps(state))
     sign_again(checkpoint)
     resumed = trained_grpo(tmp_path / "again", resume=checkpoint)
-    assert resumed.maker.budget.layout == resumed.run.sizes.choice.layout == (saved or "padded")
+    assert resumed.run.budget.layout == resumed.run.sizes.choice.layout == (saved or "padded")
     if saved == "padded":
         assert kinds(trained_grpo(tmp_path / "again", share_prompt=True, resume=checkpoint)) == {"shared"}
 
@@ -182,6 +182,6 @@ def test_every_model_is_asked_also_where_one_takes_no_forest():
 
 def test_a_policy_that_waits_on_the_host_to_be_cut_runs_there_and_what_is_cut_on_the_device():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
-    assert now_on(tiny_model(), gpu) == now_on(tiny_model(), cpu) == cpu
+    assert device_at_start(tiny_model(), gpu) == device_at_start(tiny_model(), cpu) == cpu
     with pretended_ranks(2):
-        assert now_on(prepare(tiny_model(), make_mesh(), None), gpu) == gpu
+        assert device_at_start(prepare(tiny_model(), make_mesh(), None), gpu) == gpu

@@ -241,14 +241,14 @@ def test_the_reference_moves_towards_the_policy_when_asked(tmp_path):
     run = grpo(tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.25)
     start = weights(run)
     run.train()
-    reference = dict(run.maker.reference.model.named_parameters())
+    reference = dict(run.run.reference.model.named_parameters())
     for name, policy in weights(run).items():
         torch.testing.assert_close(reference[name], 0.75 * start[name] + 0.25 * policy, rtol=1e-5, atol=1e-6)
 
 
 def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
     run = grpo(tmp_path, mask_truncated_completions=True, max_completion_length=2)
-    rollout = run.maker.make(0, 0, run.state)
+    rollout = run.maker.collect(0, 0, run.state)
     cut = [record.completion for record in rollout.records if record.completion.finish_reason == "length"]
     assert cut
     assert not any(completion.loss_mask.any() for completion in cut)
@@ -288,7 +288,7 @@ def test_a_model_given_by_path_is_loaded_with_its_tokenizer_and_not_without_one(
     TOKENIZER.save_pretrained(tmp_path / "model")
     run = grpo(tmp_path, str(tmp_path / "model"), tokenizer=False, beta=0.1)
     assert {p.dtype for p in run.model.parameters()} == {torch.float32}
-    assert {p.dtype for p in run.maker.reference.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in run.run.reference.model.parameters()} == {torch.bfloat16}
     run.train()
 
 
@@ -307,7 +307,7 @@ def test_the_best_checkpoint_by_reward_is_loaded_at_the_end(tmp_path):
     scores = {row["step"]: row["eval_reward"] for row in run.state.log_history if "eval_reward" in row}
     best = max(scores, key=scores.get)
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    assert run.maker.weights_changed, "an engine with a copy of the weights has to get them again"
+    assert run.maker.weight_sync.weights_changed, "an engine with a copy of the weights has to get them again"
     assert same(dict(type(run.model).from_pretrained(run.state.best_model_checkpoint).named_parameters()), weights(run))
 
 
@@ -359,7 +359,7 @@ def test_dropout_of_modules_and_numbers_can_be_disabled_in_policy_and_reference(
     model = OPTForCausalLM(config)
     model.model.extra = torch.nn.Dropout(0.5)
     run = grpo(tmp_path, model, disable_dropout=True, beta=0.1)
-    for model in (run.model, run.maker.reference.model):
+    for model in (run.model, run.run.reference.model):
         rates = [v for m in model.modules() for n, v in vars(m).items() if "drop" in n and isinstance(v, float)]
         assert len(rates) > 4
         assert model.model.extra.p == 0.0

@@ -80,7 +80,7 @@ def test_a_step_trains_what_dpo_by_plain_forwards_would(tmp_path, layout, loss_t
             parameter += 0.05 * torch.randn_like(parameter)
     assert len(work.micro_batches) > 1
     loss, _ = run_step(
-        run.model, work.micro_batches, run.run.algorithm, run.run.core, run.run.strategy, run.coefficients()
+        run.model, work.micro_batches, run.run.algorithm, run.run.logprob_settings, run.run.strategy, run.coefficients()
     )
     ours = {name: parameter.grad.clone() for name, parameter in run.model.named_parameters()}
     run.model.zero_grad(set_to_none=True)
@@ -213,7 +213,7 @@ def test_the_constructor_is_trls(tmp_path):
     assert run.maker.panel.names == ("spread",)
     assert run.model.training is False or run.user_args.disable_dropout
     other, policy = tiny_model(seed=1), tiny_model()
-    assert OnlineDPOTrainer(policy, other, spread, args, **shared).maker.reference.model is other
+    assert OnlineDPOTrainer(policy, other, spread, args, **shared).run.reference.model is other
     with pytest.raises(ArgumentError, match="ref_model"):
         OnlineDPOTrainer(policy, policy, spread, args, **shared)
     with pytest.raises(ArgumentError, match="judge"):

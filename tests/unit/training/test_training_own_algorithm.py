@@ -68,8 +68,8 @@ def test_a_run_that_is_cut_goes_on_to_the_same_bits_with_the_same_baseline(tmp_p
     again = reinforce(tmp_path / "again", **changes)
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-2"))
     assert same(weights(again), weights(whole))
-    assert again.run.algorithm_state == whole.run.algorithm_state
-    assert again.run.algorithm_state["weight"] == pytest.approx(1 - 0.9**3)
+    assert again.algorithm_state == whole.algorithm_state
+    assert again.algorithm_state["weight"] == pytest.approx(1 - 0.9**3)
 
 
 def test_an_adapter_a_reference_and_an_evaluation_are_there_as_for_every_algorithm(tmp_path):

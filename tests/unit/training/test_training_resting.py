@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ def watched(trainer, seen):
 
     def noting(prompts, sampling):
         states = [v for state in trainer.optimizer.state.values() for v in state.values() if v.numel() > 1]
-        reference = trainer.maker.reference.model.parameters()
+        reference = trainer.run.reference.model.parameters()
         seen.append(tuple(sum(t.untyped_storage().nbytes() for t in tensors) for tensors in (states, reference)))
         return generate(prompts, sampling)
 
@@ -33,10 +34,11 @@ def trained(folder, rests):
     trainer = make("GRPO", folder, reward_funcs=spread, **settings)
     seen: list[tuple[int, int]] = []
     if rests:
-        strategy, reference = trainer.run.strategy, trainer.maker.reference
+        strategy, reference = trainer.run.strategy, trainer.run.reference
         rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
         ready = resting(rest, strategy, Frozen(reference.model, reference.use)).ready
-        trainer.maker.rest, trainer.maker.reference = rest, Reference(reference.model, ready)
+        trainer.maker.offloader = rest
+        trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     watched(trainer, seen)
     trainer.train()
     return trainer, seen

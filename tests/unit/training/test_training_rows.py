@@ -7,7 +7,7 @@ import torch
 
 from lowpeak.arguments import RolloutSettings
 from lowpeak.records import Completion, Record
-from lowpeak.training import Rollout, rows_of_step
+from lowpeak.training import Rollout, records_of_step
 
 WRITTEN = Completion(torch.tensor([2]), torch.zeros(1), torch.ones(1, dtype=torch.bool), "stop")
 SETTINGS = RolloutSettings(num_prompts=6, num_generations=2, rows_per_step=4, steps_per_pass=3, num_iterations=2)
@@ -19,7 +19,7 @@ def rollout(number: int, num_groups: int = 6) -> Rollout:
 
 
 def cuts(made: Rollout, seed: int = 0, unit="token"):
-    return [rows_of_step(made, SETTINGS, seed, step, unit) for step in range(SETTINGS.num_steps)]
+    return [records_of_step(made, SETTINGS, seed, step, unit) for step in range(SETTINGS.num_steps)]
 
 
 def test_each_pass_takes_all_rows_once_by_whole_groups_in_the_same_cuts():

@@ -18,8 +18,14 @@ from lowpeak.checkpoint import STATE_FILE
 from lowpeak.errors import ArgumentError, CheckpointError, DataError, MemoryExhaustedError
 from lowpeak.memory import MemoryTracker, Phase, PhaseUse
 from lowpeak.ranks import Ranks
-from lowpeak.setup import note_launch, quiet_replicas, require_same_arguments, require_same_data, take_up
-from lowpeak.training import explained, read_spent
+from lowpeak.setup import (
+    find_resume_checkpoint,
+    record_launch,
+    require_same_arguments,
+    require_same_data,
+    silence_nonzero_ranks,
+)
+from lowpeak.training import explain_out_of_memory, gather_usage
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -44,43 +50,43 @@ def life(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize("asked", [None, False, True, "checkpoint-2"])
 def test_a_run_that_torchrun_started_again_goes_on_from_its_last_checkpoint(tmp_path, life, asked, launch):
     life(0, launch)
-    note_launch(tmp_path, 0)
+    record_launch(tmp_path, 0)
     checkpoint(tmp_path, 2)
     life(1, launch)
-    note_launch(tmp_path, 2)
+    record_launch(tmp_path, 2)
     last = checkpoint(tmp_path, 4)
     (tmp_path / "checkpoint-6.staged").mkdir()
     life(2, launch)
-    assert take_up(tmp_path, asked) == last
+    assert find_resume_checkpoint(tmp_path, asked) == last
     assert not (tmp_path / "checkpoint-6.staged").exists()
 
 
 def test_a_first_start_and_one_that_saved_nothing_do_as_the_arguments_say(tmp_path, life):
     life(1)
-    assert take_up(tmp_path, None) is None
+    assert find_resume_checkpoint(tmp_path, None) is None
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        take_up(tmp_path, True)
+        find_resume_checkpoint(tmp_path, True)
     life(0)
     found = checkpoint(tmp_path, 2)
-    assert take_up(tmp_path, None) is None
-    assert take_up(tmp_path, True) == found
+    assert find_resume_checkpoint(tmp_path, None) is None
+    assert find_resume_checkpoint(tmp_path, True) == found
 
 
 def test_checkpoints_of_another_run_and_up_to_the_one_that_the_first_life_went_on_from_are_not_its_own(tmp_path, life):
     life(0, "an earlier launch")
-    note_launch(tmp_path, 0)
+    record_launch(tmp_path, 0)
     checkpoint(tmp_path, 4)
     life(1, "this launch")
-    assert take_up(tmp_path, None) is None
+    assert find_resume_checkpoint(tmp_path, None) is None
     elsewhere = checkpoint(tmp_path / "elsewhere", 5)
     run = tmp_path / "run"
     checkpoint(run, 2)
     life(0)
-    note_launch(run, 5)
+    record_launch(run, 5)
     life(1)
-    assert take_up(run, str(elsewhere)) == elsewhere
+    assert find_resume_checkpoint(run, str(elsewhere)) == elsewhere
     own = checkpoint(run, 6)
-    assert take_up(run, str(elsewhere)) == own
+    assert find_resume_checkpoint(run, str(elsewhere)) == own
 
 
 @pytest.fixture
@@ -98,7 +104,9 @@ def level() -> Iterator[logging.Logger]:
 def test_one_process_logs_unless_replicas_were_asked_to(level, should_log, replica, expected):
     level.setLevel(logging.NOTSET)
     own = logging.INFO if replica == "info" else logging.WARNING
-    quiet_replicas(SimpleNamespace(should_log=should_log, log_level_replica=replica, get_process_log_level=lambda: own))
+    silence_nonzero_ranks(
+        SimpleNamespace(should_log=should_log, log_level_replica=replica, get_process_log_level=lambda: own)
+    )
     assert level.level == expected
 
 
@@ -194,9 +202,9 @@ def test_a_step_took_what_it_took_where_it_took_most():
     uses = {"rollout": PhaseUse(2.0, 100, 1), "train": PhaseUse(1.0, 700, 3)}
     theirs = {Phase.ROLLOUT: (3.0, 90.0), Phase.TRAIN: (0.5, 800.0), Phase.SAVE: (0.25, 10.0)}
     numbers = [0.0, 4.5, *(number for phase in Phase for number in theirs.get(phase, (-1.0, -1.0)))]
-    spent = read_spent(4.0, uses, False, Another(numbers))
-    assert (spent.seconds, spent.stopping) == (4.5, False)
-    assert {name: (use.seconds, use.peak_bytes) for name, use in spent.uses.items()} == {
+    usage = gather_usage(4.0, uses, False, Another(numbers))
+    assert (usage.seconds, usage.stopping) == (4.5, False)
+    assert {name: (use.seconds, use.peak_bytes) for name, use in usage.phases.items()} == {
         "rollout": (3.0, 100),
         "train": (1.0, 800),
         "save": (0.25, 10),
@@ -205,9 +213,9 @@ def test_a_step_took_what_it_took_where_it_took_most():
 
 def test_one_rank_that_was_asked_to_stop_is_enough():
     nothing = [0.0] * (2 + 2 * len(Phase))
-    assert read_spent(0.0, {}, True, Another(nothing)).stopping
-    assert read_spent(0.0, {}, False, Another([1.0, *nothing[1:]])).stopping
-    assert not read_spent(0.0, {}, False, Ranks()).stopping
+    assert gather_usage(0.0, {}, True, Another(nothing)).stopping
+    assert gather_usage(0.0, {}, False, Another([1.0, *nothing[1:]])).stopping
+    assert not gather_usage(0.0, {}, False, Ranks()).stopping
 
 
 def test_where_a_run_is_outlasts_the_error_that_left_a_phase():
@@ -238,12 +246,12 @@ TRAINER = SimpleNamespace(run=SimpleNamespace(sizes=SimpleNamespace(as_dict=lamb
     ],
 )
 def test_out_of_memory_says_where_and_what_to_set(phase, error, remedy):
-    with pytest.raises(MemoryExhaustedError, match=rf"{phase}: .*{remedy}"), explained(phase, TRAINER):
+    with pytest.raises(MemoryExhaustedError, match=rf"{phase}: .*{remedy}"), explain_out_of_memory(phase, TRAINER):
         raise error
 
 
 def test_other_errors_of_a_phase_stay_as_they_are():
     error = RuntimeError("a shape does not fit")
-    with pytest.raises(RuntimeError) as caught, explained(Phase.TRAIN, TRAINER):
+    with pytest.raises(RuntimeError) as caught, explain_out_of_memory(Phase.TRAIN, TRAINER):
         raise error
     assert caught.value is error

@@ -17,7 +17,7 @@ from longrope import FIRST, longrope_model
 from lowpeak import GRPOConfig
 from lowpeak.arguments import ColocateSettings, ServerSettings, VllmSettings, resolve_vllm
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError, MissingPackageError
-from lowpeak.training import MOST_RETURNS, adapters_idle, describe_vllm, served, within_rotations
+from lowpeak.training import MAX_RECONNECTS, adapters_idle, connect_checked, describe_vllm, within_rotations
 from lowpeak.vllm import fingerprint
 from small_runs import column, journal, make, rows, same, weights
 from tiny import char_tokenizer, tiny_model
@@ -115,7 +115,7 @@ def test_a_vllm_that_never_comes_back_ends_the_run_after_so_many_tries(tmp_path)
     run = run_over(tmp_path, doomed.vllm, per_device_train_batch_size=16)
     with pytest.raises(LostEngineError, match="died"):
         run.train()
-    assert doomed.vllm.events.count("pause") == 1 + 1 + MOST_RETURNS  # the first load is the test's own
+    assert doomed.vllm.events.count("pause") == 1 + 1 + MAX_RECONNECTS  # the first load is the test's own
     assert "close" in doomed.vllm.events
 
 
@@ -189,7 +189,7 @@ def of_model(policy, **facts):
 def test_a_server_of_a_version_that_was_not_tried_is_warned_of(version, num_warnings, caplog):
     policy = tiny_model()
     with of_model(policy, version=version) as fake, caplog.at_level(logging.WARNING):
-        (vllm,) = served(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
+        (vllm,) = connect_checked(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
         assert vllm.url == fake.url
         assert [path for path, body in fake.calls].count("/health") == 1  # it was waited for once
     assert sum(version in record.getMessage() for record in caplog.records) == num_warnings
@@ -197,13 +197,13 @@ def test_a_server_of_a_version_that_was_not_tried_is_warned_of(version, num_warn
 
 def test_a_server_of_another_model_is_refused():
     with serving(FakeServer()) as fake, pytest.raises(EngineError, match="sizes"):
-        served(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
+        connect_checked(ServerSettings((fake.url,), timeout=10.0), tiny_model(), char_tokenizer())
 
 
 def test_a_context_beyond_the_first_rotations_of_a_longrope_model_is_refused():
     policy = longrope_model()
     with of_model(policy) as fake, pytest.raises(EngineError, match=r"--max_model_len` 16"):
-        served(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
+        connect_checked(ServerSettings((fake.url,), timeout=10.0), policy, char_tokenizer())
     assert within_rotations(ColocateSettings(), FIRST).max_model_length == FIRST
     assert within_rotations(ColocateSettings(max_model_length=8), FIRST).max_model_length == 8
     assert within_rotations(ColocateSettings(), None).max_model_length is None

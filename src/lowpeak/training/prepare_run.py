@@ -1,0 +1,155 @@
+"""The first half of building an online run: settings, models, rewards and tokenizer, before a device is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import set_seed
+
+from lowpeak.algorithms import Algorithm
+from lowpeak.arguments import ColocateSettings, OnlineSettings, VllmSettings, acting, resolve_online
+from lowpeak.checkpoint import check_writable
+from lowpeak.data import check_embedded
+from lowpeak.errors import ArgumentError
+from lowpeak.models import (
+    disable_dropout,
+    is_peft,
+    load_policy,
+    load_reference,
+    load_tokenizer,
+    num_embeddings,
+    upcast_trainable,
+)
+from lowpeak.parallel import check_devices
+from lowpeak.rewards import Reward, listed, make_rewards
+from lowpeak.training.evaluation import SuccessCriterion
+from lowpeak.vllm import require_vllm
+
+
+@dataclass(frozen=True)
+class OnlineInputs:
+    """Models, rewards and tokenizers as the user passed them to an online trainer."""
+
+    model: Any
+    reward_funcs: Any
+    processing_class: Any
+    reward_processing_classes: Any
+    peft_config: Any
+    ref_model: Any
+
+
+@dataclass(frozen=True)
+class OnlineParts:
+    """Settings and loaded parts of an online run.
+
+    user_args   the arguments as the user gave them
+    args        a copy with defaults in place of arguments without effect
+    settings    what both resolved to
+    success     what an evaluation counts as a success
+    """
+
+    user_args: Any
+    args: Any
+    settings: OnlineSettings
+    algorithm: Algorithm
+    policy: nn.Module
+    reference_model: nn.Module | None
+    tokenizer: Any
+    rewards: Sequence[Reward]
+    success: SuccessCriterion
+
+
+def prepare_online(
+    inputs: OnlineInputs,
+    user_args: Any,
+    make_algorithm: Callable[[Any, OnlineSettings], Algorithm],
+    attach_extra_modules: Callable[[nn.Module, Any, Any], None],
+) -> OnlineParts:
+    """Resolve the arguments, then load and check models, rewards and tokenizer.
+
+    `make_algorithm(args, settings)` returns the algorithm. `attach_extra_modules(policy, model, args)` adds what else is
+    trained, after the reference was copied from the policy.
+    """
+    # Arguments come first, so that a wrong one costs no loading.
+    check_devices(bool(user_args.fsdp), user_args.cut.tensor > 1)
+    num_rewards = len(listed(inputs.reward_funcs))
+    settings = resolve_online(user_args, user_args.world_size // user_args.cut.tensor, num_rewards)
+    args = acting(user_args, settings.facts)
+    algorithm = make_algorithm(args, settings)
+    set_seed(args.seed)  # before anything is made: an adapter's first weights are random
+    check_engine(settings.vllm, args.cut.tensor)
+    if args.process_index == 0:
+        check_writable(Path(args.output_dir))
+    rewards = make_rewards(
+        inputs.reward_funcs,
+        inputs.reward_processing_classes,
+        model_kwargs={"trust_remote_code": True} if args.trust_remote_code else {},
+        chat_template_kwargs=args.chat_template_kwargs,
+        device=args.device,
+    )
+    success = _success_criterion(args, rewards)
+    policy = load_policy(
+        inputs.model,
+        args.model_init_kwargs,
+        trust_remote_code=args.trust_remote_code,
+        peft_config=inputs.peft_config,
+        cut=args.cut,
+        device=None if args.fsdp else args.device,
+    )
+    if settings.reference_sync is not None and is_peft(policy):
+        raise ArgumentError(
+            "sync_ref_model moves the weights of a separate reference, but under an adapter the reference is the policy "
+            "without it: remove sync_ref_model, or train without an adapter."
+        )
+    tokenizer = load_tokenizer(inputs.processing_class, inputs.model, args.trust_remote_code)
+    check_embedded(tokenizer, num_embeddings(policy))
+    reference = _load_reference(policy, inputs, args, "reference" in algorithm.needs)
+    attach_extra_modules(policy, inputs.model, args)
+    upcast_trainable(policy)
+    if args.disable_dropout:
+        for model in filter(None, (policy, reference)):
+            disable_dropout(model)
+    return OnlineParts(user_args, args, settings, algorithm, policy, reference, tokenizer, rewards, success)
+
+
+def check_engine(settings: VllmSettings | None, tensor_parallel: int = 1) -> None:
+    """Raise MissingPackageError if vLLM is to run in this process and is not installed, before anything loads.
+
+    Raises ArgumentError for vLLM with a policy whose tensors are sharded over `tensor_parallel` processes.
+    """
+    if settings is not None and tensor_parallel > 1:
+        raise ArgumentError(
+            f"use_vllm=True does not go with tp_size={tensor_parallel}: the processes that share a policy's tensors would "
+            "each request the same completions. Shard the policy with fsdp2 or zero3, or remove use_vllm."
+        )
+    if settings is not None and isinstance(settings.where, ColocateSettings):
+        require_vllm()
+
+
+def _load_reference(policy: nn.Module, inputs: OnlineInputs, args: Any, is_needed: bool) -> nn.Module | None:
+    if is_needed:
+        return load_reference(
+            policy,
+            inputs.model,
+            args.model_init_kwargs,
+            inputs.ref_model,
+            trust_remote_code=args.trust_remote_code,
+            cut=args.cut,
+            device=args.device,
+        )
+    if inputs.ref_model is not None:
+        raise ArgumentError("ref_model has no effect: beta is 0, so there is no reference; set beta or remove it.")
+    return None
+
+
+def _success_criterion(args: Any, rewards: Sequence[Reward]) -> SuccessCriterion:
+    names = [reward.name for reward in rewards]
+    if args.success_reward is None:
+        return SuccessCriterion(0, args.success_threshold)
+    if args.success_reward not in names:
+        raise ArgumentError(f"success_reward={args.success_reward!r} is not one of the rewards: {', '.join(names)}.")
+    return SuccessCriterion(names.index(args.success_reward), args.success_threshold)

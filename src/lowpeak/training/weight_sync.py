@@ -1,0 +1,64 @@
+"""Stations 2 and 3: the policy's weights are pushed to the engine; a lost engine is awaited and gets them again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from lowpeak.errors import LostEngineError
+from lowpeak.memory import Phase
+from lowpeak.rollout import RolloutEngine
+from lowpeak.training.run import RunContext
+
+logger = logging.getLogger(__name__)
+
+MAX_RECONNECTS = 3  # of a lost engine, within one call
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class WeightSync:
+    """The version of the weights that the engine must have, and the push that brings it there.
+
+    policy_version      the version for the engine; None before the first `load_weights`
+    weights_changed     the policy's weights were loaded from a file: a step's number does not show that
+    """
+
+    context: RunContext
+    policy_version: int | None = None
+    weights_changed: bool = False
+
+    def load_weights(self, engine: RolloutEngine, policy_version: int) -> None:
+        """Push the policy's weights to the engine, unless the engine of every rank has them already."""
+        self.policy_version = policy_version
+        self.retry_when_engine_lost(engine, lambda: None)
+
+    def retry_when_engine_lost(self, engine: RolloutEngine, call: Callable[[], Result]) -> Result:
+        """Return `call()` on all ranks, with current weights in the engine; call again after the engine was lost."""
+        for reconnects in range(MAX_RECONNECTS + 1):
+            try:
+                self._push_if_stale(engine)
+                return call()
+            except LostEngineError as lost:
+                if reconnects == MAX_RECONNECTS:
+                    raise
+                logger.warning("%s Waiting for it; weights will be sent again and missing completions generated.", lost)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _push_if_stale(self, engine: RolloutEngine) -> None:
+        """Push on all ranks together if the engine of any rank has another version."""
+        strategy, version = self.context.run.strategy, self.policy_version
+        assert version is not None, "load_weights comes first"
+        for _ in range(2):  # an adapter is a second push, after its base
+            is_stale = self.weights_changed or engine.policy_version != version
+            if not strategy.ranks.max([float(is_stale)])[0]:
+                return
+            forms = strategy.ranks.gathered(lambda: engine.slice_form)
+            form = next((form for form in forms if form.weights == "base"), forms[0])
+            with strategy.ranks.together(), self.context.run.tracker.phase(Phase.SYNC):
+                slices = strategy.slices(self.context.model_wrapped, form.max_bytes, form.dtype, form.weights)
+                engine.load(slices, version, form.weights)
+            self.weights_changed = False
