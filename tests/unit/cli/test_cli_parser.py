@@ -107,7 +107,7 @@ def test_help_lists_every_argument_in_its_group(capsys):
     places = [shown.index(f"\n{title}:\n") for title in HELP_GROUPS if title not in ("data", "rewards")]
     assert places == sorted(places)
     assert all(f"--{name} " in shown for kind in KINDS for name in argument_names(kind))
-    assert "  Colocated: the engine's share" in shown
+    assert "  Colocated: fraction of the device's" in shown
     assert "  vLLM" not in shown.partition("generation:")[0]
     generation = shown[shown.index("\ngeneration:\n") : shown.index("\nalgorithm:\n")]
     assert "--num_generations INT" in generation

@@ -64,7 +64,7 @@ def test_totals_and_the_output_of_failed_rows_come_after_the_table_and_what_a_ro
 def test_rows_that_there_is_no_time_for_are_not_run():
     said: list[str] = []
     assert run_rows([replace(all_rows()[0], needs=())], "cpu", said.append, limit=0.0)
-    assert said[1] == "| log-prob kernels | not run | the self-test's time was over |"
+    assert said[1] == "| log-prob kernels | not run | the time limit of the self-test was reached |"
 
 
 def test_the_page_about_gpus_lists_every_row_and_what_it_needs():
