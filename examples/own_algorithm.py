@@ -90,7 +90,7 @@ class ReinforceTrainer(lowpeak.OnlineTrainer):
             reduction=lowpeak.sequence_mean,  # each token weighs 1 / completions, so a completion's tokens are summed
             loss=loss,
             measure=lowpeak.measure_pass,
-            idle=True,  # a completion whose advantages are all 0 is not trained on
+            skip_zero_advantage=True,  # a completion whose advantages are all 0 is not trained on
             state={"average": 0.0, "weight": 0.0},  # saved in checkpoints
             update=partial(next_state, args.baseline_decay),
         )

@@ -134,8 +134,8 @@ class TokenBatch:
     are 0 outside of a step; a masked micro-batch has a `batch_share` alone.
     """
 
-    rows_T: Tensor  # int64 [T]: each token's sequence, ascending
-    num_rows: int  # B
+    sequences_T: Tensor  # int64 [T]: each token's sequence, ascending
+    num_sequences: int  # B
     weights_U: Tensor  # float32 [U]
     advantages_T: Tensor  # float32 [T]
     sampling_T: Tensor | None = None  # log-probs that the engine sampled with
@@ -146,12 +146,12 @@ class TokenBatch:
     pairs_B: Tensor | None = None  # int64 [B]: each sequence's pair
     coefficients: Mapping[str, float] = field(default_factory=dict)
     token_share: float = 0.0
-    row_share: float = 0.0
+    sequence_share: float = 0.0
     batch_share: float = 0.0
 
     def slice(self, start: int, stop: int) -> TokenBatch:
         """Return tokens [start, stop); the loss's unit must be a token."""
-        assert self.weights_U.shape == self.rows_T.shape, "a unit larger than a token is never split"
+        assert self.weights_U.shape == self.sequences_T.shape, "a unit larger than a token is never split"
         sliced: dict[str, Any] = {
             name: value[start:stop] for name, value in vars(self).items() if isinstance(value, Tensor)
         }

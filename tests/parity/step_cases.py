@@ -9,7 +9,7 @@ import torch
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import StepCounts
 from lowpeak.attention import install_attention, why_not
-from lowpeak.batching import Budget, num_counted, pack
+from lowpeak.batching import Budget, num_loss_tokens, pack
 from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, Record
 from lowpeak.training import Core, run_step, with_step_shares
@@ -125,7 +125,7 @@ def plain_rloo_loss(settings, model, records):
 
 
 def micro_batches(algorithm, records, budget):
-    counts = StepCounts(len(records), sum(num_counted(record) for record in records))
+    counts = StepCounts(len(records), sum(num_loss_tokens(record) for record in records))
     batches = pack(
         records,
         range(len(records)),

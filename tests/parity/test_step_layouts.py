@@ -26,12 +26,12 @@ from all_pairs import all_pairs
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
 from lowpeak.arguments import EntropyBonus, RLOOSettings
-from lowpeak.batching import Budget, Costs, num_counted, pack
+from lowpeak.batching import Budget, LayerCosts, num_loss_tokens, pack
 from lowpeak.training import Core, score
 from tiny import tiny_model
 
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
-SOME = Budget(1000, layout="shared", costs=Costs(token=1.0, pair=0.0, merge=0.0, tree=4.0))
+SOME = Budget(1000, layout="shared", costs=LayerCosts(token=1.0, pair=0.0, merge=0.0, tree=4.0))
 # The group of prompt 7 does not fit 28, nor a row of 15 tokens 12.
 FORESTS = [SHARED, replace(SHARED, max_tokens=28), replace(SHARED, max_tokens=12, multiple=4)]
 FORESTS += [ROWS, replace(ROWS, max_tokens=28, multiple=8), SOME]
@@ -130,7 +130,7 @@ def test_a_supervised_step_is_the_mean_of_all_counted_tokens(budget):
     model = ready(tiny_model())
     records = grouped_records(model)
     scaled = [replace(record, advantages=None) for record in records]
-    count = sum(num_counted(record) for record in records)
+    count = sum(num_loss_tokens(record) for record in records)
 
     def naive(m):
         rows = zip(plain_logprobs(m, records), records, strict=True)
@@ -149,7 +149,7 @@ def test_scores_are_those_of_the_plain_padded_way(budget):
     seen = []
     for batch, scored in zip(batches, score(model, batches, CORE, entropy=True), strict=True):
         for row, index in enumerate(batch.record_indices):
-            mine = batch.tokens.rows_T == row
+            mine = batch.tokens.sequences_T == row
             where = records[index].completion.loss_mask
             torch.testing.assert_close(scored["logprobs"][mine], expected[index][where], rtol=0.0, atol=1e-5)
             seen.append(index)

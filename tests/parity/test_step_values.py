@@ -23,7 +23,7 @@ from transformers import Qwen2ForSequenceClassification
 from closeness import assert_close_to_largest, assert_each_close_to_largest
 from lowpeak.algorithms import VALUES_GRADIENT, make_ppo
 from lowpeak.attention import install_attention
-from lowpeak.batching import Budget, num_counted
+from lowpeak.batching import Budget, num_loss_tokens
 from lowpeak.logprobs import causal_lm
 from lowpeak.models import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
 from lowpeak.training import Core, run_step, score
@@ -114,7 +114,7 @@ class keeping_both:
 
 
 def plain_ppo_loss(model, layout, records):
-    total, num_tokens = 0.0, sum(num_counted(record) for record in records)
+    total, num_tokens = 0.0, sum(num_loss_tokens(record) for record in records)
     rows = zip(records, plain_logprobs(model, records), plain_values(model, layout, records), strict=True)
     for record, logprobs, values in rows:
         mask = record.completion.loss_mask

@@ -37,7 +37,7 @@ def test_every_rollout_is_written_by_the_policys_own_weights_and_the_correction_
     steps = steps_of(trainer)
     assert len(steps) == 3
     assert steps[0]["grad_norm"] > 0.1
-    assert trainer.run.algorithm.coupled  # TRL's default: a weight for each completion
+    assert trainer.run.algorithm.needs_full_sequence  # TRL's default: a weight for each completion
     for step in steps:
         assert step[DRIFT] < 1e-5  # a step of 1e-2 moves log-probs by far more
         ratios = [step[f"sampling/importance_sampling_ratio/{name}"] for name in ("min", "mean", "max")]

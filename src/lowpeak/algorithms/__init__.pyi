@@ -5,9 +5,9 @@ from lowpeak.algorithms.algorithm import Algorithm as Algorithm
 from lowpeak.algorithms.algorithm import Need as Need
 from lowpeak.algorithms.algorithm import StepCounts as StepCounts
 from lowpeak.algorithms.algorithm import ValueTerm as ValueTerm
+from lowpeak.algorithms.groups import indices_by_group as indices_by_group
 from lowpeak.algorithms.groups import loss_mask as loss_mask
 from lowpeak.algorithms.groups import reward_metrics as reward_metrics
-from lowpeak.algorithms.groups import rows_by_group as rows_by_group
 from lowpeak.algorithms.groups import select_all as select_all
 from lowpeak.algorithms.groups import select_unequal as select_unequal
 from lowpeak.algorithms.grpo import grpo_advantages as grpo_advantages

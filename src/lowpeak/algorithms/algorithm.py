@@ -24,7 +24,7 @@ VALUES_GRADIENT = "values_gradient"  # factor of the gradient from the values in
 class StepCounts:
     """Counts of a whole step over all ranks, which normalise its loss."""
 
-    num_rows: int
+    num_sequences: int
     num_tokens: int
 
 
@@ -35,7 +35,7 @@ class Selection:
     If the unit is a pair, the two selected records of a group form it.
     """
 
-    rows: tuple[int, ...]
+    indices: tuple[int, ...]
     num_missing_groups: int
     metrics: Mapping[str, Metric] = field(default_factory=dict)
 
@@ -88,11 +88,11 @@ class Algorithm:
     # (logprobs_T, entropy_T or None, tokens), detached -> metrics.
     measure: Callable[[Tensor, Tensor | None, TokenBatch], dict[str, Metric]]
     # Skip sequences whose advantages are all exactly zero, since they would not change the result.
-    idle: bool
+    skip_zero_advantage: bool
     # Subtract `coefficients[ENTROPY_COEF]` times the mean entropy of the step's tokens from the loss.
     entropy_bonus: bool = False
     # A token's loss depends on its whole sequence although the unit is a token: the head cannot form it chunk by chunk.
-    coupled: bool = False
+    needs_full_sequence: bool = False
     # Measure `mean_token_accuracy`, the share of tokens that are the policy's likeliest.
     top1: bool = False
     # The term on the values that the model returns beside its log-probs, or instead of them.
@@ -104,7 +104,7 @@ class Algorithm:
     # (steps done, epochs done) -> coefficients that depend on progress only, so that a resumed run may change them.
     schedule: Callable[[int, float], Mapping[str, float]] = lambda step, epoch: {}
     # The step's metrics as numbers -> whether the rollout's remaining steps are skipped.
-    spent: Callable[[Mapping[str, float]], bool] = lambda metrics: False
+    stop_early: Callable[[Mapping[str, float]], bool] = lambda metrics: False
 
     def coefficients(
         self, state: Mapping[str, float] | None = None, step: int = 0, epoch: float = 0.0
@@ -114,4 +114,4 @@ class Algorithm:
 
     def without_skipping(self) -> Algorithm:
         """Return the algorithm that also trains on sequences without an advantage."""
-        return replace(self, idle=False)
+        return replace(self, skip_zero_advantage=False)

@@ -30,7 +30,7 @@ def loss_mask(completion: Completion, mask_truncated: bool) -> Tensor:
     return completion.loss_mask
 
 
-def rows_by_group(records: Sequence[Record]) -> dict[int, list[int]]:
+def indices_by_group(records: Sequence[Record]) -> dict[int, list[int]]:
     """Return the indices of each group's records, groups in the order of their first record."""
     indices: dict[int, list[int]] = {}
     for index, record in enumerate(records):
@@ -54,7 +54,7 @@ def select_unequal(records: Sequence[Record]) -> Selection:
 
     A group without a difference, or with fewer than two scored sequences, has no advantage and counts as missing.
     """
-    groups = rows_by_group(records)
+    groups = indices_by_group(records)
     kept = [group for group in groups.values() if not all_equal(records[i].reward for i in group)]
     return Selection(tuple(sorted(i for group in kept for i in group)), len(groups) - len(kept))
 
@@ -90,7 +90,7 @@ def reward_metrics(records: Sequence[Record]) -> dict[str, Metric]:
     """
     rewards_N = total_rewards(records)
     num_scored = int((~rewards_N.isnan()).sum())
-    groups = rows_by_group(records).values()
+    groups = indices_by_group(records).values()
     num_equal = sum(len(group) for group in groups if all_equal(records[i].reward for i in group))
     return {
         "reward": Metric(float(rewards_N.nansum()), num_scored),

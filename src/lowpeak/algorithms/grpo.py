@@ -30,8 +30,8 @@ from lowpeak.algorithms.algorithm import ENTROPY_COEF, Advantages, Algorithm, Ne
 from lowpeak.algorithms.groups import (
     centered,
     constant_per_token,
+    indices_by_group,
     reward_metrics,
-    rows_by_group,
     select_all,
     select_unequal,
     total_rewards,
@@ -65,8 +65,8 @@ def make_grpo(settings: GRPOSettings) -> Algorithm:
         reduction=grpo_reduction(settings),
         loss=partial(grpo_loss, settings),
         measure=partial(measure_grpo, settings),
-        coupled=settings.step_correction is not None and settings.step_correction.per_sequence,
-        idle=settings.beta == 0.0 and settings.entropy_bonus is None,
+        needs_full_sequence=settings.step_correction is not None and settings.step_correction.per_sequence,
+        skip_zero_advantage=settings.beta == 0.0 and settings.entropy_bonus is None,
         entropy_bonus=settings.entropy_bonus is not None,
         state=initial_entropy_state(settings.entropy_bonus),
         update=partial(next_entropy_state, settings.entropy_bonus),
@@ -96,7 +96,7 @@ def grpo_advantages(settings: GRPOSettings, records: Sequence[Record]) -> Advant
 def _sum_then_normalize(records: Sequence[Record], scale: str) -> Tensor:
     rewards_N = total_rewards(records)
     advantages_N = torch.empty_like(rewards_N)
-    for group in rows_by_group(records).values():
+    for group in indices_by_group(records).values():
         divisor = unbiased_std(rewards_N[group]) + _STD_EPSILON if scale == "group" else 1.0
         advantages_N[group] = centered(rewards_N[group]) / divisor
     return advantages_N / (unbiased_std(rewards_N) + _STD_EPSILON) if scale == "batch" else advantages_N
@@ -109,7 +109,7 @@ def _normalize_then_sum(records: Sequence[Record], weights: Sequence[float]) -> 
     """
     rewards_NK = torch.tensor([record.rewards for record in records], dtype=torch.float64)
     normalized_NK = torch.empty_like(rewards_NK)
-    for group in rows_by_group(records).values():
+    for group in indices_by_group(records).values():
         for k in range(rewards_NK.shape[1]):
             column_G = rewards_NK[group, k]
             normalized_NK[group, k] = centered(column_G) / (unbiased_std(column_G) + _STD_EPSILON)
@@ -177,11 +177,11 @@ def grpo_reduction(settings: GRPOSettings) -> Reduction:
 
 
 def _mean_of_sequence_means(length: int, counts: StepCounts) -> float:
-    return 1.0 / (length * counts.num_rows) if length else 0.0
+    return 1.0 / (length * counts.num_sequences) if length else 0.0
 
 
 def _max_length_mean(max_length: int, length: int, counts: StepCounts) -> float:
-    return 1.0 / (max_length * counts.num_rows) if length else 0.0
+    return 1.0 / (max_length * counts.num_sequences) if length else 0.0
 
 
 def _sum_of_tokens(token_weight: Reduction, length: int, counts: StepCounts) -> float:

@@ -62,7 +62,9 @@ def clip_ratios(
     low_T = mask_T * ((ratio_T < 1.0 - clip_low) & (tokens.advantages_T < 0))
     high_T = mask_T * ((ratio_T > 1.0 + clip_high) & (tokens.advantages_T > 0))
     low_B, high_B = _clipped_share(low_T, tokens, unit), _clipped_share(high_T, tokens, unit)
-    low_U, high_U, share = (low_T, high_T, tokens.token_share) if unit == "token" else (low_B, high_B, tokens.row_share)
+    low_U, high_U, share = (
+        (low_T, high_T, tokens.token_share) if unit == "token" else (low_B, high_B, tokens.sequence_share)
+    )
     has_tokens_B = sum_per_sequence(mask_T, tokens) > 0
     return {
         "clip_ratio/low_mean": mean_over_step(low_U, share, tokens),

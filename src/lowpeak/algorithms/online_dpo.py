@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from lowpeak.algorithms.algorithm import Advantages, Algorithm, Selection
-from lowpeak.algorithms.groups import all_equal, constant_per_token, loss_mask, reward_metrics, rows_by_group
+from lowpeak.algorithms.groups import all_equal, constant_per_token, indices_by_group, loss_mask, reward_metrics
 from lowpeak.algorithms.metrics import masked_mean, measure_pass
 from lowpeak.algorithms.reduction import (
     pair_mean,
@@ -51,7 +51,7 @@ def make_online_dpo(settings: OnlineDPOSettings) -> Algorithm:
         reduction=pair_mean,
         loss=partial(pair_loss, settings),
         measure=measure_pairs,
-        idle=True,
+        skip_zero_advantage=True,
         schedule=partial(beta_of_epoch, settings),
     )
 
@@ -62,7 +62,7 @@ def select_pairs(settings: OnlineDPOSettings, records: Sequence[Record]) -> Sele
     The metrics are over all records: rewards, TRL's `objective/scores` (rewards after the penalty) and their margin within
     pairs, the share of completions with an end-of-sequence token, the numbers of pairs and ties.
     """
-    num_groups, scores = len(rows_by_group(records)), pair_scores(settings, records)
+    num_groups, scores = len(indices_by_group(records)), pair_scores(settings, records)
     pairs = list(_pairs(records, scores))
     known = [score for score in scores if not math.isnan(score)]
     margins = [scores[best] - scores[worst] for best, worst in pairs]
@@ -92,7 +92,7 @@ def pair_scores(settings: OnlineDPOSettings, records: Sequence[Record]) -> list[
 
 def _pairs(records: Sequence[Record], scores: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Yield (best, worst) of each group that has a difference; of equal scores the first."""
-    for group in rows_by_group(records).values():
+    for group in indices_by_group(records).values():
         known = [i for i in group if not math.isnan(scores[i])]
         if not all_equal(scores[i] for i in known):
             yield max(known, key=lambda i: scores[i]), min(known, key=lambda i: scores[i])

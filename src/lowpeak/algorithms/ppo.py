@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from lowpeak.algorithms.algorithm import VALUES_GRADIENT, Advantages, Algorithm, Need, ValueTerm
-from lowpeak.algorithms.groups import loss_mask, reward_metrics, rows_by_group, select_all
+from lowpeak.algorithms.groups import indices_by_group, loss_mask, reward_metrics, select_all
 from lowpeak.algorithms.metrics import masked_mean, measure_pass, weighted_tokens
 from lowpeak.algorithms.policy_gradient import clipped_surrogate, importance_ratio, kl_estimate
 from lowpeak.algorithms.reduction import token_mean
@@ -51,11 +51,11 @@ def make_ppo(settings: PPOSettings) -> Algorithm:
         loss=partial(policy_loss, settings),
         measure=partial(measure_policy, settings),
         values=ValueTerm(partial(value_loss, settings), partial(measure_values, settings)),
-        idle=False,
+        skip_zero_advantage=False,
         state=initial_kl_state(settings),
         update=partial(next_kl_state, settings),
         schedule=partial(value_warmup, settings),
-        spent=partial(exceeds_early_stop_kl, settings),
+        stop_early=partial(exceeds_early_stop_kl, settings),
     )
 
 
@@ -202,7 +202,7 @@ def _rollout_metrics(
     all_returns, all_values = torch.cat(list(returns)), torch.cat(list(values))
     variance = float(all_returns.var()) if len(all_returns) > 1 else 0.0
     metrics = reward_metrics(records)
-    if len(rows_by_group(records)) == len(records):  # rewards of a group of one are always equal
+    if len(indices_by_group(records)) == len(records):  # rewards of a group of one are always equal
         del metrics["frac_reward_zero_std"]
     metrics["objective/scores"] = Metric(sum(scores), float(len(scores)))
     metrics["value/mean"] = Metric(float(all_values.sum()), float(len(all_values)))

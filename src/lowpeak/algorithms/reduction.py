@@ -29,17 +29,17 @@ def token_mean(length: int, counts: StepCounts) -> float:
 
 def sequence_mean(length: int, counts: StepCounts) -> float:
     """Return a sequence's weight in the mean over sequences: 1 / N."""
-    return 1.0 / counts.num_rows if length else 0.0
+    return 1.0 / counts.num_sequences if length else 0.0
 
 
 def pair_mean(length: int, counts: StepCounts) -> float:
     """Return a pair's weight in the mean over pairs, which have two sequences each: 2 / N."""
-    return 2.0 / counts.num_rows if length else 0.0
+    return 2.0 / counts.num_sequences if length else 0.0
 
 
 def sum_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return the sum over each sequence's tokens: [B]."""
-    return values_T.new_zeros(tokens.num_rows).index_add(0, tokens.rows_T, values_T)
+    return values_T.new_zeros(tokens.num_sequences).index_add(0, tokens.sequences_T, values_T)
 
 
 def mean_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
@@ -49,12 +49,12 @@ def mean_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
 
 def value_per_sequence(values_T: Tensor, tokens: TokenBatch) -> Tensor:
     """Return the value that all tokens of a sequence share: [B], without the rounding of a mean."""
-    return values_T.new_zeros(tokens.num_rows).scatter(0, tokens.rows_T, values_T)
+    return values_T.new_zeros(tokens.num_sequences).scatter(0, tokens.sequences_T, values_T)
 
 
 def repeat_per_token(values_B: Tensor, tokens: TokenBatch) -> Tensor:
     """Return each sequence's value at each of its tokens: [T]."""
-    return values_B.index_select(0, tokens.rows_T)
+    return values_B.index_select(0, tokens.sequences_T)
 
 
 def sum_per_pair(values_B: Tensor, tokens: TokenBatch) -> Tensor:

@@ -39,7 +39,7 @@ def make_reward_model(center: float = 0.0) -> Algorithm:
         loss=None,
         measure=lambda logprobs_T, entropy_T, tokens: {},
         values=ValueTerm(partial(preference_loss, center), measure_preferences),
-        idle=False,
+        skip_zero_advantage=False,
     )
 
 

@@ -25,9 +25,9 @@ from lowpeak.algorithms.algorithm import Advantages, Algorithm, Need
 from lowpeak.algorithms.groups import (
     centered,
     constant_per_token,
+    indices_by_group,
     loss_mask,
     reward_metrics,
-    rows_by_group,
     select_all,
     select_unequal,
     total_rewards,
@@ -58,7 +58,7 @@ def make_rloo(settings: RLOOSettings) -> Algorithm:
         reduction=sequence_mean,
         loss=partial(rloo_loss, settings),
         measure=partial(measure_rloo, settings),
-        idle=True,
+        skip_zero_advantage=True,
     )
 
 
@@ -76,7 +76,7 @@ def rloo_advantages(settings: RLOOSettings, records: Sequence[Record]) -> Advant
         kl_N, metrics["kl"] = _sequence_kl(settings, records)
         rewards_N = rewards_N - settings.beta * kl_N
     advantages_N = torch.full_like(rewards_N, math.nan)
-    for group in rows_by_group(records).values():
+    for group in indices_by_group(records).values():
         advantages_N[group] = leave_one_out(rewards_N[group])
     if settings.normalize_advantages:
         advantages_N = advantages_N / (unbiased_std(advantages_N) + _STD_EPSILON)

@@ -32,7 +32,7 @@ def make_supervised(loss_type: SupervisedLossType = "nll") -> Algorithm:
         reduction=token_mean,
         loss=dft_loss if loss_type == "dft" else nll_loss,
         measure=measure_supervised,
-        idle=False,
+        skip_zero_advantage=False,
         top1=True,
     )
 

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Sequence
 
 
-def assign(costs: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
+def balanced_partition(costs: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
     """Partition items into `num_parts` parts of similar cost: longest processing time first (Graham 1969).
 
     The costliest item goes first, each to the part with the least cost so far; ties go to the lower index and the lower
@@ -21,7 +21,7 @@ def assign(costs: Sequence[int], num_parts: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(part)) for part in parts)
 
 
-def cut_groups(num_groups: int, size: int, world_size: int) -> tuple[tuple[int, range], ...]:
+def assign_completions(num_groups: int, size: int, world_size: int) -> tuple[tuple[int, range], ...]:
     """Return for each rank a group and which of its `size` completions to generate, so that few groups use many ranks.
 
     Rank r works on group r mod `num_groups`. The ranks of a group get equally many of its completions, up to one; with more
@@ -42,7 +42,7 @@ def pack_bins(sizes: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     balanced size fit too, these are returned: the largest is smaller then, and with it the peak of memory.
     """
     bins = _first_fit_decreasing(sizes, capacity)
-    balanced = assign(sizes, len(bins)) if bins else ()
+    balanced = balanced_partition(sizes, len(bins)) if bins else ()
     if all(sum(sizes[i] for i in items) <= capacity for items in balanced):
         bins = [list(items) for items in balanced]
     packed = [tuple(sorted(items)) for items in bins]

@@ -49,6 +49,6 @@ class LossTokens:
         )
 
 
-def num_counted(record: Record) -> int:
+def num_loss_tokens(record: Record) -> int:
     """Return the number of loss tokens of the completion."""
     return int(record.completion.loss_mask.count_nonzero())

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowpeak.batching.balance import assign, pack_bins
+from lowpeak.batching.balance import balanced_partition, pack_bins
 from lowpeak.batching.loss_tokens import LossTokens
 from lowpeak.batching.prefix_tree import (
-    Costs,
+    LayerCosts,
     Layout,
     ModelInputs,
     TreePlan,
@@ -41,7 +41,7 @@ class Budget:
     multiple: int = 1
     pad_id: int = 0
     layout: Layout = "padded"
-    costs: Costs | None = None
+    costs: LayerCosts | None = None
 
     @property
     def capacity(self) -> int:
@@ -68,7 +68,7 @@ def pack(
     pair, the two records of a group form it; a pair is left out if either sequence has no loss token.
     """
     kept = _with_loss_tokens(records, indices, unit)
-    batches = arrange(*_prompts_and_lengths(records, kept, budget), budget, _pair_keys(records, kept, unit))
+    batches = plan_micro_batches(*_prompts_and_lengths(records, kept, budget), budget, _pair_keys(records, kept, unit))
     seen_prompts: set[tuple[int, ...]] = set()
     return [
         _micro_batch(records, [[kept[j] for j in tree] for tree in trees], budget, seen_prompts, unit_weight, unit)
@@ -76,7 +76,7 @@ def pack(
     ]
 
 
-def share(
+def assign_to_ranks(
     records: Sequence[Record], indices: Sequence[int], budget: Budget, num_ranks: int, unit: Unit = "token"
 ) -> list[tuple[int, ...]]:
     """Assign `indices` to ranks, balanced by the tokens of their forwards; all ranks get the same result."""
@@ -88,15 +88,17 @@ def share(
     if keys is not None:
         pairs, blocks = indices_by_key(keys), _blocks(prompts, lengths, budget, keys)
         loads = [sum(tree.num_tokens for tree in block) for block in blocks]
-        per_rank = [[i for pair in rank for i in pairs[pair]] for rank in assign(loads, num_ranks)]
+        per_rank = [[i for pair in rank for i in pairs[pair]] for rank in balanced_partition(loads, num_ranks)]
     elif budget.layout == "shared":
         per_rank = assign_trees(prompts, lengths, num_ranks, budget.costs)
     else:
-        per_rank = assign([len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)], num_ranks)
+        per_rank = balanced_partition(
+            [len(prompt) + length for prompt, length in zip(prompts, lengths, strict=True)], num_ranks
+        )
     return [tuple(indices[j] for j in rank) for rank in per_rank]
 
 
-def masked(budget: Budget) -> MicroBatch:
+def zero_weight_batch(budget: Budget) -> MicroBatch:
     """Return a micro-batch of weight 0 for a rank with nothing left: two tokens, one of them a loss token.
 
     It has the layout of the others, so that all ranks run the same kind of forward.
@@ -121,7 +123,7 @@ def scatter(record: Record, loss_token_values: Tensor) -> Tensor:
 # Which sequences form a micro-batch
 
 
-def arrange(
+def plan_micro_batches(
     prompts: Sequence[tuple[int, ...]],
     lengths: Sequence[int],
     budget: Budget,
@@ -267,8 +269,8 @@ def _token_batch(
         pairs_B = torch.tensor([numbers.setdefault(record.group, len(numbers)) for record in records])
     advantages_T = _loss_token_values(loss_tokens, [record.advantages for record in records])
     return TokenBatch(
-        rows_T=loss_tokens.sequences_T,
-        num_rows=len(records),
+        sequences_T=loss_tokens.sequences_T,
+        num_sequences=len(records),
         weights_U=_unit_weights(loss_tokens, unit_weight, unit, pairs_B),
         advantages_T=torch.zeros(len(loss_tokens.sequences_T)) if advantages_T is None else advantages_T,
         sampling_T=_loss_token_values(loss_tokens, [record.completion.logprobs for record in records]),

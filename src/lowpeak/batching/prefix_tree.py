@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lowpeak.batching.balance import assign
+from lowpeak.batching.balance import balanced_partition
 from lowpeak.batching.loss_tokens import LossTokens
 from lowpeak.records import Forest, Record, Tree
 
@@ -31,7 +31,7 @@ _MIN_GAIN = 0.05
 
 
 @dataclass(frozen=True)
-class Costs:
+class LayerCosts:
     """Multiply-adds of one layer: per token, per pair of tokens of which one sees the other, and of a tree."""
 
     token: float
@@ -40,7 +40,7 @@ class Costs:
     tree: float
 
     @classmethod
-    def of(cls, hidden: int, intermediate: int) -> Costs:
+    def of(cls, hidden: int, intermediate: int) -> LayerCosts:
         """Return the costs of a decoder layer: 4 D^2 + 3 D I a token, 2 D a pair (Kaplan et al. 2020, table 1).
 
         The cost of a pair is that of scores and values.
@@ -78,7 +78,7 @@ def indices_by_key(keys: Sequence[Hashable]) -> list[list[int]]:
 
 
 def plan_trees(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], capacity: int, costs: Costs | None
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], capacity: int, costs: LayerCosts | None
 ) -> list[TreePlan]:
     """Plan trees of at most `capacity` tokens, and plain sequences if `costs` says that they are cheaper.
 
@@ -93,7 +93,7 @@ def plan_trees(
 
 
 def _one_tree_or_many(
-    prompt: int, sequences: Sequence[int], completions: Sequence[int], costs: Costs | None
+    prompt: int, sequences: Sequence[int], completions: Sequence[int], costs: LayerCosts | None
 ) -> list[TreePlan]:
     """Return one tree of all sequences of a prompt, or a tree for each if that is cheaper."""
     if len(sequences) > 1 and (costs is None or costs.savings(prompt, completions) > 0):
@@ -113,10 +113,10 @@ def split_group(prompt: int, completions: Sequence[int], capacity: int) -> list[
         return too_long
     lengths = [completions[i] for i in fitting]
     num_parts = max(1, -(-sum(lengths) // max(1, room)))
-    parts = assign(lengths, num_parts)
+    parts = balanced_partition(lengths, num_parts)
     while max(sum(lengths[j] for j in part) for part in parts) > room:
         num_parts += 1
-        parts = assign(lengths, num_parts)
+        parts = balanced_partition(lengths, num_parts)
     return [tuple(fitting[j] for j in part) for part in parts if part] + too_long
 
 
@@ -124,7 +124,7 @@ def assign_trees(
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[int],
     world_size: int,
-    costs: Costs | None,
+    costs: LayerCosts | None,
 ) -> tuple[tuple[int, ...], ...]:
     """Assign sequences to ranks, balanced in tokens, with a group on one rank as far as the balance allows.
 
@@ -138,7 +138,7 @@ def assign_trees(
     while num_parts < 2 * largest_group:
         parts = [part for group in groups for part in _balanced_parts(group, completions, num_parts)]
         loads = [_num_forwarded(prompts, completions, part, costs) for part in parts]
-        per_rank = assign(loads, world_size)
+        per_rank = balanced_partition(loads, world_size)
         largest = max(sum(loads[p] for p in rank) for rank in per_rank)
         if largest < least * (1 - _MIN_GAIN):
             best, least = tuple(tuple(sorted(i for p in rank for i in parts[p])) for rank in per_rank), largest
@@ -147,12 +147,12 @@ def assign_trees(
 
 
 def _balanced_parts(group: Sequence[int], completions: Sequence[int], num_parts: int) -> list[list[int]]:
-    parts = assign([completions[i] for i in group], min(num_parts, len(group)))
+    parts = balanced_partition([completions[i] for i in group], min(num_parts, len(group)))
     return [[group[j] for j in part] for part in parts if part]
 
 
 def _num_forwarded(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], sequences: Sequence[int], costs: Costs | None
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[int], sequences: Sequence[int], costs: LayerCosts | None
 ) -> int:
     """Return how many tokens a forward of these sequences of one prompt has."""
     trees = _one_tree_or_many(len(prompts[sequences[0]]), sequences, [completions[i] for i in sequences], costs)

@@ -63,8 +63,8 @@ def sequences_per_token(batch: MicroBatch) -> Tensor:
     counts_N = torch.zeros(batch.input_ids_BL.numel())
     if not batch.record_indices:  # a dummy micro-batch, whose tokens are masked
         return counts_N
-    ends = torch.zeros(batch.tokens.num_rows, dtype=torch.int64)
-    ends = ends.scatter_reduce(0, batch.tokens.rows_T, batch.positions_T, "amax")
+    ends = torch.zeros(batch.tokens.num_sequences, dtype=torch.int64)
+    ends = ends.scatter_reduce(0, batch.tokens.sequences_T, batch.positions_T, "amax")
     starts = range(0, counts_N.numel(), batch.input_ids_BL.shape[1])
     trees = [Tree(start, 0, (0,)) for start in starts] if batch.forest is None else batch.forest.trees
     for end in ends.tolist():  # the position that predicts the sequence's last counted token

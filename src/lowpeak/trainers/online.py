@@ -177,7 +177,7 @@ class OnlineTrainer(StepTrainer):
     def finish_step(self) -> dict[str, float]:
         """Station 13; then give up the rollout if the algorithm stops early, and move an averaged reference."""
         values = super().finish_step()
-        if self.run.algorithm.spent(values):
+        if self.run.algorithm.stop_early(values):
             self.steps_used = self.maker.settings.rollout.num_steps
         sync = self.maker.settings.reference_sync
         if sync is not None and self.state.global_step % sync.every == 0:

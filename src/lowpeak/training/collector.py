@@ -10,7 +10,7 @@ from typing import Any
 
 from lowpeak.algorithms import Advantages, loss_mask
 from lowpeak.arguments import OnlineSettings, Sampling
-from lowpeak.batching import assign, cut_groups
+from lowpeak.batching import assign_completions, balanced_partition
 from lowpeak.data import PromptCursor, PromptReader
 from lowpeak.memory import Phase, Rest
 from lowpeak.ranks import Ranks
@@ -106,7 +106,7 @@ class RolloutCollector:
         After an engine was lost, only ranks without completions generate again.
         """
         ranks, tracker = self._ranks, self.context.run.tracker
-        owned = assign([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
+        owned = balanced_partition([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
         splits_groups = self.engine.cuts_groups and 0 < len(prompts) < ranks.world_size
         all_groups = self._generate_split_groups(prompts, sampling, phase) if splits_groups else None
 
@@ -132,7 +132,7 @@ class RolloutCollector:
     def _generate_split_groups(self, prompts: Sequence[Prompt], sampling: Sampling, phase: Phase) -> list[Group]:
         """Return all groups on every rank; several ranks generate completions of each group."""
         ranks = self._ranks
-        number, part = cut_groups(len(prompts), sampling.num_generations, ranks.world_size)[ranks.rank]
+        number, part = assign_completions(len(prompts), sampling.num_generations, ranks.world_size)[ranks.rank]
         part_sampling = replace(sampling, num_generations=len(part), first_completion=part.start)
 
         @cache
@@ -165,7 +165,7 @@ class RolloutCollector:
             num_generated += num_missing
             selection = self.context.run.algorithm.select(judged.records)
             start = sum(len(part.records) for part in parts)
-            selected += [start + i for i in selection.rows]
+            selected += [start + i for i in selection.indices]
             parts.append(replace(judged, metrics=merge_metrics(judged.metrics, selection.metrics)))
             num_missing = selection.num_missing_groups
             num_dropped += num_missing

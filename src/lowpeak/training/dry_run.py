@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from lowpeak.arguments import VllmSettings
-from lowpeak.batching import arrange
+from lowpeak.batching import plan_micro_batches
 from lowpeak.data import PromptCursor
 from lowpeak.training.collector import RolloutCollector
 from lowpeak.training.run import Run, RunContext
@@ -123,7 +123,7 @@ def _rollout_plan(trainer: RunContext, collector: RolloutCollector) -> Report:
 
 
 def _micro_batches(run: Run, prompts: list[tuple[int, ...]], completion: int, pairs: list[int] | None) -> Report:
-    batches = arrange(prompts, [completion] * len(prompts), run.budget, pairs)
+    batches = plan_micro_batches(prompts, [completion] * len(prompts), run.budget, pairs)
     return {
         "rows_per_step": len(prompts),
         "micro_batch_tokens": run.budget.max_tokens,

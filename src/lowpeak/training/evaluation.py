@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from lowpeak.algorithms import Need, StepCounts, reward_metrics, rows_by_group
+from lowpeak.algorithms import Need, StepCounts, indices_by_group, reward_metrics
 from lowpeak.arguments import Sampling
-from lowpeak.batching import num_counted, pack
+from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
 from lowpeak.rewards import Judged, warn_of_unscored
@@ -103,14 +103,14 @@ def _loss_metrics(
     run = collector.context.run
     algorithm = run.algorithm
     selection = algorithm.select(records)
-    chosen = selection.rows if algorithm.unit == "pair" else range(len(records))
+    chosen = selection.indices if algorithm.unit == "pair" else range(len(records))
     if not chosen:
         return _numbers(selection.metrics)
     rows = with_loss_masks([records[i] for i in chosen], collector.settings.mask_truncated)
     rows, _ = score_records(collector.context, rows, _needs(run), Phase.EVALUATE)
     advantages = algorithm.advantages(rows, coefficients)
     rows = with_advantages(rows, advantages)
-    counts = StepCounts(len(rows), sum(map(num_counted, rows)))
+    counts = StepCounts(len(rows), sum(map(num_loss_tokens, rows)))
     batches = pack(
         rows, range(len(rows)), run.budget, lambda length: algorithm.reduction(length, counts), unit=algorithm.unit
     )
@@ -171,7 +171,7 @@ def _reward_metrics(prefix: str, records: Sequence[Record], success: SuccessCrit
 
 def _pass_rates(records: Sequence[Record], success: SuccessCriterion) -> dict[int, float]:
     """Return pass@k for k = 1, 2, 4, ... and G: the mean over prompts of 1 - C(n-c, k) / C(n, k) (Chen et al. 2021, eq. 1)."""
-    groups = [[success.is_met(records[i]) for i in rows] for rows in rows_by_group(records).values()]
+    groups = [[success.is_met(records[i]) for i in rows] for rows in indices_by_group(records).values()]
     n = min(len(wins) for wins in groups)
     sizes = sorted({*(1 << i for i in range(n.bit_length())), n})
     return {k: sum(_pass_at(k, wins) for wins in groups) / len(groups) for k in sizes}

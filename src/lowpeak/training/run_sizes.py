@@ -15,7 +15,7 @@ from torch import nn
 
 from lowpeak.arguments import MemorySettings
 from lowpeak.attention import forests_agree, install_attention, uninstall_attention, why_not
-from lowpeak.batching import Budget, Costs, Layout
+from lowpeak.batching import Budget, LayerCosts, Layout
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch, free_bytes
 from lowpeak.parallel import Shares, is_sharded
@@ -201,7 +201,7 @@ class Sizes:
 
     def budget(self, memory: MemorySettings, pad_id: int, config: Any) -> Budget:
         shape = Shape.of(config, 4)
-        costs = None if memory.share_prompt else Costs.of(shape.hidden, shape.intermediate)
+        costs = None if memory.share_prompt else LayerCosts.of(shape.hidden, shape.intermediate)
         return Budget(self.micro_batch_tokens, memory.pad_to_multiple_of, pad_id, self.choice.layout, costs)
 
     def within(self, budget: Budget) -> Budget:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowpeak.algorithms import Need
-from lowpeak.batching import pack, scatter, share
+from lowpeak.batching import assign_to_ranks, pack, scatter
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Record, merge_metrics
 from lowpeak.training.run import RunContext
@@ -31,7 +31,7 @@ def score_records(
         return records, {}
     run = context.run
     ranks = run.strategy.ranks
-    indices = share(records, range(len(records)), run.budget, ranks.world_size)[ranks.rank]
+    indices = assign_to_ranks(records, range(len(records)), run.budget, ranks.world_size)[ranks.rank]
     batches = pad_batches_across_ranks(pack(records, indices, run.budget), run.budget, ranks)
     context.model_wrapped.eval()
 

@@ -113,7 +113,7 @@ def loss_of(
     (see HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
     """
     # A loss per token is formed inside the head's forward pass, chunk by chunk.
-    in_head = algorithm.unit == "token" and not algorithm.coupled and algorithm.loss is not None
+    in_head = algorithm.unit == "token" and not algorithm.needs_full_sequence and algorithm.loss is not None
     routing = _routing_request(batch, settings)
     batch = batch.to(settings.device)
     out = _forward(

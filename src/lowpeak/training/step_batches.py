@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from lowpeak.algorithms import Algorithm, StepCounts, rows_by_group
+from lowpeak.algorithms import Algorithm, StepCounts, indices_by_group
 from lowpeak.arguments import RolloutSettings
-from lowpeak.batching import Budget, masked, num_counted, pack, share
+from lowpeak.batching import Budget, assign_to_ranks, num_loss_tokens, pack, zero_weight_batch
 from lowpeak.ranks import Ranks
 from lowpeak.records import Metric, MicroBatch, Record, Unit
 
@@ -42,11 +42,11 @@ def make_step_batches(
 
     Sequences whose advantages are all zero count in the step's means, but the algorithm may skip their forward pass.
     """
-    counts = StepCounts(len(rows), sum(num_counted(records[i]) for i in rows))
-    trained = [i for i in rows if not (algorithm.idle and _has_zero_advantages(records[i]))]
+    counts = StepCounts(len(rows), sum(num_loss_tokens(records[i]) for i in rows))
+    trained = [i for i in rows if not (algorithm.skip_zero_advantage and _has_zero_advantages(records[i]))]
     batches = pack(
         records,
-        share(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
+        assign_to_ranks(records, trained, budget, ranks.world_size, algorithm.unit)[ranks.rank],
         budget,
         lambda num_tokens: algorithm.reduction(num_tokens, counts),
         unit=algorithm.unit,
@@ -61,7 +61,7 @@ def with_step_shares(batches: Sequence[MicroBatch], counts: StepCounts, num_rank
         tokens = replace(
             batch.tokens,
             token_share=0.0 if is_masked else 1.0 / counts.num_tokens,
-            row_share=0.0 if is_masked else 1.0 / counts.num_rows,
+            sequence_share=0.0 if is_masked else 1.0 / counts.num_sequences,
             batch_share=1.0 / (len(batches) * num_ranks),
         )
         yield replace(batch, tokens=tokens)
@@ -72,7 +72,7 @@ def pad_batches_across_ranks(
 ) -> list[MicroBatch]:
     """Append masked micro-batches up to the number on the busiest rank (and `least`): forward passes are collective."""
     most = int(ranks.max([max(len(batches), least)])[0])
-    return batches + [masked(budget)] * (most - len(batches))
+    return batches + [zero_weight_batch(budget)] * (most - len(batches))
 
 
 def _has_zero_advantages(record: Record) -> bool:
@@ -110,6 +110,6 @@ def records_of_step(
 
 
 def _shuffled_groups(rollout: Rollout, seed: int) -> list[list[int]]:
-    groups = list(rows_by_group(rollout.records).values())
+    groups = list(indices_by_group(rollout.records).values())
     generator = torch.Generator().manual_seed((seed * 1_000_003 + rollout.number) % (1 << 63))
     return [groups[g] for g in torch.randperm(len(groups), generator=generator).tolist()]

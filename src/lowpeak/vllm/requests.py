@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from lowpeak.arguments import Sampling
-from lowpeak.batching import assign
+from lowpeak.batching import balanced_partition
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.vllm.engine_args import Location, cache_size_remedy
@@ -297,7 +297,7 @@ def split_wave(wave: Sequence[SequenceRequest], num_engines: int) -> list[list[i
     parts = [list(part) for _, part in groupby(range(len(wave)), key=lambda i: wave[i].serial)]
     if len(parts) < num_engines:
         parts = [[i] for i in range(len(wave))]
-    shares = assign([_num_tokens(wave, part) for part in parts], num_engines)
+    shares = balanced_partition([_num_tokens(wave, part) for part in parts], num_engines)
     return [[i for number in share for i in parts[number]] for share in shares]
 
 

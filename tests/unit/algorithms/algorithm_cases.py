@@ -77,15 +77,15 @@ def token_batch(rows: Sequence[Row], reduction: Callable[[int, StepCounts], floa
     weights = [reduction(n, counts) for n in lengths]
     per_unit = weights if unit == "sequence" else [w for w, n in zip(weights, lengths, strict=True) for _ in range(n)]
     batch = TokenBatch(
-        rows_T=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
-        num_rows=len(rows),
+        sequences_T=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
+        num_sequences=len(rows),
         weights_U=torch.tensor(per_unit, dtype=torch.float64),
         advantages_T=torch.cat([torch.full_like(row.old, row.advantage) for row in rows]),
         old_T=torch.cat([row.old for row in rows]),
         reference_T=torch.cat([row.reference for row in rows]),
         coefficients={"entropy_coef": 0.3},
         token_share=1.0 / counts.num_tokens,
-        row_share=1.0 / counts.num_rows,
+        sequence_share=1.0 / counts.num_sequences,
         batch_share=1.0,
     )
     return replace(batch, **changes)

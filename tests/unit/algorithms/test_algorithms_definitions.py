@@ -54,19 +54,19 @@ def test_an_algorithm_needs_only_what_its_settings_use(make, settings, changes, 
     ],
 )
 def test_settings_decide_units_and_whether_zero_advantages_are_skipped(algorithm, skips, entropy_bonus, unit):
-    assert (algorithm.idle, algorithm.entropy_bonus, algorithm.unit) == (skips, entropy_bonus, unit)
+    assert (algorithm.skip_zero_advantage, algorithm.entropy_bonus, algorithm.unit) == (skips, entropy_bonus, unit)
 
 
 @pytest.mark.parametrize(("make", "settings"), [(make_grpo, GRPO), (make_rloo, RLOO)])
 def test_groups_of_equal_rewards_are_dropped_only_if_set(make, settings):
     records = [record(0, 1.0), record(0, 1.0), record(1, 1.0), record(1, 0.0)]
-    assert make(settings).select(records).rows == (0, 1, 2, 3)
-    assert make(replace(settings, drop_equal_groups=True)).select(records).rows == (2, 3)
+    assert make(settings).select(records).indices == (0, 1, 2, 3)
+    assert make(replace(settings, drop_equal_groups=True)).select(records).indices == (2, 3)
 
 
 def test_supervised_training_selects_every_record_and_has_no_advantages():
     records = [record(0, 1.0, length=3), record(1, 0.0, length=1)]
-    assert make_supervised().select(records).rows == (0, 1)
+    assert make_supervised().select(records).indices == (0, 1)
     assert [x.tolist() for x in make_supervised().advantages(records, {}).per_token] == [[0, 0, 0], [0]]
 
 
@@ -84,9 +84,9 @@ def test_supervised_training_selects_every_record_and_has_no_advantages():
 def test_dynamic_sampling_drops_and_counts_groups_without_a_difference(rewards, rows, missing):
     records = [record(group, reward) for group, reward in rewards]
     selection = select_unequal(records)
-    assert (selection.rows, selection.num_missing_groups) == (rows, missing)
+    assert (selection.indices, selection.num_missing_groups) == (rows, missing)
     selection = select_all(records)
-    assert (selection.rows, selection.num_missing_groups) == (tuple(range(len(records))), 0)
+    assert (selection.indices, selection.num_missing_groups) == (tuple(range(len(records))), 0)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_a_truncated_completion_has_no_loss_token_only_if_masked(reason, mask_tr
     assert completion.loss_mask.tolist() == [True, False, True]
 
 
-COUNTS = StepCounts(num_rows=8, num_tokens=100)
+COUNTS = StepCounts(num_sequences=8, num_tokens=100)
 BY_HAND = [
     ("grpo", 1 / (4 * 8), 1 / 8),
     ("dr_grpo", 1 / (9 * 8), 4 / (9 * 8)),

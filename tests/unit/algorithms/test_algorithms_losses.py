@@ -154,8 +154,8 @@ def test_supervised_training_is_the_mean_negative_logprob_of_the_steps_tokens():
 def test_losses_and_metrics_run_on_fake_tensors_and_so_never_wait_for_the_device(algorithm):
     with FakeTensorMode():
         tokens = TokenBatch(
-            rows_T=torch.empty(8, dtype=torch.int64),
-            num_rows=3,
+            sequences_T=torch.empty(8, dtype=torch.int64),
+            num_sequences=3,
             weights_U=torch.empty(3 if algorithm.unit == "sequence" else 8),
             advantages_T=torch.empty(8),
             sampling_T=torch.empty(8),

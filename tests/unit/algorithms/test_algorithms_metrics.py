@@ -15,14 +15,14 @@ from lowpeak.records import TokenBatch, merge_metrics
 # Row 0 has a gain and ratios 1.5, 1, 0.5; row 1 a loss and ratios 1.5, 0.5; row 2 a loss and ratio 1.
 RATIOS = torch.tensor([1.5, 1.0, 0.5, 1.5, 0.5, 1.0])
 TOKENS = TokenBatch(
-    rows_T=torch.tensor([0, 0, 0, 1, 1, 2]),
-    num_rows=3,
+    sequences_T=torch.tensor([0, 0, 0, 1, 1, 2]),
+    num_sequences=3,
     weights_U=torch.full((6,), 1 / 6),
     advantages_T=torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, -1.0]),
     old_T=torch.full((6,), -3.0),
     reference_T=torch.full((6,), -3.0),
     token_share=1 / 6,
-    row_share=1 / 3,
+    sequence_share=1 / 3,
     batch_share=1.0,
 )
 LOGPROBS = RATIOS.log() - 3.0
@@ -95,7 +95,9 @@ def test_clip_ratios_count_the_clipped_units(case):
 )
 def test_clip_ratios_are_shares_of_the_whole_step_with_skipped_sequences(algorithm, name, expected):
     weights = torch.ones(6 if algorithm.unit == "token" else 3)
-    tokens = replace(TOKENS, weights_U=weights, token_share=1 / 12, row_share=1 / 6)  # as many rows have no advantage
+    tokens = replace(
+        TOKENS, weights_U=weights, token_share=1 / 12, sequence_share=1 / 6
+    )  # as many rows have no advantage
     assert values(algorithm.measure(LOGPROBS, None, tokens))[name] == pytest.approx(expected)
 
 

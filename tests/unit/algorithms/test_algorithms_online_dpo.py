@@ -19,7 +19,7 @@ NAN = math.nan
 
 def chosen(settings, records):
     selection = make_online_dpo(settings).select(records)
-    return selection.rows, selection.num_missing_groups
+    return selection.indices, selection.num_missing_groups
 
 
 def signs(settings, records):
@@ -86,8 +86,8 @@ def pair_batch(rows, **changes):
     counts = StepCounts(len(rows), sum(lengths))
     weight = make_online_dpo(DPO).reduction(1, counts)
     batch = TokenBatch(
-        rows_T=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
-        num_rows=len(rows),
+        sequences_T=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(lengths)),
+        num_sequences=len(rows),
         weights_U=torch.full((3,), weight, dtype=torch.float64),
         advantages_T=torch.repeat_interleave(signs_B, torch.tensor(lengths)),
         reference_T=torch.cat([row.reference for row in rows]),

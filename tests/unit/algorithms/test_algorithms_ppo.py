@@ -132,8 +132,8 @@ def batch(seed=0, tokens=40):
 
     old, values = draw() - 2, draw()
     constants = TokenBatch(
-        rows_T=torch.zeros(tokens, dtype=torch.int64),
-        num_rows=1,
+        sequences_T=torch.zeros(tokens, dtype=torch.int64),
+        num_sequences=1,
         weights_U=torch.full((tokens,), 1.0 / tokens, dtype=torch.float64),
         advantages_T=draw(),
         old_T=old,
@@ -198,10 +198,10 @@ def test_during_value_warmup_the_policy_has_no_loss_and_no_gradient():
 
 
 def test_a_rollout_stops_early_if_the_policy_moved_too_far():
-    assert not make_ppo(PPO).spent({"policy/approxkl_avg": 9.0})
+    assert not make_ppo(PPO).stop_early({"policy/approxkl_avg": 9.0})
     algorithm = make_ppo(replace(PPO, early_stop_kl=0.02))
-    assert algorithm.spent({"policy/approxkl_avg": 0.03})
-    assert not algorithm.spent({"policy/approxkl_avg": 0.02})
+    assert algorithm.stop_early({"policy/approxkl_avg": 0.03})
+    assert not algorithm.stop_early({"policy/approxkl_avg": 0.02})
 
 
 def test_metrics_are_those_of_trls_former_trainer():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lowpeak.algorithms import StepCounts, make_reward_model, measure_preferences, pair_mean, preference_loss
-from lowpeak.batching import Budget, masked, pack
+from lowpeak.batching import Budget, pack, zero_weight_batch
 from preferences import PAIRS, records_of
 
 MARGINS = [margin for _, _, margin in PAIRS]
@@ -60,7 +60,7 @@ def test_preference_metrics_are_over_all_pairs_and_sequences():
 
 
 def test_a_zero_weight_batch_adds_nothing_and_is_in_no_metric():
-    tokens = masked(Budget(8)).tokens
+    tokens = zero_weight_batch(Budget(8)).tokens
     score = torch.tensor([3.0], requires_grad=True)
     loss = (tokens.weights_U * preference_loss(0.5, score, tokens)).sum()
     assert loss.item() == 0.0
@@ -71,14 +71,19 @@ def test_a_zero_weight_batch_adds_nothing_and_is_in_no_metric():
 
 
 def test_each_pair_has_the_same_weight():
-    assert pair_mean(2, StepCounts(num_rows=10, num_tokens=10)) == 1 / 5
-    assert pair_mean(0, StepCounts(num_rows=10, num_tokens=10)) == 0.0
+    assert pair_mean(2, StepCounts(num_sequences=10, num_tokens=10)) == 1 / 5
+    assert pair_mean(0, StepCounts(num_sequences=10, num_tokens=10)) == 0.0
 
 
 def test_the_algorithm_trains_only_values_on_the_data_sets_pairs():
     algorithm, records = make_reward_model(), records_of()
-    assert (algorithm.unit, algorithm.loss, algorithm.needs, algorithm.idle) == ("pair", None, frozenset(), False)
-    assert algorithm.select(records).rows == tuple(range(len(records)))
+    assert (algorithm.unit, algorithm.loss, algorithm.needs, algorithm.skip_zero_advantage) == (
+        "pair",
+        None,
+        frozenset(),
+        False,
+    )
+    assert algorithm.select(records).indices == tuple(range(len(records)))
     read = algorithm.advantages(records, {})
     assert [each.sum().item() for each in read.per_token] == [1.0, -1.0] * len(PAIRS)
     assert [each.sum().item() for each in read.returns or ()] == pytest.approx([x for m in MARGINS for x in (m, 0.0)])

@@ -120,9 +120,9 @@ def test_a_kl_in_rloos_reward_fixes_the_weights_on_policy_too():
 @pytest.mark.parametrize("mode", MODES)
 def test_only_a_weight_per_sequence_needs_the_full_sequence(mode):
     on_policy_settings = replace(GRPO, score_old=False, correction=MODES[mode])
-    assert make_grpo(on_policy_settings).coupled is MODES[mode].per_sequence
-    assert not make_grpo(replace(on_policy_settings, score_old=True)).coupled
-    assert not make_grpo(replace(on_policy_settings, correction=None)).coupled
+    assert make_grpo(on_policy_settings).needs_full_sequence is MODES[mode].per_sequence
+    assert not make_grpo(replace(on_policy_settings, score_old=True)).needs_full_sequence
+    assert not make_grpo(replace(on_policy_settings, correction=None)).needs_full_sequence
 
 
 @pytest.mark.parametrize("mode", MODES)

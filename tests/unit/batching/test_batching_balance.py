@@ -6,25 +6,25 @@ import random
 
 import pytest
 
-from lowpeak.batching import assign, cut_groups, pack_bins
+from lowpeak.batching import assign_completions, balanced_partition, pack_bins
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_assignment_covers_every_item_once_and_balances_cost(world_size):
     costs = [9, 1, 8, 2, 7, 3, 6, 4, 5]
-    shares = assign(costs, world_size)
+    shares = balanced_partition(costs, world_size)
     assert sorted(i for share in shares for i in share) == list(range(len(costs)))
     loads = [sum(costs[i] for i in share) for share in shares]
     assert max(loads) <= sum(costs) / world_size + max(costs)
 
 
 def test_more_parts_than_items_leave_some_parts_empty():
-    assert assign([4], 3) == ((0,), (), ())
+    assert balanced_partition([4], 3) == ((0,), (), ())
 
 
 @pytest.mark.parametrize(("num_groups", "size", "world_size"), [(1, 8, 8), (1, 8, 3), (2, 5, 7), (3, 2, 8), (1, 1, 4)])
 def test_each_completion_of_each_group_is_assigned_to_one_rank(num_groups, size, world_size):
-    pieces = cut_groups(num_groups, size, world_size)
+    pieces = assign_completions(num_groups, size, world_size)
     assert len(pieces) == world_size
     found = sorted((group, completion) for group, part in pieces for completion in part)
     assert found == [(group, completion) for group in range(num_groups) for completion in range(size)]

@@ -7,7 +7,7 @@ import random
 import pytest
 from batching_cases import make_record
 
-from lowpeak.batching import Budget, masked, num_counted, pack, share
+from lowpeak.batching import Budget, assign_to_ranks, num_loss_tokens, pack, zero_weight_batch
 from lowpeak.records import Tree
 
 SHARED, ROWS = Budget(64, layout="shared"), Budget(64, layout="rows")
@@ -47,7 +47,7 @@ def test_a_prompt_is_packed_once_and_predicts_every_completions_first_token():
     assert batch.forest.position_ids_1L.tolist() == [[0, 1, 2, 3, 2]]
     assert batch.positions_T.tolist() == [1, 2, 3, 1, 4]
     assert batch.targets_T.tolist() == [3, 4, 5, 6, 9]
-    assert batch.tokens.rows_T.tolist() == [0, 0, 0, 1, 1]
+    assert batch.tokens.sequences_T.tolist() == [0, 0, 0, 1, 1]
     assert batch.record_indices == (0, 1)
 
 
@@ -110,15 +110,15 @@ def test_every_loss_token_is_predicted_from_its_sequence(seed, max_tokens, multi
     budget = Budget(max_tokens, multiple, 0, layout)
     batches = pack(records, range(len(records)), budget)
     seen = sorted(i for batch in batches for i in batch.record_indices)
-    assert seen == [i for i, record in enumerate(records) if num_counted(record)]
+    assert seen == [i for i, record in enumerate(records) if num_loss_tokens(record)]
     for batch in batches:
         length = batch.input_ids_BL.numel()
         assert length <= max_tokens or len(batch.record_indices) == 1
         assert length % multiple == 0
         sequences = predicted(batch)
-        for index, mine in zip(batch.record_indices, range(batch.tokens.num_rows), strict=True):
+        for index, mine in zip(batch.record_indices, range(batch.tokens.num_sequences), strict=True):
             record, where = records[index], records[index].completion.loss_mask.nonzero().flatten()
-            positions = batch.positions_T[batch.tokens.rows_T == mine]
+            positions = batch.positions_T[batch.tokens.sequences_T == mine]
             ids = [*record.prompt_ids, *record.completion.ids.tolist()]
             for position, place in zip(positions.tolist(), where.tolist(), strict=True):
                 before = ids[: len(record.prompt_ids) + place]
@@ -151,7 +151,7 @@ def test_on_skewed_lengths_nearly_every_token_of_a_forest_is_useful(layout):
 
 def test_a_zero_weight_batch_has_the_layout_of_the_others():
     for layout in ("padded", "shared", "rows"):
-        batch = masked(Budget(8, pad_id=5, layout=layout))
+        batch = zero_weight_batch(Budget(8, pad_id=5, layout=layout))
         assert (batch.input_ids_BL.tolist(), batch.record_indices) == ([[5, 5]], ())
         assert batch.tokens.weights_U.sum() == 0
         assert (batch.forest and batch.forest.trees) == (None if layout == "padded" else (Tree(0, 0, (2,)),))
@@ -160,7 +160,7 @@ def test_a_zero_weight_batch_has_the_layout_of_the_others():
 @pytest.mark.parametrize("layout", ["shared", "rows", "padded"])
 def test_every_layout_assigns_each_sequence_to_one_rank(layout):
     records = draw(1)
-    shares = share(records, range(2, len(records)), Budget(64, layout=layout), 3)
+    shares = assign_to_ranks(records, range(2, len(records)), Budget(64, layout=layout), 3)
     assert sorted(i for mine in shares for i in mine) == list(range(2, len(records)))
 
 
@@ -169,5 +169,5 @@ def test_every_layout_assigns_each_sequence_to_one_rank(layout):
 def test_ranks_are_balanced_in_tokens_not_in_sequences(layout, unit):
     records = [make_record([2 + i // 2], [3] * (40 if i < 2 else 2), group=i // 2) for i in range(12)]
     whole = 2 if unit == "pair" else 1  # the long sequences that stay together
-    shares = share(records, range(2 - whole, 12), Budget(64, layout=layout), 2, unit)
+    shares = assign_to_ranks(records, range(2 - whole, 12), Budget(64, layout=layout), 2, unit)
     assert sorted(map(len, shares)) == [whole, 10]

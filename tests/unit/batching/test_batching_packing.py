@@ -43,7 +43,7 @@ def test_positions_are_before_each_loss_token():
     assert batch.input_ids_BL.tolist() == [[7, 8, 3, 4, 5], [9, 6, 0, 0, 0]]
     flat = batch.input_ids_BL.flatten()
     assert flat[batch.positions_T + 1].tolist() == batch.targets_T.tolist() == [3, 5, 6]
-    assert batch.tokens.rows_T.tolist() == [0, 0, 1]
+    assert batch.tokens.sequences_T.tolist() == [0, 0, 1]
     assert batch.tokens.sampling_T.tolist() == [-1.0, -3.0, -1.0]
     assert batch.num_useful == 7
 

@@ -9,7 +9,7 @@ import torch
 from batching_cases import make_record
 
 from lowpeak.algorithms import sum_per_pair
-from lowpeak.batching import Budget, pack, share
+from lowpeak.batching import Budget, assign_to_ranks, pack
 
 LAYOUTS = ["padded", "rows", "shared"]
 
@@ -40,7 +40,7 @@ def test_a_pair_weighs_by_the_loss_tokens_of_both_sequences(layout):
     records = pairs()
     (batch,) = pack(records, range(12), Budget(1000, layout=layout), float, unit="pair")
     assert batch.tokens.weights_U.tolist() == [11.0] * 6
-    lengths = torch.bincount(batch.tokens.rows_T).double()
+    lengths = torch.bincount(batch.tokens.sequences_T).double()
     assert sum_per_pair(lengths, batch.tokens).tolist() == [11.0] * 6
 
 
@@ -56,7 +56,7 @@ def test_a_pair_is_left_out_if_one_sequence_has_no_loss_token(layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ranks_get_whole_pairs_balanced_in_tokens(layout):
     records = pairs()
-    shares = share(records, range(12), Budget(64, layout=layout), 2, "pair")
+    shares = assign_to_ranks(records, range(12), Budget(64, layout=layout), 2, "pair")
     assert sorted(i for mine in shares for i in mine) == list(range(12))
     for mine in shares:
         groups = [records[i].group for i in mine]

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from lowpeak.batching import Costs, assign_trees, indices_by_key, plan_trees, split_group
+from lowpeak.batching import LayerCosts, assign_trees, indices_by_key, plan_trees, split_group
 
-SMALL = Costs.of(hidden=64, intermediate=256)
-HALF_A_BILLION = Costs.of(hidden=896, intermediate=4864)
+SMALL = LayerCosts.of(hidden=64, intermediate=256)
+HALF_A_BILLION = LayerCosts.of(hidden=896, intermediate=4864)
 
 
 def draw(seed, groups=6, most=9, prompt=40, completion=60):

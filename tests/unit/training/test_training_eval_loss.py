@@ -106,7 +106,7 @@ def test_the_loss_is_what_a_step_would_have_on_the_same_rows(tmp_path, case, mon
     told = [replace(batch, tokens=replace(batch.tokens, coefficients=coefficients)) for batch in batches]
     loss, measured = measure_step(run.model.eval(), told, algorithm, run.run.logprob_settings, run.run.strategy.ranks)
     assert metrics["eval_loss"] == pytest.approx(float(loss), rel=1e-4, abs=1e-6)
-    for metric, value in measured.items() if not algorithm.idle else ():  # a step leaves idle rows out
+    for metric, value in measured.items() if not algorithm.skip_zero_advantage else ():  # a step leaves idle rows out
         assert metrics[f"eval_{metric}"] == pytest.approx(float(value.value()), rel=1e-4, abs=1e-5), metric
     kl = "objective/kl" if name == "OnlineDPO" else "kl"
     assert {"eval_entropy", "eval_reward_std", "eval_frac_reward_zero_std"} <= metrics.keys()
