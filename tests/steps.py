@@ -25,7 +25,7 @@ class LocalStrategy:
 
     ranks = Ranks()
 
-    promised_scale = 1.0
+    inplace_grad_scale = 1.0
 
     def accumulate(self, model, last):
         return nullcontext()

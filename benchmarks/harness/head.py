@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.harness.process import resident_bytes
 from benchmarks.harness.report import print_result
-from lowpeak.logprobs import ChunkSettings, chunked_logprobs, one_visit
+from lowpeak.logprobs import ChunkSettings, chunked_logprobs, fused_loss
 
 VOCABULARY, WIDTH = 151_936, 1_024
 PEER_CHUNK = 32_768  # ids of a chunk with which TRL 1.16's trainers call their function
@@ -43,7 +43,7 @@ class HeadCase:
 
     def step(self) -> ChunkSettings:
         """As a training step on one device asks: gradients go into `.grad` where they are formed."""
-        return replace(self.settings, promised_scale=1.0)
+        return replace(self.settings, inplace_grad_scale=1.0)
 
     def loss(self, logprobs_C: Tensor, start: int, stop: int) -> Tensor:
         """The weighted sum of the log-probs of tokens [start, stop)."""
@@ -78,7 +78,7 @@ def naive(case: HeadCase) -> Tensor:
 def visited(case: HeadCase) -> Tensor:
     """lowpeak's one visit."""
     inputs = (case.hidden_TD, case.weight_VD, None, case.targets_T)
-    return one_visit(*inputs, lambda x, _, start, stop: case.loss(x, start, stop), case.step())[0]
+    return fused_loss(*inputs, lambda x, _, start, stop: case.loss(x, start, stop), case.step())[0]
 
 
 def recomputed(case: HeadCase) -> Tensor:

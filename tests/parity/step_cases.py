@@ -8,7 +8,7 @@ import torch
 
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import StepCounts
-from lowpeak.attention import install_attention, why_not
+from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, num_loss_tokens, pack
 from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, Record
@@ -23,7 +23,7 @@ BASE = replace(GRPO, loss_type="grpo", max_completion_length=9)
 def ready(model):
     """The model with our head, and our attention where it takes a forest."""
     install_head(model)
-    if why_not(model) is None:
+    if packing_unsupported_reason(model) is None:
         install_attention(model)
     return model
 

@@ -13,10 +13,10 @@ from lowpeak.logprobs import (
     ChunkSettings,
     HeadScale,
     chunked_logprobs,
+    fused_loss,
     module_logprobs,
     module_loss,
     naive_logprobs,
-    one_visit,
 )
 
 SETTINGS = {
@@ -57,7 +57,7 @@ def recomputed(leaves, targets, weights, settings):
 
 
 def visited(leaves, targets, weights, settings):
-    return one_visit(*leaves, targets, functools.partial(per_token, weights), settings)
+    return fused_loss(*leaves, targets, functools.partial(per_token, weights), settings)
 
 
 def linear(leaves):
@@ -251,7 +251,7 @@ def test_a_loss_that_is_constant_in_a_chunk_adds_its_value_and_no_gradient():
     def loss(logprobs, entropy, start, stop):
         return logprobs.sum() if start else logprobs.new_tensor(7.0)
 
-    value, logprobs, _ = one_visit(*leaves, targets, loss, ChunkSettings(4))
+    value, logprobs, _ = fused_loss(*leaves, targets, loss, ChunkSettings(4))
     torch.testing.assert_close(value, 7.0 + logprobs[4:].sum())
     by_hidden = gradients(value, leaves)[0]
     assert (by_hidden[:4] == 0).all()
@@ -261,7 +261,7 @@ def test_a_loss_that_is_constant_in_a_chunk_adds_its_value_and_no_gradient():
 def test_a_loss_of_the_entropy_alone_has_its_gradient():
     leaves, targets, _ = inputs()
     settings = ChunkSettings(4, entropy=True, entropy_grad=True)
-    value, _, _ = one_visit(*leaves, targets, lambda logprobs, entropy, start, stop: entropy.sum(), settings)
+    value, _, _ = fused_loss(*leaves, targets, lambda logprobs, entropy, start, stop: entropy.sum(), settings)
     _, entropy = chunked_logprobs(*leaves, targets, settings)
     _, expected = naive_logprobs(*leaves, targets)
     for loss in (value, entropy.sum()):

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
-from lowpeak.logprobs import ChunkSettings, HeadRequest, allows_inplace_grad, chunked_logprobs, install_head, one_visit
+from lowpeak.logprobs import ChunkSettings, HeadRequest, allows_inplace_grad, chunked_logprobs, fused_loss, install_head
 from lowpeak.parallel import Replicated
 from tiny import tiny_model
 
@@ -37,7 +37,7 @@ def run(model, data, promised, *, visits, temperature=0.9, scale=1.0, entropy=Tr
     ids, positions, targets = data
     wishes = {"loss": token_loss} if visits else {}
     request = HeadRequest(
-        positions, targets, temperature, 4, entropy=entropy, entropy_grad=entropy, promised_scale=promised, **wishes
+        positions, targets, temperature, 4, entropy=entropy, entropy_grad=entropy, inplace_grad_scale=promised, **wishes
     )
     answer = model(input_ids=ids, head_request=request)
     loss = answer["loss"] if visits else token_loss(answer["logprobs"], answer.get("entropy"), 0, len(targets))
@@ -136,10 +136,10 @@ def test_a_head_with_a_bias_sums_two_micro_batches_as_by_autograd(visits, hidden
     targets, found = torch.randint(NUM_IDS, (11,)), []
     for promised in (1.0, None):
         leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
-        settings = ChunkSettings(4, 0.9, promised_scale=promised)
+        settings = ChunkSettings(4, 0.9, inplace_grad_scale=promised)
         for _ in range(2):
             if visits:
-                loss = one_visit(*leaves, targets, token_loss, settings)[0]
+                loss = fused_loss(*leaves, targets, token_loss, settings)[0]
             else:
                 loss = token_loss(*chunked_logprobs(*leaves, targets, settings), 0, 11)
             loss.backward()
@@ -169,7 +169,7 @@ def test_without_gradients_none_is_added():
     model, _ = twins()
     ids, positions, targets = rows(0)
     with torch.no_grad():
-        request = HeadRequest(positions, targets, 1.0, 4, loss=token_loss, promised_scale=1.0)
+        request = HeadRequest(positions, targets, 1.0, 4, loss=token_loss, inplace_grad_scale=1.0)
         model(input_ids=ids, head_request=request)
     assert all(parameter.grad is None for parameter in model.parameters())
 
@@ -188,7 +188,7 @@ def test_one_device_promises_the_scale_that_accelerates_backward_applies():
         strategy = Replicated(accelerator)
         leaf = torch.ones((), requires_grad=True)
         strategy.backward(leaf * 1.0, last=True)
-        assert float(leaf.grad) == pytest.approx(strategy.promised_scale)
+        assert float(leaf.grad) == pytest.approx(strategy.inplace_grad_scale)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -220,7 +220,7 @@ def test_no_scale_is_promised_where_something_must_see_gradients_on_their_way_or
     strategy = Replicated(accelerated(kind, scaler))
     strategy.ranks.world_size = num_ranks
     plain = kind == DistributedType.NO and scaler is None and num_ranks == 1
-    assert strategy.promised_scale == (1.0 if plain else None)
+    assert strategy.inplace_grad_scale == (1.0 if plain else None)
 
 
 def test_a_model_with_the_core_installed_compiles_whole():

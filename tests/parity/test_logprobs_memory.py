@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from closeness import assert_close_to_largest
-from lowpeak.logprobs import ChunkSettings, HeadScale, chunked_logprobs, naive_logprobs, one_visit
+from lowpeak.logprobs import ChunkSettings, HeadScale, chunked_logprobs, fused_loss, naive_logprobs
 
 
 class LargestTensor(TorchDispatchMode):
@@ -140,7 +140,7 @@ def test_a_loss_that_reads_a_value_cannot_run_on_fake_tensors():
     with FakeTensorMode():
         hidden, weight, targets = leaves_and_targets(64, 31, 4)
         with pytest.raises(RuntimeError, match="local_scalar"):
-            one_visit(hidden, weight, None, targets, reading, ChunkSettings(16))
+            fused_loss(hidden, weight, None, targets, reading, ChunkSettings(16))
 
 
 @pytest.mark.parametrize("backward_inside", [True, False])
@@ -153,7 +153,7 @@ def test_under_autocast_the_head_computes_in_the_dtype_of_autocast_and_sums_in_f
     with torch.autocast("cpu", torch.bfloat16):
         ours, ours_entropy = chunked_logprobs(hidden, weight, None, targets, settings)
         first = token_loss(ours, ours_entropy, 0, 11)
-        second, detached, _ = one_visit(hidden, weight, None, targets, token_loss, settings)
+        second, detached, _ = fused_loss(hidden, weight, None, targets, token_loss, settings)
         assert_close_to_largest(ours, logprobs, 2e-6)
         assert_close_to_largest(detached, logprobs.detach(), 2e-6)
         if backward_inside:

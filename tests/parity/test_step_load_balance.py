@@ -19,7 +19,7 @@ from transformers import (
 
 from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_supervised
-from lowpeak.attention import why_not
+from lowpeak.attention import packing_unsupported_reason
 from lowpeak.batching import Budget
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import verify_load_balance
@@ -76,7 +76,7 @@ def core_of(model):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_load_balancing_loss_is_transformers_own_over_the_whole_step(family, budget):
     model = ready(mixture(family))
-    if budget.layout != "padded" and why_not(model) is not None:
+    if budget.layout != "padded" and packing_unsupported_reason(model) is not None:
         pytest.skip("the family's rows are padded")
     records = grouped_records(model)
     batches = micro_batches(make_grpo(BASE), records, budget)

@@ -4,10 +4,10 @@ from lowpeak.attention.install import ForestLayout as ForestLayout
 from lowpeak.attention.install import attend_forest as attend_forest
 from lowpeak.attention.install import forward_arguments as forward_arguments
 from lowpeak.attention.install import install_attention as install_attention
-from lowpeak.attention.install import padded_rows as padded_rows
+from lowpeak.attention.install import no_packing_detection as no_packing_detection
 from lowpeak.attention.install import uninstall_attention as uninstall_attention
 from lowpeak.attention.reference import forest_mask as forest_mask
-from lowpeak.attention.self_check import forests_agree as forests_agree
-from lowpeak.attention.self_check import kernel_differs as kernel_differs
-from lowpeak.attention.supported_models import NAME as NAME
-from lowpeak.attention.supported_models import why_not as why_not
+from lowpeak.attention.self_check import attention_mismatch as attention_mismatch
+from lowpeak.attention.self_check import packing_mismatch as packing_mismatch
+from lowpeak.attention.supported_models import ATTENTION_NAME as ATTENTION_NAME
+from lowpeak.attention.supported_models import packing_unsupported_reason as packing_unsupported_reason

@@ -24,7 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lowpeak.attention.flex import attend_flex, block_mask
 from lowpeak.attention.sdpa import SdpaCalls
-from lowpeak.attention.supported_models import NAME, SDPA, why_not
+from lowpeak.attention.supported_models import ATTENTION_NAME, SDPA, packing_unsupported_reason
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import cast_for_autocast, causal_lm
 from lowpeak.records import Forest, Tree
@@ -65,18 +65,18 @@ def install_attention(model: nn.Module) -> None:
 
     Its saved config does not change, and deep copies take forests too. Raises ModelError for unsupported models.
     """
-    reason = why_not(model)
+    reason = packing_unsupported_reason(model)
     if reason is not None:
         raise ModelError(f"cannot run packed sequences: {reason}")
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS[SDPA])
-    causal_lm(model).set_attn_implementation(NAME)
+    AttentionInterface.register(ATTENTION_NAME, _attend)
+    AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS[SDPA])
+    causal_lm(model).set_attn_implementation(ATTENTION_NAME)
 
 
 def uninstall_attention(model: nn.Module) -> None:
     """Restore the attention that the model had before `install_attention`, if it was installed."""
     causal = causal_lm(model)
-    if causal.config._attn_implementation == NAME:
+    if causal.config._attn_implementation == ATTENTION_NAME:
         causal.set_attn_implementation(SDPA)
 
 
@@ -93,7 +93,7 @@ def forward_arguments(forest: Forest, device: torch.device | str) -> dict[str, A
 
 
 @contextmanager
-def padded_rows() -> Iterator[None]:
+def no_packing_detection() -> Iterator[None]:
     """Turn off transformers' search of position ids for packed sequences, which reads the device, in this context."""
     masking_utils.find_packed_sequence_indices = _detect_packing_if_on
     token = _detection_is_off.set(True)

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from lowpeak.attention.install import ForestLayout, attend_forest, forward_arguments
 from lowpeak.attention.reference import forest_mask
 from lowpeak.errors import ModelError
-from lowpeak.logprobs import backbone_of, causal_lm, evaluated, matmul_eps
+from lowpeak.logprobs import backbone_of, causal_lm, eval_mode, matmul_eps
 from lowpeak.records import Forest, Tree
 
 # A prompt with two completions, a plain sequence, another prompt with two completions; then padding.
@@ -26,7 +26,7 @@ _TREES = (Tree(0, 5, (4, 3)), Tree(12, 0, (6,)), Tree(18, 2, (1, 5)))
 _LENGTH = 29
 
 
-def forests_agree(model: nn.Module, device: torch.device | str, now_on: torch.device | None = None) -> str | None:
+def packing_mismatch(model: nn.Module, device: torch.device | str, now_on: torch.device | None = None) -> str | None:
     """Return what is wrong with the model's hidden states, or the device's kernel, for packed sequences; None if nothing.
 
     A small forest is compared with its sequences run one by one, up to rounding in the dtype that the model computes in.
@@ -40,7 +40,7 @@ def forests_agree(model: nn.Module, device: torch.device | str, now_on: torch.de
     if causal.get_input_embeddings().weight.is_meta:
         return None
     try:
-        with evaluated(model):
+        with eval_mode(model):
             largest, dtype = _largest_difference(model, causal, now_on or device)
         allowed = _allowed_difference(
             matmul_eps(dtype, now_on or device), causal.config.get_text_config().num_hidden_layers
@@ -52,7 +52,7 @@ def forests_agree(model: nn.Module, device: torch.device | str, now_on: torch.de
             )
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
-        return kernel_differs(dtype, device, *_heads_of(causal.config.get_text_config()))
+        return attention_mismatch(dtype, device, *_heads_of(causal.config.get_text_config()))
     except torch.OutOfMemoryError:
         raise
     except (ModelError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -147,7 +147,7 @@ _KERNEL_LENGTH = 300
 _KERNEL_TREES = (Tree(0, 70, (90, 40)), Tree(200, 0, (30,)), Tree(230, 3, (30, 27)))
 
 
-def kernel_differs(dtype: torch.dtype, device: torch.device, width: int = 64, share: int = 2) -> str | None:
+def attention_mismatch(dtype: torch.dtype, device: torch.device, width: int = 64, share: int = 2) -> str | None:
     """Return how a device's attention differs from that with `forest_mask` in float64; None if only by rounding.
 
     Runs two key heads of `width` numbers, each with `share` query heads, forward and backward.

@@ -10,12 +10,12 @@ from torch import nn
 from lowpeak.errors import ModelError
 from lowpeak.logprobs import causal_lm
 
-NAME = "lowpeak"
+ATTENTION_NAME = "lowpeak"
 SDPA = "sdpa"
 _DEVICES = ("cpu", "cuda", "meta")
 
 
-def why_not(model: nn.Module) -> str | None:
+def packing_unsupported_reason(model: nn.Module) -> str | None:
     """Return why a model, plain or wrapped, does not support packed sequences; None if it does.
 
     Only models loaded with sdpa do: the attention for packed sequences replaces it, and agrees with it. A model loaded with
@@ -40,7 +40,7 @@ def _backend(causal: Any, config: Any) -> str | None:
     table = getattr(sys.modules[type(causal).__module__], "ALL_ATTENTION_FUNCTIONS", None)
     if not causal._can_set_attn_implementation() or getattr(table, "_local_mapping", None):
         return "does not let its attention implementation be set"
-    if config._attn_implementation not in (NAME, SDPA):
+    if config._attn_implementation not in (ATTENTION_NAME, SDPA):
         return f"was loaded with attn_implementation={config._attn_implementation!r}; load it with {SDPA!r}"
     return None
 

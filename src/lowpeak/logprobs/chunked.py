@@ -54,7 +54,7 @@ def chunked_logprobs(
         return _Recomputed.apply(hidden_TD, weight_VD, bias_V, targets_T, settings)
 
 
-def one_visit(
+def fused_loss(
     hidden_TD: Tensor,
     weight_VD: Tensor,
     bias_V: Tensor | None,
@@ -114,7 +114,7 @@ class _Recomputed(torch.autograd.Function):
                 return None, None, None, None, None
             grad_logprobs_T = torch.zeros_like(grad_entropy_T)
         settings, wanted = ctx.settings, ctx.needs_input_grad[:3]
-        inplace = settings.promised_scale is not None and allows_inplace_grad(weight_VD)
+        inplace = settings.inplace_grad_scale is not None and allows_inplace_grad(weight_VD)
         with no_autocast(hidden_TD.device):
             gradients = HeadGradients(hidden_TD, weight_VD, wanted, inplace)
             head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
@@ -138,7 +138,7 @@ class _FusedLoss(torch.autograd.Function):
         loss: TokenLoss,
         settings: ChunkSettings,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        scale = settings.promised_scale if allows_inplace_grad(weight_VD) else None
+        scale = settings.inplace_grad_scale if allows_inplace_grad(weight_VD) else None
         gradients = HeadGradients(hidden_TD, weight_VD, ctx.needs_input_grad[:3], inplace=scale is not None)
         head = _ChunkedHead(weight_VD, bias_V, settings, hidden_TD, for_gradients=True)
         logprobs_T, entropy_T = _empty_results(hidden_TD, settings)

@@ -71,7 +71,7 @@ def _cuda_kernels(device: torch.device) -> LogitsKernels:
     return torch_kernels
 
 
-def triton_differs(device: torch.device) -> str | None:
+def triton_mismatch(device: torch.device) -> str | None:
     """Return how the Triton kernels differ from torch's on a device; None if they agree."""
     from lowpeak.logprobs import triton_kernels
 

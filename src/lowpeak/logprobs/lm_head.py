@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ModelError
-from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, module_logprobs, module_loss, one_visit
+from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, fused_loss, module_logprobs, module_loss
 from lowpeak.logprobs.inplace_grad import allows_inplace_embedding, inplace_embedding_grads, inplace_grad_embedding
-from lowpeak.logprobs.matmul import at_positions, fp32_product, linear, no_autocast
+from lowpeak.logprobs.matmul import fp32_linear, linear, no_autocast, select_positions
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, head_scale
 from lowpeak.models import RoutingRequest, States, critic_of, routing_sums, transformers_model
 
@@ -62,7 +62,7 @@ class HeadRequest:
     entropy: bool = False
     entropy_grad: bool = False
     loss: TokenLoss | None = None
-    promised_scale: float | None = None
+    inplace_grad_scale: float | None = None
     values: bool = False
     logprobs: bool = True
     values_gradient: float = 1.0
@@ -158,7 +158,7 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
         raise ModelError(f"the head of {type(self).__name__} was changed after install_head; call install_head again")
     inputs, backbone = backbone_kwargs(kwargs), backbone_of(self)
     routing = {} if head_request.routing is None else {"output_router_logits": True}
-    with inplace_embedding_grads(head_request.promised_scale is not None):
+    with inplace_embedding_grads(head_request.inplace_grad_scale is not None):
         outputs = backbone(*args, **inputs, **routing, use_cache=False)
     answer = head(outputs[0], head_request=head_request) if head_request.logprobs else {}
     if head_request.values:
@@ -194,12 +194,12 @@ def _head_forward(self: Any, hidden: Tensor, *args: Any, head_request: HeadReque
     patch = patched_forward(self)
     if head_request is None:
         if patch.in_fp32:
-            return fp32_product(self, hidden)
+            return fp32_linear(self, hidden)
         if is_linear(self):
             return linear(hidden, self.weight, self.bias)
         return patch.original(hidden, *args, **kwargs)
     # Only the requested positions reach the head: no prompts, no padding.
-    hidden_TD = at_positions(hidden, head_request.positions_T)
+    hidden_TD = select_positions(hidden, head_request.positions_T)
     if not patch.in_fp32:
         return _answer(self, patch, hidden_TD, head_request)
     with no_autocast(hidden.device):
@@ -213,7 +213,7 @@ def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: Head
         patch.scale,
         request.entropy,
         request.entropy_grad,
-        request.promised_scale,
+        request.inplace_grad_scale,
         torch.empty_like(request.targets_T, dtype=torch.bool) if request.top1 else None,
     )
     targets_T, loss = request.targets_T, None
@@ -222,7 +222,7 @@ def _answer(module: Any, patch: PatchedForward, hidden_TD: Tensor, request: Head
         if request.loss is None:
             logprobs_T, entropy_T = chunked_logprobs(*head, settings)
         else:
-            loss, logprobs_T, entropy_T = one_visit(*head, request.loss, settings)
+            loss, logprobs_T, entropy_T = fused_loss(*head, request.loss, settings)
     elif request.loss is None:
         logprobs_T, entropy_T = module_logprobs(patch.original, hidden_TD, targets_T, settings)
     else:

@@ -40,7 +40,7 @@ def no_autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if torch.is_autocast_enabled(device.type) else nullcontext()
 
 
-def at_positions(hidden_BLD: Tensor, positions_T: Tensor) -> Tensor:
+def select_positions(hidden_BLD: Tensor, positions_T: Tensor) -> Tensor:
     """Return `hidden.reshape(B * L, D)[positions]`: [T, D].
 
     The last position of a prompt with several completions is repeated for each of them.
@@ -51,7 +51,7 @@ def at_positions(hidden_BLD: Tensor, positions_T: Tensor) -> Tensor:
     return hidden_ND[positions_T] if hidden_ND.is_cuda else hidden_ND.index_select(0, positions_T)
 
 
-def fp32_product(module: Any, hidden: Tensor) -> Tensor:
+def fp32_linear(module: Any, hidden: Tensor) -> Tensor:
     """Return a linear head's `hidden @ weight.T + bias` in fp32, also under autocast: [..., D] -> [..., V]."""
     with no_autocast(hidden.device):
         bias = None if module.bias is None else module.bias.float()

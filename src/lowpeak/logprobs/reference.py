@@ -39,7 +39,7 @@ class ChunkSettings:
     scale: HeadScale = HeadScale()
     entropy: bool = False
     entropy_grad: bool = False
-    promised_scale: float | None = None
+    inplace_grad_scale: float | None = None
     is_top1_T: Tensor | None = None
 
     @property

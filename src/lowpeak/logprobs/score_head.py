@@ -23,9 +23,9 @@ from lowpeak.logprobs.lm_head import (
     patched_forward,
     replace_forward,
 )
-from lowpeak.logprobs.matmul import at_positions, fp32_product
+from lowpeak.logprobs.matmul import fp32_linear, select_positions
 from lowpeak.logprobs.reference import HeadScale
-from lowpeak.logprobs.self_check import check_finite_weights, evaluated
+from lowpeak.logprobs.self_check import check_finite_weights, eval_mode
 
 
 def install_score_head(model: nn.Module, *, cast_head_to_fp32: bool = False) -> nn.Module:
@@ -65,13 +65,13 @@ def _classifier_forward(self: Any, *args: Any, head_request: HeadRequest | None 
     if head_request is None:
         return patched_forward(self).original(*args, **kwargs)
     hidden: Tensor = backbone_of(self)(*args, **backbone_kwargs(kwargs), use_cache=False)[0]
-    return {"values": self.score(at_positions(hidden, head_request.positions_T))[:, 0].float()}
+    return {"values": self.score(select_positions(hidden, head_request.positions_T))[:, 0].float()}
 
 
 def _score_forward(self: Any, hidden: Tensor) -> Tensor:
     patch = patched_forward(self)
     if patch.in_fp32:
-        return fp32_product(self, hidden)
+        return fp32_linear(self, hidden)
     scores: Tensor = patch.original(hidden.to(self.weight.dtype) if is_linear(self) else hidden)
     return scores
 
@@ -89,7 +89,7 @@ def verify_score_head(model: nn.Module, *, num_tokens: int = 8, device: torch.de
         return 0.0
     ids_1L, changed_1L = _two_sequences(classifier.config.get_text_config(), num_tokens, device or table.device)
     middle, last = num_tokens // 2, num_tokens - 1
-    with evaluated(model):
+    with eval_mode(model):
         logit: Tensor = model(input_ids=ids_1L).logits[0, 0].float()
         at_last, at_middle = _scores(model, ids_1L, [last, middle])
         (at_middle_changed,) = _scores(model, changed_1L, [middle])

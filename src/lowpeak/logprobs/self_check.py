@@ -19,7 +19,7 @@ from lowpeak.models import LoadBalance, RoutingRequest, balance_loss
 
 
 @contextmanager
-def evaluated(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode without gradients; afterwards restore each module's mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
@@ -48,7 +48,7 @@ def verify_head(model: nn.Module, *, num_tokens: int = 8, device: torch.device |
     targets_T = ids_BL.flatten().roll(-1)
     # A chunk size that does not divide T, so that a chunk border is checked too.
     request = HeadRequest(positions_T, targets_T, temperature=1.0, chunk_size=num_tokens + 1, entropy=True)
-    with evaluated(model):
+    with eval_mode(model):
         logits_TV: Tensor = model(input_ids=ids_BL).logits.flatten(0, 1)
         answer = model(input_ids=ids_BL, head_request=request)
     expected = logprobs_and_entropy(logits_TV, targets_T)
@@ -86,7 +86,7 @@ def verify_load_balance(model: nn.Module, balance: LoadBalance, *, num_tokens: i
     nothing_T = ids_BL.new_zeros(1)
     routing = RoutingRequest(torch.ones(ids_BL.numel(), device=ids_BL.device), balance.top_k)
     request = HeadRequest(nothing_T, nothing_T, temperature=1.0, chunk_size=1, logprobs=False, routing=routing)
-    with evaluated(model):
+    with eval_mode(model):
         expected = model(input_ids=ids_BL, output_router_logits=True).aux_loss
         choices_E, probabilities_E = model(input_ids=ids_BL, head_request=request)["routing"]
         computed = balance_loss(choices_E, probabilities_E, balance.top_k)

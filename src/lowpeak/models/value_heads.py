@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer
 
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.logprobs import at_positions, fp32_product
+from lowpeak.logprobs import fp32_linear, select_positions
 from lowpeak.models.unwrap import num_embeddings
 
 CRITIC = "critic"
@@ -48,7 +48,7 @@ class Score(nn.Linear):
         nn.init.zeros_(self.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return fp32_product(self, hidden)
+        return fp32_linear(self, hidden)
 
 
 class SharedCritic(nn.Module):
@@ -59,7 +59,7 @@ class SharedCritic(nn.Module):
         self.score = score
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
-        return self.score(_scale_gradient(at_positions(states.hidden_BLD, positions_T), gradient))[:, 0]
+        return self.score(_scale_gradient(select_positions(states.hidden_BLD, positions_T), gradient))[:, 0]
 
 
 class AdapterCritic(nn.Module):
@@ -78,7 +78,7 @@ class AdapterCritic(nn.Module):
                 f"{type(states.backbone).__name__} does not pass keyword arguments on to its layers, so they cannot run under the "
                 "critic's adapter: use critic='head' or critic='model'."
             )
-        return self.score(at_positions(outputs[0], positions_T))[:, 0]
+        return self.score(select_positions(outputs[0], positions_T))[:, 0]
 
 
 class OwnCritic(nn.Module):
@@ -90,7 +90,7 @@ class OwnCritic(nn.Module):
 
     def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
         outputs = self.classifier.base_model(*states.args, **states.inputs, use_cache=False)
-        return self.classifier.score(at_positions(outputs[0], positions_T))[:, 0]
+        return self.classifier.score(select_positions(outputs[0], positions_T))[:, 0]
 
 
 def attach(causal: nn.Module, critic: nn.Module) -> None:

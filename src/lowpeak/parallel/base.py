@@ -131,7 +131,7 @@ class Replicated(AccelerateStrategy):
     """A replica of the model on each rank: DDP, or one device as its degenerate case."""
 
     @property
-    def promised_scale(self) -> float | None:
+    def inplace_grad_scale(self) -> float | None:
         is_single = self._accelerator.distributed_type == DistributedType.NO
         if not is_single or self.ranks.world_size != 1 or self._accelerator.scaler is not None:
             return None

@@ -32,7 +32,7 @@ class Pretended(TrainingStrategy):
         self.ranks = Ranks()
 
     @property
-    def promised_scale(self) -> float | None:
+    def inplace_grad_scale(self) -> float | None:
         return 1.0 if self.ranks.world_size == 1 else None
 
     def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:

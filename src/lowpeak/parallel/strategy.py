@@ -32,7 +32,7 @@ class TrainingStrategy(Protocol):
     ranks: Ranks
 
     @property
-    def promised_scale(self) -> float | None:
+    def inplace_grad_scale(self) -> float | None:
         """Return the factor by which `backward` scales gradients, for a head that adds to `.grad` in place.
 
         None if a gradient must be observed on its way: by a reduction over ranks, by hooks or by a loss scaler.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
-from lowpeak.logprobs import evaluated
+from lowpeak.logprobs import eval_mode
 from lowpeak.memory import is_exhaustion
 from lowpeak.models import check_dtype, check_shapes, name_damaged_file, num_embeddings, reads_weights, without_weights
 from lowpeak.ranks import Ranks
@@ -222,7 +222,7 @@ def _inference_mode(model: nn.Module, pad: int) -> Iterator[None]:
     # The classifier finds each sequence's last token by it.
     text_config.pad_token_id = pad
     try:
-        with evaluated(model):
+        with eval_mode(model):
             yield
     finally:
         text_config.pad_token_id = config_pad

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from lowpeak.algorithms import make_supervised
-from lowpeak.attention import install_attention, kernel_differs
+from lowpeak.attention import attention_mismatch, install_attention
 from lowpeak.batching import Budget, pack
-from lowpeak.logprobs import ChunkSettings, HeadScale, install_head, naive_logprobs, one_visit, triton_differs
+from lowpeak.logprobs import ChunkSettings, HeadScale, fused_loss, install_head, naive_logprobs, triton_mismatch
 from lowpeak.memory import rehearse
 from lowpeak.models import load_policy
 from lowpeak.parallel import Pretended, Strategy
@@ -43,7 +43,7 @@ Way = Callable[[Tensor, Tensor, Tensor, ChunkSettings], tuple[Tensor, Tensor]]
 @row("log-prob kernels", "a GPU", "Triton")
 def logprob_kernels(bench: Bench) -> str:
     """Compare the Triton kernels with torch operations."""
-    reason = triton_differs(bench.device)
+    reason = triton_mismatch(bench.device)
     require(reason is None, f"the kernels cannot be used: {reason}")
     return "statistics and gradients equal those of torch operations"
 
@@ -89,7 +89,7 @@ def _fused(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, settings: Ch
     def loss_of(*values: Any) -> Tensor:
         return _loss(values[0], values[1], settings)
 
-    loss, logprobs_T, _ = one_visit(hidden_TD, weight_VD, None, targets_T, loss_of, settings)
+    loss, logprobs_T, _ = fused_loss(hidden_TD, weight_VD, None, targets_T, loss_of, settings)
     return loss, logprobs_T
 
 
@@ -110,7 +110,7 @@ def forest_attention(bench: Bench) -> str:
     """Compare attention over sequences with shared prompts with a dense mask in fp64, forward and backward."""
     cases = ((torch.bfloat16, 128, 7), (torch.float32, 64, 2))
     for case in cases:
-        reason = kernel_differs(case[0], bench.device, *case[1:])
+        reason = attention_mismatch(case[0], bench.device, *case[1:])
         require(reason is None, str(reason))
     return "values and gradients equal those of a dense mask in bf16 (head size 128) and fp32 (head size 64)"
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lowpeak.arguments import MemorySettings
-from lowpeak.attention import forests_agree, install_attention, uninstall_attention, why_not
+from lowpeak.attention import install_attention, packing_mismatch, packing_unsupported_reason, uninstall_attention
 from lowpeak.batching import Budget, LayerCosts, Layout
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch, free_bytes
@@ -108,12 +108,12 @@ def _obstacle(models: Sequence[nn.Module], device: torch.device, ranks: Ranks) -
         reasons = ranks.gathered(lambda: next(filter(None, [reason_of(model) for model in models]), None))
         return next(filter(None, reasons), None)
 
-    reason = first_reason(why_not)
+    reason = first_reason(packing_unsupported_reason)
     if reason is not None:
         return reason
     for model in models:
         install_attention(model)
-    reason = first_reason(lambda model: forests_agree(model, device, device_at_start(model, device)))
+    reason = first_reason(lambda model: packing_mismatch(model, device, device_at_start(model, device)))
     if reason is not None:
         for model in models:
             uninstall_attention(model)

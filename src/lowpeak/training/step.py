@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.algorithms import ENTROPY_COEF, VALUES_GRADIENT, Algorithm, ValueTerm, measure_top1
-from lowpeak.attention import forward_arguments, padded_rows
-from lowpeak.logprobs import HeadRequest, evaluated
+from lowpeak.attention import forward_arguments, no_packing_detection
+from lowpeak.logprobs import HeadRequest, eval_mode
 from lowpeak.models import LoadBalance, RoutingRequest, balance_loss, sequences_per_token
 from lowpeak.parallel import Strategy
 from lowpeak.ranks import Ranks
@@ -74,7 +74,7 @@ def run_step(
         batch = _with_coefficients(batch, coefficients)
         with strategy.accumulate(model, last):
             with settings.saving():
-                loss, measured = loss_of(model, batch, algorithm, settings, strategy.promised_scale, choices_E)
+                loss, measured = loss_of(model, batch, algorithm, settings, strategy.inplace_grad_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
         total += loss.detach()
         metrics = merge_metrics(metrics, measured)
@@ -104,7 +104,7 @@ def loss_of(
     batch: MicroBatch,
     algorithm: Algorithm,
     settings: Core,
-    promised_scale: float | None = None,
+    inplace_grad_scale: float | None = None,
     choices_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the weighted loss of one micro-batch and its metrics: terms of the policy, of values and of load balance.
@@ -123,7 +123,7 @@ def loss_of(
         entropy=algorithm.entropy_bonus or settings.log_entropy,
         entropy_grad=algorithm.entropy_bonus,
         loss=partial(weighted_loss, algorithm, batch.tokens) if in_head else None,
-        promised_scale=promised_scale,
+        inplace_grad_scale=inplace_grad_scale,
         values=algorithm.values is not None,
         values_gradient=batch.tokens.coefficients.get(VALUES_GRADIENT, 1.0),
         top1=algorithm.top1,
@@ -158,7 +158,7 @@ def _choices_of_step(
     """
     if settings.load_balance is None or len(micro_batches) * ranks.world_size == 1:
         return None
-    with evaluated(model):
+    with eval_mode(model):
         outputs = (
             _forward(
                 model, batch.to(settings.device), settings, logprobs=False, routing=_routing_request(batch, settings)
@@ -243,7 +243,7 @@ def _forward(model: nn.Module, batch: MicroBatch, settings: Core, **wishes: obje
     if batch.forest is not None:
         seen = forward_arguments(batch.forest, settings.device)
         return model(input_ids=batch.input_ids_BL, head_request=request, **seen)
-    with padded_rows():
+    with no_packing_detection():
         return model(input_ids=batch.input_ids_BL, head_request=request)
 
 

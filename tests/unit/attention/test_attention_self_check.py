@@ -10,7 +10,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from forests import MODELS, model_of
-from lowpeak.attention import forests_agree, install_attention, kernel_differs
+from lowpeak.attention import attention_mismatch, install_attention, packing_mismatch
 from lowpeak.logprobs import install_head
 from tiny import tiny_model
 
@@ -23,14 +23,14 @@ DIFFERENCE = r"^Qwen2ForCausalLM .*\b(inf|\d[\d.e+-]*) .*, .*\b\d[\d.e+-]*$"  # 
 def test_models_of_plain_attention_agree(name, dtype):
     model = model_of(name, dtype)
     install_attention(model)
-    assert forests_agree(model, CPU) is None
+    assert packing_mismatch(model, CPU) is None
 
 
 def test_a_model_under_autocast_with_the_core_in_its_head_agrees():
     model = install_head(tiny_model())
     install_attention(model)
     with torch.autocast("cpu", torch.bfloat16):
-        assert forests_agree(model, CPU) is None
+        assert packing_mismatch(model, CPU) is None
 
 
 def test_every_modules_mode_and_gradients_are_left_as_they_were():
@@ -38,7 +38,7 @@ def test_every_modules_mode_and_gradients_are_left_as_they_were():
     model.model.layers[1].eval()
     install_attention(model)
     modes = [module.training for module in model.modules()]
-    forests_agree(model, CPU)
+    packing_mismatch(model, CPU)
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
     assert torch.is_grad_enabled()
@@ -50,7 +50,7 @@ def test_a_layer_that_looks_at_the_token_before_it_is_found(dtype):
     model = tiny_model(dtype=dtype)
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: out + out.roll(1, dims=1))
     install_attention(model)
-    assert re.search(DIFFERENCE, forests_agree(model, CPU))
+    assert re.search(DIFFERENCE, packing_mismatch(model, CPU))
 
 
 def test_positions_that_count_through_the_row_are_found():
@@ -58,15 +58,15 @@ def test_positions_that_count_through_the_row_are_found():
     count = lambda module, args, kwargs: (args, kwargs | {"position_ids": torch.arange(29)[None]})  # noqa: E731
     install_attention(model)
     handle = model.model.rotary_emb.register_forward_pre_hook(count, with_kwargs=True)
-    reason = forests_agree(model, CPU)
+    reason = packing_mismatch(model, CPU)
     handle.remove()
     assert reason is not None
-    assert forests_agree(model, CPU) is None
+    assert packing_mismatch(model, CPU) is None
 
 
 def test_a_model_that_does_not_pass_the_forest_on_is_found():
     model = tiny_model()
-    assert re.search(DIFFERENCE, forests_agree(model, CPU))  # nothing installed: sdpa drops what it does not know
+    assert re.search(DIFFERENCE, packing_mismatch(model, CPU))  # nothing installed: sdpa drops what it does not know
 
 
 def test_a_model_that_cannot_run_says_why():
@@ -74,12 +74,12 @@ def test_a_model_that_cannot_run_says_why():
     install_attention(model)
     other = copy.deepcopy(model)
     other.model.layers[0].self_attn.is_causal = False
-    assert re.search("^Qwen2.*Attention.*causal", forests_agree(other, CPU))
+    assert re.search("^Qwen2.*Attention.*causal", packing_mismatch(other, CPU))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_kernel_of_this_device_agrees_with_the_definition(dtype):
-    assert kernel_differs(dtype, CPU) is None
+    assert attention_mismatch(dtype, CPU) is None
 
 
 def test_hidden_states_that_are_no_numbers_are_found():
@@ -91,7 +91,7 @@ def test_hidden_states_that_are_no_numbers_are_found():
         return torch.cat([out[:, :20], out[:, 20:] * float("nan")], 1) if out.shape[1] > 20 else out
 
     model.model.layers[0].mlp.register_forward_hook(spoil)
-    assert re.search(r"\bnan\b", forests_agree(model, CPU))
+    assert re.search(r"\bnan\b", packing_mismatch(model, CPU))
 
 
 def test_a_model_that_calls_its_decoder_past_its_backbone_agrees():
@@ -102,9 +102,9 @@ def test_a_model_that_calls_its_decoder_past_its_backbone_agrees():
     torch.manual_seed(0)
     model = OPTForCausalLM(config)
     install_attention(model)
-    assert forests_agree(model, CPU) is None
+    assert packing_mismatch(model, CPU) is None
 
 
 @pytest.mark.parametrize(("width", "share"), [(128, 7), (96, 1), (32, 16)])
 def test_the_kernel_is_compared_at_a_models_own_heads(width, share):
-    assert kernel_differs(torch.float32, CPU, width, share) is None
+    assert attention_mismatch(torch.float32, CPU, width, share) is None

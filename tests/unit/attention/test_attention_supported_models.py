@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from forests import MODELS, NUM_IDS, SIZES, model_of
-from lowpeak.attention import install_attention, why_not
+from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.errors import ModelError
 from tiny import tiny_model
 
@@ -81,14 +81,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_plain_attention_are_taken(name):
-    assert why_not(model_of(name)) is None
+    assert packing_unsupported_reason(model_of(name)) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_models_are_refused_with_the_reason(name):
     make, reason = REFUSED[name]
     model = make()
-    assert reason in why_not(model)
+    assert reason in packing_unsupported_reason(model)
     with pytest.raises(ModelError, match=re.escape(reason)):
         install_attention(model)
 
@@ -98,7 +98,7 @@ def test_dropout_that_was_turned_off_is_no_reason():
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.0
-    assert why_not(model) is None
+    assert packing_unsupported_reason(model) is None
 
 
 def test_wrapped_models_are_looked_into():
@@ -107,22 +107,22 @@ def test_wrapped_models_are_looked_into():
             super().__init__()
             self.module = module
 
-    assert why_not(Wrapped(tiny_model())) is None
-    assert "sliding" in why_not(Wrapped(made("Mistral", **GROUPED, sliding_window=8)))
+    assert packing_unsupported_reason(Wrapped(tiny_model())) is None
+    assert "sliding" in packing_unsupported_reason(Wrapped(made("Mistral", **GROUPED, sliding_window=8)))
 
 
 def test_adapters_are_looked_into():
     config = LoraConfig(target_modules=["q_proj"])
-    assert why_not(get_peft_model(tiny_model(), config)) is None
+    assert packing_unsupported_reason(get_peft_model(tiny_model(), config)) is None
     windows = get_peft_model(made("Mistral", **GROUPED, sliding_window=8), config)
-    assert "sliding" in why_not(windows)
+    assert "sliding" in packing_unsupported_reason(windows)
 
 
 def test_a_full_window_setting_without_layers_that_use_it_is_no_reason():
-    assert why_not(made("Qwen2", **GROUPED, sliding_window=8)) is None
-    assert why_not(made("Mistral", **GROUPED, sliding_window=None)) is None
+    assert packing_unsupported_reason(made("Qwen2", **GROUPED, sliding_window=8)) is None
+    assert packing_unsupported_reason(made("Mistral", **GROUPED, sliding_window=None)) is None
 
 
 def test_a_model_without_storage_can_be_asked():
     with torch.device("meta"):
-        assert why_not(made("Llama", **GROUPED)) is None
+        assert packing_unsupported_reason(made("Llama", **GROUPED)) is None

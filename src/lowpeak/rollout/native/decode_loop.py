@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.arguments import Sampling
-from lowpeak.attention import NAME
+from lowpeak.attention import ATTENTION_NAME
 from lowpeak.records import Prompt
 from lowpeak.rollout.native.cache import SlotCache, bytes_per_token, parameter_dtype, text_config
 from lowpeak.rollout.native.output import OutputBuffer
@@ -27,7 +27,7 @@ from lowpeak.rollout.native.scheduler import PromptQueue, SequenceId
 from lowpeak.rollout.sampling import UniformDraws, sample_tokens
 
 # Attention implementations that add a mask to the scores accept a prepared mask, made once for all layers; flash kernels do not.
-_ADDITIVE_MASKS = ("sdpa", "eager", NAME)
+_ADDITIVE_MASKS = ("sdpa", "eager", ATTENTION_NAME)
 
 
 class RunningSequence(NamedTuple):
