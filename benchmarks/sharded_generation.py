@@ -75,7 +75,7 @@ def measured_generation(strategy: Any, model: nn.Module, budget: int | None, tok
     from lowpeak.rollout.native import NativeEngine
 
     prompts = [Prompt(i, tuple(range(5 + i, 21 + i)), "") for i in range(4)]
-    engine = NativeEngine(lambda: strategy.hold(model, budget), NoEnd(), lambda: 1 << 24)
+    engine = NativeEngine(lambda: strategy.gather_for_inference(model, budget), NoEnd(), lambda: 1 << 24)
     engine.load((), 0)
     seconds, peak = watched(strategy, lambda: engine.generate(prompts, Sampling(1, tokens)))
     return {"ms": 1e3 * seconds / tokens, "peak_mb": peak}
@@ -138,9 +138,9 @@ def watched(strategy: Any, work: Callable[[], Any]) -> tuple[float, float]:
 
 def layer_bytes(model: nn.Module, strategy: Any) -> tuple[int, int]:
     """Bytes of a layer and of everything else."""
-    from lowpeak.parallel import find_parts
+    from lowpeak.parallel import find_sharded_parameters
 
-    parts = find_parts(model, strategy._shard)
+    parts = find_sharded_parameters(model, strategy._shard)
     layer = sum(place.shard.nbytes for place in parts.layers[0][1])
     others = {id(p.parameter): p.shard.nbytes for p in (*parts.vocabulary, *parts.rest)}
     return layer, sum(others.values())

@@ -27,7 +27,7 @@ class LocalStrategy:
 
     inplace_grad_scale = 1.0
 
-    def accumulate(self, model, last):
+    def micro_batch_context(self, model, last):
         return nullcontext()
 
     def backward(self, loss, last):

@@ -24,7 +24,7 @@ from transformers import TrainerCallback
 
 from lowpeak.arguments import MemorySettings
 from lowpeak.journal import read_steps
-from lowpeak.parallel import Shares
+from lowpeak.parallel import DeviceFractions
 from lowpeak.ranks import Ranks
 from lowpeak.training import Sizes, prepare_layout
 from tiny import tiny_model
@@ -371,7 +371,14 @@ def choose(place: Path) -> None:
         parameters=lambda: iter([nn.Parameter(torch.empty(needs, device="meta"))]),
     )
     sizes = Sizes.of(
-        MemorySettings(), full, torch.device("cpu"), choice, ranks, bf16=False, checkpointing=True, shares=Shares()
+        MemorySettings(),
+        full,
+        torch.device("cpu"),
+        choice,
+        ranks,
+        bf16=False,
+        checkpointing=True,
+        shares=DeviceFractions(),
     )
     first = ranks.first(lambda: f"rank {rank()}'s")
     note(place, layout=choice.layout, why=choice.why, sizes=sizes.as_dict(), first=first)

@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 
 from children import succeed_on_ranks
 from lowpeak.arguments import Sampling
-from lowpeak.parallel import Gatherer, find_parts
+from lowpeak.parallel import Gatherer, find_sharded_parameters
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine
 from tiny import char_tokenizer, footprint, tiny_model
@@ -78,17 +78,17 @@ def train_all(place: Path, strategy: str) -> None:
 def try_budgets(trainer: Any) -> dict[str, Any]:
     """The tokens at each budget, and whether everything was as before."""
     strategy, model = trainer.run.strategy, trainer.accelerator.unwrap_model(trainer.model_wrapped)
-    parts = find_parts(model, strategy._shard)
+    parts = find_sharded_parameters(model, strategy._shard)
     layer = max((sum(p.shard.nbytes for p in places) for _, places in parts.layers), default=0)
     found: dict[str, Any] = {"layers": len(parts.layers)}
     for budget in (None, 0, 3 * layer + (1 << 13)):
         for kind, texts in TEXTS.items():
             before = footprint(model)
-            hold = lambda budget=budget: strategy.hold(trainer.model_wrapped, budget)  # noqa: E731
+            hold = lambda budget=budget: strategy.gather_for_inference(trainer.model_wrapped, budget)  # noqa: E731
             tokens = generate(trainer, hold, texts[rank()])
             found[f"{kind}/{'all' if budget is None else (budget and 'some') or 'none'}"] = tokens
             assert footprint(model) == before, "something was not given back"
-    with strategy.hold(trainer.model_wrapped, 0) as held:  # as a user's own rollout may do
+    with strategy.gather_for_inference(trainer.model_wrapped, 0) as held:  # as a user's own rollout may do
         ids = torch.tensor([[4 + rank(), 5]])
         found["generate"] = held.generate(
             ids, max_new_tokens=3 + 2 * rank(), do_sample=False, eos_token_id=None
@@ -102,7 +102,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
     told = {}
     for part in ("", "model.layers.1.mlp", "model.norm", "model.rotary_emb"):
         before = footprint(model)
-        hold = Failing(lambda: strategy.hold(trainer.model_wrapped, 0), part, ValueError("out of luck"))
+        hold = Failing(lambda: strategy.gather_for_inference(trainer.model_wrapped, 0), part, ValueError("out of luck"))
         told[part] = error_of(lambda hold=hold: generate(trainer, hold, TEXTS["uneven"][rank()]))
         assert footprint(model) == before, "something was not given back"
     tokens = {}
@@ -112,7 +112,7 @@ def try_failures(trainer: Any) -> dict[str, Any]:
         tokens[str(number)] = generate(
             trainer, lambda g=gatherer: g.gathered_model(model, strategy._shard, None), TEXTS["uneven"][rank()]
         )
-        assert rank() == 0 or not strategy.cuts_parameters or error.__traceback__, "nothing ran out of room"
+        assert rank() == 0 or not strategy.shards_parameters or error.__traceback__, "nothing ran out of room"
     return {"told": told, "without_room": tokens}
 
 

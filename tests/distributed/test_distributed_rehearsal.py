@@ -46,9 +46,9 @@ class Watched(Fsdp2):
         super().__init__(accelerator)
         self._water = water
 
-    def accumulate(self, model, last):
+    def micro_batch_context(self, model, last):
         self._water.begin("forward")
-        return super().accumulate(model, last)
+        return super().micro_batch_context(model, last)
 
     def backward(self, loss, last):
         self._water.begin("backward")

@@ -12,7 +12,7 @@ from setups import assert_same_bits, build, forget, named_models, prepare, rank,
 
 from children import succeed_on_ranks
 from lowpeak.models import Reference
-from lowpeak.parallel import Frozen
+from lowpeak.parallel import FrozenModel
 from lowpeak.training import make_rest, resting
 from movers import CopyingMover
 
@@ -26,13 +26,13 @@ def let_rest(trainer: Any) -> None:
     strategy, reference = trainer.run.strategy, trainer.run.reference
     judge = trainer.maker.panel.rewards[1]
     for parameter in [*reference.model.parameters(), *judge.model.parameters()]:
-        if not strategy.cuts_parameters:  # on a CPU a whole one is the checkpoint's file, whose pages nobody can free
+        if not strategy.shards_parameters:  # on a CPU a whole one is the checkpoint's file, whose pages nobody can free
             parameter.data = parameter.data.clone()
     rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
     trainer.maker.offloader = rest
-    ready = resting(rest, strategy, Frozen(reference.model, reference.use)).ready
+    ready = resting(rest, strategy, FrozenModel(reference.model, reference.use)).ready
     trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
-    judge.use(resting(rest, strategy, Frozen(judge.model, judge._ready)), judge.ranks)
+    judge.use(resting(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
 
 
 def watch(trainer: Any, seen: list[int]) -> None:
@@ -42,7 +42,9 @@ def watch(trainer: Any, seen: list[int]) -> None:
     def noting(prompts: Any, sampling: Any) -> Any:
         strategy = trainer.run.strategy
         frozen = [*strategy.shards(trainer.run.reference.model).values()]
-        tensors = [t for t in [*strategy.idle(trainer.model, trainer.optimizer), *frozen] if t.numel() > 16]
+        tensors = [
+            t for t in [*strategy.offloadable_tensors(trainer.model, trainer.optimizer), *frozen] if t.numel() > 16
+        ]
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in map(_local, tensors)}
         seen.append(sum(storage.nbytes() for storage in storages.values()))
         return generate(prompts, sampling)

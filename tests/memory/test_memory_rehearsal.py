@@ -13,7 +13,7 @@ from transformers import Qwen2Config
 
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import StorageMeter, rehearse
-from lowpeak.parallel import layouts_apart, make_mesh, pretended_ranks
+from lowpeak.parallel import fake_process_group, make_mesh, wrap_shape_propagation
 from rehearsing import ALGORITHM, CORE, make_model, micro_batches
 
 GB = 10**9
@@ -109,9 +109,9 @@ def test_gradients_that_meet_are_added_in_place():
 
 def test_a_fake_of_a_whole_tensor_from_which_dtensor_learns_a_layout_is_nobodys():
     size = 1 << 20  # bytes of each of four ranks' rows
-    with pretended_ranks(4):
+    with fake_process_group(4):
         mesh = make_mesh()
-        with FakeTensorMode(), StorageMeter() as meter, layouts_apart(meter.paused):
+        with FakeTensorMode(), StorageMeter() as meter, wrap_shape_propagation(meter.paused):
             cut = DTensor.from_local(torch.empty(256, 1024), mesh, (Shard(0),))
             meter.begin("exp")
             out = cut.exp()

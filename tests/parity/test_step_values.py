@@ -25,7 +25,15 @@ from lowpeak.algorithms import VALUES_GRADIENT, make_ppo
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget, num_loss_tokens
 from lowpeak.logprobs import causal_lm
-from lowpeak.models import AdapterCritic, OwnCritic, Score, SharedCritic, attach, keeping_critic, let_layers_switch
+from lowpeak.models import (
+    AdapterCritic,
+    SeparateCritic,
+    SharedCritic,
+    ValueHead,
+    add_critic,
+    install_adapter_switches,
+    keep_critic_trainable,
+)
 from lowpeak.training import Core, run_step, score
 from steps import PPO, LocalStrategy
 from tiny import tiny_model
@@ -35,7 +43,7 @@ LAYOUTS = ["head", "model", "adapter"]
 
 
 def random_score(hidden=32, seed=3):
-    made = Score(hidden)
+    made = ValueHead(hidden)
     torch.nn.init.normal_(made.weight, std=0.3, generator=torch.Generator().manual_seed(seed))
     return made
 
@@ -46,7 +54,7 @@ def with_critic(layout):
         return under_adapters()
     model = tiny_model()
     if layout == "head":
-        attach(model, SharedCritic(random_score()))
+        add_critic(model, SharedCritic(random_score()))
     else:
         config = copy.deepcopy(model.config)
         config.num_labels = 1
@@ -54,14 +62,14 @@ def with_critic(layout):
         classifier = Qwen2ForSequenceClassification(config).eval()
         classifier.score = random_score()
         install_attention(classifier)
-        attach(model, OwnCritic(classifier))
+        add_critic(model, SeparateCritic(classifier))
     return ready(model)
 
 
 def under_adapters():
     """LoRA for the policy, and a second one for the critic, both with effect."""
     model = get_peft_model(tiny_model(), LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"]))
-    with keeping_critic(model):
+    with keep_critic_trainable(model):
         model.add_adapter("critic", copy.deepcopy(model.peft_config["default"]))
         model.set_adapter("default")
     generator = torch.Generator().manual_seed(7)
@@ -69,8 +77,8 @@ def under_adapters():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.2, generator=generator)
     critic = AdapterCritic(random_score())
-    attach(causal_lm(model), critic)
-    let_layers_switch(critic, causal_lm(model).model.layers)
+    add_critic(causal_lm(model), critic)
+    install_adapter_switches(critic, causal_lm(model).model.layers)
     critic.score.requires_grad_(True)
     return ready(model)
 

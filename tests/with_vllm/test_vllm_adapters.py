@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from inside import TOLERANCE, InsideVllm, engine, gap, policy_of, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.parallel import adapter_name, adapter_parameters
+from lowpeak.parallel import adapter_file_key, adapter_parameters
 from lowpeak.records import WeightSlice
 from lowpeak.vllm.weight_sync import adapter_config, held_version, prove, push_weights
 
@@ -39,7 +39,7 @@ def _slices(model):
         flat = parameter.detach().reshape(-1)
         for start in range(0, len(flat), 300):
             yield WeightSlice(
-                adapter_name(model, name), tuple(parameter.shape), flat.dtype, start, flat[start : start + 300]
+                adapter_file_key(model, name), tuple(parameter.shape), flat.dtype, start, flat[start : start + 300]
             )
 
 

@@ -37,7 +37,7 @@ def trainer(tmp_path_factory):
 
 @pytest.fixture
 def native(trainer):
-    hold = lambda: trainer.run.strategy.hold(trainer.model, None)  # noqa: E731
+    hold = lambda: trainer.run.strategy.gather_for_inference(trainer.model, None)  # noqa: E731
     engine = NativeEngine(hold, TOKENIZER, lambda: 1 << 24)
     engine.load((), 0)
     return engine

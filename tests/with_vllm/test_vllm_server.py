@@ -22,7 +22,7 @@ from peft import LoraConfig, get_peft_model
 
 from lowpeak.arguments import Sampling, ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.parallel import adapter_name, adapter_parameters
+from lowpeak.parallel import adapter_file_key, adapter_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
 from lowpeak.vllm import Callers, PolicyFacts, Request, ServerVllm, VllmEngine, check_same, connect
@@ -266,7 +266,7 @@ def test_an_adapter_that_was_pushed_writes_what_names_it_and_nothing_else(server
             for parameter in adapter_parameters(policy).values():
                 parameter.normal_(0, 0.1)
         slices = (
-            WeightSlice(adapter_name(policy, name), tuple(each.shape), each.dtype, 0, each.detach().flatten())
+            WeightSlice(adapter_file_key(policy, name), tuple(each.shape), each.dtype, 0, each.detach().flatten())
             for name, each in adapter_parameters(policy).items()
         )
         report = push_weights(

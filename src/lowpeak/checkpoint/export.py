@@ -23,8 +23,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
 from lowpeak.errors import CheckpointError
-from lowpeak.models import is_critics
-from lowpeak.parallel import parts_tied, plain_name
+from lowpeak.models import belongs_to_critic
+from lowpeak.parallel import clean_parameter_name, unties_head
 from lowpeak.records import Layout, WeightSlice
 
 SLICE_BYTES = 8 << 20
@@ -54,7 +54,7 @@ def write_weights(
 def write_settings(folder: Path, model: Any, layout: Layout) -> None:
     """Write config and generation config for these weights, and the code of a model with custom code."""
     config = copy.deepcopy(model.config)
-    if parts_tied(model, layout):
+    if unties_head(model, layout):
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     dtype = next(dtype for _, dtype in layout.values() if dtype.is_floating_point)
     config.dtype = str(dtype).removeprefix("torch.")
@@ -220,9 +220,9 @@ def _nbytes(entry: tuple[tuple[int, ...], torch.dtype]) -> int:
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that belong into a checkpoint; every rank has them unsharded."""
     return {
-        plain_name(f"{prefix}.{name}".removeprefix(".")): buffer
+        clean_parameter_name(f"{prefix}.{name}".removeprefix(".")): buffer
         for prefix, module in model.named_modules()
-        if not is_critics(prefix)
+        if not belongs_to_critic(prefix)
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }

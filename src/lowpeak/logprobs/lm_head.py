@@ -23,7 +23,7 @@ from lowpeak.logprobs.chunked import TokenLoss, chunked_logprobs, fused_loss, mo
 from lowpeak.logprobs.inplace_grad import allows_inplace_embedding, inplace_embedding_grads, inplace_grad_embedding
 from lowpeak.logprobs.matmul import fp32_linear, linear, no_autocast, select_positions
 from lowpeak.logprobs.reference import ChunkSettings, HeadScale, head_scale
-from lowpeak.models import RoutingRequest, States, critic_of, routing_sums, transformers_model
+from lowpeak.models import CriticInputs, RoutingRequest, critic_of, routing_sums, transformers_model
 
 # Keywords of a causal LM's forward that its backbone does not take, or that a request decides.
 _NOT_FOR_BACKBONE = (
@@ -162,13 +162,13 @@ def _causal_forward(self: Any, *args: Any, head_request: HeadRequest | None = No
         outputs = backbone(*args, **inputs, **routing, use_cache=False)
     answer = head(outputs[0], head_request=head_request) if head_request.logprobs else {}
     if head_request.values:
-        answer["values"] = _values(self, head_request, States(outputs[0], backbone, args, inputs))
+        answer["values"] = _values(self, head_request, CriticInputs(outputs[0], backbone, args, inputs))
     if head_request.routing is not None:
         answer["routing"] = routing_sums(outputs.router_logits, head_request.routing)
     return answer
 
 
-def _values(causal: Any, request: HeadRequest, states: States) -> Tensor:
+def _values(causal: Any, request: HeadRequest, states: CriticInputs) -> Tensor:
     """Return the critic's values, computed in the policy's forward: [T]."""
     critic = critic_of(causal)
     if critic is None:

@@ -20,7 +20,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.parallel import Pretended, Strategy, layouts_apart, make_mesh, prepare, pretended_ranks
+from lowpeak.parallel import (
+    FakeStrategy,
+    Strategy,
+    fake_process_group,
+    make_mesh,
+    prepare_like_accelerate,
+    wrap_shape_propagation,
+)
 from lowpeak.records import MicroBatch
 from lowpeak.training import Core, run_step, score
 
@@ -69,13 +76,13 @@ def rehearse(
     Raises ArgumentError in a process that is connected to other ranks, and torch's DataDependentOutputException if a phase
     reads a tensor's value.
     """
-    with pretended_ranks(world_size):
+    with fake_process_group(world_size):
         mesh = make_mesh()
-        with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter, layouts_apart(meter.paused):
-            model = prepare(make_model().train(), mesh, compute)
+        with FakeTensorMode(allow_non_fake_inputs=True), StorageMeter() as meter, wrap_shape_propagation(meter.paused):
+            model = prepare_like_accelerate(make_model().train(), mesh, compute)
             optimizer = make_optimizer(model.parameters())
             loaded = meter.live_bytes
-            strategy = cast(Strategy, Pretended(meter.begin))
+            strategy = cast(Strategy, FakeStrategy(meter.begin))
 
             def step() -> None:
                 model.train()

@@ -179,11 +179,11 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def context_length(model: nn.Module) -> int | None:
-    """Return the maximum number of tokens by the model's config, None if it has none; for longrope see `first_rotations`."""
-    return first_rotations(model) or getattr(_text_config(model), "max_position_embeddings", None)
+    """Return the maximum number of tokens by the model's config, None if it has none; for longrope see `longrope_switch_length`."""
+    return longrope_switch_length(model) or getattr(_text_config(model), "max_position_embeddings", None)
 
 
-def first_rotations(model: Any) -> int | None:
+def longrope_switch_length(model: Any) -> int | None:
     """Return the length up to which a longrope model uses its first set of rotations; None for other models."""
     # Beyond it, a sequence's result would depend on the longest sequence in its batch, and on its length when its first tokens
     # were cached. vLLM uses the second set for all sequences if its context is longer.
@@ -220,12 +220,12 @@ def upcast_trainable(policy: nn.Module) -> None:
 
 
 @dataclass(frozen=True)
-class Head:
+class HeadKind:
     """A kind of output head: `install` makes a model accept a `HeadRequest`, `verify` raises if its results are wrong."""
 
     install: Callable[..., Any]
     verify: Callable[[nn.Module], float]
 
 
-LOGPROBS: Head = Head(install_head, verify_head)
-SCORES: Head = Head(install_score_head, verify_score_head)
+LOGPROB_HEAD: HeadKind = HeadKind(install_head, verify_head)
+SCORE_HEAD: HeadKind = HeadKind(install_score_head, verify_score_head)

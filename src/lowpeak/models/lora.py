@@ -12,7 +12,7 @@ from torch import nn
 
 from lowpeak.errors import ArgumentError, first_line, require_package
 from lowpeak.models.unwrap import is_peft
-from lowpeak.models.value_heads import CRITIC, keeping_critic, remove_critic, without_critic
+from lowpeak.models.value_heads import CRITIC, keep_critic_trainable, remove_critic, without_critic
 from lowpeak.ranks import Ranks
 
 REFERENCE_ADAPTER = "reference"
@@ -31,7 +31,7 @@ def adapter_reference(policy: Any) -> Reference:
     adapter = _trained_adapter(policy)
     # Rank 0 decides, since the other ranks may not have the adapter's weights yet.
     if Ranks().first(lambda: _has_effect(policy, adapter)):
-        with keeping_critic(policy):
+        with keep_critic_trainable(policy):
             _copy_adapter(policy, adapter)
         return Reference(None, lambda: _reference_adapter_on(policy, adapter))
     return Reference(None, lambda: _adapters_off(policy))
@@ -87,13 +87,13 @@ def _copy_adapter(policy: Any, adapter: str) -> None:
 
 @contextmanager
 def _adapters_off(policy: Any) -> Iterator[None]:
-    with keeping_critic(policy), policy.disable_adapter():
+    with keep_critic_trainable(policy), policy.disable_adapter():
         yield
 
 
 @contextmanager
 def _reference_adapter_on(policy: Any, adapter: str) -> Iterator[None]:
-    with keeping_critic(policy):
+    with keep_critic_trainable(policy):
         _activate(policy, REFERENCE_ADAPTER)
         try:
             yield

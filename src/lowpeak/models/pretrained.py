@@ -12,7 +12,7 @@ from lowpeak.arguments import WHOLE, Cut
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
 from lowpeak.memory import is_exhaustion
 from lowpeak.models.damaged_files import check_generation_config, name_damaged_file
-from lowpeak.models.sharded_loading import load_tensor_parallel, reads_weights, without_weights
+from lowpeak.models.sharded_loading import init_without_weights, load_tensor_parallel, reads_weights
 
 _MAX_NAMES_SHOWN = 3  # of missing tensors in an error
 _REPORTED = ("missing_keys", "mismatched_keys")  # keys of transformers' report; mismatched ones come with both shapes
@@ -56,7 +56,7 @@ def _read_model(
     with_report = options.get("output_loading_info", False)
     options = {key: value for key, value in options.items() if key != "output_loading_info"}
     if cut == WHOLE and "quantization_config" not in options and not reads_weights(frozen_on):
-        return without_weights(auto, name, options)
+        return init_without_weights(auto, name, options)
     reporting = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     model, report = (
         load_tensor_parallel(auto, name, reporting, cut) if cut != WHOLE else auto.from_pretrained(name, **reporting)

@@ -46,7 +46,7 @@ def _needs_device_copy(device: torch.device) -> bool:
     return device.type != "cpu" and not is_deepspeed_zero3_enabled()
 
 
-def whole_again(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
+def gather_zero3_params(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
     """Gather parameters that ZeRO-3 sharded at their creation, for a block; what rank 0 writes into them is kept."""
     if not any(hasattr(parameter, "ds_id") for parameter in parameters):
         return nullcontext()
@@ -55,7 +55,7 @@ def whole_again(*parameters: nn.Parameter) -> AbstractContextManager[Any]:
     return deepspeed.zero.GatheredParameters(list(parameters), modifier_rank=0)
 
 
-def without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
+def init_without_weights(auto: Any, name: str, options: Mapping[str, Any]) -> Any:
     """Return the model of `auto.from_pretrained(name, **options)` with its parameters on the meta device.
 
     A quantised checkpoint is read nevertheless, since its quantiser places it on the device while it is loaded.
@@ -83,7 +83,7 @@ def find_config(name: str, options: Mapping[str, Any]) -> Any:
     return explicit or AutoConfig.from_pretrained(name, **{key: options[key] for key in options if key not in of_model})
 
 
-def give_room(module: nn.Module, device: torch.device | str = "cpu") -> None:
+def materialize_meta_params(module: nn.Module, device: torch.device | str = "cpu") -> None:
     """Allocate uninitialised memory for parameters on the meta device; a tied parameter is allocated once."""
     # Needed before FSDP broadcasts rank 0's weights: accelerate matches the optimizer's parameters by their data pointers.
     allocated: dict[int, nn.Parameter] = {}

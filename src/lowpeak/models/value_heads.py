@@ -3,10 +3,10 @@
 Three layouts:
 1. `SharedCritic`: a value head on the policy's hidden states. One forward, almost no memory.
 2. `AdapterCritic`: a value head on the same frozen base under a separate LoRA adapter. Two forwards through one base.
-3. `OwnCritic`: a sequence classifier with one label and a separate backbone.
+3. `SeparateCritic`: a sequence classifier with one label and a separate backbone.
 
 The critic's parameters have "critic" in their names (a module's or an adapter's name), by which engines, exports and generation
-leave them out (`is_critics`).
+leave them out (`belongs_to_critic`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CRITIC_KEYWORD = "for_critic"
 
 
 @dataclass(frozen=True)
-class States:
+class CriticInputs:
     """The critic's inputs: the policy's hidden states [B, L, D], its backbone, and the arguments of the backbone's call."""
 
     hidden_BLD: Tensor
@@ -40,7 +40,7 @@ class States:
     inputs: Mapping[str, Any]
 
 
-class Score(nn.Linear):
+class ValueHead(nn.Linear):
     """A value head: `hidden @ weight.T` for hidden states [..., D], in fp32 even under autocast; initialised to 0."""
 
     def __init__(self, hidden: int) -> None:
@@ -54,23 +54,23 @@ class Score(nn.Linear):
 class SharedCritic(nn.Module):
     """Values [T] = `score(policy's hidden states)`; `gradient` is the fraction of their gradient that reaches the policy."""
 
-    def __init__(self, score: Score) -> None:
+    def __init__(self, score: ValueHead) -> None:
         super().__init__()
         self.score = score
 
-    def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
+    def forward(self, states: CriticInputs, positions_T: Tensor, gradient: float) -> Tensor:
         return self.score(_scale_gradient(select_positions(states.hidden_BLD, positions_T), gradient))[:, 0]
 
 
 class AdapterCritic(nn.Module):
     """Values = `score(hidden states of the base under the adapter "critic")`; ModelError if layers cannot switch adapters."""
 
-    def __init__(self, score: Score) -> None:
+    def __init__(self, score: ValueHead) -> None:
         super().__init__()
         self.score = score
         self.switches: list[_AdapterSwitch] = []
 
-    def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
+    def forward(self, states: CriticInputs, positions_T: Tensor, gradient: float) -> Tensor:
         before = [switch.calls for switch in self.switches]
         outputs = states.backbone(*states.args, **states.inputs, **{_CRITIC_KEYWORD: True}, use_cache=False)
         if any(switch.calls == calls for switch, calls in zip(self.switches, before, strict=True)):
@@ -81,19 +81,19 @@ class AdapterCritic(nn.Module):
         return self.score(select_positions(outputs[0], positions_T))[:, 0]
 
 
-class OwnCritic(nn.Module):
+class SeparateCritic(nn.Module):
     """Values = the classifier's `score(backbone(ids))`, of a transformers sequence classifier with one label."""
 
     def __init__(self, classifier: Any) -> None:
         super().__init__()
         self.classifier = classifier
 
-    def forward(self, states: States, positions_T: Tensor, gradient: float) -> Tensor:
+    def forward(self, states: CriticInputs, positions_T: Tensor, gradient: float) -> Tensor:
         outputs = self.classifier.base_model(*states.args, **states.inputs, use_cache=False)
         return self.classifier.score(select_positions(outputs[0], positions_T))[:, 0]
 
 
-def attach(causal: nn.Module, critic: nn.Module) -> None:
+def add_critic(causal: nn.Module, critic: nn.Module) -> None:
     """Add a critic to a causal LM, replacing an earlier one."""
     causal.add_module(CRITIC, critic)
     classifier = getattr(critic, "classifier", None)
@@ -108,7 +108,7 @@ def critic_of(causal: nn.Module) -> nn.Module | None:
     return causal._modules.get(CRITIC)
 
 
-def critics_model(causal: nn.Module) -> nn.Module | None:
+def critic_classifier(causal: nn.Module) -> nn.Module | None:
     """Return the critic's classifier, if it has a separate backbone."""
     return getattr(critic_of(causal), "classifier", None)
 
@@ -132,27 +132,27 @@ def without_critic(causal: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def keeping_critic(policy: nn.Module) -> Iterator[None]:
+def keep_critic_trainable(policy: nn.Module) -> Iterator[None]:
     """Keep the critic trainable over a block that switches adapters: peft freezes inactive adapters, the critic's among them."""
     try:
         yield
     finally:
         for name, parameter in policy.named_parameters():
-            if is_critics(name):
+            if belongs_to_critic(name):
                 parameter.requires_grad_(True)
 
 
-def is_critics(name: str) -> bool:
+def belongs_to_critic(name: str) -> bool:
     """Return whether a parameter or module belongs to the critic, by its name."""
     return CRITIC in name.split(".")
 
 
 def modules_without_critic(model: nn.Module) -> list[nn.Module]:
     """Return the modules of a model without its critic's; for a critic itself, all of its modules."""
-    return [module for name, module in model.named_modules() if not is_critics(name)]
+    return [module for name, module in model.named_modules() if not belongs_to_critic(name)]
 
 
-def let_layers_switch(critic: AdapterCritic, layers: Iterable[nn.Module]) -> None:
+def install_adapter_switches(critic: AdapterCritic, layers: Iterable[nn.Module]) -> None:
     """Make each layer run under the adapter "critic" alone whenever the critic calls it."""
     # Switch per layer: activation checkpointing reruns a layer in the backward, outside of a switch around the whole forward.
     for layer in layers:
@@ -221,7 +221,7 @@ def _scale_gradient(hidden: Tensor, gradient: float) -> Tensor:
     return hidden.detach() if gradient == 0.0 else hidden.detach() + gradient * (hidden - hidden.detach())
 
 
-def check_reads(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
+def check_critic_vocabulary(critic: nn.Module, policy: nn.Module, tokenizer: Any) -> None:
     """Raise ArgumentError if the policy can generate a token that the critic lacks or reads differently."""
     # Padding rows of embeddings differ between models and are ignored.
     num_known, num_generated = num_embeddings(critic), num_embeddings(policy)

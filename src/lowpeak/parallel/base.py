@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lowpeak.parallel.checkpoint_shards import load_torch_state
 from lowpeak.parallel.checkpoint_state import optimizer_tensors
-from lowpeak.parallel.export_params import layout, outgoing
-from lowpeak.parallel.flat_shard import FlatShard, fsdp_shard, ranges
+from lowpeak.parallel.export_params import exported_parameters, layout
+from lowpeak.parallel.flat_shard import FlatShard, broadcast_slices, fsdp_shard
 from lowpeak.parallel.frozen_models import average, freeze, parameter_bytes, replicate, shard_layers, shards_of
 from lowpeak.parallel.partial_gather import Gatherer
-from lowpeak.parallel.strategy import Frozen, Strategy
+from lowpeak.parallel.strategy import FrozenModel, Strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Layout, Weights, WeightSlice
 
@@ -37,8 +37,8 @@ def fsdp_mesh(accelerator: Any) -> Any:
 class AccelerateStrategy(Strategy):
     """A strategy on top of an accelerator. Subclasses define gradient reduction, and by `_shard` how parameters are sharded."""
 
-    cuts_parameters = False
-    cuts_states = False
+    shards_parameters = False
+    shards_states = False
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -51,15 +51,19 @@ class AccelerateStrategy(Strategy):
         self._accelerator.backward(loss)
 
     @contextmanager
-    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
+    def gather_for_inference(
+        self, model: nn.Module, budget: int | None, gather_head: bool = False
+    ) -> Iterator[nn.Module]:
         inner = self._unwrapped(model)
-        with self._gatherer.gathered_model(inner, self._shard, budget, whole_head):
+        with self._gatherer.gathered_model(inner, self._shard, budget, gather_head):
             yield inner
 
     def slices(
         self, model: nn.Module, max_bytes: int, dtype: torch.dtype | None, weights: Weights = "merged"
     ) -> Iterator[WeightSlice]:
-        return ranges(outgoing(self._unwrapped(model), self._export_shard, weights), max_bytes, dtype)
+        return broadcast_slices(
+            exported_parameters(self._unwrapped(model), self._export_shard, weights), max_bytes, dtype
+        )
 
     def layout(self, model: nn.Module, weights: Weights = "merged") -> Layout:
         return layout(self._unwrapped(model), self._export_shard, weights)
@@ -67,13 +71,13 @@ class AccelerateStrategy(Strategy):
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         return {name: shard.local for name, shard in self._shards(model).items()}
 
-    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         return [] if optimizer is None else optimizer_tensors(optimizer)
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
         load_torch_state(checkpoint, self._unwrapped(model), optimizer, self.ranks.processes)
 
-    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         model = freeze(model)
         # A quantised model stays on the device where its quantiser placed it.
         if not getattr(model, "is_quantized", False):
@@ -106,14 +110,14 @@ class AccelerateStrategy(Strategy):
                 parameter.data = parameter.data.to(dtypes[name])
         return True
 
-    def _frozen(self, model: nn.Module) -> Frozen:
+    def _frozen(self, model: nn.Module) -> FrozenModel:
         @contextmanager
         def ready() -> Iterator[nn.Module]:
             # Compute in the policy's dtype, so that log-probs of both round in the same way.
-            with self._accelerator.autocast(), self.hold(model, 0, whole_head=True) as inner:
+            with self._accelerator.autocast(), self.gather_for_inference(model, 0, gather_head=True) as inner:
                 yield inner
 
-        return Frozen(model, ready)
+        return FrozenModel(model, ready)
 
     def _shards(self, model: nn.Module) -> dict[str, FlatShard]:
         return shards_of(self._unwrapped(model), self._shard)
@@ -137,6 +141,6 @@ class Replicated(AccelerateStrategy):
             return None
         return 1.0 / self._accelerator.gradient_accumulation_steps
 
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._accelerator.gradient_state._set_sync_gradients(last)
         return nullcontext() if last else self._accelerator.no_sync(model)

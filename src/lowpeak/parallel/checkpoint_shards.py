@@ -51,7 +51,7 @@ from lowpeak.parallel.checkpoint_state import (
     TrainingState,
     allocate_torch_state,
     torch_training_state,
-    trained,
+    trained_parameters,
 )
 from lowpeak.ranks import Ranks
 
@@ -86,7 +86,7 @@ def save_shards(checkpoint: Path, state: TrainingState, ranks: Ranks, subfolder:
         _write_torch_file(_opaque_file(folder, ranks.rank), state.opaque)
 
 
-def read_saved(checkpoint: Path, ranks: Ranks, subfolder: str = FOLDER) -> SavedState:
+def read_saved_state(checkpoint: Path, ranks: Ranks, subfolder: str = FOLDER) -> SavedState:
     """Read which tensors a checkpoint's training state has, and its numbers."""
     folder = checkpoint / subfolder
     metadata = _Reader(folder).read_metadata()
@@ -120,12 +120,12 @@ def load_shards(checkpoint: Path, saved: SavedState, fragments: Sequence[Fragmen
 
 def load_torch_state(checkpoint: Path, model: nn.Module, optimizer: Any | None, ranks: Ranks) -> None:
     """Load parameters and the states of their torch optimizer; without an optimizer, the parameters alone."""
-    params, saved = trained(model), read_saved(checkpoint, ranks)
+    params, saved = trained_parameters(model), read_saved_state(checkpoint, ranks)
     if optimizer is not None:
         allocate_torch_state(params, optimizer, saved)
     state = torch_training_state(params, optimizer)
     load_shards(checkpoint, saved, state.fragments)
-    state.put_back()
+    state.copy_back()
 
 
 def _check_fit(checkpoint: Path, saved: SavedState, fragments: Sequence[Fragment]) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel.export_params import plain_name
+from lowpeak.parallel.export_params import clean_parameter_name
 
 WEIGHT = "weight"  # the key of weights, next to the optimizer's keys of states (exp_avg, ...)
 
@@ -62,14 +62,14 @@ class TrainingState:
     def range_of(self, tensor: Any) -> Fragment:
         """Return this rank's range of a tensor; a tensor that tensor parallelism sharded by columns is resharded by rows.
 
-        The resharded rows are a copy, made by the TP group together; `put_back` copies loaded values to the tensor.
+        The resharded rows are a copy, made by the TP group together; `copy_back` copies loaded values to the tensor.
         """
         rows = row_sharded(tensor)
         if rows is not tensor:
             self.row_copies.append((tensor, rows))
         return local_range(rows)
 
-    def put_back(self) -> None:
+    def copy_back(self) -> None:
         """Copy loaded rows to the tensors that are sharded by columns; all processes of a TP group call it together."""
         with torch.no_grad():
             for tensor, rows in self.row_copies:
@@ -117,9 +117,11 @@ def row_sharded(tensor: Any) -> Any:
     return detached.redistribute(placements=placements)
 
 
-def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the trainable parameters by their names without wrappers."""
-    return {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        clean_parameter_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad
+    }
 
 
 def torch_training_state(named: Mapping[str, nn.Parameter], optimizer: Any | None) -> TrainingState:

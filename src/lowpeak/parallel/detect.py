@@ -63,9 +63,9 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(p, DTensor) or hasattr(p, "ds_tensor") for p in model.parameters())
 
 
-def check_cut(strategy: InferenceStrategy, model: nn.Module) -> None:
+def check_is_sharded(strategy: InferenceStrategy, model: nn.Module) -> None:
     """Raise ArgumentError if the strategy has yet to shard the model: with efficient loading, only rank 0 has its weights."""
-    if strategy.cuts_parameters and not is_sharded(model):
+    if strategy.shards_parameters and not is_sharded(model):
         raise ArgumentError(
             "evaluate() and predict() need train() before them if the model is sharded: train() shards it over the ranks and "
             "broadcasts its weights. For an evaluation before the first step set eval_on_start=True."
@@ -126,7 +126,7 @@ def zero_offloads(plugin: Any, section: str) -> bool:
 
 
 @dataclass(frozen=True)
-class Shares:
+class DeviceFractions:
     """The fractions, from 0 to 1, of weights, gradients and AdamW states on each rank's device."""
 
     weights: float = 1.0
@@ -134,7 +134,7 @@ class Shares:
     states: float = 1.0
 
 
-def shares_of(accelerator: Accelerator) -> Shares:
+def device_fractions(accelerator: Accelerator) -> DeviceFractions:
     """Return the fractions under FSDP2 (one shard of a replica) or ZeRO (by its stage); state in host memory counts as 0."""
     state: Any = accelerator.state
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
@@ -144,13 +144,13 @@ def shares_of(accelerator: Accelerator) -> Shares:
         # Under HSDP each replica is sharded over its ranks only: the last axis of the mesh.
         num_ranks = accelerator.num_processes if mesh is None else mesh.size(mesh.ndim - 1)
         part = 0.0 if states_on_host(state) else 1 / num_ranks
-        return Shares(part, part, part)
-    return Shares()
+        return DeviceFractions(part, part, part)
+    return DeviceFractions()
 
 
-def _zero_fractions(plugin: Any, part: float) -> Shares:
+def _zero_fractions(plugin: Any, part: float) -> DeviceFractions:
     # From stage 2 on gradients are reduced on the optimizer's device.
     stage = int(plugin.zero_stage)
     states = 0.0 if zero_offloads(plugin, "offload_optimizer") else part
     weights = 0.0 if zero_offloads(plugin, "offload_param") else part
-    return Shares(weights if stage == 3 else 1.0, states if stage >= 2 else 1.0, states)
+    return DeviceFractions(weights if stage == 3 else 1.0, states if stage >= 2 else 1.0, states)

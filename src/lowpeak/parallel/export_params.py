@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowpeak.errors import ArgumentError
-from lowpeak.models import is_critics, transformers_model
+from lowpeak.models import belongs_to_critic, transformers_model
 from lowpeak.parallel.flat_shard import ExportParam, FlatShard, LoraDelta, ShardOf, local_shard
 from lowpeak.records import Layout, Weights
 
@@ -22,7 +22,7 @@ _WRAPPERS = ("_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "_orig_mod.
 _PREFIX = "base_model.model."
 
 
-def outgoing(model: nn.Module, shard_of: ShardOf, weights: Weights) -> Iterator[ExportParam]:
+def exported_parameters(model: nn.Module, shard_of: ShardOf, weights: Weights) -> Iterator[ExportParam]:
     """Yield the parameters to export (see `ParameterExport.slices`), in the same order on every rank."""
 
     def to_shard(parameter: nn.Parameter) -> FlatShard:
@@ -30,23 +30,23 @@ def outgoing(model: nn.Module, shard_of: ShardOf, weights: Weights) -> Iterator[
 
     if weights == "adapter":
         for name, parameter in adapter_parameters(model).items():
-            yield ExportParam(adapter_name(model, name), to_shard(parameter))
+            yield ExportParam(adapter_file_key(model, name), to_shard(parameter))
     elif not hasattr(model, "peft_config"):
         for name, parameter in policy_parameters(model):
-            yield ExportParam(plain_name(name), to_shard(parameter))
+            yield ExportParam(clean_parameter_name(name), to_shard(parameter))
     else:
         yield from _base_params(model, to_shard, merges=weights == "merged")
 
 
 def layout(model: nn.Module, shard_of: ShardOf, weights: Weights) -> Layout:
     """Return names, shapes and dtypes of the exported parameters, in their order, without communication."""
-    params = outgoing(model, shard_of, weights)
+    params = exported_parameters(model, shard_of, weights)
     return {param.name: (tuple(param.shard.shape), param.shard.local.dtype) for param in params}
 
 
-def unchanging(model: nn.Module) -> frozenset[str]:
+def unchanged_names(model: nn.Module) -> frozenset[str]:
     """Return the `merged` export's names of parameters that training does not change: frozen, and without an adapter."""
-    frozen = {plain_name(name) for name, parameter in policy_parameters(model) if not parameter.requires_grad}
+    frozen = {clean_parameter_name(name) for name, parameter in policy_parameters(model) if not parameter.requires_grad}
     if not hasattr(model, "peft_config"):
         return frozenset(frozen)
     names = (
@@ -58,10 +58,10 @@ def unchanging(model: nn.Module) -> frozenset[str]:
 def policy_parameters(model: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
     """Return a model's named parameters without its critic's, which is never exported with the policy."""
     named = model.named_parameters(remove_duplicate=remove_duplicate)
-    return ((name, parameter) for name, parameter in named if not is_critics(name))
+    return ((name, parameter) for name, parameter in named if not belongs_to_critic(name))
 
 
-def plain_name(name: str) -> str:
+def clean_parameter_name(name: str) -> str:
     """Return a parameter's name without the prefixes of checkpointing, FSDP and torch.compile."""
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -70,10 +70,10 @@ def plain_name(name: str) -> str:
 
 def adapter_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Return the parameters that training an adapter changes, by their names in the model."""
-    return {plain_name(name): p for name, p in policy_parameters(model) if p.requires_grad}
+    return {clean_parameter_name(name): p for name, p in policy_parameters(model) if p.requires_grad}
 
 
-def adapter_name(model: Any, name: str) -> str:
+def adapter_file_key(model: Any, name: str) -> str:
     """Return an adapter parameter's name in peft's file, which leaves out the adapter's name."""
     for adapter in active_adapters(model):
         name = (
@@ -82,18 +82,18 @@ def adapter_name(model: Any, name: str) -> str:
     return name
 
 
-def adapter_state(model: Any, exported: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def adapter_state_dict(model: Any, exported: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the exported `adapter` by its names in the model; a tied parameter is under each of its names."""
-    export_names = {id(p): adapter_name(model, name) for name, p in adapter_parameters(model).items()}
+    export_names = {id(p): adapter_file_key(model, name) for name, p in adapter_parameters(model).items()}
     named = model.named_parameters(remove_duplicate=False)
-    return {plain_name(name): exported[export_names[id(p)]] for name, p in named if id(p) in export_names}
+    return {clean_parameter_name(name): exported[export_names[id(p)]] for name, p in named if id(p) in export_names}
 
 
-def parts_tied(model: Any, exported_names: Collection[str]) -> bool:
+def unties_head(model: Any, exported_names: Collection[str]) -> bool:
     """Return whether the `merged` export has a head separate from the embedding although the config ties them."""
     base = transformers_model(model)
     head = base.get_output_embeddings()
-    name = next((plain_name(name) for name, module in base.named_modules() if module is head), "")
+    name = next((clean_parameter_name(name) for name, module in base.named_modules() if module is head), "")
     return (
         bool(getattr(base.config.get_text_config(), "tie_word_embeddings", False))
         and f"{name}.weight" in exported_names
@@ -111,7 +111,7 @@ def _base_params(model: Any, to_shard: Callable[[nn.Parameter], FlatShard], merg
     layers = dict(_lora_weights(model))
     exported: set[tuple[int, int]] = set()
     for raw, parameter in policy_parameters(model, remove_duplicate=False):
-        name = _checkpoint_name(plain_name(raw), adapters)
+        name = _checkpoint_name(clean_parameter_name(raw), adapters)
         layer = layers.get(raw)
         used = [] if layer is None or layer.merged or not merges else [a for a in adapters if a in layer.scaling]
         result = (id(parameter), id(layer) if used else 0)

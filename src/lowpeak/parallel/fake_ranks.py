@@ -21,7 +21,7 @@ from lowpeak.parallel.strategy import TrainingStrategy
 from lowpeak.ranks import Ranks
 
 
-class Pretended(TrainingStrategy):
+class FakeStrategy(TrainingStrategy):
     """A training strategy for rank 0 of a fake process group; as under FSDP2, each micro-batch reduces gradients.
 
     `begin` is called with "forward" and "backward" when these begin.
@@ -35,7 +35,7 @@ class Pretended(TrainingStrategy):
     def inplace_grad_scale(self) -> float | None:
         return 1.0 if self.ranks.world_size == 1 else None
 
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._begin("forward")
         return nullcontext()
 
@@ -45,7 +45,7 @@ class Pretended(TrainingStrategy):
 
 
 @contextmanager
-def pretended_ranks(world_size: int) -> Iterator[None]:
+def fake_process_group(world_size: int) -> Iterator[None]:
     """Become rank 0 of `world_size` fake ranks, whose collectives return at once; ArgumentError if a process group exists."""
     if dist.is_initialized():
         raise ArgumentError(
@@ -64,7 +64,7 @@ def pretended_ranks(world_size: int) -> Iterator[None]:
 
 
 @contextmanager
-def layouts_apart(make_context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+def wrap_shape_propagation(make_context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
     """Run DTensor's shape propagation inside `make_context()`: it works on fakes of unsharded tensors, which no rank stores."""
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -86,7 +86,7 @@ def make_mesh() -> Any:
     return init_device_mesh("cpu", (dist.get_world_size(),)) if dist.is_initialized() else None
 
 
-def prepare(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Module:
+def prepare_like_accelerate(model: nn.Module, mesh: Any, compute: torch.dtype | None) -> nn.Module:
     """Return the model as `accelerator.prepare` would: sharded if there is a mesh, under autocast if `compute` is given.
 
     accelerate's function shards it, so its FSDP units are accelerate's: each layer; embedding, last norm and head; the rest.

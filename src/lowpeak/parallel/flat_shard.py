@@ -141,7 +141,7 @@ class ExportParam:
     make_delta: Callable[[], LoraDelta | None] = lambda: None
 
 
-def ranges(params: Iterable[ExportParam], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
+def broadcast_slices(params: Iterable[ExportParam], max_bytes: int, dtype: torch.dtype | None) -> Iterator[WeightSlice]:
     """Yield every parameter in flat slices of at most `max_bytes`, in order; each slice's owner broadcasts it to its group.
 
     A slice's values are valid until the next slice: all slices share one buffer.

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lowpeak.models import give_room
-from lowpeak.parallel.export_params import plain_name
+from lowpeak.models import materialize_meta_params
+from lowpeak.parallel.export_params import clean_parameter_name
 from lowpeak.parallel.flat_shard import FlatShard, ShardOf, local_shard
-from lowpeak.parallel.partial_gather import layers_of
+from lowpeak.parallel.partial_gather import decoder_layers
 
 _PIECE_BYTES = 8 << 20
 
@@ -37,7 +37,7 @@ def shard_layers(model: nn.Module, mesh: Any, on_host: bool, from_rank_0: torch.
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
     options: dict[str, Any] = {"mesh": mesh, "offload_policy": CPUOffloadPolicy() if on_host else OffloadPolicy()}
-    for part in (*layers_of(model), model):
+    for part in (*decoder_layers(model), model):
         if from_rank_0 is not None:
             _broadcast_weights(part, from_rank_0)
         fully_shard(part, **options)
@@ -46,7 +46,7 @@ def shard_layers(model: nn.Module, mesh: Any, on_host: bool, from_rank_0: torch.
 
 def replicate(model: nn.Module, device: torch.device) -> nn.Module:
     """Copy rank 0's weights to each rank's device, without using the other ranks' host memory."""
-    give_room(model, device)
+    materialize_meta_params(model, device)
     model.to(device)
     _broadcast_weights(model, device)
     return model
@@ -54,7 +54,7 @@ def replicate(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _broadcast_weights(module: nn.Module, device: torch.device) -> None:
     """Broadcast rank 0's parameters and saved buffers in pieces of a few MB; parameters that are sharded already are skipped."""
-    give_room(module)
+    materialize_meta_params(module)
     for values in module.state_dict(keep_vars=True).values():
         if isinstance(values, DTensor):
             continue
@@ -74,7 +74,7 @@ def parameter_bytes(model: nn.Module) -> int:
 
 def shards_of(model: nn.Module, shard_of: ShardOf) -> dict[str, FlatShard]:
     """Return this rank's shard of every parameter, by name; a replicated parameter is one shard."""
-    return {plain_name(name): shard_of(p) or local_shard(p.detach()) for name, p in model.named_parameters()}
+    return {clean_parameter_name(name): shard_of(p) or local_shard(p.detach()) for name, p in model.named_parameters()}
 
 
 def average(reference: Mapping[str, FlatShard], policy: Mapping[str, FlatShard], share: float) -> None:

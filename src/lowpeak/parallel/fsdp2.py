@@ -12,31 +12,37 @@ from torch.distributed.fsdp import FSDPModule
 
 from lowpeak.parallel.base import AccelerateStrategy, fsdp_mesh
 from lowpeak.parallel.checkpoint_shards import save_shards
-from lowpeak.parallel.checkpoint_state import torch_training_state, trained
+from lowpeak.parallel.checkpoint_state import torch_training_state, trained_parameters
 from lowpeak.parallel.flat_shard import FlatShard, fsdp_shard
 from lowpeak.parallel.frozen_models import freeze, shard_layers
-from lowpeak.parallel.strategy import Frozen
+from lowpeak.parallel.strategy import FrozenModel
 
 
 class Fsdp2(AccelerateStrategy):
     """torch's `fully_shard`, applied by accelerate; gradients are reduced in each micro-batch, so they stay sharded."""
 
-    cuts_parameters = True
-    cuts_states = True
+    shards_parameters = True
+    shards_states = True
 
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._accelerator.gradient_state._set_sync_gradients(True)
         return nullcontext()
 
     @contextmanager
-    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> Iterator[nn.Module]:
-        with super().hold(model, budget, whole_head) as inner, _model_generate(inner):
+    def gather_for_inference(
+        self, model: nn.Module, budget: int | None, gather_head: bool = False
+    ) -> Iterator[nn.Module]:
+        with super().gather_for_inference(model, budget, gather_head) as inner, _model_generate(inner):
             yield inner
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        save_shards(checkpoint, torch_training_state(trained(self._unwrapped(model)), optimizer), self.ranks.processes)
+        save_shards(
+            checkpoint,
+            torch_training_state(trained_parameters(self._unwrapped(model)), optimizer),
+            self.ranks.processes,
+        )
 
-    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         # Sharded on the policy's mesh even if a replica would fit: `average` then needs no communication.
         from_rank_0 = (
             self._only_rank_0_has_weights(model) or self._accelerator.state.fsdp_plugin.cpu_ram_efficient_loading

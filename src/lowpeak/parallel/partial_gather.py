@@ -86,15 +86,18 @@ class Gatherer:
 
     @contextmanager
     def gathered_model(
-        self, model: nn.Module, shard_of: ShardOf, budget: int | None, whole_head: bool = False
+        self, model: nn.Module, shard_of: ShardOf, budget: int | None, gather_head: bool = False
     ) -> Iterator[nn.Module]:
         """Gather what `budget` bytes allow (None: all), and yield `model` ready for forwards; all ranks enter and leave together.
 
-        `whole_head` gathers the head in any case: computing log-probs reads its weight, not only its product. Leaving the
+        `gather_head` gathers the head in any case: computing log-probs reads its weight, not only its product. Leaving the
         context restores hooks, parameters, forwards, modes and checkpointing, also after an error. Unless all is gathered,
         forwards contain collectives and run in lockstep; see `Lockstep`.
         """
-        parts, tp_collectives = find_parts(model, shard_of), self._tp_collectives(transformers_model(model))
+        parts, tp_collectives = (
+            find_sharded_parameters(model, shard_of),
+            self._tp_collectives(transformers_model(model)),
+        )
         with ExitStack() as stack:
             stack.enter_context(_eval_mode(model))
             if parts.is_sharded or tp_collectives is not None:
@@ -102,7 +105,7 @@ class Gatherer:
                 plan, buffers = _allocate(parts, _plan(parts, budget), self._ranks, self._allocate)
                 all_gathered = plan == GatherPlan(len(parts.layers), True)
                 lockstep = Lockstep(self._device, tp_collectives.group if all_gathered and tp_collectives else None)
-                _install(stack, model, parts, plan, buffers, whole_head, lockstep, tp_collectives or TPCollectives())
+                _install(stack, model, parts, plan, buffers, gather_head, lockstep, tp_collectives or TPCollectives())
                 if not all_gathered:
                     stack.enter_context(self._log_timing(plan, parts, lockstep))
                 if tp_collectives is not None or not all_gathered:
@@ -131,7 +134,7 @@ def _install(
     parts: ShardedParts,
     plan: GatherPlan,
     buffers: list[Buffers],
-    whole_head: bool,
+    gather_head: bool,
     lockstep: Lockstep,
     tp_collectives: TPCollectives,
 ) -> None:
@@ -141,7 +144,7 @@ def _install(
         _keep_gathered(stack, params, layer_buffers)
     head: Any = transformers_model(model).get_output_embeddings()
     heads = {id(param.parameter) for param in parts.vocabulary if param.module is head}
-    gathered = [p for p in parts.vocabulary if plan.vocabulary or (whole_head and id(p.parameter) in heads)]
+    gathered = [p for p in parts.vocabulary if plan.vocabulary or (gather_head and id(p.parameter) in heads)]
     _keep_gathered(stack, gathered, buffers[-1] if plan.vocabulary else _buffers(gathered))
     row_sharded = [
         (param, ShardedRows(param.shard, bool(getattr(param.module, "computes_in_fp32", False))))
@@ -163,9 +166,9 @@ def _install(
             replace_forward(stack, head, lockstep.register(multiply, rows.dummy_multiply))
 
 
-def find_parts(model: nn.Module, shard_of: ShardOf) -> ShardedParts:
+def find_sharded_parameters(model: nn.Module, shard_of: ShardOf) -> ShardedParts:
     """Return a model's sharded parameters, grouped by layers, vocabulary and rest."""
-    layers = [(layer, _sharded_params(layer, shard_of)) for layer in layers_of(model)]
+    layers = [(layer, _sharded_params(layer, shard_of)) for layer in decoder_layers(model)]
     in_layers = {id(param.parameter) for _, params in layers for param in params}
     others = [param for param in _sharded_params(model, shard_of) if id(param.parameter) not in in_layers]
     inner = transformers_model(model)
@@ -182,7 +185,7 @@ def _is_plain_table(param: ShardedParam) -> bool:
     return param.name == "weight" and type(param.module).forward in plain and param.shard.to_param is None
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers: modules of the classes in `_no_split_modules`, else those of the longest ModuleList."""
     inner = transformers_model(model)
     names = set(getattr(inner, "_no_split_modules", None) or ())

@@ -19,7 +19,7 @@ from lowpeak.records import Layout, Weights, WeightSlice
 
 
 @dataclass(frozen=True)
-class Frozen:
+class FrozenModel:
     """A frozen model; all ranks enter the context `ready()` together, and may call the model inside."""
 
     model: nn.Module
@@ -39,7 +39,7 @@ class TrainingStrategy(Protocol):
         """
         return None
 
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         """Return the context of a micro-batch's forward and backward; ranks average gradients in the step's `last` one."""
         return nullcontext()
 
@@ -47,11 +47,11 @@ class TrainingStrategy(Protocol):
         """Add the loss's gradients to the parameters'; they are averaged over ranks after the step's `last` micro-batch."""
         ...
 
-    def own_grad_norm(self) -> Tensor | None:
+    def engine_grad_norm(self) -> Tensor | None:
         """Return the norm of all ranks' gradients before clipping if the strategy's engine stores them; else None."""
         return None
 
-    def own_step(self) -> None:
+    def engine_step(self) -> None:
         """Clip, update and clear the gradients if the strategy's engine does that itself; else do nothing."""
         return
 
@@ -59,20 +59,22 @@ class TrainingStrategy(Protocol):
 class InferenceStrategy(Protocol):
     """Forwards without gradients: of the policy, and of models that are never trained.
 
-    `cuts_parameters` is True if a rank stores only a shard of the policy's parameters; forwards then contain collectives.
+    `shards_parameters` is True if a rank stores only a shard of the policy's parameters; forwards then contain collectives.
     """
 
-    cuts_parameters: bool
+    shards_parameters: bool
 
-    def hold(self, model: nn.Module, budget: int | None, whole_head: bool = False) -> AbstractContextManager[nn.Module]:
+    def gather_for_inference(
+        self, model: nn.Module, budget: int | None, gather_head: bool = False
+    ) -> AbstractContextManager[nn.Module]:
         """Return a context in which `model` runs without gradients: in eval mode, without activation checkpointing.
 
-        As many layers are gathered as `budget` bytes allow (None: all); `whole_head` gathers the head in any case. All ranks
+        As many layers are gathered as `budget` bytes allow (None: all); `gather_head` gathers the head in any case. All ranks
         enter the context, and run their forwards in lockstep. Leaving it restores everything, also after an error.
         """
         ...
 
-    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         """Place a model that is never trained on the devices, in eval mode.
 
         It is sharded if the policy is, or if a replica exceeds `free_bytes`. With `on_host` it is stored in host memory, and
@@ -107,16 +109,16 @@ class ParameterExport(Protocol):
 class ShardedState(Protocol):
     """Trained weights and optimizer states of this rank, in memory and in checkpoints.
 
-    `cuts_states` is True if ranks store different parts of the trained weights or of their states, so that all ranks write.
+    `shards_states` is True if ranks store different parts of the trained weights or of their states, so that all ranks write.
     """
 
-    cuts_states: bool
+    shards_states: bool
 
     def shards(self, model: nn.Module) -> dict[str, Tensor]:
         """Return this rank's flat shards of the model's parameters, by name."""
         ...
 
-    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         """Return this rank's tensors that nothing reads between two steps: gradients and optimizer states."""
         ...
 

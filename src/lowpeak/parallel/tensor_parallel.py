@@ -29,7 +29,7 @@ from lowpeak.parallel.frozen_models import freeze
 from lowpeak.parallel.fsdp2 import Fsdp2
 from lowpeak.parallel.lockstep import TPCollectives
 from lowpeak.parallel.partial_gather import Gatherer
-from lowpeak.parallel.strategy import Frozen
+from lowpeak.parallel.strategy import FrozenModel
 
 _TP_AXIS, _DATA_AXIS = "tp", "fsdp"  # transformers' names of the mesh axes
 
@@ -63,11 +63,11 @@ class TensorParallel(Fsdp2):
         super().__init__(accelerator)
         self._gatherer = Gatherer(self.ranks, self._device, tp_collectives=self._tp_collectives)
         # Sharded over data ranks only: the parts of a TP group are never gathered.
-        self.cuts_parameters = self.ranks.world_size > 1
+        self.shards_parameters = self.ranks.world_size > 1
 
     @contextmanager
-    def accumulate(self, model: nn.Module, last: bool) -> Iterator[None]:
-        with super().accumulate(model, last):
+    def micro_batch_context(self, model: nn.Module, last: bool) -> Iterator[None]:
+        with super().micro_batch_context(model, last):
             yield
         if last:
             group = self._accelerator.torch_device_mesh[_TP_AXIS].get_group()
@@ -76,7 +76,7 @@ class TensorParallel(Fsdp2):
                     if parameter.grad is not None:
                         dist.all_reduce(local_shard(parameter.grad).local, group=group)
 
-    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         if on_host:
             raise ArgumentError("offload_frozen_models does not work with tensor parallelism: remove one of the two.")
         if _is_tensor_parallel(model):
@@ -125,7 +125,7 @@ class TensorParallel(Fsdp2):
         return MatrixBlock(shape, shape.numel(), flat, flat.dtype, self._device, None, None, *block)
 
 
-def cut_alike(module: nn.Module, model: nn.Module) -> None:
+def shard_like(module: nn.Module, model: nn.Module) -> None:
     """Apply FSDP2 to a module on the data mesh of a model that was sharded while loading; skip other models."""
     for parameter in model.parameters():
         if _DATA_AXIS in _axes(parameter):

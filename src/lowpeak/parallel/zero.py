@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowpeak.errors import CheckpointError
 from lowpeak.parallel.base import AccelerateStrategy
-from lowpeak.parallel.checkpoint_shards import load_shards, read_saved, save_shards
+from lowpeak.parallel.checkpoint_shards import load_shards, read_saved_state, save_shards
 from lowpeak.parallel.checkpoint_state import (
     WEIGHT,
     Fragment,
@@ -29,26 +29,26 @@ from lowpeak.parallel.checkpoint_state import (
     group_options,
     optimizer_tensors,
     set_group_options,
-    trained,
+    trained_parameters,
 )
 from lowpeak.parallel.flat_shard import FlatShard
 from lowpeak.parallel.frozen_models import freeze
-from lowpeak.parallel.strategy import Frozen
+from lowpeak.parallel.strategy import FrozenModel
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 
 
 class Zero(AccelerateStrategy):
-    """DeepSpeed's engine, created by accelerate; it clips and updates by itself, in `own_step`."""
+    """DeepSpeed's engine, created by accelerate; it clips and updates by itself, in `engine_step`."""
 
-    cuts_states = True
+    shards_states = True
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
         self._stage = int(accelerator.state.deepspeed_plugin.zero_stage)
-        self.cuts_parameters = self._stage == 3
+        self.shards_parameters = self._stage == 3
 
-    def accumulate(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
+    def micro_batch_context(self, model: nn.Module, last: bool) -> AbstractContextManager[None]:
         self._accelerator.gradient_state._set_sync_gradients(last)
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
@@ -56,7 +56,7 @@ class Zero(AccelerateStrategy):
     def backward(self, loss: Tensor, last: bool) -> None:
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def own_grad_norm(self) -> Tensor | None:
+    def engine_grad_norm(self) -> Tensor | None:
         optimizer = self._engine.optimizer
         if self._stage == 3:
             norm = torch.linalg.vector_norm(torch.stack(optimizer._get_norm_groups()))
@@ -64,10 +64,10 @@ class Zero(AccelerateStrategy):
             norm = torch.as_tensor(optimizer.scaled_global_norm())
         return norm / optimizer.loss_scale
 
-    def own_step(self) -> None:
+    def engine_step(self) -> None:
         self._engine.step()
 
-    def idle(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
+    def offloadable_tensors(self, model: nn.Module, optimizer: Any) -> list[Tensor]:
         if self._accelerator.deepspeed_engine_wrapped is None:
             return []
         # Only the step reads the fp32 master weights, their states, and the gradients.
@@ -80,12 +80,12 @@ class Zero(AccelerateStrategy):
         return [*masters, *optimizer_tensors(zero.optimizer), *(each for each in gradients if isinstance(each, Tensor))]
 
     def save_state(self, checkpoint: Path, model: nn.Module, optimizer: Any) -> None:
-        params = trained(self._unwrapped(model))
+        params = trained_parameters(self._unwrapped(model))
         save_shards(checkpoint, _training_state(self._engine, self._stage, params), self.ranks.processes)
 
     def load_state(self, checkpoint: Path, model: nn.Module, optimizer: Any | None) -> None:
-        engine, stage, params = self._engine, self._stage, trained(self._unwrapped(model))
-        saved, inner = read_saved(checkpoint, self.ranks.processes), engine.optimizer.optimizer
+        engine, stage, params = self._engine, self._stage, trained_parameters(self._unwrapped(model))
+        saved, inner = read_saved_state(checkpoint, self.ranks.processes), engine.optimizer.optimizer
         set_group_options(inner, saved.options)
         for master in _master_ranges(engine.optimizer, stage, params):
             _allocate_states(inner.state[master.flat], master, saved)
@@ -103,7 +103,7 @@ class Zero(AccelerateStrategy):
         else:
             _copy_masters_to_model(engine.optimizer, params)
 
-    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> Frozen:
+    def prepare_frozen(self, model: nn.Module, free_bytes: int, on_host: bool) -> FrozenModel:
         if self._stage < 3:
             return super().prepare_frozen(model, free_bytes, on_host)
         import deepspeed

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 from lowpeak.errors import ArgumentError, LowpeakError, ModelError, first_line
 from lowpeak.logprobs import eval_mode
 from lowpeak.memory import is_exhaustion
-from lowpeak.models import check_dtype, check_shapes, name_damaged_file, num_embeddings, reads_weights, without_weights
+from lowpeak.models import (
+    check_dtype,
+    check_shapes,
+    init_without_weights,
+    name_damaged_file,
+    num_embeddings,
+    reads_weights,
+)
 from lowpeak.ranks import Ranks
 
 if TYPE_CHECKING:
@@ -144,7 +151,7 @@ def load_classifier(name: str, options: Mapping[str, Any], device: torch.device 
     check_dtype(options)
     with _loading_errors(name, f"Reward model '{name}' cannot be loaded"):
         if device is not None and not reads_weights(device):
-            return without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+            return init_without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
         report_options = {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, report = AutoModelForSequenceClassification.from_pretrained(
             name, num_labels=1, **report_options, **{"dtype": "auto", **options}

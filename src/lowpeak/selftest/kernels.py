@@ -18,7 +18,7 @@ from lowpeak.batching import Budget, pack
 from lowpeak.logprobs import ChunkSettings, HeadScale, fused_loss, install_head, naive_logprobs, triton_mismatch
 from lowpeak.memory import rehearse
 from lowpeak.models import load_policy
-from lowpeak.parallel import Pretended, Strategy
+from lowpeak.parallel import FakeStrategy, Strategy
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.models import make_model, mib
 from lowpeak.selftest.table import Bench, require, row
@@ -124,7 +124,7 @@ def step_memory(bench: Bench) -> str:
     # Without the weights and AdamW's states, which are not part of the measured peak.
     expected = planned.train - 3 * planned.loaded
     model = _policy(bench).to(bench.device)
-    run = partial(run_step, model, batches, make_supervised(), core, cast(Strategy, Pretended()), {})
+    run = partial(run_step, model, batches, make_supervised(), core, cast(Strategy, FakeStrategy()), {})
     run()
     model.zero_grad()
     measured = _peak_of(run, bench)

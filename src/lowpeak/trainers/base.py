@@ -31,7 +31,7 @@ from lowpeak.checkpoint import (
 )
 from lowpeak.errors import DataError, EngineError, StoppedError
 from lowpeak.memory import Phase
-from lowpeak.parallel import has_shards, trained
+from lowpeak.parallel import has_shards, trained_parameters
 from lowpeak.records import Metric, merge_metrics
 from lowpeak.setup import (
     check_checkpoint_name,
@@ -119,7 +119,7 @@ class StepTrainer(ModelCardMixin, Trainer):
         self.run, self.scratch = run, StepScratch()
         self.algorithm_state, self.unlogged_metrics = dict(run.algorithm.state), {}
         optimizer_phase = lambda: self.run.tracker.phase(Phase.OPTIMIZER)  # noqa: E731
-        engine_step = lambda: self.run.strategy.own_step()  # noqa: E731
+        engine_step = lambda: self.run.strategy.engine_step()  # noqa: E731
         self.add_callback(StepCallback(optimizer_phase, engine_step, self.finish_step, run.interrupts))
 
     # the loop
@@ -230,7 +230,7 @@ class StepTrainer(ModelCardMixin, Trainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """Return the gradient norm, after the step's only read of the device; raise NonFiniteError for a NaN."""
         strategy, step = self.run.strategy, self.state.global_step + 1
-        engine_norm = strategy.own_grad_norm()
+        engine_norm = strategy.engine_grad_norm()
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm) if engine_norm is None else engine_norm
         if hasattr(grad_norm, "full_tensor"):  # under FSDP2 each rank has a part of it
             grad_norm = grad_norm.full_tensor()
@@ -365,7 +365,7 @@ class StepTrainer(ModelCardMixin, Trainer):
                 super()._load_best_model()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if self.run.strategy.cuts_states:  # `_prepare_for_training` loads sharded states
+        if self.run.strategy.shards_states:  # `_prepare_for_training` loads sharded states
             return
         with self.run.strategy.ranks.together(), explain_load_errors(resume_from_checkpoint, "weights", "model"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -390,7 +390,7 @@ class StepTrainer(ModelCardMixin, Trainer):
 
     def _check_weights(self) -> None:
         shards = self.run.strategy.shards(self.model)
-        weights = {name: shards[name] for name in trained(self.model)}
+        weights = {name: shards[name] for name in trained_parameters(self.model)}
         step, ranks = self.state.global_step, self.run.strategy.ranks
         require_finite_weights(weights, step, Path(self.args.output_dir), ranks)
 

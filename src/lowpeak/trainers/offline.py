@@ -21,8 +21,8 @@ from lowpeak.data import RowReader, check_embedded, cursor_over, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
 from lowpeak.models import (
-    LOGPROBS,
-    Head,
+    LOGPROB_HEAD,
+    HeadKind,
     context_length,
     disable_dropout,
     load_tokenizer,
@@ -30,7 +30,7 @@ from lowpeak.models import (
     transformers_model,
     upcast_trainable,
 )
-from lowpeak.parallel import check_cut, check_devices, detect_strategy
+from lowpeak.parallel import check_devices, check_is_sharded, detect_strategy
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
@@ -62,7 +62,7 @@ class OfflineTrainer(StepTrainer):
 
     config_class: ClassVar[type[CommonConfig]]
     columns: ClassVar[str]  # columns of its data, for the error if there is no data set
-    head: ClassVar[Head] = LOGPROBS
+    head: ClassVar[HeadKind] = LOGPROB_HEAD
     auto: ClassVar[Any] = AutoModelForCausalLM  # the class of transformers that makes a model of a name
     reader: Any
 
@@ -198,7 +198,7 @@ class OfflineTrainer(StepTrainer):
 
     def _measure_and_predict(self, data: Any, prefix: str, predicts: bool) -> PredictionOutput:
         ranks, tracker = self.run.strategy.ranks, self.run.tracker
-        check_cut(self.run.strategy, self.model_wrapped)
+        check_is_sharded(self.run.strategy, self.model_wrapped)
         with watched(ranks, lambda: tracker.where), keep_random(), tracker.phase(Phase.EVALUATE):
             with ranks.together():
                 records = self.read(data)

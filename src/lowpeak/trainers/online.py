@@ -16,7 +16,7 @@ from lowpeak.arguments import OnlineConfig, OnlineSettings, Sampling
 from lowpeak.checkpoint import RolloutInUse, RunState, capture_random, keep_random
 from lowpeak.data import check_prompt_columns, eval_prompts
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel import check_cut, has_shards
+from lowpeak.parallel import check_is_sharded, has_shards
 from lowpeak.ranks import Ranks
 from lowpeak.records import Record
 from lowpeak.setup import check_adapter, check_data, check_hub, silence_nonzero_ranks
@@ -224,7 +224,7 @@ class OnlineTrainer(StepTrainer):
 
     def _evaluate_prompts(self, data: Any, prefix: str) -> Evaluation:
         ranks = self.run.strategy.ranks
-        check_cut(self.run.strategy, self.model_wrapped)
+        check_is_sharded(self.run.strategy, self.model_wrapped)
         self.model_wrapped.eval()
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
@@ -261,7 +261,7 @@ class OnlineTrainer(StepTrainer):
 
     def save_extra(self, folder: Path) -> None:
         with self.run.strategy.ranks.together():
-            for name, parameters in self.extra_weights(self.run.strategy.cuts_states).items():
+            for name, parameters in self.extra_weights(self.run.strategy.shards_states).items():
                 save_apart(folder, name, parameters, self.run.strategy.ranks)
 
     def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:

@@ -16,20 +16,20 @@ from lowpeak.logprobs import causal_lm
 from lowpeak.models import (
     CRITIC,
     AdapterCritic,
-    OwnCritic,
-    Score,
+    SeparateCritic,
     SharedCritic,
-    attach,
+    ValueHead,
+    add_critic,
+    belongs_to_critic,
     critic_of,
     from_pretrained,
-    is_critics,
+    gather_zero3_params,
+    init_without_weights,
+    install_adapter_switches,
     is_peft,
-    keeping_critic,
-    let_layers_switch,
-    whole_again,
-    without_weights,
+    keep_critic_trainable,
 )
-from lowpeak.parallel import cut_alike, layers_of, outgoing
+from lowpeak.parallel import decoder_layers, exported_parameters, shard_like
 from lowpeak.rewards import load_classifier
 
 EXPORT_FOLDER = "critic"
@@ -46,17 +46,17 @@ def attach_critic(policy: nn.Module, origin: Any, value_model: Any, args: Any) -
         raise ArgumentError(f"value_model has no effect with critic={args.critic!r}: set critic='model', or remove it.")
     critic: nn.Module
     if args.critic == "model":
-        critic = OwnCritic(_classifier(policy, causal, origin, value_model, args))
+        critic = SeparateCritic(_classifier(policy, causal, origin, value_model, args))
     else:
         critic = _adapter_critic(policy, causal) if args.critic == "adapter" else SharedCritic(_score(causal))
     device = causal.get_input_embeddings().weight.device
     if device.type != "meta":
-        cut_alike(critic.to(device), causal)
-    attach(causal, critic)
+        shard_like(critic.to(device), causal)
+    add_critic(causal, critic)
 
 
-def _score(causal: Any) -> Score:
-    return Score(causal.config.get_text_config().hidden_size)
+def _score(causal: Any) -> ValueHead:
+    return ValueHead(causal.config.get_text_config().hidden_size)
 
 
 # a separate model
@@ -94,7 +94,9 @@ def _load_classifier(causal: Any, name: str, options: dict[str, Any]) -> nn.Modu
     """Load a trained classifier by name or path."""
     # A policy on the meta device gets its weights from rank 0 later, and so does the critic.
     if causal.get_input_embeddings().weight.is_meta:
-        classifier: nn.Module = without_weights(AutoModelForSequenceClassification, name, {"num_labels": 1, **options})
+        classifier: nn.Module = init_without_weights(
+            AutoModelForSequenceClassification, name, {"num_labels": 1, **options}
+        )
         return classifier
     return load_classifier(name, options)
 
@@ -108,9 +110,9 @@ def _on_same_backbone(policy: nn.Module, causal: Any) -> Any:
     classifier = AutoModelForSequenceClassification.from_config(config, dtype=causal.dtype)
     copies, source = dict(classifier.named_parameters()), _ExportedParameter()
     with torch.no_grad():
-        for exported in outgoing(policy, source, "base"):
+        for exported in exported_parameters(policy, source, "base"):
             if exported.name in copies:
-                with whole_again(source.parameter, copies[exported.name]):
+                with gather_zero3_params(source.parameter, copies[exported.name]):
                     copies[exported.name].copy_(source.parameter)
     return classifier
 
@@ -131,8 +133,8 @@ def _checked(classifier: Any) -> Any:
             f"value_model is a {type(classifier).__name__}; a critic is a transformers sequence classifier with one label and a "
             "linear `score` (AutoModelForSequenceClassification, num_labels=1)."
         )
-    if not isinstance(score, Score):
-        unbiased = Score(score.in_features)
+    if not isinstance(score, ValueHead):
+        unbiased = ValueHead(score.in_features)
         unbiased.weight = score.weight
         if score.bias is not None:
             raise ArgumentError(f"the score of {type(classifier).__name__} has a bias, which a critic cannot have.")
@@ -155,18 +157,18 @@ def _adapter_critic(policy: Any, causal: Any) -> AdapterCritic:
             "critic='adapter' with modules_to_save: the critic would need separate copies of these modules; leave "
             "modules_to_save out, or choose critic='head'."
         )
-    with keeping_critic(policy):
+    with keep_critic_trainable(policy):
         policy.add_adapter(CRITIC, copy.deepcopy(policy.peft_config[active]))
         policy.set_adapter(active)
     critic = AdapterCritic(_score(causal))
-    layers = layers_of(policy)
+    layers = decoder_layers(policy)
     outside = _adapted(policy) - {id(part) for layer in layers for part in layer.modules()}
     if outside:
         raise ArgumentError(
             "critic='adapter' needs adapters in the decoder's layers alone: leave the embeddings and the head out of "
             "target_modules, or choose critic='head'."
         )
-    let_layers_switch(critic, layers)
+    install_adapter_switches(critic, layers)
     return critic
 
 
@@ -179,7 +181,7 @@ def _adapted(policy: nn.Module) -> set[int]:
 
 def set_critic_learning_rate(optimizer: torch.optim.Optimizer, model: nn.Module, learning_rate: float) -> None:
     """Move the critic's parameters into separate groups, which differ only by the learning rate."""
-    critic_ids = {id(parameter) for name, parameter in model.named_parameters() if is_critics(name)}
+    critic_ids = {id(parameter) for name, parameter in model.named_parameters() if belongs_to_critic(name)}
     for group in list(optimizer.param_groups):
         critic = [parameter for parameter in group["params"] if id(parameter) in critic_ids]
         if not critic:
@@ -205,7 +207,7 @@ def check_critic_is_optimized(optimizer: torch.optim.Optimizer, model: nn.Module
 
 def critic_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the critic's parameters by their names in the policy."""
-    return {name: parameter for name, parameter in model.named_parameters() if is_critics(name)}
+    return {name: parameter for name, parameter in model.named_parameters() if belongs_to_critic(name)}
 
 
 def export_critic(trainer: Any, folder: Path) -> None:
@@ -215,7 +217,7 @@ def export_critic(trainer: Any, folder: Path) -> None:
     """
     strategy, tokenizer = trainer.run.strategy, trainer.processing_class
     critic = critic_of(causal_lm(trainer.accelerator.unwrap_model(trainer.model)))
-    if not isinstance(critic, OwnCritic):
+    if not isinstance(critic, SeparateCritic):
         return
     classifier, first = critic.classifier, strategy.ranks.processes.rank == 0
     layout = strategy.layout(classifier)

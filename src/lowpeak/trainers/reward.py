@@ -17,7 +17,7 @@ from lowpeak.arguments import WHOLE, CommonConfig, RewardConfig
 from lowpeak.data import PreferenceReader, check_preference_columns, flat, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import classifier_of
-from lowpeak.models import SCORES, Head, from_pretrained, load_policy, num_embeddings
+from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, num_embeddings
 from lowpeak.records import Record
 from lowpeak.trainers.offline import OfflineTrainer, longest_row
 from lowpeak.training import StepBatches, score
@@ -41,7 +41,7 @@ class RewardTrainer(OfflineTrainer):
     config_class: ClassVar[type[CommonConfig]] = RewardConfig
     columns: ClassVar[str] = "chosen and rejected, with or without prompt"
     auto: ClassVar[Any] = AutoModelForSequenceClassification
-    head: ClassVar[Head] = SCORES
+    head: ClassVar[HeadKind] = SCORE_HEAD
 
     @staticmethod
     def load_model(model: Any, args: Any, peft_config: Any) -> nn.Module:

@@ -21,19 +21,19 @@ from lowpeak.journal import Journal
 from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
 from lowpeak.memory import LEAST_BYTES, ActivationOffload, DeviceMover, HostMover, Rest, free_bytes
 from lowpeak.models import (
-    LOGPROBS,
-    Head,
+    LOGPROB_HEAD,
+    HeadKind,
     Reference,
     adapter_reference,
-    check_reads,
+    check_critic_vocabulary,
     context_length,
-    critics_model,
-    give_room,
+    critic_classifier,
     load_balance_of,
+    materialize_meta_params,
     num_embeddings,
     transformers_model,
 )
-from lowpeak.parallel import Frozen, Strategy, detect_strategy, is_sharded, shares_of, states_on_host
+from lowpeak.parallel import FrozenModel, Strategy, detect_strategy, device_fractions, is_sharded, states_on_host
 from lowpeak.records import Prompt
 from lowpeak.rewards import ModelReward, RewardPanel, RewardSettings
 from lowpeak.training.collector import RolloutCollector
@@ -53,9 +53,9 @@ def connect_online(
     args, settings = parts.args, parts.settings
     strategy = detect_strategy(trainer.accelerator)
     _report_unused_arguments(trainer, parts, strategy)
-    critic = critics_model(causal_lm(parts.policy))
+    critic = critic_classifier(causal_lm(parts.policy))
     if critic is not None:
-        check_reads(critic, parts.policy, parts.tokenizer)
+        check_critic_vocabulary(critic, parts.policy, parts.tokenizer)
     limit = _max_prompt_tokens(parts.policy, critic, args.max_completion_length, args.vllm_max_model_length)
     new_reader = partial(
         PromptReader,
@@ -103,7 +103,7 @@ def make_run(
     memory: MemorySettings,
     pad_id: int,
     reference: Reference | None = None,
-    head: Head = LOGPROBS,
+    head: HeadKind = LOGPROB_HEAD,
 ) -> Run:
     """Install the log-prob head in the policy, check it against the model's logits, and return the run.
 
@@ -119,24 +119,24 @@ def make_run(
     if load_balance is not None:  # sequences with zero advantages move the routers, too
         algorithm = algorithm.without_skipping()
     with ExitStack() as on_device:
-        models = [on_device.enter_context(strategy.hold(policy, 0, whole_head=True))]
+        models = [on_device.enter_context(strategy.gather_for_inference(policy, 0, gather_head=True))]
         with ranks.together(), _mixed_dtypes(trainer, policy):
             head.verify(policy)
             if load_balance is not None:
                 verify_load_balance(policy, load_balance)
         if reference is not None and reference.model is not None:
             models.append(on_device.enter_context(reference.use()))
-        critic = critics_model(causal_lm(policy))
+        critic = critic_classifier(causal_lm(policy))
         if critic is not None:
-            models.append(on_device.enter_context(strategy.hold(critic, 0)))
+            models.append(on_device.enter_context(strategy.gather_for_inference(critic, 0)))
         with trainer.accelerator.autocast():  # as the passes will compute
             choice = prepare_layout(memory, models, device, ranks)
     checkpointing = args.checkpoints_activations
-    shares = shares_of(trainer.accelerator)
+    shares = device_fractions(trainer.accelerator)
     sizes = Sizes.of(
         memory, policy, device, choice, ranks, bf16=bool(args.bf16), checkpointing=checkpointing, shares=shares
     )
-    give_room(policy)
+    materialize_meta_params(policy)
     offloads = memory.activation_offloading
     saving = ActivationOffload(policy, DeviceMover(device)).saving if offloads else nullcontext
     temperature = getattr(args, "temperature", 1.0)
@@ -193,10 +193,10 @@ def make_rest(
         return _tensors(policy, strategy)
 
     # The optimizer is made when training starts, and has no states before its first step.
-    return Rest(mover, needed, lambda: strategy.idle(policy, trainer.optimizer), least_bytes)
+    return Rest(mover, needed, lambda: strategy.offloadable_tensors(policy, trainer.optimizer), least_bytes)
 
 
-def resting(rest: Rest | None, strategy: Strategy, frozen: Frozen) -> Frozen:
+def resting(rest: Rest | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
     """Return a frozen model that the offloader moves too, and brings to the device while it is used."""
     if rest is None:
         return frozen
@@ -210,7 +210,7 @@ def resting(rest: Rest | None, strategy: Strategy, frozen: Frozen) -> Frozen:
             yield model
 
     rest.add(tensors)
-    return Frozen(frozen.model, ready)
+    return FrozenModel(frozen.model, ready)
 
 
 def _tensors(model: nn.Module, strategy: Strategy) -> Iterable[Tensor]:
@@ -219,19 +219,19 @@ def _tensors(model: nn.Module, strategy: Strategy) -> Iterable[Tensor]:
 
 def _freezer(
     trainer: RunContext, parts: OnlineParts, strategy: Strategy, rest: Rest | None
-) -> Callable[[nn.Module], Frozen]:
+) -> Callable[[nn.Module], FrozenModel]:
     """Return a function that prepares a frozen model.
 
     The model stays unsharded if it fits into half of what training leaves free on every rank.
     """
     device = trainer.accelerator.device
-    free = free_bytes(device) - training_bytes(parts.policy, device, shares_of(trainer.accelerator))
+    free = free_bytes(device) - training_bytes(parts.policy, device, device_fractions(trainer.accelerator))
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.frozen_on_host
     return lambda model: resting(rest, strategy, strategy.prepare_frozen(model, room, on_host))
 
 
-def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], Frozen]) -> Reference:
+def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:
     if parts.reference_model is None:
         return adapter_reference(parts.policy)
     install_head(parts.reference_model, cast_head_to_fp32=parts.args.cast_lm_head_to_fp32)
@@ -256,7 +256,7 @@ def _report_unused_arguments(trainer: RunContext, parts: OnlineParts, strategy: 
         parts.user_args,
         replace(
             facts,
-            sharded=strategy.cuts_parameters,
+            sharded=strategy.shards_parameters,
             in_fp32=computes_in_fp32(parts.args, parts.policy, parts.reference_model),
             states_on_host=states_on_host(trainer.accelerator.state),
             frozen=_has_frozen_models(parts),

@@ -31,11 +31,11 @@ from lowpeak.parallel import (
     Strategy,
     TrainingState,
     active_adapters,
-    adapter_state,
+    adapter_state_dict,
+    clean_parameter_name,
     has_shards,
     load_shards,
-    plain_name,
-    read_saved,
+    read_saved_state,
     save_shards,
 )
 from lowpeak.ranks import Ranks, is_lost_connection
@@ -70,11 +70,11 @@ def _save_training(trainer: Any, stage: Path) -> None:
     """Write optimizer states, schedule and loss scale: each rank its shard, or rank 0 all of it."""
     strategy, folder = trainer.run.strategy, os.fspath(stage)
     with strategy.ranks.together():
-        if strategy.cuts_states:
+        if strategy.shards_states:
             strategy.save_state(stage, trainer.model_wrapped, trainer.optimizer)
         else:
             trainer._save_optimizer_and_scheduler(folder)
-    if strategy.cuts_states and strategy.ranks.processes.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
+    if strategy.shards_states and strategy.ranks.processes.rank == 0 and not _is_deepspeeds(trainer.lr_scheduler):
         torch.save(trainer.lr_scheduler.state_dict(), stage / SCHEDULER_NAME)
     trainer._save_scaler(folder)
 
@@ -113,7 +113,7 @@ def check_training_state(checkpoint: Path, strategy: Strategy) -> None:
             f"{checkpoint} has no {missing[0]} (save_only_model writes none): start a new run from its weights (model=that "
             "folder), or resume from another checkpoint."
         )
-    if strategy.cuts_states:
+    if strategy.shards_states:
         raise CheckpointError(
             f"{checkpoint} has no sharded optimizer states: it was written on one device, under DDP, or with save_only_model. "
             "Resume with the strategy that wrote it, or start a new run from its weights (model=that folder)."
@@ -174,7 +174,7 @@ def export_model(trainer: Any, folder: Path, *, merged: bool = False) -> None:
 def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
     """Write the adapter as peft does; gather a sharded one on rank 0, slice by slice, without its base."""
     strategy = trainer.run.strategy
-    if not strategy.cuts_states:
+    if not strategy.shards_states:
         with strategy.ranks.together():
             trainer._save(os.fspath(folder))
         return
@@ -189,7 +189,7 @@ def _export_adapter(trainer: Any, model: Any, folder: Path) -> None:
             tensors = {name: torch.cat(parts).view(shapes[name]) for name, parts in slices.items()}
             folder.mkdir(parents=True, exist_ok=True)
             model.save_pretrained(
-                folder, state_dict=adapter_state(model, tensors), selected_adapters=active_adapters(model)
+                folder, state_dict=adapter_state_dict(model, tensors), selected_adapters=active_adapters(model)
             )
             _save_tokenizer_and_arguments(trainer, folder)
 
@@ -253,15 +253,15 @@ def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parame
     if not (checkpoint / folder).is_dir():
         raise CheckpointError(f"{checkpoint / folder} is missing: {_MISSING_REASONS[folder]}")
     state = _state(parameters)
-    saved = read_saved(checkpoint, ranks.processes, folder)
+    saved = read_saved_state(checkpoint, ranks.processes, folder)
     load_shards(checkpoint, saved, state.fragments, folder)
-    state.put_back()
+    state.copy_back()
 
 
 def _state(parameters: Mapping[str, nn.Parameter]) -> TrainingState:
     state = TrainingState()
     for name, parameter in parameters.items():
-        state.add_range(f"{WEIGHT}/{plain_name(name)}", state.range_of(parameter))
+        state.add_range(f"{WEIGHT}/{clean_parameter_name(name)}", state.range_of(parameter))
     return state
 
 

@@ -16,8 +16,8 @@ from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs import causal_lm
 from lowpeak.memory import free_bytes
-from lowpeak.models import context_length, first_rotations, is_peft, num_embeddings
-from lowpeak.parallel import parts_tied, unchanging
+from lowpeak.models import context_length, is_peft, longrope_switch_length, num_embeddings
+from lowpeak.parallel import unchanged_names, unties_head
 from lowpeak.ranks import Ranks
 from lowpeak.rollout import FunctionEngine, RolloutEngine
 from lowpeak.rollout.native import NativeEngine, bytes_per_token, end_token_ids, parameter_dtype
@@ -71,7 +71,9 @@ def make_engine(
     budget, strategy = parts.settings.memory.gather_budget, run.strategy
 
     def gather_policy(num_bytes: int | None = budget) -> AbstractContextManager[nn.Module]:
-        return strategy.hold(trainer.model_wrapped, _free_to_gather(trainer) if num_bytes is None else num_bytes)
+        return strategy.gather_for_inference(
+            trainer.model_wrapped, _free_to_gather(trainer) if num_bytes is None else num_bytes
+        )
 
     device = trainer.accelerator.device
     engine: RolloutEngine
@@ -108,9 +110,9 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
     """Return the engine over vLLM in this process, or over servers."""
     settings, policy, tokenizer = parts.settings.vllm, causal_lm(parts.policy), parts.tokenizer
     assert settings is not None, "the run has vLLM"
-    settings = replace(settings, where=within_rotations(settings.where, first_rotations(policy)))
+    settings = replace(settings, where=within_rotations(settings.where, longrope_switch_length(policy)))
     ranks, where = run.strategy.ranks, settings.where
-    if is_peft(parts.policy) and parts_tied(parts.policy, run.strategy.layout(parts.policy)):
+    if is_peft(parts.policy) and unties_head(parts.policy, run.strategy.layout(parts.policy)):
         raise ArgumentError(
             "the adapter trains embedding and lm_head separately, but the model ties them and vLLM stores one copy: train "
             "neither, put both in modules_to_save with ensure_weight_tying=True, or leave use_vllm out."
@@ -120,7 +122,7 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
         lambda sampling: end_token_ids(policy, tokenizer, sampling),
         num_embeddings(policy),
         adapter,
-        unchanging(parts.policy),
+        unchanged_names(parts.policy),
     )
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
@@ -145,7 +147,7 @@ def connect_checked(
         info = vllm.facts()
         warn_unsupported(info.version)
         check_same(info, policy, tokenizer)
-        _check_rotations(info, first_rotations(policy), where)
+        _check_rotations(info, longrope_switch_length(policy), where)
     return vllms
 
 
@@ -217,7 +219,7 @@ def check_function(settings: VllmSettings) -> None:
 
 def _free_to_gather(trainer: RunContext) -> int:
     """Return half of the memory that the KV cache leaves free, on the rank that has least."""
-    if not trainer.run.strategy.cuts_parameters:
+    if not trainer.run.strategy.shards_parameters:
         return ALL
     free = free_bytes(trainer.accelerator.device) - trainer.run.sizes.kv_cache_bytes
     return int(trainer.run.strategy.ranks.min([max(0, free)])[0]) // 2

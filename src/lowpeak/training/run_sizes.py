@@ -18,7 +18,7 @@ from lowpeak.attention import install_attention, packing_mismatch, packing_unsup
 from lowpeak.batching import Budget, LayerCosts, Layout
 from lowpeak.errors import ArgumentError
 from lowpeak.memory import Shape, fit_chunk, fit_kv_cache, fit_micro_batch, free_bytes
-from lowpeak.parallel import Shares, is_sharded
+from lowpeak.parallel import DeviceFractions, is_sharded
 from lowpeak.ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ def device_at_start(model: nn.Module, device: torch.device) -> torch.device:
     return next(model.parameters()).device
 
 
-def training_bytes(model: nn.Module, device: torch.device, shares: Shares) -> int:
+def training_bytes(model: nn.Module, device: torch.device, shares: DeviceFractions) -> int:
     """Return the bytes of `device` that training will allocate on top of what is allocated now.
 
     These are a gradient and AdamW's two states of each trained parameter, and the weights that are still on another
@@ -143,11 +143,11 @@ def training_bytes(model: nn.Module, device: torch.device, shares: Shares) -> in
     return int(total)
 
 
-def _share_and_bytes(parameter: nn.Parameter, shares: Shares) -> tuple[Shares, int]:
+def _share_and_bytes(parameter: nn.Parameter, shares: DeviceFractions) -> tuple[DeviceFractions, int]:
     """Return which share of how many bytes a rank keeps; all of the local part of one that is sharded already."""
     local = getattr(parameter, "_local_tensor", None)
     if local is not None:
-        return Shares(), local.numel() * local.element_size()
+        return DeviceFractions(), local.numel() * local.element_size()
     return shares, getattr(parameter, "ds_numel", parameter.numel()) * parameter.element_size()
 
 
@@ -174,7 +174,7 @@ class Sizes:
         *,
         bf16: bool,
         checkpointing: bool,
-        shares: Shares,
+        shares: DeviceFractions,
     ) -> Sizes:
         """Return explicit sizes as they are, and `auto` ones fitted to the memory that training leaves free.
 

@@ -72,7 +72,7 @@ def run_step(
     for number, batch in enumerate(micro_batches):
         last = number == len(micro_batches) - 1
         batch = _with_coefficients(batch, coefficients)
-        with strategy.accumulate(model, last):
+        with strategy.micro_batch_context(model, last):
             with settings.saving():
                 loss, measured = loss_of(model, batch, algorithm, settings, strategy.inplace_grad_scale, choices_E)
             strategy.backward(loss * strategy.ranks.world_size, last)
@@ -109,7 +109,7 @@ def loss_of(
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return the weighted loss of one micro-batch and its metrics: terms of the policy, of values and of load balance.
 
-    Only the terms that the run has. With the `promised_scale` of a strategy the head's gradient is already in `.grad`
+    Only the terms that the run has. With the `inplace_grad_scale` of a strategy the head's gradient is already in `.grad`
     (see HeadRequest). `choices_E` are the whole step's choices of experts; None: the micro-batch is the whole step.
     """
     # A loss per token is formed inside the head's forward pass, chunk by chunk.

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from lowpeak.checkpoint import SafetensorsWriter, staged_files, write_settings, write_weights
-from lowpeak.parallel import layout, outgoing, ranges
+from lowpeak.parallel import broadcast_slices, exported_parameters, layout
 from lowpeak.ranks import Ranks
 from tiny import tiny_experts, tiny_model
 
@@ -35,7 +35,7 @@ def mixtral():
 
 
 def slices(model):
-    return ranges(outgoing(model, lambda parameter: None, "merged"), 100, None)
+    return broadcast_slices(exported_parameters(model, lambda parameter: None, "merged"), 100, None)
 
 
 def layout_of(model):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lowpeak.errors import CheckpointError
-from lowpeak.parallel import load_torch_state, save_shards, torch_training_state, trained
+from lowpeak.parallel import load_torch_state, save_shards, torch_training_state, trained_parameters
 from lowpeak.ranks import Ranks
 
 
@@ -67,7 +67,7 @@ def saved(tmp_path, name="adamw"):
     net = model()
     optimizer = make_optimizer(name, net)
     steps(net, optimizer, 3, 0)
-    save_shards(tmp_path, torch_training_state(trained(net), optimizer), Ranks())
+    save_shards(tmp_path, torch_training_state(trained_parameters(net), optimizer), Ranks())
     return net, optimizer
 
 

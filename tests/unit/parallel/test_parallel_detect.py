@@ -12,7 +12,7 @@ from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
 from lowpeak.cli import FOLDER
-from lowpeak.parallel import Shares, pretended_ranks, shares_of
+from lowpeak.parallel import DeviceFractions, device_fractions, fake_process_group
 
 RANKS = 8
 
@@ -30,35 +30,37 @@ def stage(number, section):
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ("zero1", Shares(1.0, 1.0, 1 / 8)),
-        ("zero2", Shares(1.0, 1 / 8, 1 / 8)),
-        ("zero3", Shares(1 / 8, 1 / 8, 1 / 8)),
-        ("zero3-offload", Shares(0.0, 0.0, 0.0)),
-        (stage(1, "offload_optimizer"), Shares(1.0, 1.0, 0.0)),
-        (stage(2, "offload_optimizer"), Shares(1.0, 0.0, 0.0)),
-        (stage(3, "offload_optimizer"), Shares(1 / 8, 0.0, 0.0)),
-        (stage(3, "offload_param"), Shares(0.0, 1 / 8, 1 / 8)),
+        ("zero1", DeviceFractions(1.0, 1.0, 1 / 8)),
+        ("zero2", DeviceFractions(1.0, 1 / 8, 1 / 8)),
+        ("zero3", DeviceFractions(1 / 8, 1 / 8, 1 / 8)),
+        ("zero3-offload", DeviceFractions(0.0, 0.0, 0.0)),
+        (stage(1, "offload_optimizer"), DeviceFractions(1.0, 1.0, 0.0)),
+        (stage(2, "offload_optimizer"), DeviceFractions(1.0, 0.0, 0.0)),
+        (stage(3, "offload_optimizer"), DeviceFractions(1 / 8, 0.0, 0.0)),
+        (stage(3, "offload_param"), DeviceFractions(0.0, 1 / 8, 1 / 8)),
     ],
 )
 def test_zero_shards_by_its_stage_and_reduces_gradients_on_the_optimizers_device(config, expected):
     preset = json.loads((FOLDER / f"{config}.json").read_text()) if isinstance(config, str) else config
     plugin = DeepSpeedPlugin(hf_ds_config=preset)
-    assert shares_of(accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
+    assert device_fractions(accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
 
 
 def test_fsdp_shards_over_all_ranks_or_offloads_everything_and_ddp_replicates():
     for offload, part in ((False, 1 / 8), (True, 0.0)):
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
-        assert shares_of(accelerator(DistributedType.FSDP, fsdp_plugin=plugin)) == Shares(part, part, part)
-    assert shares_of(accelerator(DistributedType.MULTI_CPU)) == Shares(1.0, 1.0, 1.0)
+        assert device_fractions(accelerator(DistributedType.FSDP, fsdp_plugin=plugin)) == DeviceFractions(
+            part, part, part
+        )
+    assert device_fractions(accelerator(DistributedType.MULTI_CPU)) == DeviceFractions(1.0, 1.0, 1.0)
 
 
 def test_hsdp_shards_each_replica_over_its_ranks():
     names = ("dp_replicate", "dp_shard")
-    with pretended_ranks(RANKS):
+    with fake_process_group(RANKS):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=names)
         parts = SimpleNamespace(fsdp_dim_names=names)
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
         more = {"fsdp_plugin": plugin, "torch_device_mesh": mesh, "parallelism_config": parts}
-        assert shares_of(accelerator(DistributedType.FSDP, **more)) == Shares(1 / 4, 1 / 4, 1 / 4)
+        assert device_fractions(accelerator(DistributedType.FSDP, **more)) == DeviceFractions(1 / 4, 1 / 4, 1 / 4)
     assert not dist.is_initialized()

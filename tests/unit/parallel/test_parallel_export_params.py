@@ -7,7 +7,14 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 
 from lowpeak.errors import ArgumentError
-from lowpeak.parallel import adapter_state, layout, outgoing, plain_name, ranges, unchanging
+from lowpeak.parallel import (
+    adapter_state_dict,
+    broadcast_slices,
+    clean_parameter_name,
+    exported_parameters,
+    layout,
+    unchanged_names,
+)
 from tiny import tiny_model
 
 REPLICATED = lambda parameter: None  # noqa: E731 every rank has the whole parameter
@@ -17,7 +24,7 @@ def exported(model, weights="merged", max_bytes=100, dtype=None):
     """The exported tensors, put together from slices that follow one another."""
     parts_of: dict[str, list[torch.Tensor]] = {}
     shapes = {}
-    for piece in ranges(outgoing(model, REPLICATED, weights), max_bytes, dtype):
+    for piece in broadcast_slices(exported_parameters(model, REPLICATED, weights), max_bytes, dtype):
         assert piece.values.numel() * piece.values.element_size() <= max_bytes
         assert piece.start == sum(len(part) for part in parts_of.get(piece.name, []))
         parts_of.setdefault(piece.name, []).append(piece.values.clone())
@@ -90,7 +97,7 @@ def test_an_adapter_that_keeps_weights_tied_is_exported_with_one():
 
 def test_a_tied_adapter_parameter_is_exported_once_and_saved_under_each_name(tmp_path):
     peft = with_adapter(tiny_model(tied=True), modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    state = adapter_state(peft, exported(peft, "adapter"))
+    state = adapter_state_dict(peft, exported(peft, "adapter"))
     assert len(state) == len(exported(peft, "adapter")) + 1
     peft.save_pretrained(tmp_path, state_dict=state)
     again, ids = PeftModel.from_pretrained(tiny_model(tied=True), tmp_path), torch.tensor([[3, 4, 5, 6]])
@@ -120,13 +127,16 @@ def test_an_adapter_other_than_plain_lora_is_an_error(settings):
 
 
 def test_names_exclude_wrappers():
-    assert plain_name("model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight") == "model.layers.0.mlp.weight"
+    assert (
+        clean_parameter_name("model._orig_mod.layers.0._checkpoint_wrapped_module.mlp.weight")
+        == "model.layers.0.mlp.weight"
+    )
 
 
 def test_training_leaves_frozen_weights_without_an_adapter_unchanged():
-    assert unchanging(tiny_model()) == frozenset()
+    assert unchanged_names(tiny_model()) == frozenset()
     peft = with_adapter()
-    before, names = exported(peft), unchanging(peft)
+    before, names = exported(peft), unchanged_names(peft)
     with torch.no_grad():
         for parameter in peft.parameters():
             if parameter.requires_grad:

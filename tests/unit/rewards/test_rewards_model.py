@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from lowpeak.errors import ArgumentError, ModelError
-from lowpeak.parallel import Frozen, freeze
+from lowpeak.parallel import FrozenModel, freeze
 from lowpeak.rewards import ModelReward, Reward, RewardPanel, RewardSettings, batches_by_length, make_rewards
 from tiny import char_tokenizer, tiny_model
 
@@ -199,5 +199,5 @@ def test_a_model_whose_weights_are_offloaded_computes_on_its_device():
     expected = reward(**PLAIN)
     offloaded = cpu_offload(freeze(classifier()), torch.device("cpu"))
     assert {p.device.type for p in offloaded.parameters()} == {"meta"}
-    reward.use(Frozen(offloaded, nullcontext), None, torch.device("cpu"))
+    reward.use(FrozenModel(offloaded, nullcontext), None, torch.device("cpu"))
     assert reward(**PLAIN) == expected

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from lowpeak.errors import ArgumentError, CheckpointError, ModelError
-from lowpeak.models import critics_model, load_policy, load_reference
+from lowpeak.models import critic_classifier, load_policy, load_reference
 from preferences import tiny_classifier
 from small_runs import SAVED, make, rows, saved, supervised_rows, trained
 from tiny import tiny_model
@@ -143,7 +143,7 @@ def test_a_head_that_is_not_tied_and_not_there_is_named(folder):
 
 def test_the_critic_starts_from_the_policy_s_backbone_and_a_head_of_its_own(folder, tmp_path):
     critic = make("PPO", tmp_path, str(folder), tokenizer=False, critic="model")
-    assert not critics_model(critic.model).score.weight.any()
+    assert not critic_classifier(critic.model).score.weight.any()
 
 
 def test_a_mismatch_of_shapes_names_the_tensor(folder):

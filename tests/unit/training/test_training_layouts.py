@@ -14,7 +14,7 @@ from closeness import assert_each_close_to_largest
 from damage import sign_again
 from lowpeak.arguments import MemorySettings
 from lowpeak.errors import ArgumentError
-from lowpeak.parallel import make_mesh, prepare, pretended_ranks
+from lowpeak.parallel import fake_process_group, make_mesh, prepare_like_accelerate
 from lowpeak.ranks import Ranks
 from lowpeak.training import choose_layout, device_at_start, prepare_layout
 from small_runs import LAYOUTS, SAVED, SGD, make, same, sliding_model, steps, trained, weights
@@ -183,5 +183,5 @@ def test_every_model_is_asked_also_where_one_takes_no_forest():
 def test_a_policy_that_waits_on_the_host_to_be_cut_runs_there_and_what_is_cut_on_the_device():
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     assert device_at_start(tiny_model(), gpu) == device_at_start(tiny_model(), cpu) == cpu
-    with pretended_ranks(2):
-        assert device_at_start(prepare(tiny_model(), make_mesh(), None), gpu) == gpu
+    with fake_process_group(2):
+        assert device_at_start(prepare_like_accelerate(tiny_model(), make_mesh(), None), gpu) == gpu

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lowpeak.models import Reference
-from lowpeak.parallel import Frozen, states_on_host
+from lowpeak.parallel import FrozenModel, states_on_host
 from lowpeak.training import make_rest, resting
 from movers import CopyingMover
 from small_runs import column, make, same, spread, steps, weights
@@ -36,7 +36,7 @@ def trained(folder, rests):
     if rests:
         strategy, reference = trainer.run.strategy, trainer.run.reference
         rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
-        ready = resting(rest, strategy, Frozen(reference.model, reference.use)).ready
+        ready = resting(rest, strategy, FrozenModel(reference.model, reference.use)).ready
         trainer.maker.offloader = rest
         trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     watched(trainer, seen)
