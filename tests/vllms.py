@@ -11,10 +11,10 @@ from lowpeak.arguments import ColocateSettings, Sampling, VllmSettings
 from lowpeak.errors import LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import Answer, Callers, Facts, PolicyFacts, VllmEngine
+from lowpeak.vllm import Answer, EngineFacts, EngineSharing, PolicyFacts, VllmEngine
 from lowpeak.vllm.weight_sync import Piece
 
-FACTS = Facts(
+FACTS = EngineFacts(
     version="0.32.0", model="scripted", fingerprint="", dtype="float32", max_model_len=128, max_num_seqs=256,
     kv_tokens=1 << 14, num_workers=1,
 )  # fmt: skip
@@ -168,7 +168,7 @@ def engine_over(*vllms, callers=None, adapter=None, **settings):
         lambda: vllms,
         replace(SETTINGS, **settings),
         PolicyFacts(lambda sampling: {END, *sampling.stop_token_ids}, 13, adapter),
-        callers or Callers(Ranks()),
+        callers or EngineSharing(Ranks()),
     )
     made.wake()
     made.load(slices(), 0)

@@ -21,7 +21,7 @@ from all_pairs import Case, all_pairs, every, pairs_in, pairs_of
 from children import succeed_on_ranks
 from lowpeak.errors import ArgumentError
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import Answer, Callers, Request
+from lowpeak.vllm import Answer, EngineSharing, Request
 from vllms import END, engine_over, scripted
 
 SETTINGS = {
@@ -93,7 +93,7 @@ def make(case: Case, folder: Path) -> Any:
         given |= {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None}
     trainer = build(name, folder, given, **more)
     if case["engine"] == "vllm":
-        trainer.maker.engine = engine_over(scripted(answer), callers=Callers(Ranks().teams(1)))
+        trainer.maker.engine = engine_over(scripted(answer), callers=EngineSharing(Ranks().teams(1)))
         trainer.maker.engine.close()  # of what it was made with
     return trainer
 

@@ -17,7 +17,7 @@ from setups import build, error_of, named_models, note, prepare, rank, seen, wei
 
 from children import succeed_on_ranks
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import Callers, ServerVllm, VllmEngine, rows_of
+from lowpeak.vllm import EngineSharing, ServerVllm, VllmEngine, sequence_requests
 from vllms import SAMPLING, engine_over, prompts, said, scripted
 
 
@@ -37,7 +37,7 @@ def run_with(
         "GRPO", place / name, {**prepare(strategy), "max_completion_length": 3}, model=policy, rewards=rewards
     )
     vllm = scripted(said)
-    trainer.maker.engine = engine_over(vllm, callers=Callers(Ranks().teams(1)))
+    trainer.maker.engine = engine_over(vllm, callers=EngineSharing(Ranks().teams(1)))
     trainer.maker.engine.close()
     vllm.dies_after = dies_after
     return trainer, vllm
@@ -89,7 +89,7 @@ def share_prompts(place: Path) -> None:
     PartialState(cpu=True)
     team = Ranks().teams(2)
     vllm = scripted(said)
-    engine: VllmEngine = engine_over(vllm, callers=Callers(team), batch_size=4)
+    engine: VllmEngine = engine_over(vllm, callers=EngineSharing(team), batch_size=4)
     own = prompts(2 - rank(), first=10 * rank())  # one rank has two prompts, the other one
     groups = engine.generate(own, replace(SAMPLING, num_generations=2))
     none = engine.generate(own if rank() == 0 else [], SAMPLING)
@@ -147,7 +147,7 @@ def test_a_team_asks_the_same_in_the_same_order_and_each_keeps_its_own(tmp_path)
     assert [len(wave) for wave in first["asked"]] == [2, 4, 4, 4]
     assert (first["serials"], second["serials"]) == ([0, 1], [10])
     for found, own in ((first, prompts(2)), (second, prompts(1, first=10))):
-        rows = rows_of(own, SAMPLING, (1,))
+        rows = sequence_requests(own, SAMPLING, (1,))
         expected = [list(said(row.request)) for row in rows if row.number < 2]
         assert [ids for group in found["answers"] for ids in group] == expected
     assert (first["none"], second["none"]) == (2, 0)

@@ -13,7 +13,7 @@ from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
 from lowpeak.parallel import adapter_file_key, adapter_parameters
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync import adapter_config, held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import adapter_config, loaded_version, push_weights, verify_unchanged
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 14)
 
@@ -60,8 +60,8 @@ def test_each_pushed_adapter_answers_as_pefts_model(vllm, transport):
         assert report.num_bytes == sum(4 * p.numel() for p in adapter_parameters(model).values())
         assert gap(vllm, model, _request(report)) < TOLERANCE
         assert gap(vllm, model) > 0.01
-        assert held_version([vllm]) == version
-        prove([vllm])
+        assert loaded_version([vllm]) == version
+        verify_unchanged([vllm])
         folders.append(Path(report.adapters[0].folder))
         assert [folder.exists() for folder in folders] == [False] * (len(folders) - 1) + [True]
         assert vllm.call("list_loras", {}, 60.0) == [{report.adapters[0].number}]
@@ -71,7 +71,7 @@ def test_an_adapter_of_a_higher_rank_than_the_engine_serves_is_refused(vllm):
     model = _adapted(1, rank=16)
     with pytest.raises(EngineError, match="rank"):
         push_weights(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
-    assert held_version([vllm]) is None
+    assert loaded_version([vllm]) is None
 
 
 def test_an_adapter_that_vllm_lost_is_found(vllm):
@@ -79,8 +79,8 @@ def test_an_adapter_that_vllm_lost_is_found(vllm):
     report = push_weights(_slices(model), [vllm], SETTINGS, 1, adapter=adapter_config(model))
     vllm.llm.llm_engine.remove_lora(report.adapters[0].number)
     with pytest.raises(EngineError):
-        prove([vllm])
-    assert held_version([vllm]) is None
+        verify_unchanged([vllm])
+    assert loaded_version([vllm]) is None
 
 
 class Damaging(InsideVllm):
@@ -96,19 +96,19 @@ def test_an_adapter_that_is_damaged_on_its_way_is_refused(vllm):
     model = _adapted(1)
     with pytest.raises(EngineError, match=r": base_model\.model\.model\.layers\.0"):
         push_weights(_slices(model), [Damaging(vllm.llm)], SETTINGS, 1, adapter=adapter_config(model))
-    assert held_version([vllm]) is None
+    assert loaded_version([vllm]) is None
 
 
 def test_an_adapter_is_proved_with_the_base_that_was_pushed(vllm):
     push_weights(slices(policy_of()), [vllm], SETTINGS, 1)
     model = _adapted(1)
     push_weights(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
-    prove([vllm])
+    verify_unchanged([vllm])
     with torch.inference_mode():
         vllm.model.model.norm.weight[3] += 1
     with pytest.raises(EngineError, match=r": model\.norm\.weight"):
-        prove([vllm])
-    assert held_version([vllm]) is None
+        verify_unchanged([vllm])
+    assert loaded_version([vllm]) is None
     with pytest.raises(EngineError):
         push_weights(_slices(model), [vllm], SETTINGS, 2, adapter=adapter_config(model))
     push_weights(slices(policy_of()), [vllm], SETTINGS, 3)
@@ -120,5 +120,5 @@ def test_merged_weights_go_into_an_engine_that_serves_adapters(vllm):
     changed = policy_of(5)
     push_weights(slices(changed), [vllm], SETTINGS, 7)
     assert gap(vllm, changed) < TOLERANCE
-    assert held_version([vllm]) == 7
-    prove([vllm])
+    assert loaded_version([vllm]) == 7
+    verify_unchanged([vllm])

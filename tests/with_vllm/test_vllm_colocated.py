@@ -15,7 +15,7 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.records import Prompt
 from lowpeak.rollout.native import NativeEngine, end_token_ids
-from lowpeak.vllm import Callers, PolicyFacts, VllmEngine, warn_unsupported
+from lowpeak.vllm import EngineSharing, PolicyFacts, VllmEngine, warn_unsupported
 from vllm_runs import TOKENIZER, grpo_arguments, grpo_trainer
 
 GREEDY = Sampling(num_generations=2, max_new_tokens=12, temperature=0.0)
@@ -50,7 +50,7 @@ def over(trainer, **settings):
         lambda: vllms,
         replace(trainer.maker.settings.vllm, **settings),
         PolicyFacts(lambda sampling: end_token_ids(model, TOKENIZER, sampling), len(TOKENIZER)),
-        Callers(Ranks()),
+        EngineSharing(Ranks()),
     )
     made.wake()
     made.load(slices(trainer, made), 0)

@@ -9,7 +9,7 @@ from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen
 from inside import TOLERANCE, engine, gap, perturb, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.weight_sync import prove, push_weights
+from lowpeak.vllm.weight_sync import push_weights, verify_unchanged
 
 SETTINGS = VllmSettings(ServerSettings(()), bucket_bytes=1 << 16)
 COMMON = dict(
@@ -42,7 +42,7 @@ def test_experts_arrive_as_transformers_has_them(make, tmp_path):
             assert gap(vllm, policy) > 0.1
             push_weights(slices(policy), [vllm], SETTINGS, version)
             assert gap(vllm, policy) < TOLERANCE
-            prove([vllm])
+            verify_unchanged([vllm])
         lost = "layers.1.mlp.experts.down_proj"
         with pytest.raises(EngineError, match=r": model\.layers\.1\.\w+\.experts\.down_proj"):
             push_weights((piece for piece in slices(policy) if lost not in piece.name), [vllm], SETTINGS, 3)

@@ -25,7 +25,7 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.parallel import adapter_file_key, adapter_parameters
 from lowpeak.ranks import Ranks
 from lowpeak.records import Prompt, WeightSlice
-from lowpeak.vllm import Callers, PolicyFacts, Request, ServerVllm, VllmEngine, check_same, connect
+from lowpeak.vllm import EngineSharing, PolicyFacts, Request, ServerVllm, VllmEngine, check_same_model, connect_servers
 from lowpeak.vllm.weight_sync import adapter_config, push_weights
 from served import SECRET, environment, members, model_in, model_of, num_running, serving, until
 from tiny import char_tokenizer
@@ -104,16 +104,16 @@ def test_it_says_what_it_is(vllm, folder):
     assert (facts.model, facts.dtype, facts.max_model_len, facts.max_num_seqs) == (str(folder), "float32", 1024, 32)
     assert (facts.num_workers, facts.version.split(".")[0]) == (1, "0")
     assert facts.kv_tokens > 1000
-    check_same(facts, model_of(seed=3), char_tokenizer())
+    check_same_model(facts, model_of(seed=3), char_tokenizer())
 
 
 def test_another_model_or_tokenizer_is_refused_with_both_names(vllm, folder):
     other = model_of(layers=3)
     other.config._name_or_path = "models/other"
     with pytest.raises(EngineError, match=rf"{folder}.*models/other"):
-        check_same(vllm.facts(), other, char_tokenizer())
+        check_same_model(vllm.facts(), other, char_tokenizer())
     with pytest.raises(EngineError, match="--tokenizer"):
-        check_same(vllm.facts(), model_of(), char_tokenizer("abcdefghijk"))
+        check_same_model(vllm.facts(), model_of(), char_tokenizer("abcdefghijk"))
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,9 @@ def slices_of(model):
 
 def test_two_servers_share_the_prompts_and_answer_with_the_weights_that_were_sent(servers):
     policy, told = model_of(seed=8), VllmSettings(ServerSettings(tuple(each.url for each in servers), token=SECRET))
-    engine = VllmEngine(lambda: connect(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), Callers(Ranks()))
+    engine = VllmEngine(
+        lambda: connect_servers(told.where), told, PolicyFacts(lambda sampling: {EOS}, 13), EngineSharing(Ranks())
+    )
     prompts = [Prompt(i, (2 + i, 5, 6), f"{i}") for i in range(6)]
     engine.wake()
     engine.load(slices_of(policy), 4)

@@ -10,7 +10,7 @@ import torch
 from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.weight_sync import held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
 
 
 def _settings(transport="auto", bucket_bytes=1 << 16):
@@ -33,8 +33,8 @@ def test_after_a_push_the_engine_is_the_changed_policy(pair, transport, bucket_b
     assert gap(vllm, changed) > 0.1
     push_weights(slices(changed), [vllm], _settings(transport, bucket_bytes), 3)
     assert gap(vllm, changed) < TOLERANCE
-    assert held_version([vllm]) == 3
-    prove([vllm])
+    assert loaded_version([vllm]) == 3
+    verify_unchanged([vllm])
 
 
 def test_a_corrupted_parameter_is_found_by_name(pair):
@@ -43,8 +43,8 @@ def test_a_corrupted_parameter_is_found_by_name(pair):
     with torch.inference_mode():
         vllm.model.model.layers[1].mlp.gate_up_proj.weight[-1, 5] *= 1.0001
     with pytest.raises(EngineError, match=r": model\.layers\.1\.mlp\.up_proj\.weight\.$"):
-        prove([vllm])
-    assert held_version([vllm]) is None
+        verify_unchanged([vllm])
+    assert loaded_version([vllm]) is None
 
 
 @pytest.mark.parametrize("lost", ["embed_tokens", "layers.0.self_attn.k_proj.bias", "layers.1.mlp.up_proj"])
@@ -52,7 +52,7 @@ def test_an_update_that_lacks_a_tensor_is_refused(pair, lost):
     policy, vllm = pair
     with pytest.raises(EngineError, match=lost):
         push_weights((piece for piece in slices(policy) if lost not in piece.name), [vllm], _settings(), 2)
-    assert held_version([vllm]) is None
+    assert loaded_version([vllm]) is None
 
 
 def test_a_policy_of_other_sizes_is_refused(pair):
@@ -61,7 +61,7 @@ def test_a_policy_of_other_sizes_is_refused(pair):
         push_weights(slices(policy_of(hidden=64)), [vllm], _settings(), 2)
     with pytest.raises(EngineError, match=r"model\.layers\.2"):
         push_weights(slices(policy_of(layers=3)), [vllm], _settings(), 2)
-    assert held_version([vllm]) is None
+    assert loaded_version([vllm]) is None
 
 
 def test_a_policy_with_a_head_of_its_own_is_refused_by_an_engine_that_ties_it(pair):

@@ -7,7 +7,7 @@ import pytest
 from inside import TOLERANCE, engine, gap, policy_of, slices
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError
-from lowpeak.vllm.weight_sync import held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,12 @@ def test_each_of_two_workers_takes_its_part(vllm, transport, seed):
         slices(changed), [vllm], VllmSettings(ServerSettings(()), bucket_bytes=1 << 14, transport=transport), seed
     )
     assert gap(vllm, changed) < TOLERANCE
-    assert held_version([vllm]) == seed
-    prove([vllm])
+    assert loaded_version([vllm]) == seed
+    verify_unchanged([vllm])
 
 
 def test_an_update_that_lacks_a_tensor_is_refused_by_both(vllm):
     kept = (piece for piece in slices(policy_of()) if "layers.1.mlp.down_proj" not in piece.name)
     with pytest.raises(EngineError, match=r": model\.layers\.1\.mlp\.down_proj"):
         push_weights(kept, [vllm], VllmSettings(ServerSettings(())), 4)
-    assert held_version([vllm]) is None
+    assert loaded_version([vllm]) is None

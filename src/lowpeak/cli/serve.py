@@ -18,7 +18,7 @@ from lowpeak.cli.devices import read_devices
 from lowpeak.cli.output import tell
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm import require_vllm
-from lowpeak.vllm.serving import LOOPBACK, Server, ServerProcess, saved_token
+from lowpeak.vllm.serving import LOOPBACK, ServerProcess, ServerSpec, saved_token
 
 _POLL_SECONDS = 0.2
 _VLLM_TOKEN = "VLLM_API_KEY"
@@ -57,11 +57,11 @@ def wait_for(process: ServerProcess) -> int:
     return 128 - status if status < 0 else status or 1
 
 
-def parse_server(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
+def parse_server(argv: Sequence[str], environ: Mapping[str, str]) -> ServerSpec:
     """Return the server that the arguments describe; ArgumentError for arguments that it cannot have."""
     parsed, options = _parser().parse_known_args(argv)
     token = parsed.token or environ.get(SERVER_TOKEN)
-    server = Server(
+    server = ServerSpec(
         model=parsed.model,
         host=parsed.host,
         port=parsed.port,
@@ -78,7 +78,7 @@ def parse_server(argv: Sequence[str], environ: Mapping[str, str]) -> Server:
     return server
 
 
-def check_port(server: Server) -> None:
+def check_port(server: ServerSpec) -> None:
     """Raise ArgumentError if the server cannot listen on its host and port."""
     family = socket.AF_INET6 if ":" in server.host else socket.AF_INET
     try:

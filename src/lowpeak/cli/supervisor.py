@@ -14,7 +14,7 @@ from pathlib import Path
 from lowpeak.cli.output import tell
 from lowpeak.cli.serve import SignalRecorder
 from lowpeak.errors import EngineError
-from lowpeak.vllm.serving import Server, ServerProcess, words
+from lowpeak.vllm.serving import ServerProcess, ServerSpec, server_command
 from lowpeak.watchdog import PARENT
 
 _MAX_RESTARTS = 3  # of one server, unless it ran for _STABLE_SECONDS in between
@@ -30,7 +30,7 @@ _SAVE_SECONDS = 60.0  # for a trainer without a server to save
 class ProcessPlan:
     """What to start: the servers, and the trainer's command with the variables to add to its environment."""
 
-    servers: tuple[Server, ...]
+    servers: tuple[ServerSpec, ...]
     command: tuple[str, ...]
     trainer_environ: Mapping[str, str]
     logs: Path
@@ -67,7 +67,9 @@ class _SupervisedServer:
         tell(f"lowpeak: {end}\nlowpeak: vLLM at {process.server.url} is started again (process {process.pid})")
 
 
-def supervise(plan: ProcessPlan, environ: Mapping[str, str], command: Callable[[Server], list[str]] = words) -> int:
+def supervise(
+    plan: ProcessPlan, environ: Mapping[str, str], command: Callable[[ServerSpec], list[str]] = server_command
+) -> int:
     """Run servers and trainer until the trainer ends, and return its exit status; EngineError if a server cannot run.
 
     `command` returns a server's command line.

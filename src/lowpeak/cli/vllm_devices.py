@@ -21,8 +21,8 @@ from lowpeak.cli.devices import num_devices, read_devices
 from lowpeak.cli.launch import LAUNCHED, is_rank
 from lowpeak.cli.supervisor import ProcessPlan, supervise
 from lowpeak.errors import ArgumentError
-from lowpeak.vllm import NO_SHARE, require_vllm
-from lowpeak.vllm.serving import CPU, Server, free_ports, visible
+from lowpeak.vllm import MIN_MEMORY_SHARE, require_vllm
+from lowpeak.vllm.serving import CPU, ServerSpec, free_ports, visible_device_variables
 from lowpeak.watchdog import end_training_with_parent
 
 STARTED_WITH_SERVERS = "LOWPEAK_BESIDE"  # set in the environment of a trainer that this module started
@@ -71,7 +71,7 @@ def plan_processes(
     shares = _split_devices(serving, given.get("vllm_tensor_parallel_size", 1))
     ports = free_ports(len(shares))
     servers = tuple(_server(given, share, port, token) for share, port in zip(shares, ports, strict=True))
-    added = {STARTED_WITH_SERVERS: "1"} | visible(training, environ)
+    added = {STARTED_WITH_SERVERS: "1"} | visible_device_variables(training, environ)
     if servers:
         added |= {SERVER_URLS: ",".join(server.url for server in servers), SERVER_TOKEN: token}
     command = [sys.executable, "-m", "lowpeak", kind, *argv]
@@ -151,7 +151,7 @@ def _split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
 
-def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token: str) -> Server:
+def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token: str) -> ServerSpec:
     more = engine_kwargs(given.get("vllm_engine_kwargs"))
     share, cache = given.get("vllm_gpu_memory_utilization"), given.get("kv_cache_bytes")
     if share is not None and cache is not None:
@@ -159,13 +159,13 @@ def _server(given: Mapping[str, Any], devices: tuple[str, ...], port: int, token
             f"--vllm_gpu_memory_utilization {share} has no effect beside --kv_cache_bytes {cache}: {NO_KV_CACHE_BYTES.because}."
         )
     settings = {
-        "gpu_memory_utilization": share if cache is None else NO_SHARE,
+        "gpu_memory_utilization": share if cache is None else MIN_MEMORY_SHARE,
         "max_model_len": given.get("vllm_max_model_length"),
         "model_impl": given.get("vllm_model_impl"),
         "kv_cache_memory_bytes": cache,
         "trust_remote_code": given.get("trust_remote_code") or None,
     }
-    return Server(
+    return ServerSpec(
         model=given.get("model", ""),
         port=port,
         token=token,

@@ -53,7 +53,7 @@ class RolloutEngine(Protocol):
         """Return the version of the weights that `generate` would use now."""
 
     @property
-    def cuts_groups(self) -> bool:
+    def supports_partial_groups(self) -> bool:
         """Return whether a group may be generated in parts (`sampling.first_completion`), so that several ranks share
         it.
         """

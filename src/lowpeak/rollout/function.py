@@ -68,7 +68,7 @@ class FunctionEngine:
     end_ids: Callable[[Sampling], Collection[int]]
     new_reader: Callable[[], PromptReader]
     # The function may need all entries of a group.
-    cuts_groups = False
+    supports_partial_groups = False
     _call: _FunctionCall | None = None
 
     def __post_init__(self) -> None:

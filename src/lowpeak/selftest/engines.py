@@ -16,10 +16,10 @@ from lowpeak.ranks import Ranks
 from lowpeak.records import WeightSlice
 from lowpeak.selftest.models import make_model, make_tokenizer, mib
 from lowpeak.selftest.table import Bench, require, row
-from lowpeak.vllm import Blueprint, ColocatedVllm, Request, ServerVllm, Vllm
-from lowpeak.vllm.serving import CPU, Server, free_ports, served
-from lowpeak.vllm.weight_sync import held_version, prove, push_weights
-from lowpeak.vllm.weight_sync.transports import reaching
+from lowpeak.vllm import ColocatedModelSpec, ColocatedVllm, Request, ServerVllm, Vllm
+from lowpeak.vllm.serving import CPU, ServerSpec, free_ports, running_server
+from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
+from lowpeak.vllm.weight_sync.transports import available_transports
 
 _CACHE = 64 << 20
 _CONTEXT = 128
@@ -37,7 +37,7 @@ def colocated_vllm(bench: Bench) -> str:
     where = ColocateSettings(gpu_memory_utilization=0.1, max_model_length=_CONTEXT, sleeps=on_gpu)
     dtype = str(model.dtype).removeprefix("torch.")
     model_spec = model.config, make_tokenizer(_NUM_IDS), type(model).__name__, dtype, bench.device
-    blueprint = Blueprint(*model_spec, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
+    blueprint = ColocatedModelSpec(*model_spec, kv_cache_bytes=_CACHE, trust_remote_code=False, seed=0)
     before = _used_bytes(bench)
     with closing(ColocatedVllm(blueprint, VllmSettings(where), Ranks(bench.device))) as vllm:
         results = [_push_and_compare(model, vllm, bench)]
@@ -46,7 +46,7 @@ def colocated_vllm(bench: Bench) -> str:
             vllm.sleep()
             asleep = _used_bytes(bench)
             vllm.wake()
-            prove([vllm])
+            verify_unchanged([vllm])
             results.append(
                 f"{mib(awake - before)} awake, {mib(asleep - before)} asleep, slept, woken and verified in "
                 f"{time.monotonic() - began:.1f} s"
@@ -63,8 +63,8 @@ def vllm_server(bench: Bench, gpu: str) -> str:
     options = (*sizes, "--kv-cache-memory-bytes", str(_CACHE), "--enforce-eager")
     dtype = str(model.dtype).removeprefix("torch.")
     devices = (bench.pick(gpu, CPU),)
-    server = Server(str(folder), port=free_ports(1)[0], devices=devices, dtype=dtype, options=options)
-    with served(server, bench.folder / "server.log"):
+    server = ServerSpec(str(folder), port=free_ports(1)[0], devices=devices, dtype=dtype, options=options)
+    with running_server(server, bench.folder / "server.log"):
         return _push_and_compare(model, ServerVllm(server.url, server.token), bench)
 
 
@@ -97,14 +97,15 @@ def push_over_each(
     """
     settings = VllmSettings(ServerSettings(()), bucket_bytes=1 << 20)
     passed, failed = [], []
-    for version, transport in enumerate(reaching(vllms, device, _TIMEOUT_SECONDS), 1):
+    for version, transport in enumerate(available_transports(vllms, device, _TIMEOUT_SECONDS), 1):
         try:
             report = push_weights(
                 slices(version), vllms, replace(settings, transport=transport), version, timeout=_TIMEOUT_SECONDS
             )
-            prove(vllms, _TIMEOUT_SECONDS)
+            verify_unchanged(vllms, _TIMEOUT_SECONDS)
             require(
-                held_version(vllms, _TIMEOUT_SECONDS) == version, "the engines do not have the version that was pushed"
+                loaded_version(vllms, _TIMEOUT_SECONDS) == version,
+                "the engines do not have the version that was pushed",
             )
         except Exception as error:
             failed.append(f"{transport}: {type(error).__name__}: {error}")

@@ -107,7 +107,7 @@ class RolloutCollector:
         """
         ranks, tracker = self._ranks, self.context.run.tracker
         owned = balanced_partition([len(prompt.ids) for prompt in prompts], ranks.world_size)[ranks.rank]
-        splits_groups = self.engine.cuts_groups and 0 < len(prompts) < ranks.world_size
+        splits_groups = self.engine.supports_partial_groups and 0 < len(prompts) < ranks.world_size
         all_groups = self._generate_split_groups(prompts, sampling, phase) if splits_groups else None
 
         @cache

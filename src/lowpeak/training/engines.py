@@ -25,19 +25,19 @@ from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout_report import RolloutStats
 from lowpeak.training.run import Run, RunContext
 from lowpeak.vllm import (
-    Blueprint,
-    Callers,
+    ColocatedModelSpec,
     ColocatedVllm,
-    Facts,
+    EngineFacts,
+    EngineSharing,
     PolicyFacts,
     Vllm,
     VllmEngine,
     check_colocated,
-    check_same,
-    option,
+    check_same_model,
+    option_name,
     warn_unsupported,
 )
-from lowpeak.vllm import connect as connect_servers
+from lowpeak.vllm import connect_servers as connect_servers
 from lowpeak.vllm.weight_sync import adapter_config
 
 _MAX_SEQUENCES = 256  # that vLLM decodes at once by default
@@ -81,7 +81,7 @@ def make_engine(
     if parts.settings.vllm is None:
         kv_cache_bytes = lambda: trainer.run.sizes.kv_cache_bytes  # noqa: E731  # a resumed run replaces them
         engine = NativeEngine(gather_policy, parts.tokenizer, kv_cache_bytes, stats.add, device)
-        policy_on_device = engine.held
+        policy_on_device = engine.keep_gathered
     else:
         if rollout_func is not None:
             check_function(parts.settings.vllm)
@@ -126,15 +126,15 @@ def vllm_engine(parts: OnlineParts, run: Run, device: torch.device, stats: Rollo
     )
     if isinstance(where, ColocateSettings):
         check_colocated(where, device)
-        sharing = Callers(ranks.teams(where.tensor_parallel_size))
+        sharing = EngineSharing(ranks.teams(where.tensor_parallel_size))
         connect = partial(_colocated, _model_spec(parts, where, policy, run, device), settings, sharing.team)
     else:
-        sharing = Callers(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
+        sharing = EngineSharing(ranks.teams(1), num_callers=ranks.world_size, pushes=ranks.rank == 0)
         connect = partial(connect_checked, where, policy, tokenizer, lambda: run.interrupts.stopping)
     return VllmEngine(connect, settings, info, sharing, stats.add_push)
 
 
-def _colocated(blueprint: Blueprint, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
+def _colocated(blueprint: ColocatedModelSpec, settings: VllmSettings, team: Ranks) -> Sequence[Vllm]:
     return [ColocatedVllm(blueprint, settings, team)]
 
 
@@ -146,16 +146,16 @@ def connect_checked(
     for vllm in vllms:
         info = vllm.facts()
         warn_unsupported(info.version)
-        check_same(info, policy, tokenizer)
+        check_same_model(info, policy, tokenizer)
         _check_rotations(info, longrope_switch_length(policy), where)
     return vllms
 
 
-def _check_rotations(info: Facts, limit: int | None, where: ServerSettings) -> None:
+def _check_rotations(info: EngineFacts, limit: int | None, where: ServerSettings) -> None:
     if limit is not None and info.max_model_len > limit:
         raise EngineError(
             f"vLLM has a context of {info.max_model_len} tokens, for which it uses the long rotations of longrope on all "
-            f"sequences: start it with {option(where, 'max_model_length')} {limit}."
+            f"sequences: start it with {option_name(where, 'max_model_length')} {limit}."
         )
 
 
@@ -181,10 +181,12 @@ def _servable_adapter(policy: Any) -> dict[str, Any] | None:
     return config if plain and not config.get("modules_to_save") and not config.get("use_dora") else None
 
 
-def _model_spec(parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device) -> Blueprint:
+def _model_spec(
+    parts: OnlineParts, where: ColocateSettings, policy: Any, run: Run, device: torch.device
+) -> ColocatedModelSpec:
     args, config = parts.args, policy.config
     dtype = "bfloat16" if args.bf16 else "float16" if args.fp16 else str(parameter_dtype(policy)).removeprefix("torch.")
-    return Blueprint(
+    return ColocatedModelSpec(
         config=config,
         tokenizer=parts.tokenizer,
         architecture=(config.architectures or [type(policy).__name__])[0],

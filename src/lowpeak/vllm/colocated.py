@@ -20,7 +20,7 @@ from lowpeak.errors import ArgumentError, EngineError, LostEngineError, LowpeakE
 from lowpeak.memory import free_bytes, is_exhaustion
 from lowpeak.ranks import Ranks, has_group
 from lowpeak.vllm.compatibility import read_facts, require_vllm, warn_unsupported
-from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, NO_SHARE, memory_remedy
+from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS, MIN_MEMORY_SHARE, memory_remedy
 from lowpeak.vllm.process_isolation import (
     destroy_vllm_groups,
     disable_shared_memory,
@@ -28,7 +28,7 @@ from lowpeak.vllm.process_isolation import (
     shut_down_vllm,
     undo_vllm_class_patch,
 )
-from lowpeak.vllm.protocol import Answer, Facts, Request, Vllm
+from lowpeak.vllm.protocol import Answer, EngineFacts, Request, Vllm
 from lowpeak.vllm.requests import wave_capacity
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ _STEPS_PER_TIMEOUT_CHECK = 32  # of a team, whose ranks check the timeout with a
 
 
 @dataclass(frozen=True)
-class Blueprint:
+class ColocatedModelSpec:
     """Specification of the model that vLLM is built for: config and tokenizer, without weights.
 
     `dtype` is torch's name; `kv_cache_bytes` bounds the cache (None: vLLM's share of the device); `seed` is the same
@@ -64,7 +64,7 @@ class ColocatedVllm(Vllm):
 
     in_process = True
 
-    def __init__(self, spec: Blueprint, settings: VllmSettings, team: Ranks) -> None:
+    def __init__(self, spec: ColocatedModelSpec, settings: VllmSettings, team: Ranks) -> None:
         assert isinstance(settings.where, ColocateSettings)
         self._where, self._batch_size = settings.where, settings.batch_size
         self._team = team
@@ -96,7 +96,7 @@ class ColocatedVllm(Vllm):
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         return self.llm.collective_rpc(method, kwargs=dict(arguments))
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineFacts:
         facts = read_facts(self.llm.llm_engine.vllm_config)
         return replace(facts, model=self._model, num_workers=1, limits_to_cache=True)
 
@@ -159,7 +159,7 @@ class ColocatedVllm(Vllm):
             del llm
             gc.collect()
 
-    def _build(self, folder: str, spec: Blueprint) -> Any:
+    def _build(self, folder: str, spec: ColocatedModelSpec) -> Any:
         """Build `vllm.LLM`; `vllm_engine_kwargs` override the run's arguments."""
         from vllm import LLM
 
@@ -170,7 +170,9 @@ class ColocatedVllm(Vllm):
             "dtype": spec.dtype,
             "tensor_parallel_size": self._team.world_size,
             "distributed_executor_backend": "external_launcher" if has_group() and "RANK" in os.environ else None,
-            "gpu_memory_utilization": where.gpu_memory_utilization if where.kv_cache_bytes is None else NO_SHARE,
+            "gpu_memory_utilization": where.gpu_memory_utilization
+            if where.kv_cache_bytes is None
+            else MIN_MEMORY_SHARE,
             "max_model_len": where.max_model_length,
             "model_impl": where.model_impl,
             "enable_prefix_caching": True,
@@ -273,7 +275,7 @@ def check_colocated(settings: ColocateSettings, device: torch.device) -> None:
         raise ArgumentError("vllm_enable_sleep_mode=True has no effect: vLLM has no sleep mode on CPUs; remove it.")
 
 
-def _write_model_folder(spec: Blueprint, folder: Path) -> None:
+def _write_model_folder(spec: ColocatedModelSpec, folder: Path) -> None:
     """Write config and tokenizer for `from_pretrained`, without the policy's quantization config."""
     config = type(spec.config).from_dict(spec.config.to_dict())
     config.architectures = [spec.architecture]

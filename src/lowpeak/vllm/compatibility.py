@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 from lowpeak.errors import EngineError, require_package
-from lowpeak.vllm.protocol import Facts
+from lowpeak.vllm.protocol import EngineFacts
 
 logger = logging.getLogger(__name__)
 
@@ -94,12 +94,12 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def read_facts(config: Any) -> Facts:
+def read_facts(config: Any) -> EngineFacts:
     """Return the properties of the vLLM in this process from its `VllmConfig`, without a fingerprint."""
     import vllm
 
     model, cache = config.model_config, config.cache_config
-    return Facts(
+    return EngineFacts(
         version=vllm.__version__,
         model=str(model.model),
         fingerprint="",
@@ -112,7 +112,7 @@ def read_facts(config: Any) -> Facts:
     )
 
 
-def check_same(facts: Facts, model: Any, tokenizer: Any) -> None:
+def check_same_model(facts: EngineFacts, model: Any, tokenizer: Any) -> None:
     """Raise EngineError, with both names, if vLLM has loaded another model or tokenizer than the trainer's."""
     name = getattr(model.config, "_name_or_path", "") or type(model).__name__
     sizes, vocabulary = fingerprint(model.config, tokenizer.get_vocab()).split(":")

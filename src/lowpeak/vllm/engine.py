@@ -16,19 +16,19 @@ from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.ranks import Ranks
 from lowpeak.records import Group, Prompt, Weights, WeightSlice
 from lowpeak.rollout import SLICE_BYTES, SliceForm, check_lengths
-from lowpeak.vllm.engine_args import option
-from lowpeak.vllm.protocol import Adapter, Facts, Vllm, call_concurrently, call_workers
+from lowpeak.vllm.engine_args import option_name
+from lowpeak.vllm.protocol import Adapter, EngineFacts, Vllm, call_concurrently, call_workers
 from lowpeak.vllm.requests import (
     PartialAnswers,
     SequenceRequest,
     check_answers,
     form_waves,
-    rows_of,
+    sequence_requests,
     split_wave,
     to_completion,
     wave_capacity,
 )
-from lowpeak.vllm.weight_sync import PushReport, exhaust_slices, prove, push_weights
+from lowpeak.vllm.weight_sync import PushReport, exhaust_slices, push_weights, verify_unchanged
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class PolicyFacts:
 
 
 @dataclass(frozen=True)
-class Callers:
+class EngineSharing:
     """Ranks that use the same vLLMs.
 
     `team` are the ranks of one tensor-parallel engine, which generate the same sequences together. `num_callers` ranks share
@@ -87,13 +87,13 @@ class VllmEngine:
     connect: Callable[[], Sequence[Vllm]]
     settings: VllmSettings
     policy: PolicyFacts
-    callers: Callers
+    callers: EngineSharing
     on_push: Callable[[PushReport], None] = lambda report: None
-    cuts_groups = True
+    supports_partial_groups = True
 
     def __post_init__(self) -> None:
         self._vllms: Sequence[Vllm] = ()
-        self._facts: list[Facts] = []
+        self._facts: list[EngineFacts] = []
         self._weights = LoadedWeights()
         self._partial = PartialAnswers()
         self._asleep = False
@@ -127,7 +127,7 @@ class VllmEngine:
         with team.together():
             self._check_lengths(prompts, sampling)
         end_ids = self.policy.end_ids(sampling)
-        local = rows_of(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)
+        local = sequence_requests(prompts, sampling, end_ids, settings.structured_regex, settings.sampling_kwargs)
         sequences = [sequence for rank in team.gather(local) for sequence in rank]
         self._partial.begin(version, sampling)
         try:
@@ -242,7 +242,7 @@ class VllmEngine:
         if not self.settings.verify:
             return False
         try:
-            prove(self._vllms)
+            verify_unchanged(self._vllms)
         except EngineError as error:
             logger.info("vLLM's weights did not survive its sleep and will be sent again: %s", error)
             return False
@@ -303,7 +303,7 @@ class VllmEngine:
 
     def _check_lengths(self, prompts: Sequence[Prompt], sampling: Sampling) -> None:
         context, where = min(facts.max_model_len for facts in self._facts), self.settings.where
-        remedy = f"raise {option(where, 'max_model_length')} or shorten completions"
+        remedy = f"raise {option_name(where, 'max_model_length')} or shorten completions"
         if isinstance(where, ServerSettings):
             remedy += f", or set vllm_max_model_length={context}, which rejects such prompts at the start"
         check_lengths(prompts, sampling, context, "vLLM's", remedy)

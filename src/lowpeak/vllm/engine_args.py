@@ -16,7 +16,7 @@ COMMON_ENGINE_ARGS: Mapping[str, str] = {
     "generation_config": "vllm",
 }
 # With `kv_cache_memory_bytes` set, vLLM uses its share only for a check of the free device memory at start-up.
-NO_SHARE = 0.01
+MIN_MEMORY_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def memory_remedy(where: ColocateSettings | LaunchedServer, batch_size: int | No
     """
     remedies = [
         f"{cache_size_remedy(where, 'change')}",
-        f"lower {option(where, 'max_model_length')}",
+        f"lower {option_name(where, 'max_model_length')}",
         f"lower vllm_batch_size ({'unset' if batch_size is None else f'now {batch_size}'})",
         f"raise vllm_tensor_parallel_size (now {where.tensor_parallel_size})",
     ]
@@ -45,7 +45,7 @@ def memory_remedy(where: ColocateSettings | LaunchedServer, batch_size: int | No
     return f"If memory or the context was too small: {', or '.join(remedies)}."
 
 
-def option(where: Location, name: str) -> str:
+def option_name(where: Location, name: str) -> str:
     """Return the spelling of an engine option in the place where this engine is configured."""
     if not isinstance(where, ServerSettings):
         return f"vllm_{name}"
@@ -55,7 +55,7 @@ def option(where: Location, name: str) -> str:
 def cache_size_remedy(where: Location, verb: str) -> str:
     """Return the options that size the KV cache: bytes if they were set, otherwise vLLM's share of the device."""
     if isinstance(where, ServerSettings):
-        return f"{verb} {option(where, 'gpu_memory_utilization')} (or its --kv_cache_memory_bytes)"
+        return f"{verb} {option_name(where, 'gpu_memory_utilization')} (or its --kv_cache_memory_bytes)"
     if isinstance(where, LaunchedServer):
         return f"{verb} vllm_gpu_memory_utilization (or kv_cache_bytes)"
     if where.kv_cache_bytes is not None:

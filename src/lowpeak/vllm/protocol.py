@@ -54,7 +54,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Facts:
+class EngineFacts:
     """Properties of a vLLM: the model that it loaded and its capacity.
 
     `model` is the name or path that vLLM loaded, `fingerprint` a hash of the configuration's sizes and of the
@@ -91,7 +91,7 @@ class Vllm(Protocol):
     def call(self, method: str, arguments: Mapping[str, Any], timeout: float) -> list[Any]:
         """Return what each worker's method returns, in rank order; raise LostEngineError if a worker is gone."""
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineFacts:
         """Return the properties; call it once vLLM is ready, and again after a restart."""
 
     def complete(self, requests: Sequence[Request], timeout: float | None = None) -> list[Answer]:

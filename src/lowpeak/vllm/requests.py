@@ -21,7 +21,7 @@ from lowpeak.batching import balanced_partition
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import Completion, Prompt
 from lowpeak.vllm.engine_args import Location, cache_size_remedy
-from lowpeak.vllm.protocol import Answer, Facts, Request
+from lowpeak.vllm.protocol import Answer, EngineFacts, Request
 
 Route = Literal["/inference/v1/generate", "/v1/completions"]
 GENERATE: Route = "/inference/v1/generate"
@@ -72,7 +72,7 @@ class PartialAnswers:
         return answers
 
 
-def rows_of(
+def sequence_requests(
     prompts: Sequence[Prompt],
     sampling: Sampling,
     end_ids: Iterable[int],
@@ -244,7 +244,7 @@ def to_completion(answer: Answer) -> Completion:
     )
 
 
-def wave_capacity(engines: Sequence[Facts], longest: int, num_callers: int, where: Location) -> int:
+def wave_capacity(engines: Sequence[EngineFacts], longest: int, num_callers: int, where: Location) -> int:
     """Return the sequences of `longest` tokens that fit the engines' caches at once, divided by `num_callers`.
 
     Raise EngineError if one sequence exceeds an engine's cache.

@@ -17,7 +17,7 @@ from typing import Any
 from lowpeak.arguments import ServerSettings
 from lowpeak.errors import ArgumentError, EngineError, LostEngineError
 from lowpeak.vllm.http_client import Http, NoRouteError, deadline, run_on_loop
-from lowpeak.vllm.protocol import Adapter, Answer, Facts, Request, Vllm
+from lowpeak.vllm.protocol import Adapter, Answer, EngineFacts, Request, Vllm
 from lowpeak.vllm.requests import COMPLETIONS, GENERATE, Route, parse_answer, request_body
 from lowpeak.vllm.serving import ADAPTER_ROUTE
 
@@ -29,7 +29,7 @@ _LOG_SECONDS = 30.0
 _RESET_ATTEMPTS = 20
 
 
-def connect(settings: ServerSettings, stopping: Callable[[], bool] = lambda: False) -> tuple[ServerVllm, ...]:
+def connect_servers(settings: ServerSettings, stopping: Callable[[], bool] = lambda: False) -> tuple[ServerVllm, ...]:
     """Return a client for each server address, once all servers answer.
 
     Raise EngineError if a server does not answer in time, ArgumentError if two addresses are the same server, which
@@ -81,12 +81,12 @@ class ServerVllm(Vllm):
                 )
         return "/".join(str(identity.get("incarnation")) for identity in identities)
 
-    def facts(self) -> Facts:
+    def facts(self) -> EngineFacts:
         self._route = self._adapter = None
         self._incarnation = self.read_incarnation()
         properties = self.call("lowpeak_facts", {}, _CALL_SECONDS)[0]
         try:
-            return Facts(**properties)
+            return EngineFacts(**properties)
         except TypeError as error:
             raise EngineError(
                 f"the server at {self.url} returned properties that this lowpeak does not know ({error}): install the same "

@@ -17,7 +17,7 @@ from lowpeak.arguments import SERVER_TOKEN
 from lowpeak.cli import check_port, main, parse_server
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.vllm import ServerVllm
-from lowpeak.vllm.serving import Server, ServerProcess, environment, find_token, saved_token, words
+from lowpeak.vllm.serving import ServerProcess, ServerSpec, find_token, saved_token, server_command, server_environment
 from lowpeak.watchdog import PARENT
 from processes import are_gone
 
@@ -34,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def said(*argv, environ=None):
-    return words(parse_server(["--model", "m", *argv], environ or {}))
+    return server_command(parse_server(["--model", "m", *argv], environ or {}))
 
 
 def value_of(command, name):
@@ -83,9 +83,9 @@ def test_a_server_on_a_cpu_leaves_the_hosts_memory_to_others():
 def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
     environ = {SERVER_TOKEN: "secret", "VLLM_API_KEY": "other"}
     server = parse_server(["--model", "m"], environ)
-    assert words(server)[-2:] == ["--middleware", GUARD]  # before all others
-    assert "secret" not in " ".join(words(server))
-    given = environment(server, environ)
+    assert server_command(server)[-2:] == ["--middleware", GUARD]  # before all others
+    assert "secret" not in " ".join(server_command(server))
+    given = server_environment(server, environ)
     assert (given[SERVER_TOKEN], "VLLM_API_KEY" in given) == ("secret", False)
     with pytest.raises(ArgumentError, match=r"VLLM_API_KEY .*LOWPEAK_SERVER_TOKEN"):  # which guards too little
         said(environ={"VLLM_API_KEY": "secret"})
@@ -103,8 +103,8 @@ def test_a_token_is_demanded_by_a_middleware_and_stands_in_no_command_line():
 def test_a_server_has_an_address_and_a_token_that_it_makes_if_none_is_given(host, url):
     first, second = (parse_server(["--model", "m", "--host", host], {}) for _ in range(2))
     assert first.url == url
-    assert words(first)[-2:] == ["--middleware", GUARD]
-    assert environment(first, {})[SERVER_TOKEN] == first.token
+    assert server_command(first)[-2:] == ["--middleware", GUARD]
+    assert server_environment(first, {})[SERVER_TOKEN] == first.token
     assert len(first.token) >= 32
     assert first.token != second.token
     assert first.token not in repr(first)
@@ -120,7 +120,7 @@ def test_only_the_user_finds_the_servers_token_in_a_file(cache):
             with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
                 ServerVllm(fake.url, "another").facts()
             with pytest.raises(ArgumentError, match=f"--port {fake.port}"):
-                check_port(Server("m", port=fake.port))  # it is taken
+                check_port(ServerSpec("m", port=fake.port))  # it is taken
         assert not path.exists()
         with pytest.raises(EngineError, match="LOWPEAK_SERVER_TOKEN"):
             ServerVllm(fake.url).facts()
@@ -163,7 +163,9 @@ def test_a_server_that_cannot_start_is_refused_with_its_argument(argv, message):
 
 
 def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
-    given = environment(Server("m", devices=("2", "0")), {"CUDA_VISIBLE_DEVICES": "5,6,7", "RANK": "1", "HOME": "h"})
+    given = server_environment(
+        ServerSpec("m", devices=("2", "0")), {"CUDA_VISIBLE_DEVICES": "5,6,7", "RANK": "1", "HOME": "h"}
+    )
     assert len(given.pop(SERVER_TOKEN)) == 32
     assert given == {
         "CUDA_VISIBLE_DEVICES": "7,5",
@@ -173,10 +175,10 @@ def test_the_environment_turns_the_routes_on_and_names_devices_and_parent():
         "VLLM_SERVER_DEV_MODE": "1",
     }
 
-    given = environment(Server("m", devices=("cpu",)), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
+    given = server_environment(ServerSpec("m", devices=("cpu",)), {"VLLM_CPU_OMP_THREADS_BIND": "0-3"})
     assert (given["VLLM_CPU_OMP_THREADS_BIND"], given["CUDA_VISIBLE_DEVICES"]) == ("0-3", "")
     with pytest.raises(ArgumentError, match=r"CUDA_VISIBLE_DEVICES .*1"):
-        environment(Server("m", devices=("1",)), {"CUDA_VISIBLE_DEVICES": "5"})
+        server_environment(ServerSpec("m", devices=("1",)), {"CUDA_VISIBLE_DEVICES": "5"})
 
 
 def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
@@ -189,7 +191,7 @@ def test_help_lists_the_arguments_and_says_whose_the_others_are(capsys):
 
 @pytest.mark.parametrize(("status", "shown"), [(1, True), (-9, True), (2, False)])
 def test_the_end_of_a_server_shows_its_log_and_what_sizes_it_unless_it_was_an_option(tmp_path, status, shown):
-    process = ServerProcess(Server("m"), os.environ, tmp_path / "log")
+    process = ServerProcess(ServerSpec("m"), os.environ, tmp_path / "log")
     process.log.write_text("no such --option\n")
     said = process.describe_end(status)
     assert "no such --option" in said

@@ -11,7 +11,7 @@ import pytest
 from fake_server import FACTS
 from lowpeak.errors import EngineError
 from lowpeak.ranks import Ranks
-from lowpeak.vllm import SUPPORTED, check_same, fingerprint, num_host_ranks, warn_unsupported
+from lowpeak.vllm import SUPPORTED, check_same_model, fingerprint, num_host_ranks, warn_unsupported
 from tiny import char_tokenizer, tiny_model
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ def served(model, tokenizer):
 
 
 def test_the_same_sizes_and_vocabulary_are_the_same_whatever_weights_order_and_tokens_without_embedding(policy):
-    check_same(served(tiny_model(seed=5), char_tokenizer()), policy, char_tokenizer())
+    check_same_model(served(tiny_model(seed=5), char_tokenizer()), policy, char_tokenizer())
     vocabulary = char_tokenizer().get_vocab()
     expected = fingerprint(policy.config, vocabulary)
     assert fingerprint(policy.config, dict(reversed(vocabulary.items()))) == expected
@@ -41,7 +41,7 @@ def test_a_model_of_other_sizes_or_another_vocabulary_is_refused_with_both_names
     vocabulary = char_tokenizer("abcdefghijk") if changed is None else char_tokenizer()
     option = "--tokenizer" if changed is None else "--model models/policy"
     with pytest.raises(EngineError, match=f"'models/tiny'.*'models/policy'.*{option}"):
-        check_same(served(tiny_model(**(changed or {})), vocabulary), policy, char_tokenizer())
+        check_same_model(served(tiny_model(**(changed or {})), vocabulary), policy, char_tokenizer())
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.32.0+cpu", "0.33.1rc1", "0.30.2", "0.34.0", "1.0", "dev"])

@@ -12,7 +12,7 @@ from fused import VOCAB, FusedModel, FusedVllm, slices, weights
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
 from lowpeak.records import WeightSlice
-from lowpeak.vllm.weight_sync import CheckpointNames, held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import CheckpointNames, loaded_version, push_weights, verify_unchanged
 from tiny import tiny_model
 
 
@@ -51,7 +51,7 @@ def test_a_push_gives_the_engine_these_weights_and_this_version(transport, tied,
         assert vllm.transport == ("process" if transport == "auto" else transport)
         assert report.num_bytes == num_bytes(tensors)
         assert 0 < report.proof_seconds < report.seconds
-    prove([vllm])
+    verify_unchanged([vllm])
 
 
 def test_every_engine_and_every_cut_of_it_is_pushed_to():
@@ -63,7 +63,7 @@ def test_every_engine_and_every_cut_of_it_is_pushed_to():
     parts = [worker.model for worker in cut.workers]
     assert torch.equal(torch.cat([part.o.data for part in parts], 1), tensors["o.weight"])
     assert torch.equal(torch.cat([part.qkv.data[:4] for part in parts]), tensors["q.weight"])
-    assert held_version([whole, cut]) == 1
+    assert loaded_version([whole, cut]) == 1
 
 
 def _damage(vllm, at, change):
@@ -265,18 +265,18 @@ def test_without_proof_weights_arrive_and_what_lacks_is_still_refused():
 def test_what_changes_after_the_push_is_named_by_a_later_proof():
     vllm = FusedVllm()
     with pytest.raises(EngineError):
-        prove([vllm])  # it holds no version
+        verify_unchanged([vllm])  # it holds no version
     push_weights(slices(weights()), [vllm], _settings(), 1)
-    prove([vllm])
+    verify_unchanged([vllm])
     key, value = vllm.model.qkv.data[8:12].clone(), vllm.model.qkv.data[12:].clone()
     vllm.model.qkv.data[8:12], vllm.model.qkv.data[12:] = value, key
     with pytest.raises(EngineError, match=r": k\.weight, v\.weight\.$"):
-        prove([vllm])
+        verify_unchanged([vllm])
     push_weights(slices(weights()), [vllm], _settings(), 1)
     vllm.model.qkv.data[9, 3] += 1
     with pytest.raises(EngineError, match=r": k\.weight\.$"):
-        prove([vllm])
-    assert held_version([vllm]) is None
+        verify_unchanged([vllm])
+    assert loaded_version([vllm]) is None
 
 
 def test_no_slices_are_an_error():

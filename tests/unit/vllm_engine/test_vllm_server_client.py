@@ -25,9 +25,9 @@ from lowpeak.vllm import (
     Vllm,
     call_concurrently,
     check_answers,
-    connect,
+    connect_servers,
 )
-from lowpeak.vllm.serving import Server, ServerProcess
+from lowpeak.vllm.serving import ServerProcess, ServerSpec
 from served import free_port
 
 
@@ -309,7 +309,7 @@ def test_a_server_that_comes_up_late_is_waited_for_and_the_log_says_so(caplog):
     thread.start()
     try:
         with caplog.at_level(logging.WARNING):
-            (vllm,) = connect(ServerSettings((f"http://127.0.0.1:{port}",), timeout=10))
+            (vllm,) = connect_servers(ServerSettings((f"http://127.0.0.1:{port}",), timeout=10))
         assert vllm.facts() == fake.facts
     finally:
         done.set()
@@ -322,16 +322,16 @@ def test_a_server_that_does_not_come_is_an_error_that_says_where_and_what_to_do(
     url = f"http://127.0.0.1:{free_port()}"
     began = time.monotonic()
     with pytest.raises(EngineError, match=f"{url}.*vllm_server_timeout"):
-        connect(ServerSettings((url,), timeout=1.0))
+        connect_servers(ServerSettings((url,), timeout=1.0))
     assert time.monotonic() - began < 3
 
 
 def test_one_server_under_two_addresses_is_refused_with_both(fake):
     urls = (fake.url, fake.url.replace("127.0.0.1", "localhost"))
     with pytest.raises(ArgumentError, match=f"{urls[0]}.*{urls[1]}"):
-        connect(ServerSettings(urls, timeout=5.0))
+        connect_servers(ServerSettings(urls, timeout=5.0))
     with serving(FakeServer()) as other:
-        assert len(connect(ServerSettings((fake.url, other.url), timeout=5.0))) == 2
+        assert len(connect_servers(ServerSettings((fake.url, other.url), timeout=5.0))) == 2
 
 
 # a server of ours
@@ -341,7 +341,7 @@ def test_a_server_that_refuses_to_give_its_requests_up_is_ended_all_the_same():
     fake = FakeServer()
     fake.answers = {"/pause": lambda body: (500, error("dead")), "/health": slow(4.0)}
     with serving(fake):
-        process = ServerProcess(Server("m", port=fake.port), os.environ, command=lambda server: ["sleep", "60"])
+        process = ServerProcess(ServerSpec("m", port=fake.port), os.environ, command=lambda server: ["sleep", "60"])
         process.start()
         began = time.monotonic()
         process.stop()

@@ -13,7 +13,7 @@ import torch
 from fused import VOCAB, FusedVllm, slices, weights
 from lowpeak.arguments import ServerSettings, VllmSettings
 from lowpeak.errors import EngineError, LostEngineError
-from lowpeak.vllm.weight_sync import held_version, prove, push_weights
+from lowpeak.vllm.weight_sync import loaded_version, push_weights, verify_unchanged
 from lowpeak.vllm.weight_sync.transports import (
     NcclReceiver,
     NcclSender,
@@ -58,8 +58,8 @@ def test_weights_arrive_in_other_processes(transport, remote):
             found = vllm.weights()
             assert torch.equal(torch.from_numpy(found["embed"])[:VOCAB], tensors["embed.weight"])
             assert torch.equal(torch.from_numpy(found["qkv"])[8:12], tensors["k.weight"])
-        assert held_version(vllms) == version
-    prove(vllms)
+        assert loaded_version(vllms) == version
+    verify_unchanged(vllms)
 
 
 @pytest.mark.parametrize(("fault", "timeout"), [("dies_at", 20), ("sleeps_at", 1)])
@@ -69,7 +69,7 @@ def test_a_worker_that_dies_or_hangs_ends_the_update_soon_and_the_others_hold_no
     with pytest.raises(LostEngineError if fault == "dies_at" else EngineError):
         push_weights(slices(weights()), vllms, _settings(), 1, timeout=timeout)
     assert time.monotonic() - began < 10
-    assert held_version(vllms[:1]) is None
+    assert loaded_version(vllms[:1]) is None
 
 
 def test_every_update_leaves_by_the_port_that_was_given():

@@ -42,7 +42,7 @@ class NativeEngine:
     on_tokens: Callable[[int, int], None] | None = None
     device: torch.device | None = None
     policy_version: int | None = field(default=None, init=False)
-    cuts_groups = True
+    supports_partial_groups = True
     slice_form = SliceForm()
     _warned = False
 
@@ -57,7 +57,7 @@ class NativeEngine:
         return [Group(prompt, tuple(completions[i * size : (i + 1) * size])) for i, prompt in enumerate(prompts)]
 
     @contextmanager
-    def held(self) -> Iterator[nn.Module]:
+    def keep_gathered(self) -> Iterator[nn.Module]:
         """Keep the policy gathered for all calls of `generate` in the block; every rank enters it."""
         with self.hold() as model:
             hold, self.hold = self.hold, lambda: nullcontext(model)

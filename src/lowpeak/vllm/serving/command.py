@@ -26,7 +26,7 @@ _RESERVED = ("worker-extension-cls", "api-key", "uds")
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerSpec:
     """Specification of a server.
 
     `devices` are visible to it (empty: all, `("cpu",)`: none), `options` are vLLM's, as the user wrote them.
@@ -62,7 +62,7 @@ class Server:
         return url_of(self.host, self.port)
 
 
-def words(server: Server) -> list[str]:
+def server_command(server: ServerSpec) -> list[str]:
     """Return the server's command; the user's options replace the defaults."""
     defaults: dict[str, str | None] = {
         "model": server.model,
@@ -87,7 +87,7 @@ def words(server: Server) -> list[str]:
     return [sys.executable, "-m", "lowpeak.vllm.serving.entrypoint", *added, *middleware]
 
 
-def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
+def server_environment(server: ServerSpec, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the server's environment: its devices, the switch of the weight-update routes, the id of its parent
     process.
     """
@@ -97,10 +97,10 @@ def environment(server: Server, inherited: Mapping[str, str]) -> dict[str, str]:
     for name in (*_RANK_VARIABLES, "VLLM_API_KEY"):
         variables.pop(name, None)
     variables |= {"VLLM_SERVER_DEV_MODE": "1", PARENT: str(os.getpid()), SERVER_TOKEN: server.token}
-    return variables | visible(server.devices, inherited)
+    return variables | visible_device_variables(server.devices, inherited)
 
 
-def visible(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
+def visible_device_variables(devices: Sequence[str], inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make only these devices visible to a process (none: no change).
 
     Indices count the devices that are visible here.

@@ -18,7 +18,7 @@ from pathlib import Path
 from lowpeak.errors import EngineError
 from lowpeak.vllm.engine_args import LaunchedServer, memory_remedy
 from lowpeak.vllm.http_client import Http, deadline
-from lowpeak.vllm.serving.command import Server, environment, words
+from lowpeak.vllm.serving.command import ServerSpec, server_command, server_environment
 
 _ABORT_SECONDS = 2.0
 _TERM_SECONDS = 5.0
@@ -34,10 +34,10 @@ class ServerProcess:
     command line.
     """
 
-    server: Server
+    server: ServerSpec
     inherited: Mapping[str, str] = field(repr=False)
     log: Path | None = None
-    command: Callable[[Server], list[str]] = words
+    command: Callable[[ServerSpec], list[str]] = server_command
 
     def __post_init__(self) -> None:
         self._http = Http(self.server.url, self.server.token)
@@ -59,7 +59,7 @@ class ServerProcess:
                 self._log_start = out.tell()
             self._process = subprocess.Popen(
                 self.command(self.server),
-                env=environment(self.server, self.inherited),
+                env=server_environment(self.server, self.inherited),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -112,7 +112,7 @@ class ServerProcess:
 
 
 @contextmanager
-def served(server: Server, log: Path) -> Iterator[None]:
+def running_server(server: ServerSpec, log: Path) -> Iterator[None]:
     """Run the block while the server answers.
 
     Raise EngineError with the end of its log if it ends early or starts too slowly.

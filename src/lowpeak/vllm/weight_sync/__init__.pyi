@@ -12,8 +12,8 @@ from lowpeak.vllm.weight_sync.checksum import tensor_checksum as tensor_checksum
 from lowpeak.vllm.weight_sync.lora import adapter_config as adapter_config
 from lowpeak.vllm.weight_sync.push import PushReport as PushReport
 from lowpeak.vllm.weight_sync.push import exhaust_slices as exhaust_slices
-from lowpeak.vllm.weight_sync.push import held_version as held_version
-from lowpeak.vllm.weight_sync.push import prove as prove
+from lowpeak.vllm.weight_sync.push import loaded_version as loaded_version
 from lowpeak.vllm.weight_sync.push import push_weights as push_weights
+from lowpeak.vllm.weight_sync.push import verify_unchanged as verify_unchanged
 from lowpeak.vllm.weight_sync.receiver import CheckpointNames as CheckpointNames
 from lowpeak.vllm.weight_sync.worker import Extension as Extension

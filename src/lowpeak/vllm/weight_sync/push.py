@@ -191,7 +191,7 @@ def exhaust_slices(slices: Iterator[WeightSlice]) -> None:
     deque(slices, maxlen=0)
 
 
-def prove(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
+def verify_unchanged(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
     """Verify that all workers' weights are unchanged since the push.
 
     Raise EngineError with the names of changed tensors, whose worker then has no version; also if a worker has no
@@ -200,7 +200,7 @@ def prove(vllms: Sequence[Vllm], timeout: float = TIMEOUT) -> None:
     call_workers(vllms, "lowpeak_prove", [{}] * len(vllms), timeout)
 
 
-def held_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
+def loaded_version(vllms: Sequence[Vllm], timeout: float = 60.0) -> int | None:
     """Return the policy version of all workers of all engines; None if one has none, or they differ."""
     answers = [
         answer for each in call_workers(vllms, "lowpeak_identity", [{}] * len(vllms), timeout) for answer in each

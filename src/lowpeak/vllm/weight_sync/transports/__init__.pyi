@@ -3,10 +3,10 @@ from lowpeak.vllm.weight_sync.transports.base import BucketSender as BucketSende
 from lowpeak.vllm.weight_sync.transports.nccl import NcclReceiver as NcclReceiver
 from lowpeak.vllm.weight_sync.transports.nccl import NcclSender as NcclSender
 from lowpeak.vllm.weight_sync.transports.nccl import check_communicator as check_communicator
+from lowpeak.vllm.weight_sync.transports.selection import available_transports as available_transports
 from lowpeak.vllm.weight_sync.transports.selection import open_receiver as open_receiver
 from lowpeak.vllm.weight_sync.transports.selection import open_sender as open_sender
 from lowpeak.vllm.weight_sync.transports.selection import probe_location as probe_location
-from lowpeak.vllm.weight_sync.transports.selection import reaching as reaching
 from lowpeak.vllm.weight_sync.transports.tcp import TcpReceiver as TcpReceiver
 from lowpeak.vllm.weight_sync.transports.tcp import TcpSender as TcpSender
 from lowpeak.vllm.weight_sync.transports.tcp import host_addresses as host_addresses

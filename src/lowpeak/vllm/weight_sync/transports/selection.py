@@ -43,7 +43,7 @@ def open_sender(
     return NcclSender(bucket_bytes, device, host, workers.num_workers, timeout, port)
 
 
-def reaching(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
+def available_transports(vllms: Sequence[Vllm], device: torch.device, timeout: float) -> list[Transport]:
     """Return every transport by which values on `device` can reach all workers."""
     transports: list[Transport] = ["process"] if all(vllm.in_process for vllm in vllms) else []
     transports.append("tcp")
