@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
-from lowpeak.data import flat, make_pair
+from lowpeak.data import flatten_pairs, make_pair
 from lowpeak.rewards import NO_PREFERENCE
 
 # Two answers to one question, one that begins the other, two texts with nothing in common, a long one beside a short one.
@@ -39,7 +39,9 @@ class FirstToken(Qwen2ForSequenceClassification):
 
 def records_of(pairs=PAIRS):
     """The records of pairs of token ids, as a reader makes them."""
-    return flat(make_pair(group, chosen, rejected, margin, 0) for group, (chosen, rejected, margin) in enumerate(pairs))
+    return flatten_pairs(
+        make_pair(group, chosen, rejected, margin, 0) for group, (chosen, rejected, margin) in enumerate(pairs)
+    )
 
 
 def plain_scores(model, rows):

@@ -149,12 +149,12 @@ class Breaking:
         self._calls = 0
         panel = trainer.maker.panel
         if what == "a reward":
-            judge = panel.judge
+            compute_rewards = panel.compute_rewards
 
             def mend() -> None:
-                panel.judge = judge
+                panel.compute_rewards = compute_rewards
 
-            panel.judge = self._raise
+            panel.compute_rewards = self._raise
             self.mend = mend
             return
         self.mend = trainer.model.model.layers[1].register_forward_pre_hook(self._count).remove

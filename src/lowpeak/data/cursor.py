@@ -47,14 +47,14 @@ class PromptCursor(Generic[Item]):
         seed: int,
         digest: str | None = None,
     ) -> None:
-        self.prompts_per_epoch = num_rows(dataset)
+        self.rows_per_epoch = num_rows(dataset)
         self.num_dropped = 0
         self._dataset = dataset
         self._reader = reader
         self._shuffle = shuffle
         self._seed = seed
         self._digest = digest
-        if self.prompts_per_epoch is None and shuffle:
+        if self.rows_per_epoch is None and shuffle:
             if hasattr(dataset, "shuffle"):
                 self._dataset = dataset.shuffle(seed=seed)
             else:
@@ -115,7 +115,7 @@ class PromptCursor(Generic[Item]):
         self._epoch_serial = state["epoch_serial"]
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": self.prompts_per_epoch, "shuffle": self._shuffle, "seed": self._seed}
+        return {"num_rows": self.rows_per_epoch, "shuffle": self._shuffle, "seed": self._seed}
 
     def _start_epoch(self, epoch: int, position: int = 0) -> None:
         self._epoch = epoch
@@ -132,9 +132,9 @@ class PromptCursor(Generic[Item]):
 
     def _iterate_rows(self, epoch: int, position: int) -> Iterator[tuple[int, Mapping[str, Any]]]:
         """Yield the epoch's rows from `position` on, each with its index."""
-        if self.prompts_per_epoch is not None:
-            order = permutation(self.prompts_per_epoch, self._seed, epoch) if self._shuffle else None
-            for i in range(position, self.prompts_per_epoch):
+        if self.rows_per_epoch is not None:
+            order = permutation(self.rows_per_epoch, self._seed, epoch) if self._shuffle else None
+            for i in range(position, self.rows_per_epoch):
                 index = i if order is None else int(order[i])
                 yield index, self._dataset[index]
             return
@@ -162,7 +162,7 @@ def permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
-def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> list[Prompt]:
+def read_eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> list[Prompt]:
     """Return all prompts of an evaluation set in order, with serials from 0.
 
     Logs how many rows are dropped.
@@ -170,7 +170,7 @@ def eval_prompts(dataset: Dataset | IterableDataset, reader: PromptReader) -> li
     return [replace(prompt, serial=i) for i, prompt in enumerate(read_all(dataset, reader)[0])]
 
 
-def cursor_over(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
+def make_cursor(dataset: Any, reader: RowReader[Item], args: Any) -> PromptCursor[Item]:
     """Return a run's cursor over the usable rows of a dataset.
 
     A dataset with random access is checked completely first, a stream row by row.

@@ -135,9 +135,9 @@ def read_pairs(dataset: Any, reader: PreferenceReader) -> list[Record]:
 
     Logs how many pairs are dropped.
     """
-    return flat(read_all(dataset, reader)[0])
+    return flatten_pairs(read_all(dataset, reader)[0])
 
 
-def flat(pairs: Iterable[Pair]) -> list[Record]:
+def flatten_pairs(pairs: Iterable[Pair]) -> list[Record]:
     """Return the records of pairs in one list, chosen before rejected."""
     return [record for pair in pairs for record in pair]

@@ -112,7 +112,7 @@ def num_rows(dataset: Dataset | IterableDataset, name: str = "The dataset") -> i
     return len(dataset)
 
 
-def rows_at(dataset: Any, indices: list[int]) -> list[Mapping[str, Any]]:
+def fetch_rows(dataset: Any, indices: list[int]) -> list[Mapping[str, Any]]:
     """Return the rows of these indices; DataError if they cannot be read."""
     # Fetches all rows at once if the dataset supports it.
     getitems = getattr(dataset, "__getitems__", None)
@@ -147,7 +147,7 @@ def _batches(dataset: Dataset | IterableDataset) -> Iterator[list[Mapping[str, A
     quiet = size < _SHOW_PROGRESS_FROM
     console = Console(stderr=True)
     for start in track(starts, "Checking rows", console=console, transient=True, disable=quiet):
-        yield rows_at(dataset, list(range(start, min(start + _BATCH, size))))
+        yield fetch_rows(dataset, list(range(start, min(start + _BATCH, size))))
 
 
 def filter_rows(dataset: Dataset, reader: RowReader[Any]) -> Any:
@@ -182,7 +182,7 @@ def log_dropped_rows(num_dropped: int, num_rows: int, reader: RowReader[Any]) ->
         logger.warning("%d of %d rows are dropped: %s.", num_dropped, num_rows, reader.drop_reason)
 
 
-def check_end(dataset: Any, max_steps: int) -> None:
+def check_max_steps(dataset: Any, max_steps: int) -> None:
     """Raise ArgumentError if training on a stream would never end."""
     if dataset is not None and num_rows(dataset) is None and max_steps <= 0:
         raise ArgumentError(
@@ -202,7 +202,7 @@ def check_tokenizer(tokenizer: Any) -> None:
     padding_id(tokenizer)
 
 
-def check_embedded(tokenizer: Any, num_embeddings: int | None) -> None:
+def check_special_tokens(tokenizer: Any, num_embeddings: int | None) -> None:
     """Raise ModelError if the model does not embed the tokenizer's pad or end-of-sequence token."""
     for name in ("pad_token", "eos_token"):
         token_id = getattr(tokenizer, f"{name}_id")

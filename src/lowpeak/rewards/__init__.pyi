@@ -10,7 +10,7 @@ from lowpeak.rewards.builtin import numeric_match as numeric_match
 from lowpeak.rewards.builtin import think_answer_format as think_answer_format
 from lowpeak.rewards.factory import BUILTIN_REWARDS as BUILTIN_REWARDS
 from lowpeak.rewards.factory import REWARD_FACTORIES as REWARD_FACTORIES
-from lowpeak.rewards.factory import listed as listed
+from lowpeak.rewards.factory import as_list as as_list
 from lowpeak.rewards.factory import load_judge as load_judge
 from lowpeak.rewards.factory import load_reward as load_reward
 from lowpeak.rewards.factory import make_rewards as make_rewards
@@ -18,14 +18,14 @@ from lowpeak.rewards.function import FunctionReward as FunctionReward
 from lowpeak.rewards.function import callable_name as callable_name
 from lowpeak.rewards.judge import NO_PREFERENCE as NO_PREFERENCE
 from lowpeak.rewards.judge import JudgeReward as JudgeReward
-from lowpeak.rewards.judge import rewards_or_judge as rewards_or_judge
+from lowpeak.rewards.judge import resolve_reward_funcs as resolve_reward_funcs
 from lowpeak.rewards.model import ModelReward as ModelReward
 from lowpeak.rewards.model import batches_by_length as batches_by_length
 from lowpeak.rewards.model import load_classifier as load_classifier
-from lowpeak.rewards.panel import Judged as Judged
+from lowpeak.rewards.panel import RewardedCompletions as RewardedCompletions
 from lowpeak.rewards.panel import RewardPanel as RewardPanel
 from lowpeak.rewards.panel import RewardSettings as RewardSettings
-from lowpeak.rewards.panel import merge_judged as merge_judged
+from lowpeak.rewards.panel import merge_rewarded_completions as merge_rewarded_completions
 from lowpeak.rewards.panel import reward_metrics as reward_metrics
 from lowpeak.rewards.panel import warn_of_unscored as warn_of_unscored
 from lowpeak.rewards.reward import Reward as Reward

@@ -58,10 +58,10 @@ def make_rewards(
         ArgumentError: there is no reward, an item is none of these, or the processing classes are not one for each.
         ModelError: a reward model or its tokenizer cannot be loaded.
     """
-    items = listed(reward_funcs)
+    items = as_list(reward_funcs)
     if not items:
         raise ArgumentError("There is no reward: pass at least one in `reward_funcs`.")
-    tokenizers = [None] * len(items) if reward_processing_classes is None else listed(reward_processing_classes)
+    tokenizers = [None] * len(items) if reward_processing_classes is None else as_list(reward_processing_classes)
     if len(tokenizers) != len(items):
         raise ArgumentError(
             f"There are {len(tokenizers)} reward_processing_classes for {len(items)} reward_funcs; give one for each, "
@@ -99,7 +99,7 @@ def unique_names(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(unique)
 
 
-def listed(items: Any) -> list[Any]:
+def as_list(items: Any) -> list[Any]:
     """Return a list of one item or of several; None is an empty list."""
     if items is None:
         return []

@@ -16,7 +16,7 @@ from typing import Any
 
 from lowpeak.errors import ArgumentError, RewardError
 from lowpeak.rewards.builtin import completion_text
-from lowpeak.rewards.factory import listed
+from lowpeak.rewards.factory import as_list
 from lowpeak.rewards.function import FunctionReward
 
 NO_PREFERENCE = -1
@@ -46,9 +46,9 @@ class JudgeReward(FunctionReward):
         super().__init__(_reward_function(judge.judge), name or type(judge).__name__, timeout)
 
 
-def rewards_or_judge(reward_funcs: Any, judge: Any) -> Any:
+def resolve_reward_funcs(reward_funcs: Any, judge: Any) -> Any:
     """Return `reward_funcs` unchanged, or the judge as the only reward; ArgumentError for both or neither."""
-    if (judge is None) == (not listed(reward_funcs)):
+    if (judge is None) == (not as_list(reward_funcs)):
         number = "none" if judge is None else "both"
         raise ArgumentError(f"Pairs need either reward_funcs or a judge, got {number} of the two: pass exactly one.")
     return reward_funcs if judge is None else [JudgeReward(judge)]

@@ -54,7 +54,7 @@ class RewardSettings:
 
 
 @dataclass(frozen=True)
-class Judged:
+class RewardedCompletions:
     """N completions with their rewards, and the values that the rewards logged.
 
     `prompts` have the dataset's format, `texts` are the decoded completions, and `columns` has the values of `log_extra`:
@@ -67,9 +67,9 @@ class Judged:
     texts: tuple[str, ...]
     prompts: tuple[Any, ...]
 
-    def rows(self, indices: Sequence[int]) -> Judged:
+    def rows(self, indices: Sequence[int]) -> RewardedCompletions:
         """Return the completions of these indices, with the metrics of all."""
-        return Judged(
+        return RewardedCompletions(
             tuple(self.records[i] for i in indices),
             self.metrics,
             {name: [values[i] for i in indices] for name, values in self.columns.items()},
@@ -77,12 +77,12 @@ class Judged:
             tuple(self.prompts[i] for i in indices),
         )
 
-    def renumbered(self, groups: Sequence[int]) -> Judged:
+    def renumber_groups(self, groups: Sequence[int]) -> RewardedCompletions:
         """Return the same completions; group g becomes group `groups[g]`."""
         return replace(self, records=tuple(replace(record, group=groups[record.group]) for record in self.records))
 
 
-def merge_judged(parts: Sequence[Judged]) -> Judged:
+def merge_rewarded_completions(parts: Sequence[RewardedCompletions]) -> RewardedCompletions:
     """Return the completions of all parts, in order.
 
     A column that a part lacks is None there.
@@ -91,7 +91,7 @@ def merge_judged(parts: Sequence[Judged]) -> Judged:
     metrics: dict[str, Metric] = {}
     for part in parts:
         metrics = merge_metrics(metrics, part.metrics)
-    return Judged(
+    return RewardedCompletions(
         tuple(chain.from_iterable(part.records for part in parts)),
         metrics,
         {
@@ -128,11 +128,11 @@ class RewardPanel:
         self._loop = BackgroundLoop()
 
     @property
-    def asks_together(self) -> bool:
+    def needs_all_ranks(self) -> bool:
         """Return whether all ranks must compute rewards together, even those without groups."""
         return any(_sharding_ranks(reward) is not None for reward in self.rewards)
 
-    def judge(self, groups: Sequence[Group], *, trainer_state: Any = None) -> Judged:
+    def compute_rewards(self, groups: Sequence[Group], *, trainer_state: Any = None) -> RewardedCompletions:
         """Return the groups' completions with their rewards; RewardError if a reward failed and `on_failure` is "raise".
 
         If two rewards log a column of the same name, the second one's is prefixed with the reward's name.
@@ -152,7 +152,7 @@ class RewardPanel:
                 metrics[f"rewards/{call.name}/failed"] = Metric(float(len(call.failures)), kind="sum")
             for column, values in call.log.columns.items():
                 columns[f"{call.name}/{column}" if column in columns else column] = values
-        return Judged(records, metrics, columns, inputs.texts, tuple(inputs.prompts))
+        return RewardedCompletions(records, metrics, columns, inputs.texts, tuple(inputs.prompts))
 
     def _run_calls(self, calls: Sequence[RewardCall], num_completions: int) -> None:
         """Run all calls; without completions, only those of sharded models.
@@ -259,7 +259,7 @@ def reward_metrics(names: Sequence[str], records: Sequence[Record]) -> dict[str,
     return metrics
 
 
-def warn_of_unscored(names: Sequence[str], judged: Judged) -> None:
+def warn_of_unscored(names: Sequence[str], judged: RewardedCompletions) -> None:
     """Log one warning if completions have no reward, with their number and the first one."""
     unscored = [i for i, record in enumerate(judged.records) if math.isnan(record.reward)]
     if unscored:

@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import is_offline_mode
 from transformers import AutoModelForCausalLM
 
-from lowpeak.data import check_end, num_rows, rows_at
+from lowpeak.data import check_max_steps, fetch_rows, num_rows
 from lowpeak.errors import ArgumentError, DataError
 from lowpeak.models import add_adapter, find_config
 
@@ -27,7 +27,7 @@ def check_data(
     """Raise DataError or ArgumentError for missing data, and for a first row that `check_row` rejects."""
     if train_dataset is None:
         raise DataError(f"train_dataset is None: pass a data set with {columns}.")
-    check_end(train_dataset, args.max_steps)
+    check_max_steps(train_dataset, args.max_steps)
     if args.eval_strategy != "no" and eval_dataset is None:
         raise ArgumentError(
             f"eval_strategy={str(args.eval_strategy.value)!r} has no data: pass eval_dataset (--eval_dataset or --eval_split), or "
@@ -41,7 +41,7 @@ def check_data(
         }
     for name, dataset in named.items():
         if dataset is not None and num_rows(dataset, name) is not None:
-            check_row(rows_at(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
+            check_row(fetch_rows(dataset, [0])[0], "row 0" if dataset is train_dataset else f"{name}: row 0")
 
 
 def check_hub(args: Any) -> None:

@@ -17,7 +17,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import CommonConfig, acting_common, facts_of, resolve_memory, tell_idle
 from lowpeak.checkpoint import RunState, capture_random, check_writable, keep_random
-from lowpeak.data import RowReader, check_embedded, cursor_over, padding_id
+from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
 from lowpeak.memory import Phase
 from lowpeak.models import (
@@ -155,14 +155,14 @@ class OfflineTrainer(StepTrainer):
         self.start_run(make_run(self, args, algorithm, strategy, policy, self.memory, pad_id, head=self.head))
         self.reader = self.make_reader(args, policy, tokenizer)
         with strategy.ranks.together():
-            self.cursor = cursor_over(train_dataset, self.reader, args)
+            self.cursor = make_cursor(train_dataset, self.reader, args)
 
     def load(self, model: Any, args: Any, processing_class: Any, peft_config: Any) -> tuple[nn.Module, Any]:
         """Return the model, ready to train, and its tokenizer."""
         policy = self.load_model(model, args, peft_config)
         tokenizer = load_tokenizer(processing_class, model, args.trust_remote_code)
         tokenizer = change_tokenizer(tokenizer, transformers_model(policy), args)
-        check_embedded(tokenizer, num_embeddings(policy))
+        check_special_tokens(tokenizer, num_embeddings(policy))
         upcast_trainable(policy)
         if args.disable_dropout:
             disable_dropout(policy)
@@ -176,7 +176,7 @@ class OfflineTrainer(StepTrainer):
 
     def num_steps_per_epoch(self) -> int | None:
         """Return the steps that use each row once; the last one is filled from the next epoch."""
-        rows = self.cursor.prompts_per_epoch
+        rows = self.cursor.rows_per_epoch
         return None if rows is None else max(1, -(-rows // self.rows_per_step))
 
     def next_step(self) -> StepBatches:

@@ -14,7 +14,7 @@ from transformers.trainer_utils import PredictionOutput
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import OnlineConfig, OnlineSettings, Sampling
 from lowpeak.checkpoint import RolloutInUse, RunState, capture_random, keep_random
-from lowpeak.data import check_prompt_columns, eval_prompts
+from lowpeak.data import check_prompt_columns, read_eval_prompts
 from lowpeak.errors import CheckpointError
 from lowpeak.parallel import check_is_sharded, has_shards
 from lowpeak.ranks import Ranks
@@ -150,7 +150,7 @@ class OnlineTrainer(StepTrainer):
     # a step
 
     def num_steps_per_epoch(self) -> int | None:
-        prompts, rollout = self.maker.cursor.prompts_per_epoch, self.maker.settings.rollout
+        prompts, rollout = self.maker.cursor.rows_per_epoch, self.maker.settings.rollout
         if prompts is None:
             return None
         return max(1, prompts // rollout.num_prompts) * rollout.num_steps
@@ -228,7 +228,7 @@ class OnlineTrainer(StepTrainer):
         self.model_wrapped.eval()
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
-                prompts = eval_prompts(data, self.maker.new_reader())
+                prompts = read_eval_prompts(data, self.maker.new_reader())
             return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state, self.coefficients())
 
     # checkpoints

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from lowpeak.algorithms import Algorithm, make_online_dpo
 from lowpeak.arguments import OnlineConfig, OnlineDPOConfig, OnlineSettings, check_betas, resolve_online_dpo
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards import rewards_or_judge
+from lowpeak.rewards import resolve_reward_funcs
 from lowpeak.trainers.online import OnlineTrainer
 
 
@@ -53,7 +53,7 @@ class OnlineDPOTrainer(OnlineTrainer):
             )
         super().__init__(
             model,
-            rewards_or_judge(reward_funcs, judge),
+            resolve_reward_funcs(reward_funcs, judge),
             args,
             train_dataset,
             eval_dataset,

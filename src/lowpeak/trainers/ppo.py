@@ -12,7 +12,7 @@ from torch import nn
 from lowpeak.algorithms import Algorithm, make_ppo
 from lowpeak.arguments import OnlineConfig, OnlineSettings, PPOConfig, resolve_ppo
 from lowpeak.errors import ArgumentError
-from lowpeak.rewards import listed
+from lowpeak.rewards import as_list
 from lowpeak.trainers.online import OnlineTrainer
 from lowpeak.trainers.ppo_critic import (
     EXPORT_FOLDER,
@@ -55,7 +55,7 @@ class PPOTrainer(OnlineTrainer):
         **named: Any,
     ) -> None:
         self.value_model = value_model
-        super().__init__(model, [*listed(reward_funcs), *listed(reward_model)], *others, **named)
+        super().__init__(model, [*as_list(reward_funcs), *as_list(reward_model)], *others, **named)
         self.value_model = None
         if self.optimizer is not None:
             self._check_optimizer(self.optimizer)

@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
 from lowpeak.arguments import WHOLE, CommonConfig, RewardConfig
-from lowpeak.data import PreferenceReader, check_preference_columns, flat, read_pairs
+from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import classifier_of
 from lowpeak.models import SCORE_HEAD, HeadKind, from_pretrained, load_policy, num_embeddings
@@ -95,7 +95,7 @@ class RewardTrainer(OfflineTrainer):
 
     @staticmethod
     def records_of(items: Sequence[Any]) -> list[Record]:
-        return flat(items)
+        return flatten_pairs(items)
 
     def num_tokens(self, records: Sequence[Record]) -> int:
         return super().num_tokens(records) - len(records)

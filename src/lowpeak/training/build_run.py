@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import MemorySettings, OnlineSettings, tell_idle
-from lowpeak.data import PromptCursor, PromptReader, cursor_over, padding_id
+from lowpeak.data import PromptCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
 from lowpeak.logprobs import causal_lm, install_head, verify_load_balance
@@ -295,8 +295,8 @@ def _max_prompt_tokens(
 
 def _prompt_cursor(dataset: Any, reader: PromptReader, settings: OnlineSettings, args: Any) -> PromptCursor[Prompt]:
     """Check all rows of the data set, and that they are enough for a rollout; a stream starts again when it ends."""
-    cursor = cursor_over(dataset, reader, args)
-    prompts = cursor.prompts_per_epoch
+    cursor = make_cursor(dataset, reader, args)
+    prompts = cursor.rows_per_epoch
     if prompts is not None and prompts < settings.rollout.num_prompts:
         raise DataError(
             f"the data set has {prompts} usable prompts and a rollout needs {settings.rollout.num_prompts} "

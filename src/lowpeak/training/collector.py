@@ -15,7 +15,13 @@ from lowpeak.data import PromptCursor, PromptReader
 from lowpeak.memory import Phase, Rest
 from lowpeak.ranks import Ranks
 from lowpeak.records import Completion, Group, Metric, Prompt, Record, merge_metrics
-from lowpeak.rewards import Judged, RewardPanel, merge_judged, reward_metrics, warn_of_unscored
+from lowpeak.rewards import (
+    RewardedCompletions,
+    RewardPanel,
+    merge_rewarded_completions,
+    reward_metrics,
+    warn_of_unscored,
+)
 from lowpeak.rollout import RolloutEngine
 from lowpeak.training.rollout_report import RolloutStats, completion_rows, length_metrics
 from lowpeak.training.run import RunContext
@@ -99,7 +105,7 @@ class RolloutCollector:
 
     def generate_and_score(
         self, prompts: Sequence[Prompt], sampling: Sampling, state: Any, first_group: int, phase: Phase
-    ) -> Judged:
+    ) -> RewardedCompletions:
         """Stations 4 and 5: return all ranks' groups with their rewards, numbered from `first_group`.
 
         Each group is generated and rewarded on the rank that owns it. Fewer groups than ranks are generated in parts.
@@ -117,12 +123,12 @@ class RolloutCollector:
                 return self.engine.generate([prompts[i] for i in owned], sampling)
 
         @cache
-        def generate_and_reward() -> tuple[Sequence[int], Judged]:
+        def generate_and_reward() -> tuple[Sequence[int], RewardedCompletions]:
             # If rewards take all ranks, every rank raises for an engine that one of them lost, before they meet there.
-            with ranks.together() if self.panel.asks_together else nullcontext():
+            with ranks.together() if self.panel.needs_all_ranks else nullcontext():
                 groups = generate() if all_groups is None else [all_groups[i] for i in owned]
             with tracker.phase(Phase.REWARD if phase is Phase.ROLLOUT else phase):
-                judged = self.panel.judge(groups if ranks.speaks else [], trainer_state=state)
+                judged = self.panel.compute_rewards(groups if ranks.speaks else [], trainer_state=state)
             useful = self.stats.pop_useful_share() if phase is Phase.ROLLOUT else {}
             return owned, replace(judged, metrics=judged.metrics | useful)
 
@@ -148,7 +154,7 @@ class RolloutCollector:
             for i, prompt in enumerate(prompts)
         ]
 
-    def _collect_full_groups(self, number: int, state: Any) -> tuple[Judged, list[int]]:
+    def _collect_full_groups(self, number: int, state: Any) -> tuple[RewardedCompletions, list[int]]:
         """Stations 1 and 4 to 6: return all rewarded records, and the indices of those to train on.
 
         Dynamic sampling generates new groups for those that the selection drops, at most `max_refills` times; then it
@@ -156,7 +162,7 @@ class RolloutCollector:
         """
         sampling = replace(self.settings.sampling, rollout=number)
         num_missing, num_generated, num_dropped = self.settings.rollout.num_prompts, 0, 0
-        parts: list[Judged] = []
+        parts: list[RewardedCompletions] = []
         selected: list[int] = []
         for _ in range(1 + self.settings.rollout.max_refills):
             with self._ranks.together():
@@ -171,7 +177,7 @@ class RolloutCollector:
             num_dropped += num_missing
             if not num_missing:
                 break
-        merged = merge_judged(parts)
+        merged = merge_rewarded_completions(parts)
         if not selected:
             selected = list(range(start, len(merged.records)))
         if not self.settings.rollout.max_refills:
@@ -208,16 +214,20 @@ def with_advantages(records: Sequence[Record], advantages: Advantages) -> tuple[
     return tuple(replace(record, advantages=each, returns=values) for record, each, values in columns)
 
 
-def in_prompt_order(shares: Sequence[tuple[Sequence[int], Judged]], first_group: int) -> Judged:
+def in_prompt_order(
+    shares: Sequence[tuple[Sequence[int], RewardedCompletions]], first_group: int
+) -> RewardedCompletions:
     """Merge the ranks' rewarded records in the order of the prompts; groups are numbered from `first_group`.
 
     A share is the indices of the prompts that a rank owns, and its records, whose group g is of the g-th of these.
     """
-    judged = merge_judged([part.renumbered([first_group + i for i in owned]) for owned, part in shares])
+    judged = merge_rewarded_completions(
+        [part.renumber_groups([first_group + i for i in owned]) for owned, part in shares]
+    )
     return judged.rows(sorted(range(len(judged.records)), key=lambda row: judged.records[row].group))
 
 
-def merge_all_rewarded(parts: Sequence[Judged], names: Sequence[str]) -> Judged:
+def merge_all_rewarded(parts: Sequence[RewardedCompletions], names: Sequence[str]) -> RewardedCompletions:
     """Merge rewarded records, with the statistics of each reward over all of them."""
-    merged = merge_judged(parts)
+    merged = merge_rewarded_completions(parts)
     return replace(merged, metrics=merged.metrics | reward_metrics(names, merged.records))

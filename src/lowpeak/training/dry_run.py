@@ -25,7 +25,7 @@ def describe_run(trainer: RunContext, model: nn.Module, collector: RolloutCollec
     run, settings = trainer.run, collector.settings
     return {
         "model": {**_model(trainer, model), "reference": _reference(run)},
-        "data": {"usable_prompts": collector.cursor.prompts_per_epoch, **_data(trainer, num_steps)},
+        "data": {"usable_prompts": collector.cursor.rows_per_epoch, **_data(trainer, num_steps)},
         "rewards": dict(zip(collector.panel.names, settings.reward_weights, strict=True)),
         "algorithm": {
             "name": run.algorithm.name,
@@ -74,7 +74,7 @@ def describe_offline(
         plan = {"longest_row": longest, **_micro_batches(run, prompts, longest - 1, pairs), **plan}
     return {
         "model": _model(trainer, model),
-        "data": {"usable_rows": cursor.prompts_per_epoch, **_data(trainer, num_steps)},
+        "data": {"usable_rows": cursor.rows_per_epoch, **_data(trainer, num_steps)},
         "algorithm": {"name": run.algorithm.name, "unit": run.algorithm.unit},
         "sizes": run.sizes.as_dict(),
         "layout": str(run.sizes.choice),

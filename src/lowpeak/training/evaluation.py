@@ -18,7 +18,7 @@ from lowpeak.arguments import Sampling
 from lowpeak.batching import num_loss_tokens, pack
 from lowpeak.memory import Phase
 from lowpeak.records import Metric, MicroBatch, Prompt, Record, merge_metrics
-from lowpeak.rewards import Judged, warn_of_unscored
+from lowpeak.rewards import RewardedCompletions, warn_of_unscored
 from lowpeak.training.collector import RolloutCollector, merge_all_rewarded, with_advantages, with_loss_masks
 from lowpeak.training.rollout_report import completion_rows, length_metrics
 from lowpeak.training.run import Run
@@ -147,7 +147,9 @@ def _numbers(metrics: Mapping[str, Metric]) -> dict[str, float]:
     return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
-def _complete(collector: RolloutCollector, prompts: Sequence[Prompt], sampling: Sampling, state: Any) -> Judged:
+def _complete(
+    collector: RolloutCollector, prompts: Sequence[Prompt], sampling: Sampling, state: Any
+) -> RewardedCompletions:
     """Return all prompts' groups, generated in batches of `per_device_eval_batch_size` completions if that is set."""
     rows, world_size = collector.settings.eval_rows, collector.context.run.strategy.ranks.world_size
     size = len(prompts) if rows is None else max(1, rows * world_size // sampling.num_generations)

@@ -13,7 +13,7 @@ from transformers import set_seed
 from lowpeak.algorithms import Algorithm
 from lowpeak.arguments import ColocateSettings, OnlineSettings, VllmSettings, acting, resolve_online
 from lowpeak.checkpoint import check_writable
-from lowpeak.data import check_embedded
+from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
 from lowpeak.models import (
     disable_dropout,
@@ -25,7 +25,7 @@ from lowpeak.models import (
     upcast_trainable,
 )
 from lowpeak.parallel import check_devices
-from lowpeak.rewards import Reward, listed, make_rewards
+from lowpeak.rewards import Reward, as_list, make_rewards
 from lowpeak.training.evaluation import SuccessCriterion
 from lowpeak.vllm import require_vllm
 
@@ -76,7 +76,7 @@ def prepare_online(
     """
     # Arguments come first, so that a wrong one costs no loading.
     check_devices(bool(user_args.fsdp), user_args.cut.tensor > 1)
-    num_rewards = len(listed(inputs.reward_funcs))
+    num_rewards = len(as_list(inputs.reward_funcs))
     settings = resolve_online(user_args, user_args.world_size // user_args.cut.tensor, num_rewards)
     args = acting(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
@@ -106,7 +106,7 @@ def prepare_online(
             "without it: remove sync_ref_model, or train without an adapter."
         )
     tokenizer = load_tokenizer(inputs.processing_class, inputs.model, args.trust_remote_code)
-    check_embedded(tokenizer, num_embeddings(policy))
+    check_special_tokens(tokenizer, num_embeddings(policy))
     reference = _load_reference(policy, inputs, args, "reference" in algorithm.needs)
     attach_extra_modules(policy, inputs.model, args)
     upcast_trainable(policy)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from lowpeak.errors import show_controls
 from lowpeak.records import Metric, Record, merge_metrics
-from lowpeak.rewards import Judged
+from lowpeak.rewards import RewardedCompletions
 from lowpeak.vllm.weight_sync import PushReport
 
 
@@ -75,7 +75,9 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, Metric]:
     }
 
 
-def completion_rows(judged: Judged, records: Sequence[Record], names: Sequence[str]) -> tuple[dict[str, object], ...]:
+def completion_rows(
+    judged: RewardedCompletions, records: Sequence[Record], names: Sequence[str]
+) -> tuple[dict[str, object], ...]:
     """Return one row per completion, for the journal and for the table in the terminal."""
     rows = []
     for i, (record, text) in enumerate(zip(records, judged.texts, strict=True)):

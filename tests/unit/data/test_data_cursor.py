@@ -8,7 +8,7 @@ import logging
 import pytest
 from datasets import Dataset, DatasetDict, IterableDataset
 
-from lowpeak.data import PromptCursor, PromptReader, eval_prompts, permutation
+from lowpeak.data import PromptCursor, PromptReader, permutation, read_eval_prompts
 from lowpeak.errors import CheckpointError, DataError
 from tiny import char_tokenizer
 
@@ -60,7 +60,7 @@ def test_without_shuffle_prompts_come_in_order_over_epochs_and_serials_go_on():
     prompts = source.take(2) + source.take(5)
     assert answers(prompts) == [0, 1, 2, 0, 1, 2, 0]
     assert [prompt.serial for prompt in prompts] == list(range(7))
-    assert source.prompts_per_epoch == 3
+    assert source.rows_per_epoch == 3
 
 
 def all_different(orders):
@@ -75,7 +75,7 @@ def test_each_epoch_has_every_prompt_once_and_in_another_order_where_that_is_ask
     source = cursor(make(size), shuffle=shuffle, seed=1)
     epochs = [answers(source.take(size)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
-    assert source.prompts_per_epoch == (size if make is table else None)
+    assert source.rows_per_epoch == (size if make is table else None)
     assert not shuffle or all_different([*epochs, range(size)])
 
 
@@ -168,7 +168,7 @@ def test_what_has_no_rows_to_draw_is_an_error(dataset):
     with pytest.raises(DataError):
         cursor(dataset).take(1)
     with pytest.raises(DataError):
-        eval_prompts(dataset, reader())
+        read_eval_prompts(dataset, reader())
 
 
 def test_an_error_names_the_row_of_the_data_set_and_not_the_draw():
@@ -197,7 +197,7 @@ def test_resuming_with_other_data_or_another_order_is_an_error(change, message):
 def test_evaluation_prompts_come_all_in_order_with_serials_from_zero_and_without_a_gap(make, caplog):
     dataset = make([{"prompt": "1" * length, "answer": length} for length in (2, 1, 3, 1)])
     with caplog.at_level(logging.WARNING):
-        prompts = eval_prompts(dataset, reader(max_prompt_tokens=2, overlong="drop"))
+        prompts = read_eval_prompts(dataset, reader(max_prompt_tokens=2, overlong="drop"))
     assert answers(prompts) == [2, 1, 1]
     assert [prompt.serial for prompt in prompts] == [0, 1, 2]
     assert [record.args[:2] for record in caplog.records] == [(1, 4)]

@@ -29,6 +29,6 @@ def panel(*functions, weights=None, **settings):
 
 
 def compute_rewards(*functions, groups=None, weights=None, **settings):
-    return panel(*functions, weights=weights, **settings).judge(
+    return panel(*functions, weights=weights, **settings).compute_rewards(
         groups or [group("p", "a", "bb"), group("q", "ccc", "")]
     )

@@ -9,7 +9,7 @@ import pytest
 from panel_groups import compute_rewards, group
 
 from lowpeak.errors import ArgumentError, RewardError
-from lowpeak.rewards import JudgeReward, rewards_or_judge
+from lowpeak.rewards import JudgeReward, resolve_reward_funcs
 from preferences import ScriptedJudge
 
 NAN = float("nan")
@@ -20,7 +20,7 @@ def length(prompt, text):
 
 
 def compare(judge, *groups, **settings):
-    return compute_rewards(*rewards_or_judge(None, judge), groups=groups, **settings)
+    return compute_rewards(*resolve_reward_funcs(None, judge), groups=groups, **settings)
 
 
 def rewards(judge, *groups, **settings):
@@ -118,11 +118,11 @@ def test_an_answer_that_is_none_is_told(answer, words):
 
 def test_pairs_come_from_rewards_or_from_a_judge():
     judge = ScriptedJudge(length)
-    assert rewards_or_judge(length, None) is length
-    assert isinstance(rewards_or_judge([], judge)[0], JudgeReward)
+    assert resolve_reward_funcs(length, None) is length
+    assert isinstance(resolve_reward_funcs([], judge)[0], JudgeReward)
     for both in ((None, None), ([length], judge)):
         with pytest.raises(ArgumentError, match="reward_funcs"):
-            rewards_or_judge(*both)
+            resolve_reward_funcs(*both)
 
 
 @pytest.mark.parametrize("judge", [length, ScriptedJudge, object()])

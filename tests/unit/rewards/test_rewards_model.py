@@ -101,7 +101,7 @@ def test_a_message_that_is_continued_is_read_once():
         ):
             model = ModelReward(classifier(), tokenizer(chat=True), chat_template_kwargs=of_run)
             panel, one = RewardPanel([model], RewardSettings((1.0,)), lambda ids: "34"), group(prompt, "x", **of_row)
-            result = panel.judge([replace(one, prompt=replace(one.prompt, begun=begun))])
+            result = panel.compute_rewards([replace(one, prompt=replace(one.prompt, begun=begun))])
             assert result.records[0].rewards == pytest.approx(whole, abs=1e-5)
 
 
@@ -147,7 +147,7 @@ def test_functions_and_models_stand_side_by_side_in_one_panel(folder):
     rewards = make_rewards([bonus, str(folder), str(folder)], [None, None, tokenizer(chat=True)])
     assert [reward.name for reward in rewards] == ["bonus", "tiny-reward", "tiny-reward_2"]
     panel = RewardPanel(rewards, RewardSettings((0.5, 1.0, 1.0)), lambda ids: "2")
-    record = panel.judge([group("1+1=", "x")]).records[0]
+    record = panel.compute_rewards([group("1+1=", "x")]).records[0]
     logit = one_by_one(classifier(), tokenizer(chat=True), ["1+1=2"])[0]
     assert record.reward == pytest.approx(0.5 + 2 * logit, abs=1e-5)
 

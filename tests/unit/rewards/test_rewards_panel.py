@@ -34,7 +34,7 @@ def asked(*groups, trainer_state=None):
     """Return the keywords of a call."""
     seen = {}
     spy = panel(lambda **kwargs: seen.update(kwargs) or [0] * len(kwargs["prompts"]))
-    spy.judge(groups, trainer_state=trainer_state)
+    spy.compute_rewards(groups, trainer_state=trainer_state)
     return seen
 
 
@@ -84,7 +84,7 @@ def test_one_reward_that_empties_its_lists_leaves_the_others_theirs():
 
 def test_records_stand_in_row_order_with_their_group_their_prompt_and_their_weighted_reward():
     groups = [group("p", "a", completion("bb", prompt_ids=(9,))), group("q", "ccc")]
-    result = panel(length, only_long, weights=(0.5, 2.0)).judge(groups)
+    result = panel(length, only_long, weights=(0.5, 2.0)).compute_rewards(groups)
     assert [record.group for record in result.records] == [0, 0, 1]
     assert [record.prompt_ids for record in result.records] == [(7, 8), (9,), (7, 8)]
     assert [record.completion for record in result.records] == [c for g in groups for c in g.completions]
@@ -187,7 +187,7 @@ def test_async_rewards_run_where_a_loop_is_running_and_their_client_lives_from_o
 
     async def notebook():
         reward_panel = panel(client)
-        return [reward_panel.judge([group("p", "a", "bb")]) for _ in range(2)]
+        return [reward_panel.compute_rewards([group("p", "a", "bb")]) for _ in range(2)]
 
     result = asyncio.run(notebook())
     assert [[record.reward for record in each.records] for each in result] == [[1, 2]] * 2
@@ -200,7 +200,7 @@ def test_a_functions_own_limit_comes_before_the_panels():
         return [0.0] * len(prompts)
 
     settings = RewardSettings((1.0,), timeout=0.05)
-    result = RewardPanel([FunctionReward(takes, timeout=30)], settings, decode).judge([group("p", "a")])
+    result = RewardPanel([FunctionReward(takes, timeout=30)], settings, decode).compute_rewards([group("p", "a")])
     assert result.records[0].reward == 0.0
 
 
@@ -209,7 +209,7 @@ def test_two_rewards_of_one_name_have_metrics_of_their_own():
     reward_panel = RewardPanel(rewards, RewardSettings((1.0,) * 4), decode)
     assert reward_panel.names == ("r", "r_2", "r_3", "r_4")
     assert [reward.name for reward in rewards] == ["r", "r_2", "r", "r"]
-    assert "rewards/r_4/mean" in reward_panel.judge([group("p", "a")]).metrics
+    assert "rewards/r_4/mean" in reward_panel.compute_rewards([group("p", "a")]).metrics
 
 
 def test_no_rows_are_no_call():
@@ -220,7 +220,7 @@ def test_no_rows_are_no_call():
         return []
 
     for groups in ([], [Group(Prompt(0, (1,), "p"), ())]):
-        result = panel(never, on_failure="none").judge(groups)
+        result = panel(never, on_failure="none").compute_rewards(groups)
         assert (result.records, result.columns, result.texts) == ((), {}, ())
         assert result.metrics["rewards/never/mean"].count == 0
         assert result.metrics["rewards/never/failed"].value() == 0

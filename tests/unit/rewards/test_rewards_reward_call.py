@@ -107,7 +107,7 @@ def test_an_exception_or_exit_is_told_with_the_rewards_own_line_and_kept_as_the_
     reward_panel = panel(reward, timeout=timeout)
     for _ in range(2):
         with pytest.raises(RewardError, match=told) as caught:
-            reward_panel.judge([group("p", "a", "b")])
+            reward_panel.compute_rewards([group("p", "a", "b")])
         assert isinstance(caught.value.__cause__, cause)
 
 

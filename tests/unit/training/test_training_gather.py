@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowpeak.records import Completion, Group, Prompt
-from lowpeak.rewards import Judged, RewardPanel, RewardSettings, make_rewards
+from lowpeak.rewards import RewardedCompletions, RewardPanel, RewardSettings, make_rewards
 from lowpeak.training import in_prompt_order, merge_all_rewarded
 
 TEXTS = (("a", "bb"), ("", "dddd"), ("e", "f"), ("ggg", ""), ("hh", "i"))
@@ -26,14 +26,14 @@ def group(number: int) -> Group:
     return Group(Prompt(number, (number,), f"p{number}"), tuple(map(completion, TEXTS[number])))
 
 
-def judge(*numbers: int) -> Judged:
+def compute_rewards(*numbers: int) -> RewardedCompletions:
     panel = RewardPanel(make_rewards([length]), RewardSettings((1.0,)), lambda ids: "".join(map(chr, ids)))
-    return panel.judge([group(number) for number in numbers])
+    return panel.compute_rewards([group(number) for number in numbers])
 
 
 def test_ranks_answers_come_in_the_order_of_the_prompts_with_the_statistics_of_all():
-    alone = judge(0, 1, 2, 3, 4)
-    shares = [((1, 4), judge(1, 4)), ((), judge()), ((0, 2, 3), judge(0, 2, 3))]
+    alone = compute_rewards(0, 1, 2, 3, 4)
+    shares = [((1, 4), compute_rewards(1, 4)), ((), compute_rewards()), ((0, 2, 3), compute_rewards(0, 2, 3))]
     together = merge_all_rewarded([in_prompt_order(shares, 0)], ("length",))
     assert together.texts == alone.texts
     assert together.prompts == alone.prompts
@@ -46,7 +46,7 @@ def test_ranks_answers_come_in_the_order_of_the_prompts_with_the_statistics_of_a
 
 
 def test_groups_are_numbered_from_where_the_last_answer_ended():
-    later = in_prompt_order([((1,), judge(1)), ((0,), judge(0))], 7)
+    later = in_prompt_order([((1,), compute_rewards(1)), ((0,), compute_rewards(0))], 7)
     assert [(record.group, text) for record, text in zip(later.records, later.texts, strict=True)] == [
         *((7, text) for text in TEXTS[0]),
         *((8, text) for text in TEXTS[1]),
@@ -54,8 +54,11 @@ def test_groups_are_numbered_from_where_the_last_answer_ended():
 
 
 def test_portions_have_the_statistics_of_the_whole():
-    portions = [in_prompt_order([((0, 1), judge(0, 1))], 0), in_prompt_order([((0, 1, 2), judge(2, 3, 4))], 2)]
+    portions = [
+        in_prompt_order([((0, 1), compute_rewards(0, 1))], 0),
+        in_prompt_order([((0, 1, 2), compute_rewards(2, 3, 4))], 2),
+    ]
     assert (
         merge_all_rewarded(portions, ("length",)).metrics["rewards/length/std"]
-        == judge(0, 1, 2, 3, 4).metrics["rewards/length/std"]
+        == compute_rewards(0, 1, 2, 3, 4).metrics["rewards/length/std"]
     )
