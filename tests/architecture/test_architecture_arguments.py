@@ -17,19 +17,19 @@ from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOCo
 from lowpeak.arguments import (
     IDLE_INHERITED,
     REJECTED,
-    Facts,
     OnlineArguments,
-    acting,
-    acting_common,
-    facts_of,
+    RunFacts,
     idle_arguments,
+    report_idle_arguments,
+    reset_idle_arguments,
+    resolve_common,
     resolve_grpo,
     resolve_memory,
     resolve_online,
     resolve_online_dpo,
     resolve_ppo,
     resolve_rloo,
-    tell_idle,
+    run_facts,
 )
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers import base_arguments
@@ -154,13 +154,13 @@ def outcome(config, folder, said):
     try:
         if config in ONLINE:
             online = resolve_online(args, 2, 2)
-            facts, acted = online.facts, acting(args, online.facts)
-            settings = (dataclasses.replace(online, facts=Facts()), ONLINE[config](acted, online))
+            facts, acted = online.facts, reset_idle_arguments(args, online.facts)
+            settings = (dataclasses.replace(online, facts=RunFacts()), ONLINE[config](acted, online))
         else:
-            facts, acted = facts_of(args), acting_common(args)
+            facts, acted = run_facts(args), resolve_common(args)
             settings = resolve_memory(acted)
         facts = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
-        tell_idle(args, facts)
+        report_idle_arguments(args, facts)
     except ArgumentError as error:
         return str(error)
     inner = base_arguments(acted)

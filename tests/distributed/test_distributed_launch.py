@@ -18,7 +18,7 @@ from hosts import SCRIPT, Host, finish, kill_all, two_hosts, wait_for
 from safetensors.torch import load_file
 
 from children import free_port, run_ranks, succeed_on_ranks
-from lowpeak.cli import FOLDER, main
+from lowpeak.cli import PRESET_FOLDER, main
 from processes import are_gone
 from tiny import char_tokenizer, tiny_model
 
@@ -156,7 +156,7 @@ def test_a_preset_whose_tensors_are_cut_trains_as_one_process_does_and_leaves_it
     here, log = Host("127.0.0.1", "lo", None), folder / "tensor.log"
     run = [
         "--config_file",
-        str(FOLDER / "fsdp2-tp.yaml"),
+        str(PRESET_FOLDER / "fsdp2-tp.yaml"),
         "--num_processes",
         "2",
         "--main_process_port",
@@ -186,7 +186,7 @@ def gone(folder):
     """accelerate's launcher and options on two hosts of two ranks: a whole run, and one in which the second host goes away."""
     logs = [folder / f"hsdp{i}.log" for i in range(2)]
     with two_hosts() as hosts:
-        run = ["--config_file", str(FOLDER / "hsdp.yaml"), "--num_processes", "4", "--num_machines", "2"]
+        run = ["--config_file", str(PRESET_FOLDER / "hsdp.yaml"), "--num_processes", "4", "--num_machines", "2"]
         run += ["--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2"]
         run += ["--main_process_ip", hosts[0].address, "--main_process_port", str(free_port())]
         command = [SCRIPT, str(folder / "hsdp"), *words(folder, "out4", 4)]

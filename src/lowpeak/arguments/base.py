@@ -12,7 +12,7 @@ from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
     EffectCondition,
-    Facts,
+    RunFacts,
     above_zero,
     argument,
     at_least,
@@ -26,7 +26,7 @@ from lowpeak.arguments.declare import (
     require,
     training_argument,
 )
-from lowpeak.arguments.validation import acting, check_values
+from lowpeak.arguments.validation import check_values, reset_idle_arguments
 
 _NO_LOADER = "a cursor draws the rows, there is no data loader; remove it"
 _EVALUATION = "evaluation runs in micro-batches under a token budget, as training does; remove it"
@@ -203,13 +203,13 @@ class MemorySettings:
     idle_on_host: bool = False
 
 
-def acting_common(args: Any) -> Any:
+def resolve_common(args: Any) -> Any:
     """Check the arguments of a trainer without rollouts; return them with defaults for those without effect."""
     check_values(args)
-    return acting(args, facts_of(args))
+    return reset_idle_arguments(args, run_facts(args))
 
 
-def facts_of(args: Any, **known: Any) -> Facts:
+def run_facts(args: Any, **known: Any) -> RunFacts:
     """Return `known` facts with those of the device and of accelerator_config."""
     idle = {
         f"accelerator_config['{name}']={getattr(args.accelerator_config, name)!r}": _NO_LOADER
@@ -222,7 +222,7 @@ def facts_of(args: Any, **known: Any) -> Facts:
         f"accelerator_config has gradient_accumulation_kwargs={kwargs!r}, which has no effect: set gradient_accumulation_steps "
         "instead.",
     )
-    return Facts(has_device_memory=args.device.type not in ("cpu", "mps"), idle=idle, **known)
+    return RunFacts(has_device_memory=args.device.type not in ("cpu", "mps"), idle=idle, **known)
 
 
 def resolve_memory(args: Any, **computed: Any) -> MemorySettings:

@@ -24,10 +24,10 @@ from lowpeak.arguments.offline import RewardArguments, SFTArguments
 from lowpeak.arguments.online import OnlineArguments
 from lowpeak.arguments.online_dpo import OnlineDPOArguments
 from lowpeak.arguments.parallelism import (
-    WHOLE,
-    Cut,
+    NOT_PARALLEL,
+    ModelParallel,
     disable_accelerate_fsdp,
-    is_on,
+    is_switched_on,
     refuse_fsdp1,
     refuse_unsupported_parallelism,
     require_deepspeed,
@@ -110,7 +110,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
         self._check_parallelism()
         meet_anew()
         check_range(self, "ddp_timeout")  # checked early, because it is used below
-        if self.use_cpu or is_on(os.environ, "ACCELERATE_USE_CPU"):
+        if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)
         check_finite(self, ("logging_steps", "eval_steps", "save_steps"))  # transformers rounds them to integers
         with _without_dynamo():
@@ -127,7 +127,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
         return (self.per_device_eval_batch_size or self.per_device_train_batch_size) * max(1, self.n_gpu)
 
     @property
-    def cut(self) -> Cut:
+    def cut(self) -> ModelParallel:
         """Sizes of tensor and data parallelism that the policy is loaded with."""
         return resolve_model_parallel(os.environ, self.parallelism_config)
 
@@ -153,13 +153,13 @@ class CommonConfig(CommonArguments, TrainingArguments):
         """Raise ArgumentError for parallelism, in arguments or the environment, that lowpeak does not support."""
         loading: Any = self.model_init_kwargs or {}
         refuse_unsupported_parallelism(os.environ, loading)
-        deepspeed = bool(self.deepspeed) or is_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
+        deepspeed = bool(self.deepspeed) or is_switched_on(os.environ, "ACCELERATE_USE_DEEPSPEED")
         other = "DeepSpeed" if deepspeed else "the argument fsdp" if self.fsdp else ""
-        if resolve_model_parallel(os.environ, self.parallelism_config, other) != WHOLE:
+        if resolve_model_parallel(os.environ, self.parallelism_config, other) != NOT_PARALLEL:
             disable_accelerate_fsdp(os.environ)
         if deepspeed:
             require_deepspeed("a run under DeepSpeed")
-        if is_on(os.environ, "ACCELERATE_USE_FSDP"):
+        if is_switched_on(os.environ, "ACCELERATE_USE_FSDP"):
             refuse_fsdp1(os.environ.get("FSDP_VERSION", "1"), "the environment (accelerate's config, or FSDP_VERSION)")
         args: Any = self  # transformers types `fsdp` as on its command line
         if str(args.fsdp).lower() == "true":

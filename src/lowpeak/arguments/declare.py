@@ -27,7 +27,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """Facts of a run that decide which arguments have an effect; None if not known yet, which counts as an effect.
 
     A rollout serves `num_steps` optimizer steps. `has_device_memory`: the device does not use host memory.
@@ -53,7 +53,7 @@ class EffectCondition:
     argument that turns this one on: if `switch` never has an effect, this argument has none either.
     """
 
-    holds: Callable[[Any, Facts], bool]
+    holds: Callable[[Any, RunFacts], bool]
     because: str
     raises: bool = False
     switch: str = ""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowpeak.arguments.base import MemorySettings, facts_of, resolve_memory
+from lowpeak.arguments.base import MemorySettings, resolve_memory, run_facts
 from lowpeak.arguments.declare import (
     NOT_NEGATIVE,
     Check,
     EffectCondition,
-    Facts,
+    RunFacts,
     above_zero,
     are_finite,
     argument,
@@ -32,7 +32,7 @@ from lowpeak.arguments.rollout import (
     resolve_rollout,
     resolve_sampling,
 )
-from lowpeak.arguments.validation import acting, check_values
+from lowpeak.arguments.validation import check_values, reset_idle_arguments
 from lowpeak.arguments.vllm import USES_VLLM, VllmArguments, VllmSettings, resolve_vllm
 
 KLEstimator = Literal["k1", "k2", "k3"]
@@ -180,7 +180,7 @@ class OnlineSettings:
     reward_weights: tuple[float, ...]
     mask_truncated: bool
     vllm: VllmSettings | None = None
-    facts: Facts = Facts()
+    facts: RunFacts = RunFacts()
 
 
 def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettings:
@@ -188,9 +188,9 @@ def resolve_online(args: Any, world_size: int, num_rewards: int) -> OnlineSettin
     check_values(args)
     require(num_rewards > 0, "reward_funcs is empty: pass at least one function or reward model.")
     rollout = resolve_rollout(args, world_size)
-    facts = facts_of(args, num_rewards=num_rewards, num_steps=rollout.num_steps)
+    facts = run_facts(args, num_rewards=num_rewards, num_steps=rollout.num_steps)
     _check_online(args, world_size)
-    args = acting(args, facts)
+    args = reset_idle_arguments(args, facts)
     return OnlineSettings(
         rollout=rollout,
         sampling=resolve_sampling(args),

@@ -17,17 +17,17 @@ _AXES = ("tp_size", "dp_shard_size", "dp_replicate_size", *_UNSUPPORTED)
 
 
 @dataclass(frozen=True)
-class Cut:
+class ModelParallel:
     """Sizes of tensor parallelism and of sharding over data ranks that a model is loaded with."""
 
     tensor: int = 1
     data: int = 1
 
 
-WHOLE = Cut()
+NOT_PARALLEL = ModelParallel()
 
 
-def is_on(environ: Mapping[str, str], name: str) -> bool:
+def is_switched_on(environ: Mapping[str, str], name: str) -> bool:
     """Return whether a switch of accelerate is on in the environment."""
     return environ.get(name, "false").lower() in ("true", "1")
 
@@ -50,7 +50,7 @@ def check_axes(sizes: Mapping[str, Any], where: str) -> dict[str, int]:
     return checked
 
 
-def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: str = "") -> Cut:
+def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: str = "") -> ModelParallel:
     """Return the sizes of tensor and data parallelism; ArgumentError if they conflict with `other` or with WORLD_SIZE.
 
     The sizes are those of the argument parallelism_config, else of accelerate's config in the environment. `other` names another
@@ -58,15 +58,15 @@ def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: 
     """
     if parallelism is not None:
         where, sizes = "parallelism_config", {axis: getattr(parallelism, axis, 1) for axis in _AXES}
-    elif is_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
+    elif is_switched_on(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
         where = "accelerate's parallelism config"
         sizes = {axis: environ.get(f"PARALLELISM_CONFIG_{axis.upper()}") for axis in _AXES}
     else:
-        return WHOLE
+        return NOT_PARALLEL
     checked = check_axes(sizes, where)
     tensor, data = checked["tp_size"], checked["dp_shard_size"]
     if tensor == 1:
-        return WHOLE
+        return NOT_PARALLEL
     other = other or ("dp_replicate_size" if checked["dp_replicate_size"] > 1 else "")
     require(
         not other,
@@ -80,7 +80,7 @@ def resolve_model_parallel(environ: Mapping[str, str], parallelism: Any, other: 
         f"tp_size={tensor} x dp_shard_size={data} in {where} does not match the {world} processes: start "
         f"{tensor * data}{fitting and ','}{fitting}.",
     )
-    return Cut(tensor, data)
+    return ModelParallel(tensor, data)
 
 
 def disable_accelerate_fsdp(environ: MutableMapping[str, str]) -> None:
@@ -89,9 +89,9 @@ def disable_accelerate_fsdp(environ: MutableMapping[str, str]) -> None:
     Under tensor parallelism transformers shards a model over both axes when it loads it.
     """
     # With both on, accelerate 1.15 would import a name that transformers 5 removed.
-    if is_on(environ, "ACCELERATE_USE_FSDP"):
+    if is_switched_on(environ, "ACCELERATE_USE_FSDP"):
         require(
-            not is_on(environ, "FSDP_OFFLOAD_PARAMS"),
+            not is_switched_on(environ, "FSDP_OFFLOAD_PARAMS"),
             "fsdp_offload_params conflicts with tensor parallelism: remove one of the two.",
         )
         environ["ACCELERATE_USE_FSDP"] = "false"
@@ -100,7 +100,7 @@ def disable_accelerate_fsdp(environ: MutableMapping[str, str]) -> None:
 def refuse_unsupported_parallelism(environ: Mapping[str, str], loading: Mapping[str, Any]) -> None:
     """Raise ArgumentError for Megatron-LM, accelerate's fp16 or fp8, and `from_pretrained` keywords that shard a model."""
     require(
-        not is_on(environ, "ACCELERATE_USE_MEGATRON_LM"),
+        not is_switched_on(environ, "ACCELERATE_USE_MEGATRON_LM"),
         "accelerate is configured for Megatron-LM, which lowpeak does not support: use fsdp2 or zero3.",
     )
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no")

@@ -27,7 +27,7 @@ from lowpeak.arguments.declare import (
 )
 from lowpeak.arguments.text import parse_bytes
 
-ALL = 1 << 62  # a gather budget larger than any model
+GATHER_ALL = 1 << 62  # a gather budget larger than any model
 
 # Names in generation_kwargs (transformers' and vLLM's) that are aliases of arguments.
 ARGUMENT_OF_KWARG = {
@@ -357,8 +357,8 @@ def resolve_gather_budget(args: Any) -> int | None:
     )
     meanings = {
         "gather_budget": size,
-        "ds3_gather_for_generation": ALL if args.ds3_gather_for_generation else 0,
-        "disable_unwrapping_for_generation": 0 if args.disable_unwrapping_for_generation else ALL,
+        "ds3_gather_for_generation": GATHER_ALL if args.ds3_gather_for_generation else 0,
+        "disable_unwrapping_for_generation": 0 if args.disable_unwrapping_for_generation else GATHER_ALL,
     }
     budgets = {name: meaning for name, meaning in meanings.items() if getattr(args, name) is not None}
     shown = " and ".join(f"{name}={getattr(args, name)!r}" for name in budgets)

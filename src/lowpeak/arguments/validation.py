@@ -12,7 +12,7 @@ from dataclasses import fields
 from numbers import Integral, Real
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from lowpeak.arguments.declare import Check, EffectCondition, Facts, default_value, shown_name
+from lowpeak.arguments.declare import Check, EffectCondition, RunFacts, default_value, shown_name
 from lowpeak.arguments.names import TRL_DEFAULTS
 from lowpeak.arguments.text import show
 from lowpeak.errors import ArgumentError
@@ -88,7 +88,7 @@ def is_set(args: Any, name: str) -> bool:
     return bool(value != default and value != TRL_DEFAULTS.get(name, default))
 
 
-def _find_idle(args: Any, facts: Facts) -> Iterator[tuple[str, EffectCondition]]:
+def _find_idle(args: Any, facts: RunFacts) -> Iterator[tuple[str, EffectCondition]]:
     """Yield each argument that is set and has no effect, with the first of its conditions that fails."""
     never_act: Mapping[str, EffectCondition] = ChainMap(
         *(vars(owner).get("never_act", {}) for owner in type(args).__mro__)
@@ -102,7 +102,7 @@ def _find_idle(args: Any, facts: Facts) -> Iterator[tuple[str, EffectCondition]]
             yield field.name, failed
 
 
-def idle_arguments(args: Any, facts: Facts) -> dict[str, str]:
+def idle_arguments(args: Any, facts: RunFacts) -> dict[str, str]:
     """Return each argument that is set and has no effect, as shown to the user, with the reason and remedy."""
     declared = {
         show(shown_name(args, name), getattr(args, name)): when.because for name, when in _find_idle(args, facts)
@@ -110,7 +110,7 @@ def idle_arguments(args: Any, facts: Facts) -> dict[str, str]:
     return {**declared, **facts.idle}
 
 
-def acting(args: Any, facts: Facts) -> Any:
+def reset_idle_arguments(args: Any, facts: RunFacts) -> Any:
     """Return a copy of the arguments in which those without effect have their defaults.
 
     ArgumentError for an argument without effect whose condition `raises`. The others are reported together in one warning.
@@ -123,7 +123,7 @@ def acting(args: Any, facts: Facts) -> Any:
     return changed
 
 
-def tell_idle(args: Any, facts: Facts) -> None:
+def report_idle_arguments(args: Any, facts: RunFacts) -> None:
     """Log one warning on rank 0 that names all arguments without effect; ArgumentError with `strict_arguments`."""
     idle = idle_arguments(args, facts)
     if not idle:

@@ -267,7 +267,7 @@ def resolve_vllm(args: Any, world_size: int, environ: Mapping[str, str] = os.env
 def _colocate(args: Any, world_size: int, environ: Mapping[str, str]) -> ColocateSettings:
     size = args.vllm_tensor_parallel_size
     ranks = f"the run's {world_size} rank{'s' * (world_size > 1)}"
-    check_cut(size, world_size, ranks, ", or vllm_mode='server'")
+    check_tensor_parallel_size(size, world_size, ranks, ", or vllm_mode='server'")
     if args.vllm_enable_sleep_mode:
         refuse_expandable_segments(environ)
     return make_settings(
@@ -290,7 +290,7 @@ def engine_kwargs(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(kwargs or {})
 
 
-def check_cut(size: int, count: int, of: str, otherwise: str = "") -> None:
+def check_tensor_parallel_size(size: int, count: int, of: str, otherwise: str = "") -> None:
     """Raise ArgumentError unless `size` divides `count` ranks or devices, described by `of`."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     require(
@@ -311,7 +311,7 @@ def refuse_expandable_segments(environ: Mapping[str, str]) -> None:
         )
 
 
-def url_of(host: str, port: int) -> str:
+def server_url(host: str, port: int) -> str:
     """Return the URL of a server for clients."""
     # A server that listens on all addresses is reached on this host.
     host = "127.0.0.1" if host in ("0.0.0.0", "::", "") else host
@@ -321,7 +321,7 @@ def url_of(host: str, port: int) -> str:
 def _base_urls(args: Any) -> tuple[str, ...]:
     base_url, host = args.vllm_server_base_url, args.vllm_server_host
     if base_url is None:
-        url = url_of(host, args.vllm_server_port)
+        url = server_url(host, args.vllm_server_port)
         require(
             _is_url(url),
             f"vllm_server_host={host!r} is not a host name or address: write it as 127.0.0.1, without http:// and port.",

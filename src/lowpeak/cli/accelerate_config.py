@@ -10,7 +10,7 @@ from typing import Any
 from lowpeak.arguments import check_axes, refuse_fsdp1, require_deepspeed
 from lowpeak.errors import ArgumentError, first_line
 
-FOLDER = Path(__file__).parent / "presets"
+PRESET_FOLDER = Path(__file__).parent / "presets"
 PRESETS = ("single", "ddp", "fsdp2", "fsdp2-offload", "hsdp", "fsdp2-tp", "zero1", "zero2", "zero3", "zero3-offload")
 _TYPES = ("NO", "MULTI_GPU", "MULTI_XPU", "FSDP", "DEEPSPEED")
 _NUMBERS = ("num_processes", "num_machines", "machine_rank", "main_process_port")
@@ -23,7 +23,7 @@ _OLDER = "fsdp_backward_prefetch_policy"
 
 def find_config(name: str) -> Path:
     """Return the file of a preset, or the path `name` itself; ArgumentError if neither exists."""
-    path = FOLDER / f"{name}.yaml" if name in PRESETS else Path(name)
+    path = PRESET_FOLDER / f"{name}.yaml" if name in PRESETS else Path(name)
     if not path.is_file():
         raise ArgumentError(
             f"accelerate_config={name!r} is neither a file nor a preset; the presets are {', '.join(PRESETS)}."
@@ -102,4 +102,4 @@ def _find_deepspeed_file(deepspeed: dict[str, Any], path: Path) -> None:
 def preset_text(name: str) -> str:
     """Return a preset as YAML for `accelerate launch --config_file`, with the full path of its JSON file."""
     text = find_config(name).read_text(encoding="utf-8")
-    return text.replace(f"{name}.json", str(FOLDER / f"{name}.json"))
+    return text.replace(f"{name}.json", str(PRESET_FOLDER / f"{name}.json"))

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lowpeak.cli.accelerate_config import FOLDER, find_config, read_config
+from lowpeak.cli.accelerate_config import PRESET_FOLDER, find_config, read_config
 from lowpeak.cli.arguments import LaunchArguments
 from lowpeak.cli.devices import num_devices
 from lowpeak.errors import ArgumentError, first_line
@@ -104,7 +104,7 @@ def _hosts(path: Path, config: Any, given: Mapping[str, Any]) -> int:
     """Return the number of hosts; ArgumentError if this host's rank or the address of host 0 is missing or invalid."""
     hosts = int(given.get("num_machines") or config.num_machines or 1)
     needed = ("machine_rank", "main_process_ip", "main_process_port")
-    in_file = {} if path.parent == FOLDER else vars(config)  # a preset sets no hosts
+    in_file = {} if path.parent == PRESET_FOLDER else vars(config)  # a preset sets no hosts
     missing = [name for name in needed if given.get(name, in_file.get(name)) is None]
     if hosts > 1 and missing:
         raise ArgumentError(f"a run on {hosts} hosts needs --{' and --'.join(missing)} on each of them.")
@@ -125,7 +125,7 @@ def _mesh_sizes(path: Path, config: Any, given: Mapping[str, Any], hosts: int, p
         _refuse_unused(others, "the config has no parallelism_config, as --accelerate_config hsdp and fsdp2-tp have")
         return {}
     sizes = {name: int(given.get(name) or in_file.get(name, 1)) for name in _MESH_SIZES}
-    if path.parent == FOLDER:
+    if path.parent == PRESET_FOLDER:
         sizes |= _preset_sizes(path.stem, given, sizes[_TENSORS], hosts, per_host)
     processes = hosts * per_host
     if math.prod(sizes.values()) != processes or (sizes[_COPIES] > 1 and sizes[_SHARDS] < 2):

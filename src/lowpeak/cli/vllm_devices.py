@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lowpeak.arguments import NO_KV_CACHE_BYTES, SERVER_TOKEN, check_cut, engine_kwargs
+from lowpeak.arguments import NO_KV_CACHE_BYTES, SERVER_TOKEN, check_tensor_parallel_size, engine_kwargs
 from lowpeak.cli.arguments import ModelArguments
 from lowpeak.cli.devices import num_devices, read_devices
 from lowpeak.cli.launch import LAUNCHED, is_rank
@@ -147,7 +147,7 @@ def _split_devices(devices: Sequence[str], size: int) -> list[tuple[str, ...]]:
     """Return the devices of each server; on CPUs there is one server, whatever `size` is."""
     if not devices or tuple(devices) == (CPU,):
         return [(CPU,)] if devices else []
-    check_cut(size, len(devices), f"the {len(devices)} devices of --vllm_devices")
+    check_tensor_parallel_size(size, len(devices), f"the {len(devices)} devices of --vllm_devices")
     return [tuple(devices[at : at + size]) for at in range(0, len(devices), size)]
 
 

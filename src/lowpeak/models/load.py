@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowpeak.arguments import WHOLE, Cut
+from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.data import check_tokenizer
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import install_head, install_score_head, verify_head, verify_score_head
@@ -35,7 +35,7 @@ def load_policy(
     *,
     trust_remote_code: bool,
     peft_config: Any = None,
-    cut: Cut = WHOLE,
+    cut: ModelParallel = NOT_PARALLEL,
     device: torch.device | None = None,
 ) -> nn.Module:
     """Return the model to train, from a name, path or instance; under a new adapter if `peft_config` is given.
@@ -43,7 +43,7 @@ def load_policy(
     A tensor parallel model (`cut`) is loaded in fp32; see `upcast_trainable` for the others. A model that will not be sharded is
     read directly into the memory of its `device`.
     """
-    if cut != WHOLE:
+    if cut != NOT_PARALLEL:
         _check_tensor_parallel(model, init_kwargs, peft_config)
         init_kwargs = {**(init_kwargs or {}), "dtype": torch.float32}
     policy = _load_or_take(model, init_kwargs, trust_remote_code, cut, device)
@@ -60,12 +60,12 @@ def _load_or_take(
     model: str | nn.Module,
     init_kwargs: Mapping[str, Any] | None,
     trust_remote_code: bool,
-    cut: Cut,
+    cut: ModelParallel,
     device: torch.device | None,
 ) -> nn.Module:
     if isinstance(model, str):
         options = dict(init_kwargs or {})
-        device_map = device_map_for_loading(device, options) if cut == WHOLE else {}
+        device_map = device_map_for_loading(device, options) if cut == NOT_PARALLEL else {}
         return _load_causal(model, options | device_map, trust_remote_code, cut)
     _check_instance(model, bool(init_kwargs) or trust_remote_code)
     remove_added_modules(model)
@@ -88,7 +88,7 @@ def _load_causal(
     name: str,
     init_kwargs: Mapping[str, Any] | None,
     trust_remote_code: bool,
-    cut: Cut = WHOLE,
+    cut: ModelParallel = NOT_PARALLEL,
     frozen_on: torch.device | None = None,
 ) -> nn.Module:
     kwargs = {"dtype": "auto", "trust_remote_code": trust_remote_code, **(init_kwargs or {})}
@@ -145,7 +145,7 @@ def load_reference(
     ref_model: str | nn.Module | None = None,
     *,
     trust_remote_code: bool,
-    cut: Cut = WHOLE,
+    cut: ModelParallel = NOT_PARALLEL,
     device: torch.device | None = None,
 ) -> nn.Module | None:
     """Return the frozen reference as a separate model, for a `device`; None under LoRA (see `adapter_reference`).

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowpeak.arguments import WHOLE, Cut
+from lowpeak.arguments import NOT_PARALLEL, ModelParallel
 from lowpeak.errors import ArgumentError, LowpeakError, MissingPackageError, ModelError, first_line
 from lowpeak.memory import is_exhaustion
 from lowpeak.models.damaged_files import check_generation_config, name_damaged_file
@@ -21,7 +21,7 @@ _REPORTED = ("missing_keys", "mismatched_keys")  # keys of transformers' report;
 def from_pretrained(
     auto: Any,
     name: str,
-    cut: Cut = WHOLE,
+    cut: ModelParallel = NOT_PARALLEL,
     frozen_on: torch.device | None = None,
     *,
     may_lack: str = "",
@@ -50,16 +50,18 @@ def from_pretrained(
 
 
 def _read_model(
-    auto: Any, name: str, cut: Cut, frozen_on: torch.device | None, may_lack: str, options: Mapping[str, Any]
+    auto: Any, name: str, cut: ModelParallel, frozen_on: torch.device | None, may_lack: str, options: Mapping[str, Any]
 ) -> Any:
     check_dtype(options)
     with_report = options.get("output_loading_info", False)
     options = {key: value for key, value in options.items() if key != "output_loading_info"}
-    if cut == WHOLE and "quantization_config" not in options and not reads_weights(frozen_on):
+    if cut == NOT_PARALLEL and "quantization_config" not in options and not reads_weights(frozen_on):
         return init_without_weights(auto, name, options)
     reporting = {"ignore_mismatched_sizes": True, **options, "output_loading_info": True}
     model, report = (
-        load_tensor_parallel(auto, name, reporting, cut) if cut != WHOLE else auto.from_pretrained(name, **reporting)
+        load_tensor_parallel(auto, name, reporting, cut)
+        if cut != NOT_PARALLEL
+        else auto.from_pretrained(name, **reporting)
     )
     problems = {
         kind: [each for each in report[kind] if not (may_lack and _tensor_name(each).startswith(may_lack))]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import Cut, is_on
+from lowpeak.arguments import ModelParallel, is_switched_on
 from lowpeak.errors import ArgumentError, MissingPackageError
 from lowpeak.ranks import Ranks
 
@@ -35,7 +35,9 @@ def device_map_for_loading(device: torch.device | None, options: Mapping[str, An
 
     Empty on CPUs, under FSDP and DeepSpeed, and if a quantiser or the user's `device_map` places the model.
     """
-    is_placed = is_on(os.environ, _EFFICIENT_LOADING[0]) or {"device_map", "quantization_config"} & options.keys()
+    is_placed = (
+        is_switched_on(os.environ, _EFFICIENT_LOADING[0]) or {"device_map", "quantization_config"} & options.keys()
+    )
     return {} if device is None or is_placed or not _needs_device_copy(device) else {"device_map": {"": device}}
 
 
@@ -102,7 +104,7 @@ COLLECTIVE_STYLES = ("rowwise", "colwise_gather_output", "colwise_rep", "embeddi
 _SUPPORTED_STYLES = ("colwise", *COLLECTIVE_STYLES, GRAD_ALLREDUCE_STYLE)
 
 
-def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: Cut) -> Any:
+def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: ModelParallel) -> Any:
     """Return the model of `auto.from_pretrained(name, **options)`, sharded by transformers, and its loading report.
 
     Each process reads only its part. Raises ArgumentError for a model whose plan has styles that lowpeak does not support.
@@ -132,7 +134,7 @@ def load_tensor_parallel(auto: Any, name: str, options: Mapping[str, Any], cut: 
     return model, report
 
 
-def _check_heads(model: Any, cut: Cut) -> None:
+def _check_heads(model: Any, cut: ModelParallel) -> None:
     config = model.config.get_text_config()
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
@@ -142,7 +144,7 @@ def _check_heads(model: Any, cut: Cut) -> None:
             )
 
 
-def _check_tied_embedding(model: Any, cut: Cut) -> None:
+def _check_tied_embedding(model: Any, cut: ModelParallel) -> None:
     """Raise ArgumentError if FSDP2 would pad, and so untie, the two uses of a tied weight."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is table.weight

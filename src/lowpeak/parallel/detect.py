@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lowpeak.arguments import is_on
+from lowpeak.arguments import is_switched_on
 from lowpeak.errors import ArgumentError
 from lowpeak.parallel.base import Replicated, fsdp_mesh, tensor_parallel_size
 from lowpeak.parallel.strategy import InferenceStrategy, Strategy
@@ -36,7 +36,7 @@ def detect_strategy(accelerator: Accelerator) -> Strategy:
     """
     kind = accelerator.distributed_type
     for variable, name, wanted in _REQUESTED:
-        if is_on(os.environ, variable) and kind != wanted:
+        if is_switched_on(os.environ, variable) and kind != wanted:
             raise _not_in_force(name, accelerator)
     if kind == DistributedType.FSDP:
         from lowpeak.parallel.fsdp2 import Fsdp2
@@ -80,7 +80,7 @@ def check_devices(fsdp: bool, tensor: bool = False) -> None:
     """
     state = PartialState()
     _check_device_per_process(state)
-    requested = {"FSDP": fsdp or is_on(os.environ, "ACCELERATE_USE_FSDP"), "tensor parallelism": tensor}
+    requested = {"FSDP": fsdp or is_switched_on(os.environ, "ACCELERATE_USE_FSDP"), "tensor parallelism": tensor}
     for name in requested:
         if requested[name] and state.distributed_type in _UNSHARDED:
             raise _not_in_force(name, state)

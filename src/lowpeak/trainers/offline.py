@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, EvalPrediction, set_seed
 from transformers.trainer_utils import PredictionOutput
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import CommonConfig, acting_common, facts_of, resolve_memory, tell_idle
+from lowpeak.arguments import CommonConfig, report_idle_arguments, resolve_common, resolve_memory, run_facts
 from lowpeak.checkpoint import RunState, capture_random, check_writable, keep_random
 from lowpeak.data import RowReader, check_special_tokens, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, LowpeakError, fail_on_exit
@@ -127,7 +127,7 @@ class OfflineTrainer(StepTrainer):
         check_devices(bool(args.fsdp), args.cut.tensor > 1)
         silence_nonzero_ranks(args)
         with Ranks(args.device).together():
-            self.acting_args = args = acting_common(args)
+            self.acting_args = args = resolve_common(args)
             self.memory = resolve_memory(args)
             set_seed(args.seed)  # before anything is made: the first weights of an adapter, or a new head, are random
             algorithm = self.make_algorithm(args)
@@ -149,7 +149,7 @@ class OfflineTrainer(StepTrainer):
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
         )
-        tell_idle(self.user_args, replace(facts_of(args), in_fp32=computes_in_fp32(args, policy)))
+        report_idle_arguments(self.user_args, replace(run_facts(args), in_fp32=computes_in_fp32(args, policy)))
         strategy = detect_strategy(self.accelerator)
         pad_id = padding_id(tokenizer)
         self.start_run(make_run(self, args, algorithm, strategy, policy, self.memory, pad_id, head=self.head))

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AutoModelForSequenceClassification, EvalPrediction
 
 from lowpeak.algorithms import Algorithm, make_reward_model
-from lowpeak.arguments import WHOLE, CommonConfig, RewardConfig
+from lowpeak.arguments import NOT_PARALLEL, CommonConfig, RewardConfig
 from lowpeak.data import PreferenceReader, check_preference_columns, flatten_pairs, read_pairs
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import classifier_of
@@ -49,7 +49,7 @@ class RewardTrainer(OfflineTrainer):
 
         A checkpoint without a score head, such as a causal language model's, gets a new one, random by `seed`.
         """
-        if args.cut != WHOLE:
+        if args.cut != NOT_PARALLEL:
             raise ArgumentError("reward models are not trained under tensor parallelism: use fsdp2 or zero3.")
         if getattr(peft_config, "task_type", None) == "CAUSAL_LM":
             raise ArgumentError(

@@ -14,7 +14,7 @@ from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import MemorySettings, OnlineSettings, tell_idle
+from lowpeak.arguments import MemorySettings, OnlineSettings, report_idle_arguments
 from lowpeak.data import PromptCursor, PromptReader, make_cursor, padding_id
 from lowpeak.errors import ArgumentError, DataError, ModelError
 from lowpeak.journal import Journal
@@ -252,7 +252,7 @@ def _report_unused_arguments(trainer: RunContext, parts: OnlineParts, strategy: 
     facts = parts.settings.facts
     if why_merged:
         facts = replace(facts, idle={**facts.idle, "vllm_adapters=False": why_merged})
-    tell_idle(
+    report_idle_arguments(
         parts.user_args,
         replace(
             facts,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowpeak.arguments import ALL, ColocateSettings, ServerSettings, VllmSettings
+from lowpeak.arguments import GATHER_ALL, ColocateSettings, ServerSettings, VllmSettings
 from lowpeak.data import PromptReader
 from lowpeak.errors import ArgumentError, EngineError
 from lowpeak.logprobs import causal_lm
@@ -222,6 +222,6 @@ def check_function(settings: VllmSettings) -> None:
 def _free_to_gather(trainer: RunContext) -> int:
     """Return half of the memory that the KV cache leaves free, on the rank that has least."""
     if not trainer.run.strategy.shards_parameters:
-        return ALL
+        return GATHER_ALL
     free = free_bytes(trainer.accelerator.device) - trainer.run.sizes.kv_cache_bytes
     return int(trainer.run.strategy.ranks.min([max(0, free)])[0]) // 2

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import set_seed
 
 from lowpeak.algorithms import Algorithm
-from lowpeak.arguments import ColocateSettings, OnlineSettings, VllmSettings, acting, resolve_online
+from lowpeak.arguments import ColocateSettings, OnlineSettings, VllmSettings, reset_idle_arguments, resolve_online
 from lowpeak.checkpoint import check_writable
 from lowpeak.data import check_special_tokens
 from lowpeak.errors import ArgumentError
@@ -78,7 +78,7 @@ def prepare_online(
     check_devices(bool(user_args.fsdp), user_args.cut.tensor > 1)
     num_rewards = len(as_list(inputs.reward_funcs))
     settings = resolve_online(user_args, user_args.world_size // user_args.cut.tensor, num_rewards)
-    args = acting(user_args, settings.facts)
+    args = reset_idle_arguments(user_args, settings.facts)
     algorithm = make_algorithm(args, settings)
     set_seed(args.seed)  # before anything is made: an adapter's first weights are random
     check_engine(settings.vllm, args.cut.tensor)

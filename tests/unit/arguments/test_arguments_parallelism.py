@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from lowpeak.arguments import (
-    WHOLE,
-    Cut,
+    NOT_PARALLEL,
+    ModelParallel,
     check_axes,
     disable_accelerate_fsdp,
     refuse_unsupported_parallelism,
@@ -33,8 +33,8 @@ def test_a_model_is_cut_over_data_ranks_and_tensors_alone(axis, words):
 
 def test_hybrid_sharding_cuts_no_tensors():
     environ = {**ON, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "1"}
-    assert resolve_model_parallel(environ | {"PARALLELISM_CONFIG_CP_BACKEND": "torch"}, None) == WHOLE
-    assert resolve_model_parallel({}, SimpleNamespace(dp_shard_size=2, tp_size=1)) == WHOLE
+    assert resolve_model_parallel(environ | {"PARALLELISM_CONFIG_CP_BACKEND": "torch"}, None) == NOT_PARALLEL
+    assert resolve_model_parallel({}, SimpleNamespace(dp_shard_size=2, tp_size=1)) == NOT_PARALLEL
     refuse_unsupported_parallelism({}, {"dtype": "auto", "tp_plan": None})
 
 
@@ -42,8 +42,10 @@ TENSORS = {**ON, "PARALLELISM_CONFIG_TP_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD
 
 
 def test_tensor_parallelism_is_asked_of_accelerate():
-    assert resolve_model_parallel(TENSORS, None) == Cut(2, 4)
-    assert resolve_model_parallel({"WORLD_SIZE": "2"}, SimpleNamespace(tp_size=2, dp_shard_size=1)) == Cut(2, 1)
+    assert resolve_model_parallel(TENSORS, None) == ModelParallel(2, 4)
+    assert resolve_model_parallel({"WORLD_SIZE": "2"}, SimpleNamespace(tp_size=2, dp_shard_size=1)) == ModelParallel(
+        2, 1
+    )
 
 
 @pytest.mark.parametrize(

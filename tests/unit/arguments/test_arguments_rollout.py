@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowpeak import GRPOConfig
-from lowpeak.arguments import ALL, resolve_gather_budget
+from lowpeak.arguments import GATHER_ALL, resolve_gather_budget
 from lowpeak.errors import ArgumentError
 
 WHOLE, LAYERED = {"ds3_gather_for_generation": True}, {"ds3_gather_for_generation": False}
@@ -21,7 +21,7 @@ OLDER = {"disable_unwrapping_for_generation": True}
         ({"gather_budget": "8GiB"}, 8 << 30),
         ({"gather_budget": "1.5 GB"}, 1_500_000_000),
         ({"gather_budget": "4096"}, 4096),
-        (WHOLE, ALL),
+        (WHOLE, GATHER_ALL),
         (LAYERED, 0),
         (OLDER, 0),
         ({**OLDER, **LAYERED, "gather_budget": "0"}, 0),

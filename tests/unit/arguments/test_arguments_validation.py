@@ -9,18 +9,18 @@ from datasets import Dataset
 
 from lowpeak import GRPOConfig, GRPOTrainer, OnlineDPOConfig, PPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from lowpeak.arguments import (
-    Facts,
-    acting,
-    acting_common,
-    facts_of,
+    RunFacts,
     idle_arguments,
+    report_idle_arguments,
+    reset_idle_arguments,
+    resolve_common,
     resolve_grpo,
     resolve_memory,
     resolve_online,
     resolve_online_dpo,
     resolve_ppo,
     resolve_rloo,
-    tell_idle,
+    run_facts,
 )
 from lowpeak.errors import ArgumentError
 from tiny import char_tokenizer, tiny_model
@@ -50,9 +50,12 @@ def resolved(folder, config=GRPOConfig, **said):
     if config in RESOLVE:
         online = resolve_online(args, 1, 1)
         facts = online.facts
-        settings = (dataclasses.replace(online, facts=Facts()), RESOLVE[config](acting(args, facts), online))
+        settings = (
+            dataclasses.replace(online, facts=RunFacts()),
+            RESOLVE[config](reset_idle_arguments(args, facts), online),
+        )
     else:
-        facts, settings = facts_of(args), resolve_memory(acting_common(args))
+        facts, settings = run_facts(args), resolve_memory(resolve_common(args))
     late = dataclasses.replace(facts, sharded=False, in_fp32=True, frozen=False)
     return settings, idle_arguments(args, late)
 
@@ -200,7 +203,7 @@ def test_what_models_and_devices_leave_idle_is_named_too(tmp_path, caplog, said)
 def test_another_rank_than_the_first_says_nothing(tmp_path, caplog):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1)
     other = dataclasses.make_dataclass("Other", [], bases=(GRPOConfig,), namespace={"process_index": 1})
-    tell_idle(other(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1), Facts(num_steps=1))
+    report_idle_arguments(other(output_dir=str(tmp_path), use_cpu=True, epsilon=0.1), RunFacts(num_steps=1))
     assert not caplog.text
-    tell_idle(args, Facts(num_steps=1))
+    report_idle_arguments(args, RunFacts(num_steps=1))
     assert "epsilon=0.1" in caplog.text

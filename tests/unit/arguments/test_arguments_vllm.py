@@ -10,7 +10,7 @@ from lowpeak.arguments import (
     Correction,
     ServerSettings,
     VllmSettings,
-    acting,
+    reset_idle_arguments,
     resolve_grpo,
     resolve_online,
     resolve_rloo,
@@ -133,7 +133,7 @@ def test_an_allocator_with_expandable_segments_does_not_go_with_sleeping_engines
 def correction(tmp_path, kind=GRPOConfig, resolve=resolve_grpo, **changes):
     args = config(tmp_path, kind, **changes)
     online = resolve_online(args, 1, 1)
-    return resolve(acting(args, online.facts), online).correction
+    return resolve(reset_idle_arguments(args, online.facts), online).correction
 
 
 RLOO = (RLOOConfig, resolve_rloo)

@@ -17,8 +17,8 @@ from accelerate.commands.config.config_args import load_config_from_file
 
 from lowpeak.cli import (
     COMMANDS,
-    FOLDER,
     LAUNCHED,
+    PRESET_FOLDER,
     PRESETS,
     LaunchArguments,
     find_config,
@@ -74,9 +74,9 @@ def words_of(name, devices=8, **given):
 
 
 def test_every_preset_is_listed_and_accelerate_reads_it():
-    assert sorted(path.stem for path in FOLDER.glob("*.yaml")) == sorted(PRESETS)
+    assert sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml")) == sorted(PRESETS)
     for name in PRESETS:
-        load_config_from_file(str(FOLDER / f"{name}.yaml"))
+        load_config_from_file(str(PRESET_FOLDER / f"{name}.yaml"))
 
 
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp2-offload", "hsdp"])
@@ -107,7 +107,7 @@ def test_zero_presets_clip_by_the_run_and_keep_nothing_gathered(name):
 def test_a_preset_can_be_printed_for_other_launchers(capsys):
     assert main(["preset", "zero3"]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
-    assert printed["deepspeed_config"]["deepspeed_config_file"] == str(FOLDER / "zero3.json")
+    assert printed["deepspeed_config"]["deepspeed_config_file"] == str(PRESET_FOLDER / "zero3.json")
     assert main(["preset"]) == main(["preset", "zero4"]) == 2
 
 
@@ -115,7 +115,10 @@ def test_a_preset_can_be_printed_for_other_launchers(capsys):
 
 
 def test_the_launcher_gets_the_file_the_ranks_and_a_free_port():
-    files = {"--config_file": str(FOLDER / "zero2.yaml"), "--deepspeed_config_file": str(FOLDER / "zero2.json")}
+    files = {
+        "--config_file": str(PRESET_FOLDER / "zero2.yaml"),
+        "--deepspeed_config_file": str(PRESET_FOLDER / "zero2.json"),
+    }
     more = {"--main_process_port": "0", "--num_processes": "4", "--monitor_interval": "0.5"}
     assert words_of("zero2", num_processes=4, monitor_interval=0.5) == files | more
 
@@ -245,7 +248,7 @@ def test_a_rank_never_launches_again():
     assert launch("no such config", num_processes=7) is None
 
 
-ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(FOLDER / "zero2.json")}
+ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(PRESET_FOLDER / "zero2.json")}
 MESH = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "2", "PARALLELISM_CONFIG_TP_SIZE": "2"}
 
 
@@ -317,7 +320,14 @@ def test_an_error_is_told_by_the_rank_that_raised_it(kind, failed_on, told, monk
 def start(folder, program, processes=2):
     script = folder / "rank.py"
     script.write_text(f"import os, sys, time, signal\nrank = int(os.environ['RANK'])\n{program}")
-    words = ["--config_file", str(FOLDER / "ddp.yaml"), "--num_processes", str(processes), "--main_process_port", "0"]
+    words = [
+        "--config_file",
+        str(PRESET_FOLDER / "ddp.yaml"),
+        "--num_processes",
+        str(processes),
+        "--main_process_port",
+        "0",
+    ]
     call = f"import sys; from lowpeak.cli.launch import run_launcher; sys.exit(run_launcher({[*words, str(script)]!r}))"
     return subprocess.Popen(
         [sys.executable, "-c", call], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

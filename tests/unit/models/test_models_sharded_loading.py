@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowpeak import PPOConfig
-from lowpeak.arguments import Cut, resolve_online, resolve_ppo
+from lowpeak.arguments import ModelParallel, resolve_online, resolve_ppo
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.models import (
     GRAD_ALLREDUCE_STYLE,
@@ -57,7 +57,7 @@ class Auto:
 
 
 def test_transformers_shards_a_model_which_its_trainer_sees_as_unsharded():
-    model, _ = load_tensor_parallel(Auto(vocab_size=16), "m", {"dtype": "auto"}, Cut(2, 4))
+    model, _ = load_tensor_parallel(Auto(vocab_size=16), "m", {"dtype": "auto"}, ModelParallel(2, 4))
     assert model.asked == ("m", 2, 4, {"dtype": "auto"})
     assert not model.is_distributed_loading_by_transformers
 
@@ -65,9 +65,9 @@ def test_transformers_shards_a_model_which_its_trainer_sees_as_unsharded():
 @pytest.mark.parametrize(
     ("auto", "cut", "message"),
     [
-        (Auto({"model.layers.*.mlp.experts": "moe_tp_experts"}), Cut(2, 1), "moe_tp_experts"),
-        (Auto(), Cut(4, 1), "num_key_value_heads=2.*tp_size=4"),
-        (Auto(vocab_size=14), Cut(2, 2), "14 .* 2 x 2 "),
+        (Auto({"model.layers.*.mlp.experts": "moe_tp_experts"}), ModelParallel(2, 1), "moe_tp_experts"),
+        (Auto(), ModelParallel(4, 1), "num_key_value_heads=2.*tp_size=4"),
+        (Auto(vocab_size=14), ModelParallel(2, 2), "14 .* 2 x 2 "),
     ],
 )
 def test_an_unsupported_plan_or_size_is_an_error(auto, cut, message):
@@ -76,8 +76,8 @@ def test_an_unsupported_plan_or_size_is_an_error(auto, cut, message):
 
 
 def test_an_untied_embedding_or_one_without_fsdp_can_have_any_number_of_rows():
-    load_tensor_parallel(Auto(vocab_size=14, tied=False), "m", {}, Cut(2, 2))
-    load_tensor_parallel(Auto(vocab_size=13), "m", {}, Cut(2, 1))
+    load_tensor_parallel(Auto(vocab_size=14, tied=False), "m", {}, ModelParallel(2, 2))
+    load_tensor_parallel(Auto(vocab_size=13), "m", {}, ModelParallel(2, 1))
 
 
 def test_a_tensor_missing_from_a_tensor_parallel_models_checkpoint_is_named():
@@ -89,7 +89,7 @@ def test_a_tensor_missing_from_a_tensor_parallel_models_checkpoint_is_named():
             return model, {"missing_keys": {"lm_head.weight"}, "mismatched_keys": set()}
 
     with pytest.raises(ModelError, match=r"'m' .*lm_head\.weight"):
-        from_pretrained(Lacking(vocab_size=16), "m", Cut(2, 4))
+        from_pretrained(Lacking(vocab_size=16), "m", ModelParallel(2, 4))
 
 
 def test_hooks_that_all_reduce_after_each_micro_batch_are_removed():
@@ -97,7 +97,7 @@ def test_hooks_that_all_reduce_after_each_micro_batch_are_removed():
     layers = auto._model.model.layers
     for layer in layers:
         layer.input_layernorm.forward = lambda hidden: hidden
-    model, _ = load_tensor_parallel(auto, "m", {}, Cut(2, 1))
+    model, _ = load_tensor_parallel(auto, "m", {}, ModelParallel(2, 1))
     assert list(modules_with_style(model, GRAD_ALLREDUCE_STYLE)) == [layer.input_layernorm for layer in layers]
     assert all("forward" not in vars(layer.input_layernorm) for layer in layers)
 
@@ -112,7 +112,7 @@ def test_hooks_that_all_reduce_after_each_micro_batch_are_removed():
 )
 def test_instances_adapters_and_quantised_models_are_refused_under_tensor_parallelism(model, options, adapter, message):
     with pytest.raises(ArgumentError, match=message):
-        load_policy(model, options, trust_remote_code=False, peft_config=adapter, cut=Cut(2, 1))
+        load_policy(model, options, trust_remote_code=False, peft_config=adapter, cut=ModelParallel(2, 1))
 
 
 @pytest.mark.parametrize("critic", ["adapter", "model"])
@@ -120,6 +120,6 @@ def test_a_critic_other_than_a_head_is_refused_under_tensor_parallelism(tmp_path
     args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, critic=critic, max_steps=1)
     resolve_ppo(args, resolve_online(args, 1, 1))
     cut = copy.copy(args)
-    cut.__class__ = type("CutConfig", (PPOConfig,), {"cut": Cut(2, 1)})
+    cut.__class__ = type("CutConfig", (PPOConfig,), {"cut": ModelParallel(2, 1)})
     with pytest.raises(ArgumentError, match=f"critic='{critic}'"):
         resolve_ppo(cut, resolve_online(args, 1, 1))

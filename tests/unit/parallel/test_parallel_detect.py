@@ -11,7 +11,7 @@ from accelerate import FullyShardedDataParallelPlugin
 from accelerate.utils import DeepSpeedPlugin, DistributedType
 from torch.distributed.device_mesh import init_device_mesh
 
-from lowpeak.cli import FOLDER
+from lowpeak.cli import PRESET_FOLDER
 from lowpeak.parallel import DeviceFractions, device_fractions, fake_process_group
 
 RANKS = 8
@@ -41,7 +41,7 @@ def stage(number, section):
     ],
 )
 def test_zero_shards_by_its_stage_and_reduces_gradients_on_the_optimizers_device(config, expected):
-    preset = json.loads((FOLDER / f"{config}.json").read_text()) if isinstance(config, str) else config
+    preset = json.loads((PRESET_FOLDER / f"{config}.json").read_text()) if isinstance(config, str) else config
     plugin = DeepSpeedPlugin(hf_ds_config=preset)
     assert device_fractions(accelerator(DistributedType.DEEPSPEED, deepspeed_plugin=plugin)) == expected
 

@@ -9,14 +9,21 @@ import re
 import pytest
 
 from lowpeak import GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig, SFTConfig
-from lowpeak.arguments import acting, acting_common, check_values, resolve_grpo, resolve_online, resolve_rloo
+from lowpeak.arguments import (
+    check_values,
+    reset_idle_arguments,
+    resolve_common,
+    resolve_grpo,
+    resolve_online,
+    resolve_rloo,
+)
 from lowpeak.errors import ArgumentError
 
 
 def grpo(tmp_path, num_rewards=1, world_size=1, **changes):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
     settings = resolve_online(args, world_size, num_rewards)
-    return resolve_grpo(acting(args, settings.facts), settings)
+    return resolve_grpo(reset_idle_arguments(args, settings.facts), settings)
 
 
 def online(tmp_path, world_size=1, **changes):
@@ -238,5 +245,5 @@ def test_an_argument_of_keywords_is_a_mapping_or_the_text_of_one(tmp_path, name,
 def test_the_users_arguments_are_not_modified(tmp_path):
     args = SFTConfig(output_dir=str(tmp_path), gradient_accumulation_steps=4)
     before = args.to_dict()
-    acting_common(args)
+    resolve_common(args)
     assert args.to_dict() == before

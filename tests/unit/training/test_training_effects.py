@@ -12,7 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from lowpeak import GRPOConfig
-from lowpeak.arguments import EntropyBonus, acting, resolve_grpo, resolve_online
+from lowpeak.arguments import EntropyBonus, reset_idle_arguments, resolve_grpo, resolve_online
 from lowpeak.errors import ArgumentError, DataError, EngineError, ModelError, RewardTimeoutError
 from small_runs import column, make, ones, rows, same, saved, spread, steps, trained, weights
 from tiny import char_tokenizer, tiny_model
@@ -23,7 +23,7 @@ grpo = partial(make, "GRPO")
 def settings(tmp_path, num_rewards=1, **changes):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, num_generations=4, num_iterations=2, **changes)
     online = resolve_online(args, 1, num_rewards)
-    return resolve_grpo(acting(args, online.facts), online)
+    return resolve_grpo(reset_idle_arguments(args, online.facts), online)
 
 
 @pytest.mark.parametrize(

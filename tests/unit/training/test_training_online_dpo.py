@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 
 from closeness import assert_each_close_to_largest
 from lowpeak import GRPOConfig, OnlineDPOConfig, OnlineDPOTrainer
-from lowpeak.arguments import acting, resolve_online, resolve_online_dpo
+from lowpeak.arguments import reset_idle_arguments, resolve_online, resolve_online_dpo
 from lowpeak.errors import ArgumentError, CheckpointError
 from lowpeak.rewards import ModelReward
 from lowpeak.training import run_step
@@ -168,7 +168,7 @@ def test_a_list_of_betas_is_checked(tmp_path):
     def resolved(**changes):
         args = OnlineDPOConfig(output_dir=str(tmp_path), use_cpu=True, **changes)
         online = resolve_online(args, 1, 1)
-        return resolve_online_dpo(acting(args, online.facts), online)
+        return resolve_online_dpo(reset_idle_arguments(args, online.facts), online)
 
     assert resolved(beta=[0.1, 0.2], max_steps=2).betas == (0.1, 0.2)
     assert resolved(beta=1, max_steps=2).betas == (1.0,)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import lowpeak
-from lowpeak.arguments import resolve_online, tell_idle
+from lowpeak.arguments import report_idle_arguments, resolve_online
 from lowpeak.errors import ArgumentError
 from lowpeak.trainers import base_arguments
 from small_runs import KINDS
@@ -64,5 +64,5 @@ ADDRESS = {"vllm_server_base_url": "http://user:S3CRET@host:1"}
 def test_an_address_with_a_password_or_a_token_that_is_refused_is_not_repeated(tmp_path, told, shown):
     args = lowpeak.GRPOConfig(output_dir=str(tmp_path), use_cpu=True, strict_arguments=True, **told)
     with pytest.raises(ArgumentError, match=shown) as refused:
-        tell_idle(args, resolve_online(args, 1, 1).facts)
+        report_idle_arguments(args, resolve_online(args, 1, 1).facts)
     assert "S3CRET" not in str(refused.value) + repr(args)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lowpeak.arguments import SERVER_TOKEN, url_of
+from lowpeak.arguments import SERVER_TOKEN, server_url
 from lowpeak.errors import ArgumentError
 from lowpeak.vllm.engine_args import COMMON_ENGINE_ARGS
 from lowpeak.vllm.serving.entrypoint import SCALE_OUT
@@ -59,7 +59,7 @@ class ServerSpec:
     @property
     def url(self) -> str:
         """Return the address for a client on this host."""
-        return url_of(self.host, self.port)
+        return server_url(self.host, self.port)
 
 
 def server_command(server: ServerSpec) -> list[str]:
