@@ -10,11 +10,11 @@ from lowpeak.attention import install_attention
 from lowpeak.batching import Budget, pack
 from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, MicroBatch, Record
-from lowpeak.training import Core
+from lowpeak.training import LogprobSettings
 from steps import GRPO
 
 ALGORITHM = make_grpo(GRPO)
-CORE = Core(1.0, 16, torch.device("cpu"))
+CORE = LogprobSettings(1.0, 16, torch.device("cpu"))
 # 109M parameters: 437 MB in fp32, 94 MB of them the tied embedding.
 MID = Qwen2Config(
     vocab_size=30_720, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,

@@ -122,7 +122,7 @@ def raise_and_make_again(what: str, place: Path, device: torch.device) -> None:
 
 
 def rollout(trainer: Any) -> list[list[int]]:
-    made = trainer.maker.collect(1, trainer.state.global_step, trainer.state)
+    made = trainer.collector.collect(1, trainer.state.global_step, trainer.state)
     return [record.completion.ids.tolist() for record in made.records]
 
 
@@ -147,7 +147,7 @@ class Breaking:
 
     def __init__(self, trainer: Any, what: str) -> None:
         self._calls = 0
-        panel = trainer.maker.panel
+        panel = trainer.collector.panel
         if what == "a reward":
             compute_rewards = panel.compute_rewards
 

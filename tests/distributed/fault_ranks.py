@@ -122,8 +122,8 @@ def failing_data(place: Path) -> None:
             yield {"prompt": 7 if rank() == 1 and number == 3 else "12="}
 
     trainer = run_with(place, spread, name="data")
-    trainer.maker.cursor = type(trainer.maker.cursor)(
-        IterableDataset.from_generator(rows), trainer.maker.new_reader(), shuffle=False, seed=0
+    trainer.collector.cursor = type(trainer.collector.cursor)(
+        IterableDataset.from_generator(rows), trainer.collector.new_reader(), shuffle=False, seed=0
     )
     trainer.train()
 

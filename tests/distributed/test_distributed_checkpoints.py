@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from children import KILLED, finish, start_ranks, succeed_on_ranks
 from damage import DAMAGES, harm
-from lowpeak.training import REFERENCE_FOLDER, load_apart, save_apart, save_checkpoint
+from lowpeak.training import REFERENCE_FOLDER, load_extra_weights, save_checkpoint, save_extra_weights
 from tiny import tiny_model
 
 SHARDED = ("fsdp2", "zero2", "zero3")
@@ -55,7 +55,7 @@ def first(strategy: str, out: Path) -> None:
     whole.train()
     keep(whole, result_of(whole), out / "whole.pt")
     whole.save_model(str(out / "exported"))
-    save_apart(out / "average", REFERENCE_FOLDER, parameters_of(whole), whole.run.strategy.ranks)
+    save_extra_weights(out / "average", REFERENCE_FOLDER, parameters_of(whole), whole.run.strategy.ranks)
     fail(whole, out)
     forget()
     again = build("GRPO", out / "again", {**prepare(strategy), **SAVED})
@@ -136,7 +136,7 @@ def go_on(strategy: str, out: Path, checkpoint: Path, name: str) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint))
     result = result_of(trainer)
     if strategy not in ("single", "ddp"):  # any model that is sharded alike stands for a reference
-        load_apart(out / "average", REFERENCE_FOLDER, parameters_of(trainer), trainer.run.strategy.ranks)
+        load_extra_weights(out / "average", REFERENCE_FOLDER, parameters_of(trainer), trainer.run.strategy.ranks)
         result["average"] = weights_of(trainer)
     keep(trainer, result, out / f"{name}.pt")
     forget()

@@ -93,8 +93,8 @@ def make(case: Case, folder: Path) -> Any:
         given |= {"use_vllm": True, "vllm_mode": "server", "kv_cache_bytes": None}
     trainer = build(name, folder, given, **more)
     if case["engine"] == "vllm":
-        trainer.maker.engine = engine_over(scripted(answer), callers=EngineSharing(Ranks().teams(1)))
-        trainer.maker.engine.close()  # of what it was made with
+        trainer.collector.engine = engine_over(scripted(answer), callers=EngineSharing(Ranks().teams(1)))
+        trainer.collector.engine.close()  # of what it was made with
     return trainer
 
 

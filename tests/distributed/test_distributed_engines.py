@@ -37,8 +37,8 @@ def run_with(
         "GRPO", place / name, {**prepare(strategy), "max_completion_length": 3}, model=policy, rewards=rewards
     )
     vllm = scripted(said)
-    trainer.maker.engine = engine_over(vllm, callers=EngineSharing(Ranks().teams(1)))
-    trainer.maker.engine.close()
+    trainer.collector.engine = engine_over(vllm, callers=EngineSharing(Ranks().teams(1)))
+    trainer.collector.engine.close()
     vllm.dies_after = dies_after
     return trainer, vllm
 

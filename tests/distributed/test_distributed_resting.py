@@ -13,7 +13,7 @@ from setups import assert_same_bits, build, forget, named_models, prepare, rank,
 from children import succeed_on_ranks
 from lowpeak.models import Reference
 from lowpeak.parallel import FrozenModel
-from lowpeak.training import make_rest, resting
+from lowpeak.training import make_rollout_offloader, offloadable
 from movers import CopyingMover
 
 STRATEGIES = ("fsdp2", "zero2", "zero3")
@@ -24,20 +24,20 @@ SETTINGS = {"beta": 0.1, "max_steps": 3}
 def let_rest(trainer: Any) -> None:
     """States, gradients, reference and reward model rest while completions are written, as on a GPU."""
     strategy, reference = trainer.run.strategy, trainer.run.reference
-    judge = trainer.maker.panel.rewards[1]
+    judge = trainer.collector.panel.rewards[1]
     for parameter in [*reference.model.parameters(), *judge.model.parameters()]:
         if not strategy.shards_parameters:  # on a CPU a whole one is the checkpoint's file, whose pages nobody can free
             parameter.data = parameter.data.clone()
-    rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
-    trainer.maker.offloader = rest
-    ready = resting(rest, strategy, FrozenModel(reference.model, reference.use)).ready
+    rest = make_rollout_offloader(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
+    trainer.collector.offloader = rest
+    ready = offloadable(rest, strategy, FrozenModel(reference.model, reference.use)).ready
     trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
-    judge.use(resting(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
+    judge.use(offloadable(rest, strategy, FrozenModel(judge.model, judge._ready)), judge.ranks)
 
 
 def watch(trainer: Any, seen: list[int]) -> None:
     """Note, each time the engine generates, how many bytes are on the device of what could rest."""
-    generate = trainer.maker.engine.generate
+    generate = trainer.collector.engine.generate
 
     def noting(prompts: Any, sampling: Any) -> Any:
         strategy = trainer.run.strategy
@@ -49,7 +49,7 @@ def watch(trainer: Any, seen: list[int]) -> None:
         seen.append(sum(storage.nbytes() for storage in storages.values()))
         return generate(prompts, sampling)
 
-    trainer.maker.engine.generate = noting
+    trainer.collector.engine.generate = noting
 
 
 def _local(tensor: Any) -> torch.Tensor:

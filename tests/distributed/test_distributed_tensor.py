@@ -154,7 +154,7 @@ def exhaust(place: Path, model: str, sizes: tuple[int, int], budgets: list[str |
         more = {} if budget is None else {"gather_budget": budget}
         arguments = {"per_device_train_batch_size": 8 // sizes[1], "max_steps": 1, **tensor_parallel(*sizes), **more}
         trainer = build("GRPO", place / f"run{budget}", arguments, model)
-        engine = trainer.maker.engine
+        engine = trainer.collector.engine
         whole = engine.hold
         for part in PARTS:
             engine.hold = Failing(whole, part, torch.OutOfMemoryError("no room"))

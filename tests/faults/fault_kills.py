@@ -51,7 +51,7 @@ def in_backward(trainer: Any, step: int, act: Callable[[], None]) -> None:
 
 def kill_in_reward(trainer: Any, step: int) -> None:
     """Kill after `step` steps, when the noisy judge has drawn its random numbers."""
-    reward = trainer.maker.panel.rewards[0]
+    reward = trainer.collector.panel.rewards[0]
     judge = reward.function
 
     def judged(**columns: Any) -> list[float]:

@@ -26,7 +26,7 @@ def interrupt() -> None:
 
 def interrupt_in_reward(trainer: Any, step: int) -> None:
     """Ctrl-C, once, while a rollout is judged after `step` steps."""
-    reward = trainer.maker.panel.rewards[1]
+    reward = trainer.collector.panel.rewards[1]
     judge = reward.function
 
     async def judged(**columns: Any) -> list[float | None]:

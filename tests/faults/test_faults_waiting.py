@@ -60,8 +60,8 @@ class Fickle(ScriptedVllm):
 def build_over(vllm: Fickle, case: Case, place: Path) -> Any:
     trainer = build(case, place / "run")
     vllm.waiting = ServerVllm(nowhere(), None, lambda: trainer.run.interrupts.stopping)
-    trainer.maker.engine = engine_over(vllm, batch_size=4)
-    trainer.maker.engine.close()
+    trainer.collector.engine = engine_over(vllm, batch_size=4)
+    trainer.collector.engine.close()
     return trainer
 
 

@@ -12,7 +12,7 @@ from lowpeak.attention import install_attention, packing_unsupported_reason
 from lowpeak.batching import Budget, num_loss_tokens, pack
 from lowpeak.logprobs import install_head
 from lowpeak.records import Completion, Record
-from lowpeak.training import Core, run_step, with_step_shares
+from lowpeak.training import LogprobSettings, run_step, with_step_shares
 from plain_losses import Row, plain_grpo, plain_rloo
 from steps import GRPO, LocalStrategy
 
@@ -139,7 +139,7 @@ def micro_batches(algorithm, records, budget):
 def streamed_loss(algorithm, model, records, budget):
     budget = Budget(budget) if isinstance(budget, int) else budget
     batches = micro_batches(algorithm, records, budget)
-    core = Core(TEMPERATURE, 5, torch.device("cpu"))
+    core = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
     loss, _ = run_step(model, batches, algorithm, core, LocalStrategy(), algorithm.coefficients())
     return loss, len(batches)
 

@@ -24,7 +24,7 @@ from lowpeak.algorithms import make_grpo, make_rloo
 from lowpeak.arguments import Correction, RLOOSettings
 from lowpeak.batching import Budget
 from lowpeak.logprobs import install_head
-from lowpeak.training import Core, run_step
+from lowpeak.training import LogprobSettings, run_step
 from steps import LocalStrategy
 from tiny import tiny_model
 
@@ -48,7 +48,7 @@ def drifted(model, seed=0):
 
 
 def streamed(algorithm, model, records, max_tokens, chunk_size):
-    core = Core(TEMPERATURE, chunk_size, torch.device("cpu"))
+    core = LogprobSettings(TEMPERATURE, chunk_size, torch.device("cpu"))
     batches = micro_batches(algorithm, records, Budget(max_tokens))
     loss, metrics = run_step(model, batches, algorithm, core, LocalStrategy(), {})
     return loss, {name: metric.value() for name, metric in metrics.items()}

@@ -27,7 +27,7 @@ from closeness import assert_each_close_to_largest
 from lowpeak.algorithms import make_grpo, make_rloo, make_supervised
 from lowpeak.arguments import EntropyBonus, RLOOSettings
 from lowpeak.batching import Budget, LayerCosts, num_loss_tokens, pack
-from lowpeak.training import Core, score
+from lowpeak.training import LogprobSettings, score
 from tiny import tiny_model
 
 SHARED, ROWS = Budget(1000, layout="shared"), Budget(1000, layout="rows")
@@ -37,7 +37,7 @@ FORESTS = [SHARED, replace(SHARED, max_tokens=28), replace(SHARED, max_tokens=12
 FORESTS += [ROWS, replace(ROWS, max_tokens=28, multiple=8), SOME]
 CUT = [*FORESTS, Budget(12), Budget(30), Budget(1000)]
 # The step's weights and its sum are fp32 whatever the model is; gradients are as exact as their weights are the same.
-CORE = Core(TEMPERATURE, 5, torch.device("cpu"))
+CORE = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
 FLOAT64 = {"loss_close": 1e-6, "gradients_close": 1e-9}
 
 

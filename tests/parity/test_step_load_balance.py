@@ -24,7 +24,7 @@ from lowpeak.batching import Budget
 from lowpeak.errors import ArgumentError, ModelError
 from lowpeak.logprobs import verify_load_balance
 from lowpeak.models import LoadBalance, balance_loss, load_balance_of
-from lowpeak.training import Core, measure_step, run_step
+from lowpeak.training import LogprobSettings, measure_step, run_step
 from steps import LocalStrategy
 from tiny import tiny_model
 
@@ -69,7 +69,7 @@ def transformers_balance_loss(model, records):
 
 
 def core_of(model):
-    return Core(TEMPERATURE, 5, torch.device("cpu"), load_balance=balance_of(model))
+    return LogprobSettings(TEMPERATURE, 5, torch.device("cpu"), load_balance=balance_of(model))
 
 
 @pytest.mark.parametrize("budget", BUDGETS, ids=name_of)

@@ -11,11 +11,11 @@ from lowpeak.algorithms import make_reward_model
 from lowpeak.attention import install_attention
 from lowpeak.batching import Budget
 from lowpeak.logprobs import install_score_head
-from lowpeak.training import Core, measure_step, run_step
+from lowpeak.training import LogprobSettings, measure_step, run_step
 from preferences import plain_loss, records_of, tiny_classifier
 from steps import LocalStrategy
 
-CORE = Core(1.0, 16, torch.device("cpu"))
+CORE = LogprobSettings(1.0, 16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("layout", ["padded", "rows", "shared"])

@@ -34,7 +34,7 @@ from lowpeak.models import (
     install_adapter_switches,
     keep_critic_trainable,
 )
-from lowpeak.training import Core, run_step, score
+from lowpeak.training import LogprobSettings, run_step, score
 from steps import PPO, LocalStrategy
 from tiny import tiny_model
 
@@ -167,7 +167,7 @@ def test_scored_values_are_the_critics_own_at_each_counted_token(layout, budget)
     model = with_critic(layout)
     records = valued_records(model)
     batches = micro_batches(make_ppo(PPO), records, budget)
-    scored = score(model, batches, Core(TEMPERATURE, 5, torch.device("cpu")), values=True)
+    scored = score(model, batches, LogprobSettings(TEMPERATURE, 5, torch.device("cpu")), values=True)
     expected = plain_values(model, layout, records)
     for batch, found in zip(batches, scored, strict=True):
         wanted = torch.cat([expected[i][records[i].completion.loss_mask] for i in batch.record_indices])
@@ -202,7 +202,7 @@ def test_a_share_of_the_values_gradient_reaches_the_policys_backbone(share):
     def gradients(of_values):
         model.zero_grad(set_to_none=True)
         state = {**algorithm.coefficients(), VALUES_GRADIENT: of_values}
-        core = Core(TEMPERATURE, 5, torch.device("cpu"))
+        core = LogprobSettings(TEMPERATURE, 5, torch.device("cpu"))
         run_step(model, micro_batches(algorithm, records, Budget(1000)), algorithm, core, LocalStrategy(), state)
         return {name: p.grad.clone() for name, p in model.named_parameters()}
 

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lowpeak.setup import meet_anew
+from lowpeak.setup import renew_master_port
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def met(monkeypatch: pytest.MonkeyPatch, agent: dist.TCPStore, rank: int, life: 
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(life))
-    meet_anew()
+    renew_master_port()
     return os.environ["MASTER_PORT"], os.environ["TORCHELASTIC_USE_AGENT_STORE"]
 
 

@@ -29,10 +29,10 @@ def trainer_in(folder, **changes):
 @pytest.fixture(scope="module")
 def trainer(tmp_path_factory):
     made = trainer_in(tmp_path_factory.mktemp("run"))
-    made.maker.engine.wake()
-    made.maker.load_weights(0)
+    made.collector.engine.wake()
+    made.collector.load_weights(0)
     yield made
-    made.maker.engine.close()
+    made.collector.engine.close()
 
 
 @pytest.fixture
@@ -45,10 +45,10 @@ def native(trainer):
 
 def over(trainer, **settings):
     """Another engine over the same vLLM, with other settings, and loaded."""
-    vllms, model = trainer.maker.engine._vllms, trainer.model
+    vllms, model = trainer.collector.engine._vllms, trainer.model
     made = VllmEngine(
         lambda: vllms,
-        replace(trainer.maker.settings.vllm, **settings),
+        replace(trainer.collector.settings.vllm, **settings),
         PolicyFacts(lambda sampling: end_token_ids(model, TOKENIZER, sampling), len(TOKENIZER)),
         EngineSharing(Ranks()),
     )
@@ -101,7 +101,7 @@ def assert_logprobs_are_the_policys(model, groups, temperature):
 )
 def test_greedy_groups_are_the_native_engines(trainer, native, changes):
     sampling = replace(GREEDY, **changes)
-    groups, expected = (engine.generate(MANY, sampling) for engine in (trainer.maker.engine, native))
+    groups, expected = (engine.generate(MANY, sampling) for engine in (trainer.collector.engine, native))
     assert tokens(groups) == tokens(expected)
     for ours, theirs in zip(groups, expected, strict=True):
         for one, other in zip(ours.completions, theirs.completions, strict=True):
@@ -111,19 +111,19 @@ def test_greedy_groups_are_the_native_engines(trainer, native, changes):
 @pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}, {"temperature": 1.0}])
 def test_sampling_logprobs_are_of_the_full_softmax_at_the_temperature(trainer, changes):
     sampling = replace(SAMPLED, **changes)
-    groups = trainer.maker.engine.generate(MANY, sampling)
+    groups = trainer.collector.engine.generate(MANY, sampling)
     assert_logprobs_are_the_policys(trainer.model, groups, sampling.temperature)
     assert len({str(rows) for rows in tokens(groups)}) == len(MANY)
 
 
 def test_a_draw_depends_on_neither_waves_nor_order(trainer):
-    whole = tokens(trainer.maker.engine.generate(MANY, SAMPLED))
+    whole = tokens(trainer.collector.engine.generate(MANY, SAMPLED))
     assert tokens(over(trainer, batch_size=3).generate(MANY, SAMPLED)) == whole
-    assert tokens(trainer.maker.engine.generate(MANY[::-1], SAMPLED)) == whole[::-1]
+    assert tokens(trainer.collector.engine.generate(MANY[::-1], SAMPLED)) == whole[::-1]
     parts = [replace(SAMPLED, num_generations=2, first_completion=first) for first in (0, 2)]
-    halves = [tokens(trainer.maker.engine.generate(MANY, part)) for part in parts]
+    halves = [tokens(trainer.collector.engine.generate(MANY, part)) for part in parts]
     assert [first + second for first, second in zip(*halves, strict=True)] == whole
-    assert tokens(trainer.maker.engine.generate(MANY, replace(SAMPLED, rollout=1))) != whole
+    assert tokens(trainer.collector.engine.generate(MANY, replace(SAMPLED, rollout=1))) != whole
 
 
 def test_a_regular_expression_bounds_completions(trainer):
@@ -136,34 +136,34 @@ def test_a_regular_expression_bounds_completions(trainer):
 
 def test_keys_and_values_of_old_weights_are_forgotten(trainer):
     long = prompts("0123456789" * 30 + "=")  # more than the blocks of 128 tokens that are cached
-    engine = trainer.maker.engine
+    engine = trainer.collector.engine
     engine.generate(long, SAMPLED)
     kept = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     try:
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.mul_(0.9)
-        trainer.maker.weight_sync.weights_changed = True
-        trainer.maker.load_weights(0)
+        trainer.collector.weight_sync.weights_changed = True
+        trainer.collector.load_weights(0)
         assert_logprobs_are_the_policys(trainer.model, engine.generate(long, SAMPLED), SAMPLED.temperature)
     finally:
         with torch.no_grad():
             for name, parameter in trainer.model.named_parameters():
                 parameter.copy_(kept[name])
-        trainer.maker.weight_sync.weights_changed = True
-        trainer.maker.load_weights(0)
+        trainer.collector.weight_sync.weights_changed = True
+        trainer.collector.load_weights(0)
 
 
 def test_a_wave_past_its_limit_is_given_up_and_the_engine_goes_on(trainer):
     engine = over(trainer, wave_timeout=1e-9)
     with pytest.raises(LostEngineError, match="vllm_wave_timeout"):
         engine.generate(MANY, SAMPLED)
-    assert tokens(over(trainer).generate(MANY, GREEDY)) == tokens(trainer.maker.engine.generate(MANY, GREEDY))
+    assert tokens(over(trainer).generate(MANY, GREEDY)) == tokens(trainer.collector.engine.generate(MANY, GREEDY))
 
 
 def test_a_prompt_that_vllm_refuses_is_an_error(trainer):
     with pytest.raises(EngineError, match="999"):
-        trainer.maker.engine.generate([Prompt(0, (999,), "")], SAMPLED)
+        trainer.collector.engine.generate([Prompt(0, (999,), "")], SAMPLED)
 
 
 def state():
@@ -181,23 +181,23 @@ def state():
 
 
 def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tmp_path, trainer):
-    trainer.maker.engine.close()
+    trainer.collector.engine.close()
     had_group, sizes = has_group(), []
     run = trainer_in(tmp_path)
     for _ in range(3):
         before = state()
-        run.maker.engine.wake()
+        run.collector.engine.wake()
         assert state() == before
-        run.maker.load_weights(0)
-        run.maker.engine.generate(MANY[:1], GREEDY)
-        run.maker.engine.close()
+        run.collector.load_weights(0)
+        run.collector.engine.generate(MANY[:1], GREEDY)
+        run.collector.engine.close()
         gc.collect()
         live = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter)]  # not a compiler's fakes
         sizes.append(sum(x.untyped_storage().nbytes() for x in live))
         assert has_group() == had_group
     assert sizes[2] <= sizes[1] <= sizes[0] * 1.01
-    trainer.maker.engine.wake()
-    trainer.maker.load_weights(0)
+    trainer.collector.engine.wake()
+    trainer.collector.load_weights(0)
 
 
 @pytest.mark.parametrize(
@@ -210,19 +210,19 @@ def test_building_and_freeing_leaves_the_process_as_it_was_and_nothing_behind(tm
     ],
 )
 def test_what_vllm_does_not_take_is_one_sentence(tmp_path, trainer, changes, error, match):
-    trainer.maker.engine.close()
+    trainer.collector.engine.close()
     with pytest.raises(error, match=match):
-        trainer_in(tmp_path, **changes).maker.engine.wake()
+        trainer_in(tmp_path, **changes).collector.engine.wake()
     assert not has_group()
-    trainer.maker.engine.wake()
-    trainer.maker.load_weights(0)
-    assert trainer.maker.engine.policy_version == 0
+    trainer.collector.engine.wake()
+    trainer.collector.load_weights(0)
+    assert trainer.collector.engine.policy_version == 0
 
 
 def test_a_type_error_of_vllms_own_is_not_blamed_on_engine_kwargs_that_nobody_gave(tmp_path, monkeypatch):
     monkeypatch.setattr("vllm.LLM", lambda **arguments: len(7))
     with pytest.raises(EngineError, match=r"'int'.*vllm_gpu_memory_utilization") as caught:
-        trainer_in(tmp_path).maker.engine.wake()
+        trainer_in(tmp_path).collector.engine.wake()
     assert "vllm_engine_kwargs" not in str(caught.value)
 
 

@@ -40,7 +40,7 @@ from lowpeak.arguments.rollout import ARGUMENT_OF_KWARG
 from lowpeak.arguments.text import hide_secrets, read_object
 from lowpeak.arguments.validation import check_finite, check_range
 from lowpeak.errors import ArgumentError
-from lowpeak.setup import limit_collectives_on_cpu, meet_anew
+from lowpeak.setup import limit_collectives_on_cpu, renew_master_port
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class CommonConfig(CommonArguments, TrainingArguments):
             self.bf16 = not self.use_cpu and torch.cuda.is_available() and torch.cuda.is_bf16_supported()
         self._default_checkpointing()
         self._check_parallelism()
-        meet_anew()
+        renew_master_port()
         check_range(self, "ddp_timeout")  # checked early, because it is used below
         if self.use_cpu or is_switched_on(os.environ, "ACCELERATE_USE_CPU"):
             limit_collectives_on_cpu(self.ddp_timeout, self.ddp_backend)

@@ -29,7 +29,7 @@ from lowpeak.parallel import (
     wrap_shape_propagation,
 )
 from lowpeak.records import MicroBatch
-from lowpeak.training import Core, run_step, score
+from lowpeak.training import LogprobSettings, run_step, score
 
 _BLOCK = 512  # bytes; CUDA's caching allocator rounds sizes up to it
 _FUSED_ADAMW = partial(torch.optim.AdamW, fused=True)  # transformers' default
@@ -54,7 +54,7 @@ def rehearse(
     make_model: Callable[[], nn.Module],
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    core: Core,
+    core: LogprobSettings,
     *,
     world_size: int = 1,
     compute: torch.dtype | None = None,

@@ -144,7 +144,7 @@ def generate_rollout_completions(
     if as_chat is not None and any(isinstance(prompt, list) != as_chat for prompt in prompts):
         kind = "a list of messages" if as_chat else "a string"
         raise ArgumentError(f"as_chat={as_chat} needs prompts that are each {kind}; omit it to decide by type.")
-    engine, tokenizer = trainer.maker.engine, trainer.processing_class
+    engine, tokenizer = trainer.collector.engine, trainer.processing_class
     if not isinstance(engine, FunctionEngine):
         raise EngineError("generate_rollout_completions was called in a run without a rollout_func; pass one.")
     results = []

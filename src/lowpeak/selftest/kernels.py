@@ -22,7 +22,7 @@ from lowpeak.parallel import FakeStrategy, Strategy
 from lowpeak.records import Completion, MicroBatch, Record
 from lowpeak.selftest.models import make_model, mib
 from lowpeak.selftest.table import Bench, require, row
-from lowpeak.training import Core, run_step
+from lowpeak.training import LogprobSettings, run_step
 
 _PLAIN = ChunkSettings(256)
 _FULL = ChunkSettings(256, 0.7, HeadScale(0.8, 25.0), entropy=True, entropy_grad=True)
@@ -119,7 +119,7 @@ def forest_attention(bench: Bench) -> str:
 def step_memory(bench: Bench) -> str:
     """Compare a step's peak memory with its rehearsal on fake tensors."""
     batches = _micro_batches(*bench.pick((256, 128, 8), (8, 8, 4)))
-    core = Core(1.0, bench.pick(256, 8), bench.device, log_entropy=False)
+    core = LogprobSettings(1.0, bench.pick(256, 8), bench.device, log_entropy=False)
     planned = rehearse(partial(_policy, bench), batches, make_supervised(), replace(core, device=torch.device("cpu")))
     # Without the weights and AdamW's states, which are not part of the measured peak.
     expected = planned.train - 3 * planned.loaded

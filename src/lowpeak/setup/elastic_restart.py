@@ -23,7 +23,7 @@ LAUNCH_FILE = ".lowpeak.launch"  # in output_dir
 _TIMEOUT = timedelta(seconds=300)
 
 
-def meet_anew() -> None:
+def renew_master_port() -> None:
     """After a restart by torchrun, let rank 0 host a new store on another MASTER_PORT, which the old store passes on.
 
     Call it before the process group is made. It does nothing in a first start, or without torchrun.

@@ -31,12 +31,12 @@ from lowpeak.training import (
     connect_online,
     describe_run,
     evaluate_prompts,
-    load_apart,
+    load_extra_weights,
     make_step_batches,
     prepare_online,
     print_completions,
     records_of_step,
-    save_apart,
+    save_extra_weights,
 )
 from lowpeak.watchdog import watched
 
@@ -118,7 +118,7 @@ class OnlineTrainer(StepTrainer):
         )
         self.user_args, self.acting_args = args, parts.args
         self.parts = parts
-        run, self.maker = connect_online(self, parts, rollout_func)
+        run, self.collector = connect_online(self, parts, rollout_func)
         self.asked: Sampling | None = None  # while a rollout_func runs: the sampling that it is called for
         for name in _READ_BY_FUNCTIONS:
             setattr(self, name, getattr(parts.args, name))
@@ -145,30 +145,30 @@ class OnlineTrainer(StepTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self.maker.engine.close()
+            self.collector.engine.close()
 
     # a step
 
     def num_steps_per_epoch(self) -> int | None:
-        prompts, rollout = self.maker.cursor.rows_per_epoch, self.maker.settings.rollout
+        prompts, rollout = self.collector.cursor.rows_per_epoch, self.collector.settings.rollout
         if prompts is None:
             return None
         return max(1, prompts // rollout.num_prompts) * rollout.num_steps
 
     def next_step(self) -> StepBatches:
         """Stations 1 to 10: collect a new rollout if the last one has served its steps; return the micro-batches."""
-        run, rollout, settings = self.run, self._current_rollout(), self.maker.settings.rollout
+        run, rollout, settings = self.run, self._current_rollout(), self.collector.settings.rollout
         step, self.steps_used = self.steps_used, self.steps_used + 1
         indices = records_of_step(rollout, settings, self.acting_args.seed, step, run.algorithm.unit)
         batches = make_step_batches(rollout.records, indices, run.algorithm, run.budget, run.strategy.ranks)
         return StepBatches(batches, rollout.num_tokens if step == 0 else 0)
 
     def _current_rollout(self) -> Rollout:
-        if self.rollout is None or self.steps_used >= self.maker.settings.rollout.num_steps:
+        if self.rollout is None or self.steps_used >= self.collector.settings.rollout.num_steps:
             number = 0 if self.rollout is None else self.rollout.number + 1
             self.rollout = None
             self.model.train()
-            self.rollout = self.maker.collect(number, self.state.global_step, self.state, self.coefficients())
+            self.rollout = self.collector.collect(number, self.state.global_step, self.state, self.coefficients())
             self.steps_used = 0
             self.scratch.metrics = self.rollout.metrics
             self.run.journal.write_rollout(self.state.global_step + 1, self.rollout.rows)
@@ -178,8 +178,8 @@ class OnlineTrainer(StepTrainer):
         """Station 13; then give up the rollout if the algorithm stops early, and move an averaged reference."""
         values = super().finish_step()
         if self.run.algorithm.stop_early(values):
-            self.steps_used = self.maker.settings.rollout.num_steps
-        sync = self.maker.settings.reference_sync
+            self.steps_used = self.collector.settings.rollout.num_steps
+        sync = self.collector.settings.reference_sync
         if sync is not None and self.state.global_step % sync.every == 0:
             self.run.strategy.average(self._reference_model(), self.model, sync.share)
         return values
@@ -210,7 +210,7 @@ class OnlineTrainer(StepTrainer):
 
     def dry_run(self) -> dict[str, Any]:
         """Return what the arguments resolved to, without training: model, data, rollout, sizes, micro-batches."""
-        return describe_run(self, self.model, self.maker, self.num_steps_per_epoch())
+        return describe_run(self, self.model, self.collector, self.num_steps_per_epoch())
 
     # evaluation
 
@@ -228,19 +228,21 @@ class OnlineTrainer(StepTrainer):
         self.model_wrapped.eval()
         with watched(ranks, lambda: self.run.tracker.where), keep_random():
             with ranks.together():
-                prompts = read_eval_prompts(data, self.maker.new_reader())
-            return evaluate_prompts(self.maker, prompts, self.parts.success, prefix, self.state, self.coefficients())
+                prompts = read_eval_prompts(data, self.collector.new_reader())
+            return evaluate_prompts(
+                self.collector, prompts, self.parts.success, prefix, self.state, self.coefficients()
+            )
 
     # checkpoints
 
     def run_state(self) -> RunState:
         in_use = None
         if self.rollout is not None:
-            is_used_up = self.steps_used >= self.maker.settings.rollout.num_steps
+            is_used_up = self.steps_used >= self.collector.settings.rollout.num_steps
             in_use = RolloutInUse(() if is_used_up else self.rollout.records, self.rollout.number, self.steps_used)
         return RunState(
             policy_version=self.state.global_step,
-            cursor=self.maker.cursor.state_dict(),
+            cursor=self.collector.cursor.state_dict(),
             random=capture_random(),
             rollout=in_use,
             algorithm_state=dict(self.algorithm_state),
@@ -249,10 +251,10 @@ class OnlineTrainer(StepTrainer):
         )
 
     def identity(self) -> dict[str, Any]:
-        rollout = self.maker.settings.rollout
+        rollout = self.collector.settings.rollout
         return {
             **super().identity(),
-            "reward_funcs": list(self.maker.panel.names),
+            "reward_funcs": list(self.collector.panel.names),
             "num_generations": rollout.num_generations,
             "completions of a rollout": rollout.num_rows,
             "rows of a step": rollout.rows_per_step,
@@ -262,7 +264,7 @@ class OnlineTrainer(StepTrainer):
     def save_extra(self, folder: Path) -> None:
         with self.run.strategy.ranks.together():
             for name, parameters in self.extra_weights(self.run.strategy.shards_states).items():
-                save_apart(folder, name, parameters, self.run.strategy.ranks)
+                save_extra_weights(folder, name, parameters, self.run.strategy.ranks)
 
     def extra_weights(self, with_states: bool) -> dict[str, Mapping[str, nn.Parameter]]:
         """Return weights that change but are not in a checkpoint's model, by their folder in the checkpoint.
@@ -270,41 +272,43 @@ class OnlineTrainer(StepTrainer):
         `with_states`: the checkpoint has sharded training states, which contain all trained weights. The averaged
         reference is never among them.
         """
-        if self.maker.settings.reference_sync is None:
+        if self.collector.settings.reference_sync is None:
             return {}
         return {REFERENCE_FOLDER: dict(self._reference_model().named_parameters())}
 
     def load_extra_weights(self, checkpoint: Path) -> None:
         for name, parameters in self.extra_weights(has_shards(checkpoint)).items():
-            load_apart(checkpoint, name, parameters, self.run.strategy.ranks)
+            load_extra_weights(checkpoint, name, parameters, self.run.strategy.ranks)
 
     def restore_run_state(self, state: RunState, checkpoint: Path) -> None:
-        self.maker.cursor.load_state_dict(state.cursor)
+        self.collector.cursor.load_state_dict(state.cursor)
         start, saved = self.run.algorithm.state, state.algorithm_state
         self.algorithm_state = {name: saved.get(name, value) for name, value in start.items()}
         if start and self.is_world_process_zero():
             values = ", ".join(f"{name}={value:.4g}" for name, value in self.algorithm_state.items())
             logger.info("The algorithm continues with the checkpoint's numbers: %s.", values)
-        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.maker.settings.memory))
+        self.run = self.run.with_sizes(self.run.sizes.resumed(state.resolved, self.collector.settings.memory))
         self.rollout, self.steps_used = None, 0
         if state.rollout is not None:
             self._check_records(state.rollout.records, checkpoint)
             self.rollout = Rollout(state.rollout.number, state.rollout.records)
             # A used-up rollout stays so, even if the arguments now let a rollout serve more steps.
-            self.steps_used = state.rollout.steps_used if state.in_rollout else self.maker.settings.rollout.num_steps
+            self.steps_used = (
+                state.rollout.steps_used if state.in_rollout else self.collector.settings.rollout.num_steps
+            )
         self.load_extra_weights(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.maker.weight_sync.weights_changed = True
+        self.collector.weight_sync.weights_changed = True
 
     def load_weights(self, checkpoint: Path) -> None:
         super().load_weights(checkpoint)
-        self.maker.weight_sync.weights_changed = True
+        self.collector.weight_sync.weights_changed = True
 
     def load_best(self, best: Path) -> None:
         super().load_best(best)
-        self.maker.weight_sync.weights_changed = True
+        self.collector.weight_sync.weights_changed = True
 
     def _check_records(self, records: tuple[Record, ...], checkpoint: Path) -> None:
         """Raise CheckpointError if the checkpoint's rollout lacks a score that the algorithm needs with these arguments."""

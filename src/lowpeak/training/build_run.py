@@ -42,7 +42,7 @@ from lowpeak.training.prepare_run import OnlineParts
 from lowpeak.training.rollout_report import RolloutStats
 from lowpeak.training.run import ProgressTracker, Run, RunContext
 from lowpeak.training.run_sizes import Sizes, prepare_layout, training_bytes
-from lowpeak.training.step import Core
+from lowpeak.training.step import LogprobSettings
 from lowpeak.training.weight_sync import WeightSync
 
 
@@ -70,7 +70,7 @@ def connect_online(
         cursor = _prompt_cursor(trainer.train_dataset, new_reader(), settings, args)
     is_offloadable = _has_frozen_models(parts) or not states_on_host(trainer.accelerator.state)
     offloads = settings.memory.idle_on_host and is_offloadable
-    offloader = make_rest(trainer, parts.policy, strategy) if offloads else None
+    offloader = make_rollout_offloader(trainer, parts.policy, strategy) if offloads else None
     freeze = _freezer(trainer, parts, strategy, offloader)
     reference = _reference(parts, freeze) if "reference" in parts.algorithm.needs else None
     for reward in parts.rewards:
@@ -142,7 +142,9 @@ def make_run(
     temperature = getattr(args, "temperature", 1.0)
     return Run(
         algorithm=algorithm,
-        logprob_settings=Core(temperature, sizes.logprob_chunk_size, device, args.log_entropy, saving, load_balance),
+        logprob_settings=LogprobSettings(
+            temperature, sizes.logprob_chunk_size, device, args.log_entropy, saving, load_balance
+        ),
         strategy=strategy,
         tracker=ProgressTracker(device, trainer),
         journal=Journal(Path(args.output_dir) / "journal", writes=ranks.processes.rank == 0),
@@ -179,7 +181,7 @@ def _mixed_dtypes(trainer: RunContext, policy: nn.Module) -> Iterator[None]:
 # offloading during rollouts, and frozen models
 
 
-def make_rest(
+def make_rollout_offloader(
     trainer: RunContext,
     policy: nn.Module,
     strategy: Strategy,
@@ -196,7 +198,7 @@ def make_rest(
     return Rest(mover, needed, lambda: strategy.offloadable_tensors(policy, trainer.optimizer), least_bytes)
 
 
-def resting(rest: Rest | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
+def offloadable(rest: Rest | None, strategy: Strategy, frozen: FrozenModel) -> FrozenModel:
     """Return a frozen model that the offloader moves too, and brings to the device while it is used."""
     if rest is None:
         return frozen
@@ -228,7 +230,7 @@ def _freezer(
     free = free_bytes(device) - training_bytes(parts.policy, device, device_fractions(trainer.accelerator))
     room = int(strategy.ranks.min([max(0, free)])[0]) // 2
     on_host = parts.settings.memory.frozen_on_host
-    return lambda model: resting(rest, strategy, strategy.prepare_frozen(model, room, on_host))
+    return lambda model: offloadable(rest, strategy, strategy.prepare_frozen(model, room, on_host))
 
 
 def _reference(parts: OnlineParts, freeze: Callable[[nn.Module], FrozenModel]) -> Reference:

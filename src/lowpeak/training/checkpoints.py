@@ -243,12 +243,12 @@ _MISSING_REASONS = {
 }
 
 
-def save_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+def save_extra_weights(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     """Write each rank's shards of `parameters` into a folder of a (staged) checkpoint, on all ranks together."""
     save_shards(checkpoint, _state(parameters), ranks.processes, folder)
 
 
-def load_apart(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
+def load_extra_weights(checkpoint: Path, folder: str, parameters: Mapping[str, nn.Parameter], ranks: Ranks) -> None:
     """Load a checkpoint's folder into this rank's shards; CheckpointError if it is missing or of another model."""
     if not (checkpoint / folder).is_dir():
         raise CheckpointError(f"{checkpoint / folder} is missing: {_MISSING_REASONS[folder]}")

@@ -22,7 +22,7 @@ from lowpeak.parallel import Strategy
 from lowpeak.records import Metric
 from lowpeak.training.run_sizes import Sizes
 from lowpeak.training.signals import Interrupts
-from lowpeak.training.step import Core
+from lowpeak.training.step import LogprobSettings
 from lowpeak.training.step_metrics import StepMetrics
 
 
@@ -41,7 +41,7 @@ class Run:
     """
 
     algorithm: Algorithm
-    logprob_settings: Core
+    logprob_settings: LogprobSettings
     strategy: Strategy
     tracker: MemoryTracker
     journal: Journal

@@ -24,7 +24,7 @@ from lowpeak.records import Metric, MicroBatch, TokenBatch, merge_metrics
 
 
 @dataclass(frozen=True)
-class Core:
+class LogprobSettings:
     """How every pass computes log-probs.
 
     Policy, old and reference passes share it: with other chunks, ratios would drift from 1. `saving` is a context around
@@ -42,7 +42,7 @@ class Core:
 def score(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
-    settings: Core,
+    settings: LogprobSettings,
     **wishes: bool,
 ) -> list[dict[str, Tensor]]:
     """Return `logprobs`, and what else `wishes` name, of each micro-batch's loss tokens, without gradients: station 8.
@@ -57,7 +57,7 @@ def run_step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    settings: Core,
+    settings: LogprobSettings,
     strategy: Strategy,
     coefficients: Mapping[str, float],
 ) -> tuple[Tensor, dict[str, Metric]]:
@@ -85,7 +85,7 @@ def measure_step(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],
     algorithm: Algorithm,
-    settings: Core,
+    settings: LogprobSettings,
     ranks: Ranks,
 ) -> tuple[Tensor, dict[str, Metric]]:
     """Return what `run_step` returns, without gradients: the loss and metrics of an evaluation."""
@@ -103,7 +103,7 @@ def loss_of(
     model: nn.Module,
     batch: MicroBatch,
     algorithm: Algorithm,
-    settings: Core,
+    settings: LogprobSettings,
     inplace_grad_scale: float | None = None,
     choices_E: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Metric]]:
@@ -150,7 +150,7 @@ def loss_of_outputs(
 
 
 def _choices_of_step(
-    model: nn.Module, micro_batches: Sequence[MicroBatch], settings: Core, ranks: Ranks
+    model: nn.Module, micro_batches: Sequence[MicroBatch], settings: LogprobSettings, ranks: Ranks
 ) -> Tensor | None:
     """Count how often the step's tokens choose each expert, [E]; None if one micro-batch is the whole step.
 
@@ -169,7 +169,7 @@ def _choices_of_step(
     return ranks.sum_tensor(choices_E)
 
 
-def _routing_request(batch: MicroBatch, settings: Core) -> RoutingRequest | None:
+def _routing_request(batch: MicroBatch, settings: LogprobSettings) -> RoutingRequest | None:
     if settings.load_balance is None:
         return None
     sequences_N = sequences_per_token(batch).to(settings.device, non_blocking=True)
@@ -232,7 +232,7 @@ def _balance_term(
     return balance.coefficient * loss, {"aux_loss": Metric(loss.detach(), tokens.batch_share)}
 
 
-def _forward(model: nn.Module, batch: MicroBatch, settings: Core, **wishes: object) -> dict[str, Tensor]:
+def _forward(model: nn.Module, batch: MicroBatch, settings: LogprobSettings, **wishes: object) -> dict[str, Tensor]:
     request = HeadRequest(
         positions_T=batch.positions_T,
         targets_T=batch.targets_T,

@@ -59,7 +59,7 @@ def test_under_lora_the_reference_is_the_model_with_adapters_off(tmp_path):
     plain = tiny_model()
     run = trainer(tmp_path, copy.deepcopy(plain), LoraConfig(**LORA), beta=0.04, max_steps=1)
     randomised(run.model)
-    for record in run.maker.collect(0, 0, run.state).records:
+    for record in run.collector.collect(0, 0, run.state).records:
         expected = plain_logprobs(plain, record)
         torch.testing.assert_close(record.reference, expected, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(record.completion.logprobs, expected, atol=1e-3)
@@ -70,7 +70,7 @@ def test_a_trained_adapter_that_came_in_is_the_reference_as_it_was_and_is_saved_
     origin = copy.deepcopy(model).eval()
     run = trainer(tmp_path, model, beta=0.04)
     run.train()
-    record = run.maker.collect(9, 2, run.state).records[0]
+    record = run.collector.collect(9, 2, run.state).records[0]
     torch.testing.assert_close(record.reference, plain_logprobs(origin, record), rtol=1e-4, atol=1e-5)
     assert not [name for name in trainable(run) if ".reference." in name]
     assert not (tmp_path / "checkpoint-2" / "reference").exists()

@@ -77,7 +77,7 @@ def test_supervised_rows_that_cannot_be_used_are_named(tmp_path, data, pattern):
 @pytest.mark.parametrize("kind", [Dataset.from_list, list])
 def test_a_prompt_that_is_too_long_may_be_dropped_and_is_counted(tmp_path, caplog, kind):
     run = grpo(tmp_path, data=kind([{"prompt": "1" * 124}, *ROWS]), overlong_prompts="drop")
-    assert run.maker.cursor.rows_per_epoch == 8
+    assert run.collector.cursor.rows_per_epoch == 8
     assert "1 of 9" in caplog.text
     assert "123" in caplog.text
 

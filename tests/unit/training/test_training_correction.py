@@ -26,9 +26,9 @@ def trained(folder, correction, kind="GRPO", drift=0.0, **changes):
     resolve, make_algorithm = KINDS[kind]
     settings = {"reward_funcs": spread, "beta": 0.0, "max_completion_length": 6, **changes}
     run = make(kind, folder, **settings)
-    algorithm = make_algorithm(replace(resolve(run.acting_args, run.maker.settings), correction=correction))
+    algorithm = make_algorithm(replace(resolve(run.acting_args, run.collector.settings), correction=correction))
     run.run = replace(run.run, algorithm=algorithm)
-    generate = run.maker.engine.generate
+    generate = run.collector.engine.generate
 
     def drifting(prompts, sampling):
         return [
@@ -36,7 +36,7 @@ def trained(folder, correction, kind="GRPO", drift=0.0, **changes):
             for group in generate(prompts, sampling)
         ]
 
-    run.maker.engine.generate = drifting
+    run.collector.engine.generate = drifting
     before = weights(run)
     run.train()
     return run, before

@@ -32,13 +32,17 @@ def settings(tmp_path, num_rewards=1, **changes):
         ("learning_rate", 0.25, lambda run: run.create_optimizer().param_groups[0]["lr"]),
         ("logprob_chunk_size", 17, lambda run: run.run.logprob_settings.chunk_size),
         ("temperature", 0.5, lambda run: run.run.logprob_settings.temperature),
-        ("temperature", 0.5, lambda run: run.maker.settings.sampling.temperature),
-        ("max_completion_length", 3, lambda run: max(len(r.completion) for r in run.maker.collect(0, 0, None).records)),
-        ("top_p", 0.9, lambda run: run.maker.settings.sampling.top_p),
-        ("top_k", 3, lambda run: run.maker.settings.sampling.top_k),
-        ("min_p", 0.1, lambda run: run.maker.settings.sampling.min_p),
-        ("repetition_penalty", 1.2, lambda run: run.maker.settings.sampling.repetition_penalty),
-        ("reward_weights", [0.5], lambda run: list(run.maker.panel.settings.weights)),
+        ("temperature", 0.5, lambda run: run.collector.settings.sampling.temperature),
+        (
+            "max_completion_length",
+            3,
+            lambda run: max(len(r.completion) for r in run.collector.collect(0, 0, None).records),
+        ),
+        ("top_p", 0.9, lambda run: run.collector.settings.sampling.top_p),
+        ("top_k", 3, lambda run: run.collector.settings.sampling.top_k),
+        ("min_p", 0.1, lambda run: run.collector.settings.sampling.min_p),
+        ("repetition_penalty", 1.2, lambda run: run.collector.settings.sampling.repetition_penalty),
+        ("reward_weights", [0.5], lambda run: list(run.collector.panel.settings.weights)),
     ],
 )
 def test_each_value_that_is_ours_reaches_what_it_is_for(tmp_path, name, value, where):
@@ -201,13 +205,13 @@ def test_chat_template_kwargs_reach_the_template(tmp_path):
 
     def prompt_of(**changes):
         run = grpo(tmp_path, tiny_model(len(tokenizer)), data, tokenizer, shuffle_dataset=False, **changes)
-        return run.maker.cursor.take(1)[0].ids
+        return run.collector.cursor.take(1)[0].ids
 
     assert prompt_of(chat_template_kwargs={"think": True}) == (*prompt_of(), tokenizer.convert_tokens_to_ids("7"))
 
 
 def test_without_shuffling_prompts_come_in_their_order(tmp_path):
-    plain, shuffled = (grpo(tmp_path, shuffle_dataset=on).maker.cursor.take(16) for on in (False, True))
+    plain, shuffled = (grpo(tmp_path, shuffle_dataset=on).collector.cursor.take(16) for on in (False, True))
     order = [row["prompt"] for row in rows()]
     assert [prompt.source for prompt in plain] == order
     assert [prompt.source for prompt in shuffled] != order

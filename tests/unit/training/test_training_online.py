@@ -248,7 +248,7 @@ def test_the_reference_moves_towards_the_policy_when_asked(tmp_path):
 
 def test_truncated_completions_can_be_left_out_of_the_loss(tmp_path):
     run = grpo(tmp_path, mask_truncated_completions=True, max_completion_length=2)
-    rollout = run.maker.collect(0, 0, run.state)
+    rollout = run.collector.collect(0, 0, run.state)
     cut = [record.completion for record in rollout.records if record.completion.finish_reason == "length"]
     assert cut
     assert not any(completion.loss_mask.any() for completion in cut)
@@ -307,7 +307,7 @@ def test_the_best_checkpoint_by_reward_is_loaded_at_the_end(tmp_path):
     scores = {row["step"]: row["eval_reward"] for row in run.state.log_history if "eval_reward" in row}
     best = max(scores, key=scores.get)
     assert run.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
-    assert run.maker.weight_sync.weights_changed, "an engine with a copy of the weights has to get them again"
+    assert run.collector.weight_sync.weights_changed, "an engine with a copy of the weights has to get them again"
     assert same(dict(type(run.model).from_pretrained(run.state.best_model_checkpoint).named_parameters()), weights(run))
 
 

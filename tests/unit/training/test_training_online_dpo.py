@@ -210,7 +210,7 @@ def test_the_constructor_is_trls(tmp_path):
     args = OnlineDPOConfig(output_dir=str(tmp_path), **COMMON)
     shared = {"train_dataset": rows(), "processing_class": TOKENIZER}
     run = OnlineDPOTrainer(tiny_model(), None, spread, args, **shared)
-    assert run.maker.panel.names == ("spread",)
+    assert run.collector.panel.names == ("spread",)
     assert run.model.training is False or run.user_args.disable_dropout
     other, policy = tiny_model(seed=1), tiny_model()
     assert OnlineDPOTrainer(policy, other, spread, args, **shared).run.reference.model is other

@@ -233,7 +233,7 @@ def test_rewards_of_single_tokens_reach_their_tokens(tmp_path):
         return [[1.0] + [0.0] * (len(ids) - 1) for ids in completion_ids]
 
     run = ppo(tmp_path, reward_funcs=early, lam=1.0, whiten_advantages=False, beta=0.0)
-    for record in run.maker.collect(0, 0, None).records:
+    for record in run.collector.collect(0, 0, None).records:
         assert record.reward == 1.0
         assert record.returns.tolist() == [1.0] + [0.0] * (len(record.completion) - 1)
 
@@ -257,7 +257,7 @@ def test_the_critic_learns_the_exact_values_of_a_small_chain(tmp_path):
     ids = tokenizer.encode(prompt)
     run.train()
     found: dict[tuple[int, ...], float] = {}
-    for record in run.maker.collect(99, 99, None).records:
+    for record in run.collector.collect(99, 99, None).records:
         for t, value in enumerate(record.values.tolist()):
             found[tuple(record.completion.ids[:t].tolist())] = value
     spread = torch.tensor([exact[prefix] for prefix in found]).std()
@@ -295,7 +295,7 @@ def exact_values(policy, prompt, reward, tokenizer):
 )
 def test_the_head_runs_in_scoring_only_where_old_log_probs_are_needed(tmp_path, changes, scored):
     run = ppo(tmp_path, **{"beta": 0.0, **changes})
-    records = run.maker.collect(0, 0, None).records
+    records = run.collector.collect(0, 0, None).records
     asked = []
     hook = run.model.lm_head.register_forward_pre_hook(lambda *args: asked.append(1))
     found, _ = score_records(run, records, run.run.algorithm.needs, Phase.SCORE)

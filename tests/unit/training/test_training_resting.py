@@ -11,14 +11,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from lowpeak.models import Reference
 from lowpeak.parallel import FrozenModel, states_on_host
-from lowpeak.training import make_rest, resting
+from lowpeak.training import make_rollout_offloader, offloadable
 from movers import CopyingMover
 from small_runs import column, make, same, spread, steps, weights
 
 
 def watched(trainer, seen):
     """The engine, noting at each call how many bytes of states and of the reference are on the device."""
-    generate = trainer.maker.engine.generate
+    generate = trainer.collector.engine.generate
 
     def noting(prompts, sampling):
         states = [v for state in trainer.optimizer.state.values() for v in state.values() if v.numel() > 1]
@@ -26,7 +26,7 @@ def watched(trainer, seen):
         seen.append(tuple(sum(t.untyped_storage().nbytes() for t in tensors) for tensors in (states, reference)))
         return generate(prompts, sampling)
 
-    trainer.maker.engine.generate = noting
+    trainer.collector.engine.generate = noting
 
 
 def trained(folder, rests):
@@ -35,9 +35,9 @@ def trained(folder, rests):
     seen: list[tuple[int, int]] = []
     if rests:
         strategy, reference = trainer.run.strategy, trainer.run.reference
-        rest = make_rest(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
-        ready = resting(rest, strategy, FrozenModel(reference.model, reference.use)).ready
-        trainer.maker.offloader = rest
+        rest = make_rollout_offloader(trainer, trainer.parts.policy, strategy, CopyingMover(), least_bytes=64)
+        ready = offloadable(rest, strategy, FrozenModel(reference.model, reference.use)).ready
+        trainer.collector.offloader = rest
         trainer.run = replace(trainer.run, reference=Reference(reference.model, ready))
     watched(trainer, seen)
     trainer.train()

@@ -20,7 +20,7 @@ from lowpeak.batching import Budget, pack
 from lowpeak.logprobs import install_head
 from lowpeak.memory import ActivationOffload
 from lowpeak.records import Completion, Record
-from lowpeak.training import Core, run_step, score
+from lowpeak.training import LogprobSettings, run_step, score
 from steps import GRPO as BASE
 from steps import LocalStrategy
 
@@ -44,7 +44,7 @@ RLOO = RLOOSettings(0.2, 0.2, 0.05, "k1", False, None, False, False, True)
 DPO = OnlineDPOSettings("sigmoid", (0.1,), 0.0, False)
 
 
-CORE = Core(1.0, 256, torch.device("cpu"))
+CORE = LogprobSettings(1.0, 256, torch.device("cpu"))
 
 
 def micro_batches(length=512, rows=8, layout="padded", unit="token"):

@@ -243,10 +243,10 @@ def test_a_function_may_ask_vllm_which_has_the_policys_weights(tmp_path):
         return echo(prompts, trainer)
 
     run = trainer_of(tmp_path, asking, reward_from_env, **told)
-    assert isinstance(run.maker.engine, FunctionEngine)
+    assert isinstance(run.collector.engine, FunctionEngine)
     vllm = scripted()
-    run.maker.engine = replace(run.maker.engine, engine=engine_over(vllm))
-    run.maker.engine.close()
+    run.collector.engine = replace(run.collector.engine, engine=engine_over(vllm))
+    run.collector.engine.close()
     run.train()
     # The flag of the model alone is on, as TRL's functions read it.
     assert all(mode == [True] + [False] * (len(mode) - 1) for mode in modes)

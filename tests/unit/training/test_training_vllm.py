@@ -44,8 +44,8 @@ def run_over(folder, *vllms, kind="GRPO", reward=None, **changes):
     settings = {"max_completion_length": 3, "max_steps": 3, "reward_funcs": reward or Reward(), **changes}
     run = make(kind, folder, data=DATA, eval_dataset=evaluation, **settings)
     if vllms:
-        run.maker.engine = engine_over(*vllms, batch_size=4)
-        run.maker.engine.close()
+        run.collector.engine = engine_over(*vllms, batch_size=4)
+        run.collector.engine.close()
     return run
 
 
@@ -96,7 +96,7 @@ def test_a_vllm_that_was_restarted_between_two_rollouts_is_loaded_again(tmp_path
         vllm.restart()
         return [0.0, 1.0] * (len(completions) // 2)
 
-    run.maker.panel.rewards[0].function = reward
+    run.collector.panel.rewards[0].function = reward
     run.train()
     assert len(seen) >= 2
 
